@@ -1,0 +1,210 @@
+"""The C++ core on one screen. Handles own what they name; nothing here is a
+raw integer address except the one place where memory is described (`Layout`).
+
+Calls marked (waits) release the GIL. C++ threads never call Python.
+"""
+
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Status(Enum):
+    OK = 0
+    PENDING = 1
+    FULL = 2  # no credit: the arena has no room now
+    REFUSED = 3  # handshake differs, or the receiver cancelled this transfer before
+    TIMEOUT = 4
+    PEER_LOST = 5
+    CANCELLED = 6
+    STALE = 7  # generation number no longer valid
+    INVALID = 8  # bad argument or bad frame
+    CLOSED = 9
+
+class Layout:
+    """One rank's paged KV cache: where page (layer, block) lives in memory.
+
+    Page (l, b) starts at bases[l] + b * block_strides[l] and is page_bytes[l]
+    long. The wire order of a transfer is block-major: block 0 all layers,
+    block 1 all layers, ... so any run of blocks is contiguous in a slot.
+    `owner` is kept alive as long as the layout (the tensors behind it).
+    """
+    def __init__(
+        self,
+        bases: NDArray[np.uint64],
+        block_strides: NDArray[np.uint64],
+        page_bytes: NDArray[np.uint64],
+        num_blocks: int,
+        owner: object,
+    ) -> None: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+
+class SlotState(Enum):
+    FILLING = 0
+    ARRIVED = 1
+    TAKEN = 2  # pinned by `take`: never expires, never reused until released
+    FAILED = 3  # `error` says why; nothing to load
+
+class Slot:
+    """A transfer's place in the arena, as the receiving side sees it. A
+    snapshot: ask `Receiver.find` again for the newest state."""
+    transfer: str
+    state: SlotState
+    offset: int  # bytes from the start of the segment; ranks follow one another
+    num_blocks: int
+    rank_bytes: int
+    num_ranks: int
+    generation: int
+    error: str
+
+class ReceiverStats:
+    arena_total_bytes: int
+    arena_used_bytes: int  # granted, arrived, taken and quarantined slots
+    quarantined_bytes: int  # cancelled, but a writer may still be writing
+    slots: int
+    connections: int
+    threads: int
+    arrived: int
+    expired: int
+    cancelled: int
+    refused_full: int
+    refused_identity: int
+    bad_frames: int
+    bytes_received: int
+
+class Receiver:
+    """Owns the receive arena (one shared-memory segment, pre-touched, mode
+    0600, unguessable name, unlinked on close) and the port that peers dial.
+    Thread-safe. Owns its service thread(s)."""
+    def __init__(
+        self,
+        *,
+        arena_bytes: int,
+        host: str,
+        port: int,  # 0: any free port
+        identity: dict[str, str],
+        fill_timeout_s: float,  # no progress of a FILLING slot for this long: freed
+        hold_timeout_s: float,  # ARRIVED but not taken for this long: freed
+        max_connections: int = 256,
+    ) -> None: ...
+    @property
+    def endpoint(self) -> str: ...  # "host:port"
+    @property
+    def segment(self) -> str: ...  # path below /dev/shm
+    def find(self, transfer: str) -> Slot | None: ...
+    def wait(self, timeout_s: float) -> bool:
+        """(waits) True when a slot became ARRIVED or FAILED since the last wait."""
+    def take(self, transfer: str) -> Slot | None:
+        """Pin an ARRIVED slot; None in any other state."""
+    def release(self, transfer: str) -> None:
+        """Give a TAKEN slot back. Idempotent."""
+    def cancel(self, transfer: str) -> None:
+        """Nobody wants it: free it as soon as its writer is known to have
+        stopped, and refuse a later open of the same name for fill_timeout_s."""
+    def receive(self, timeout_s: float) -> bytes | None:
+        """(waits) Oldest message that a peer sent with `Sender.send`; the queue
+        is bounded and drops the newest."""
+    def stats(self) -> ReceiverStats: ...
+    def close(self) -> None: ...  # idempotent
+
+class Arena:
+    """A mapping of a receiver's segment in this process (or in a worker
+    process beside it). Load copies out of it into paged blocks."""
+    def __init__(self, segment: str) -> None: ...
+    def load(
+        self,
+        slot_offset: int,
+        first_block: int,
+        layout: Layout,
+        block_ids: NDArray[np.int32],
+        threads: int = 1,
+    ) -> None:
+        """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a
+        slot (offset already includes the rank) to block_ids of `layout`.
+        Raises ValueError when anything is out of range."""
+    def close(self) -> None: ...
+
+class TransferState(Enum):
+    OPENING = 0
+    SENDING = 1
+    DONE = 2  # the receiver confirmed that all bytes arrived
+    FAILED = 3
+    CANCELLED = 4
+
+class Transfer:
+    """One request's KV on its way to one receiver. Thread-safe."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def state(self) -> TransferState: ...
+    @property
+    def status(self) -> Status: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def link(self) -> str: ...  # "shm", "tcp" or "" before the handshake
+    @property
+    def quiesced(self) -> bool:
+        """No thread reads source blocks of this transfer, now or later: the
+        blocks may be freed. True in DONE; in FAILED and CANCELLED as soon as
+        the copy under way has stopped."""
+    def write(self, layout: Layout, first_block: int, block_ids: NDArray[np.int32]) -> Status:
+        """Queue blocks for sending; slot blocks start at first_block. Never
+        blocks. The source must not change until `quiesced` (or DONE)."""
+    def read(
+        self, layout: Layout, first_block: int, block_ids: NDArray[np.int32], timeout_s: float
+    ) -> Status:
+        """(waits) Copy blocks back from the slot, ordered after earlier writes."""
+    def finish(self) -> None:
+        """No more writes; DONE follows when the receiver has everything."""
+    def cancel(self) -> None:
+        """Stop; the receiver frees the slot. Idempotent, never blocks."""
+
+class SenderStats:
+    transfers: int
+    peers: int
+    threads: int
+    done: int
+    failed: int
+    cancelled: int
+    bytes_sent: int
+
+class Sender:
+    """Dials receivers and pushes blocks. Owns its thread(s) and connections;
+    a connection is opened on first use and closed when unused for a while."""
+    def __init__(
+        self,
+        *,
+        identity: dict[str, str],
+        rank: int = 0,
+        num_ranks: int = 1,
+        link: str = "auto",  # "auto" | "shm" | "tcp"
+        streams: int = 2,
+        open_timeout_s: float = 5.0,
+        io_timeout_s: float = 30.0,
+        max_queued_blocks: int = 1 << 20,
+    ) -> None: ...
+    def open(self, endpoint: str, transfer: str, num_blocks: int, block_bytes: int) -> Transfer:
+        """Ask for a slot of exactly this size. Never blocks: the answer (FULL,
+        REFUSED with the difference spelled out, ...) shows in the transfer."""
+    def send(self, endpoint: str, message: bytes, timeout_s: float) -> Status:
+        """(waits) Deliver a small message (at most 64 KiB) to `Receiver.receive`."""
+    def wait(self, timeout_s: float) -> bool:
+        """(waits) True when a transfer became terminal since the last wait."""
+    def stats(self) -> SenderStats: ...
+    def close(self) -> None: ...  # idempotent; cancels everything
+
+def copy_blocks(
+    destination: Layout,
+    destination_ids: NDArray[np.int32],
+    source: Layout,
+    source_ids: NDArray[np.int32],
+) -> None:
+    """(waits) Copy blocks between two layouts of the same page shape."""

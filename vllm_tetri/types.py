@@ -1,0 +1,122 @@
+"""Values that every layer shares. Standard library only; everything is frozen.
+
+Units are suffixes: `_tokens`, `_blocks`, `_bytes`, `_s` (seconds as float).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+InstanceId = NewType("InstanceId", str)
+TransferId = NewType("TransferId", str)
+RequestId = NewType("RequestId", str)
+
+
+class Role(StrEnum):
+    """What an instance prefers to do. Direction is per request, so a role is a
+    preference of placement, never a limit of what the engine can do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class InstanceState(StrEnum):
+    """Where an instance is in its life, as the cluster monitor sees it."""
+
+    STARTING = "starting"  # announced, HTTP not yet answering
+    READY = "ready"
+    SILENT = "silent"  # no report for longer than the limit; not used
+    REFUSED = "refused"  # its KV layout or version does not fit the cluster
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """What an instance says of itself once, when it joins.
+
+    Attributes:
+        id: Unique name in the cluster, for example ``prefill-0``.
+        url: Base URL of its HTTP server, without a trailing slash.
+        role: Preference of placement.
+        models: Names it serves; the first is the canonical one.
+        kv_endpoint: ``host:port`` of its KV receiver.
+        identity: What two instances must agree on to exchange KV blocks
+            (model, dtype, block size, layout, ISA, vLLM version, ...).
+        max_model_len: Longest prompt plus answer, in tokens.
+        block_size: Tokens per KV block.
+        pid: Process id of the engine, for operators.
+        version: Version of this package in the instance.
+    """
+
+    id: InstanceId
+    url: str
+    role: Role
+    models: tuple[str, ...]
+    kv_endpoint: str
+    identity: dict[str, str]
+    max_model_len: int
+    block_size: int
+    pid: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad:
+    """What an instance reports every period.
+
+    ``blocks_used`` leaves out blocks that only the prefix cache holds. ``held``
+    counts transfers that occupy the receive arena. ``heavy`` and ``light``
+    count running decodes by expected length (paper section 3.3.4). Counters
+    (``*_done``, ``preemptions``, ``flips``, ``cpu_s``) only grow.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    held: int = 0
+    queued_prefill_tokens: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    arena_used_bytes: int = 0
+    arena_total_bytes: int = 0
+    heavy: int = 0
+    light: int = 0
+    reserved_blocks: int = 0
+    step_s: float = 0.0
+    prefills_done: int = 0
+    decodes_done: int = 0
+    chunks_done: int = 0
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+    kv_loads_failed: int = 0
+    dropped_messages: int = 0
+    preemptions: int = 0
+    flips: int = 0
+    cpu_s: float = 0.0
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """An instance as others see it: what it said, and how old that is."""
+
+    info: InstanceInfo
+    state: InstanceState
+    load: InstanceLoad
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """A snapshot of all instances that one router knows.
+
+    Attributes:
+        router: Which router sent it.
+        seq: Grows by one with every broadcast of that router.
+        instances: Every instance that is not gone, in any state.
+    """
+
+    router: str = ""
+    seq: int = 0
+    instances: tuple[InstanceView, ...] = field(default=())
