@@ -1,0 +1,1 @@
+"""The vLLM side: plugin, scheduler, connector. The only importer of vllm."""

@@ -1,0 +1,237 @@
+"""Decode side, scheduler half: KV that arrives for requests of this instance.
+
+Owner: the engine thread. Only `cancel` may be called from another thread; it
+touches nothing but the receiver, which is thread-safe.
+
+A request waits (vLLM asks again every step) until its KV has arrived, is then
+loaded in the very step that admits it (beside the steps when it is large and
+others are decoding), and gives its arena slot back when every rank reports the
+load. Whatever goes wrong, the answer is "0 tokens": vLLM then
+computes the prompt here, which is slower and never wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+
+from vllm_tetri.engine.compat import Request, init_logger
+from vllm_tetri.engine.step import Load, WorkerReport
+from vllm_tetri.handover import DecodeLeg
+from vllm_tetri.transport.native import Receiver, Slot, SlotState
+from vllm_tetri.types import TransferId
+
+logger = init_logger("vllm_tetri.inbox")
+
+LOST_PREFIX = b"lost:"
+# A prefill instance may try a hand-over again under a new name.
+MAX_ATTEMPTS = 4
+
+
+def attempt_name(transfer: TransferId, attempt: int) -> str:
+    """Name of the n-th try of a transfer; the first one has the plain name."""
+    return transfer if attempt == 0 else f"{transfer}~{attempt}"
+
+
+class _State(Enum):
+    WAITING = auto()  # nothing here yet
+    TAKEN = auto()  # slot pinned, request not admitted yet
+    LOADING = auto()  # handed to the workers
+    DONE = auto()  # loaded, or given up: vLLM computes what is missing
+
+
+@dataclass(slots=True)
+class _Inbound:
+    leg: DecodeLeg
+    deadline: float
+    state: _State = _State.WAITING
+    slot: Slot | None = None
+    local_tokens: int = 0
+    is_background: bool = False
+    gone: bool = False  # the request ended while workers were loading
+
+
+class Inbox:
+    """Requests of this instance whose prompt was computed elsewhere."""
+
+    def __init__(
+        self,
+        *,
+        receiver: Receiver,
+        block_size: int,
+        bytes_per_block: int,
+        num_ranks: int,
+        timeout_s: float,
+        load_budget_bytes: int,
+    ) -> None:
+        self._receiver = receiver
+        self._block_size = block_size
+        self._bytes_per_block = bytes_per_block
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._load_budget_bytes = load_budget_bytes
+        self._entries: dict[str, _Inbound] = {}
+        self._lost: set[str] = set()
+        self._loads: list[Load] = []
+        self.loads_done = 0
+        self.loads_failed = 0
+        self.loaded_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request, leg: DecodeLeg) -> None:
+        """A request with a decode leg entered the engine."""
+        self._entries[request.request_id] = _Inbound(leg, time.monotonic() + self._timeout_s)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose KV has not arrived."""
+        return sum(entry.state is _State.WAITING for entry in self._entries.values())
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something arrives (GIL released), at most `timeout_s`."""
+        self._receiver.wait(timeout_s)
+
+    def match(
+        self, request: Request, num_local_tokens: int, *, is_busy: bool
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the local prefix hit can be loaded, and whether
+        the load runs beside the steps instead of inside one.
+
+        None: not known yet, ask again. The last prompt token is always left to
+        this engine, which samples the first token from it.
+
+        Args:
+            request: A request of vLLM's waiting queue.
+            num_local_tokens: Length of its local prefix hit, whole blocks.
+            is_busy: Whether other requests wait for the next step.
+        """
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.state is _State.DONE:
+            return 0, False
+        if entry.state is _State.WAITING and not self._try_take(request, entry):
+            return (None if entry.state is _State.WAITING else 0), False
+        num_tokens = request.num_tokens - 1 - num_local_tokens
+        if num_tokens <= 0:
+            self._give_back(entry)
+            return 0, False
+        entry.local_tokens = num_local_tokens
+        num_blocks = -(-num_tokens // self._block_size)
+        entry.is_background = is_busy and (
+            num_blocks * self._bytes_per_block > self._load_budget_bytes
+        )
+        return num_tokens, entry.is_background
+
+    def _try_take(self, request: Request, entry: _Inbound) -> bool:
+        name = entry.leg.transfer
+        slot = self._receiver.take(name)
+        if slot is None:
+            self._check_lost(name, entry)
+            return False
+        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        entry.slot, entry.state = slot, _State.TAKEN
+        if (slot.num_blocks, slot.num_ranks, entry.leg.num_tokens) != (
+            num_blocks,
+            self._num_ranks,
+            request.num_prompt_tokens,
+        ):
+            logger.warning(
+                "transfer %s holds %d blocks of %d ranks for %d tokens, the request has %d tokens; "
+                "computing its prompt here",
+                name, slot.num_blocks, slot.num_ranks, entry.leg.num_tokens,
+                request.num_prompt_tokens,
+            )  # fmt: skip
+            self.loads_failed += 1
+            self._give_back(entry)
+            return False
+        return True
+
+    def _check_lost(self, name: str, entry: _Inbound) -> None:
+        self._drain_messages()
+        seen = self._receiver.find(name)
+        reason = ""
+        if name in self._lost:
+            reason = "its prefill instance gave up"
+            self._lost.discard(name)
+        elif seen is not None and seen.state is SlotState.FAILED:
+            reason = seen.error or "failed"
+        elif time.monotonic() > entry.deadline:
+            reason = f"nothing arrived for {self._timeout_s:g} s"
+        if reason:
+            logger.warning("transfer %s: %s; computing the prompt here", name, reason)
+            self.loads_failed += 1
+            entry.state = _State.DONE
+            self._receiver.cancel(name)
+
+    def _drain_messages(self) -> None:
+        while (message := self._receiver.receive(0.0)) is not None:
+            if message.startswith(LOST_PREFIX) and len(self._lost) < 4096:
+                self._lost.add(message[len(LOST_PREFIX) :].decode(errors="replace"))
+
+    def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
+        """vLLM gave the request its blocks; order the load, or free the slot."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.slot is None or entry.state is not _State.TAKEN:
+            return
+        if num_external == 0:
+            self._give_back(entry)
+            return
+        first = entry.local_tokens // self._block_size
+        self._loads.append(
+            Load(
+                request_id=request.request_id,
+                segment=self._receiver.segment,
+                offset=entry.slot.offset,
+                rank_bytes=entry.slot.rank_bytes,
+                first_block=first,
+                block_ids=np.asarray(block_ids[first : entry.slot.num_blocks], dtype=np.int32),
+                is_background=entry.is_background,
+            )
+        )
+        entry.state = _State.LOADING
+
+    def take_loads(self) -> list[Load]:
+        """Loads ordered since the last call."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def report(self, report: WorkerReport) -> None:
+        """Workers executed loads: give the slots back."""
+        self.loaded_bytes += report.loaded_bytes
+        self.loads_failed += report.load_errors
+        for request_id in report.loaded:
+            entry = self._entries.get(request_id)
+            if entry is None or entry.state is not _State.LOADING:
+                continue
+            self._give_back(entry)
+            self.loads_done += 1
+            if entry.gone:
+                del self._entries[request_id]
+
+    def finished(self, request: Request) -> None:
+        """The request ended, however it ended."""
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            return
+        if entry.state is _State.LOADING:
+            entry.gone = True
+            return
+        del self._entries[request.request_id]
+        if entry.state is _State.WAITING:
+            self._receiver.cancel(entry.leg.transfer)
+        self._give_back(entry)
+
+    def cancel(self, transfer: TransferId) -> None:
+        """Nobody waits for this transfer any more (any thread)."""
+        for attempt in range(MAX_ATTEMPTS):
+            self._receiver.cancel(attempt_name(transfer, attempt))
+
+    def _give_back(self, entry: _Inbound) -> None:
+        if entry.slot is not None:
+            self._receiver.release(entry.leg.transfer)
+            entry.slot = None
+        entry.state = _State.DONE

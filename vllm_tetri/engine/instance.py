@@ -1,0 +1,191 @@
+"""What an instance owns beside its engine: arena, agent, outbox, inbox.
+
+Lives in the engine process. The engine thread owns outbox and inbox; the agent
+thread reads counters (under the GIL, never mutating) and forwards cancels.
+"""
+
+from __future__ import annotations
+
+import os
+from random import Random
+from typing import TYPE_CHECKING
+
+import vllm_tetri
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.control.agent import Agent
+from vllm_tetri.engine.compat import Request, Scheduler, init_logger
+from vllm_tetri.engine.inbox import Inbox
+from vllm_tetri.engine.load import CpuClock, read_load
+from vllm_tetri.engine.outbox import Outbox
+from vllm_tetri.engine.step import WorkerShape
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeLeg, PrefillLeg, from_params
+from vllm_tetri.messages import Dispatched
+from vllm_tetri.policy.dispatch import Dispatch, choose_decode
+from vllm_tetri.transport.native import Receiver
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, TransferId
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm_tetri.instance")
+
+
+class Instance:
+    """One member of the cluster. Works from `start` on; `close` is idempotent."""
+
+    outbox: Outbox
+    inbox: Inbox
+
+    def __init__(self, config: TetriConfig, vllm_config: VllmConfig) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._scheduler: Scheduler | None = None
+        self._receiver: Receiver | None = None
+        self._agent: Agent | None = None
+        self._rng = Random()
+        self._cpu = CpuClock()
+        self._info: InstanceInfo | None = None
+        self.decodes_done = 0
+        self.preemptions = 0
+        self.bad_legs = 0
+        self.step_s = 0.0
+
+    def bind_scheduler(self, scheduler: Scheduler) -> None:
+        """The scheduler whose counters are reported; call before `start`."""
+        self._scheduler = scheduler
+
+    def start(self, shape: WorkerShape) -> None:
+        """Open the arena and join the cluster; the KV layout is known now."""
+        config, block_size = self._config, self._vllm_config.cache_config.block_size
+        self._receiver = Receiver(
+            arena_bytes=config.arena_bytes,
+            host=config.host,
+            port=0,
+            identity=shape.identity,
+            fill_timeout_s=config.transfer_timeout_s,
+            hold_timeout_s=config.hold_timeout_s,
+        )
+        self.inbox = Inbox(
+            receiver=self._receiver,
+            block_size=block_size,
+            bytes_per_block=shape.block_bytes * shape.num_ranks,
+            num_ranks=shape.num_ranks,
+            timeout_s=config.transfer_timeout_s,
+            load_budget_bytes=config.load_budget_bytes,
+        )
+        self.outbox = Outbox(
+            config=config,
+            block_size=block_size,
+            bytes_per_block=shape.block_bytes * shape.num_ranks,
+            block_ids_of=self._block_ids_of,
+            dispatch=self._dispatch,
+            announce=self._announce,
+        )
+        self._info = self._describe(shape, self._receiver.endpoint)
+        self._agent = Agent(
+            routers=config.control,
+            info=self._info,
+            read_load=self._read_load,
+            on_cancel=self._cancel,
+            period_s=config.report_period_s,
+        )
+        self._agent.start()
+        logger.info(
+            "%s (%s) joins via %s: KV port %s, arena %d MiB, chunk %d tokens, push by %s, "
+            "link %s; %s",
+            config.instance, config.role.value, ",".join(config.control), self._receiver.endpoint,
+            config.arena_bytes >> 20, config.chunk_size, config.push, config.link, shape.identity,
+        )  # fmt: skip
+
+    def _describe(self, shape: WorkerShape, endpoint: str) -> InstanceInfo:
+        model = self._vllm_config.model_config
+        names = model.served_model_name
+        return InstanceInfo(
+            id=InstanceId(self._config.instance),
+            url=self._config.url,
+            role=self._config.role,
+            models=(names,) if isinstance(names, str) else tuple(names),
+            kv_endpoint=endpoint,
+            identity=shape.identity,
+            max_model_len=model.max_model_len,
+            block_size=self._vllm_config.cache_config.block_size,
+            pid=os.getpid(),
+            version=vllm_tetri.__version__,
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are running, so that a long step would hold them up."""
+        assert self._scheduler is not None
+        return bool(self._scheduler.running)
+
+    def add(self, request: Request) -> None:
+        """Sort a new request by the leg that it carries, if any."""
+        try:
+            leg = from_params(request.kv_transfer_params)
+        except ProtocolError as error:
+            self.bad_legs += 1
+            logger.warning("request %s is served whole: %s", request.request_id, error)
+            return
+        match leg:
+            case PrefillLeg():
+                self.outbox.add(request, leg)
+            case DecodeLeg():
+                self.inbox.add(request, leg)
+            case _:
+                pass
+
+    def count_finished(self, request: Request) -> None:
+        """A request that this instance decoded has ended."""
+        if request.num_output_tokens > 0:
+            self.decodes_done += 1
+
+    def _dispatch(
+        self, num_tokens: int, num_bytes: int, refused: frozenset[InstanceId]
+    ) -> Dispatch | None:
+        assert self._agent is not None
+        assert self._info is not None
+        return choose_decode(
+            self._agent.view(),
+            me=self._info,
+            num_tokens=num_tokens,
+            num_bytes=num_bytes,
+            refused=refused,
+            rng=self._rng,
+        )
+
+    def _announce(self, leg: PrefillLeg, dispatch: Dispatch) -> None:
+        assert self._agent is not None
+        self._agent.publish(
+            Dispatched(leg.request, leg.transfer, dispatch.instance, dispatch.reason)
+        )
+
+    def _block_ids_of(self, request_id: str) -> list[int]:
+        assert self._scheduler is not None
+        return self._scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+
+    def _cancel(self, transfer: TransferId) -> None:
+        """Agent thread."""
+        self.outbox.cancel(transfer)
+        self.inbox.cancel(transfer)
+
+    def _read_load(self) -> InstanceLoad:
+        """Agent thread."""
+        assert self._scheduler is not None
+        assert self._receiver is not None
+        assert self._agent is not None
+        return read_load(
+            self._scheduler,
+            self,
+            arena=self._receiver.stats(),
+            dropped_messages=self._agent.dropped_messages,
+            cpu_s=self._cpu.read_s(),
+        )
+
+    def close(self) -> None:
+        """Leave the cluster and free the arena."""
+        if self._agent is not None:
+            self._agent.close()
+        if self._receiver is not None:
+            self._receiver.close()

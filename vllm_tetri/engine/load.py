@@ -1,0 +1,93 @@
+"""The numbers of an `InstanceLoad`, read from a live scheduler.
+
+Called from the agent thread: it only reads, and copies a container in one C
+call (atomic under the GIL) before it iterates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+import psutil
+
+from vllm_tetri.engine.compat import Request, Scheduler
+from vllm_tetri.transport.native import ReceiverStats
+from vllm_tetri.types import InstanceLoad
+
+if TYPE_CHECKING:
+    from vllm_tetri.engine.instance import Instance
+
+# A decode is heavy above this many expected tokens (paper section 5.1.1).
+HEAVY_TOKENS = 128
+
+
+def read_load(
+    scheduler: Scheduler,
+    instance: Instance,
+    *,
+    arena: ReceiverStats,
+    dropped_messages: int,
+    cpu_s: float,
+) -> InstanceLoad:
+    """A consistent enough picture for placement; counters are exact at rest."""
+    requests = list(scheduler.requests.values())
+    pool = scheduler.kv_cache_manager.block_pool
+    running, waiting = scheduler.get_request_counts()
+    heavy = sum(is_heavy(request) for request in list(scheduler.running))
+    blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
+    outbox, inbox = instance.outbox, instance.inbox
+    return InstanceLoad(
+        running=running,
+        waiting=waiting,
+        held=arena.slots,
+        queued_prefill_tokens=sum(remaining_prompt_tokens(request) for request in requests),
+        blocks_used=blocks_total - pool.get_num_free_blocks(),
+        blocks_total=blocks_total,
+        arena_used_bytes=arena.arena_used_bytes,
+        arena_total_bytes=arena.arena_total_bytes,
+        heavy=heavy,
+        light=running - heavy,
+        step_s=instance.step_s,
+        prefills_done=outbox.prefills_done,
+        decodes_done=instance.decodes_done,
+        chunks_done=outbox.chunks_done,
+        kv_bytes_sent=outbox.sent_bytes,
+        kv_bytes_received=inbox.loaded_bytes,
+        kv_loads_failed=inbox.loads_failed,
+        dropped_messages=dropped_messages,
+        preemptions=instance.preemptions,
+        cpu_s=cpu_s,
+        threads=threading.active_count(),
+    )
+
+
+def remaining_prompt_tokens(request: Request) -> int:
+    """Prompt tokens that no step has computed or loaded yet."""
+    return max(0, request.num_prompt_tokens - request.num_computed_tokens)
+
+
+def is_heavy(request: Request) -> bool:
+    """Whether a running request is expected to write a long answer.
+
+    Without a prediction, what it has written already is all there is to go by.
+    """
+    return request.num_output_tokens > HEAVY_TOKENS
+
+
+class CpuClock:
+    """CPU seconds of this engine process and of the API server above it."""
+
+    def __init__(self) -> None:
+        own = psutil.Process()
+        parent = own.parent()
+        self._processes = [own] if parent is None else [own, parent]
+
+    def read_s(self) -> float:
+        total = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total

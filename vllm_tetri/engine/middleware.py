@@ -1,0 +1,62 @@
+"""ASGI middleware of an instance's API server.
+
+Tells who answers: `GET /tetri/v1/instance`, and an `x-tetri-instance` header on
+every response, so that a router (or a person) can check that a port belongs to
+the instance they mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import vllm_tetri
+from vllm_tetri.config import decode_config
+from vllm_tetri.engine.roles import CONFIG_KEY
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+PATH = "/tetri/v1/instance"
+
+
+class TetriMiddleware:
+    """Pure ASGI: adds nothing to streamed bodies."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        identity = self._identity(scope)
+        if scope["path"] == PATH:
+            await _answer(send, json.dumps(identity).encode())
+            return
+        header = (b"x-tetri-instance", str(identity["id"]).encode())
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)
+
+    def _identity(self, scope: MutableMapping[str, Any]) -> dict[str, Any]:
+        extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
+        config = decode_config(extra[CONFIG_KEY])
+        return {
+            "id": config.instance,
+            "role": config.role.value,
+            "version": vllm_tetri.__version__,
+        }
+
+
+async def _answer(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,123 @@
+"""`--role` and `--tetri-*`: command line and file to `TetriConfig`.
+
+Every field of `TetriConfig` but the role is an option of the same name with
+dashes. An option that is not given leaves no attribute, so that it can come from the
+file given with `--tetri-config`, and otherwise from `TetriConfig` itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.types import Role
+
+# vLLM prints the group of this title for `--help=role`.
+GROUP = "Role"
+
+HELP: dict[str, str] = {
+    "instance": "name of this instance in the cluster; default: role and port",
+    "url": "base URL at which the router reaches this server; default: from --host and --port",
+    "control": "router control address tcp://HOST:PORT, several separated by commas",
+    "host": "address that the KV receiver binds; loopback only in this version",
+    "chunk_size": "tokens per prefill step; default: 256 on CPU, 512 elsewhere",
+    "push": "send KV after every chunk, or once per request when its prompt is done",
+    "link": "how KV travels: shared memory, TCP, or whichever reaches the peer",
+    "arena_bytes": "size of the receive arena in bytes; suffixes K, M, G",
+    "streams": "TCP connections per peer that carry KV",
+    "report_period_s": "seconds between load reports",
+    "transfer_timeout_s": "longest wait in seconds for progress of one KV transfer",
+    "hold_timeout_s": "longest time in seconds that arrived KV waits for its request",
+    "load_budget_bytes": "KV loads above this do not share a step with running decodes",
+}
+CHOICES: dict[str, tuple[str, ...]] = {"push": ("chunk", "request"), "link": ("auto", "shm", "tcp")}
+_SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def parse_bytes(text: str) -> int:
+    """``268435456``, ``256M`` or ``256MiB`` as a number of bytes."""
+    plain = text.strip().lower().removesuffix("b").removesuffix("i")
+    factor = _SUFFIX.get(plain[-1:], 1)
+    digits = plain.rstrip("kmg")
+    if not digits.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 256M")
+    return int(digits) * factor
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add our group to one of vLLM's parsers."""
+    group = parser.add_argument_group(
+        GROUP, "Disaggregated prefill and decode (vllm-tetri). Nothing here acts without --role."
+    )
+    group.add_argument(
+        "--role",
+        choices=[role.value for role in Role],
+        default=None,
+        help="serve as a prefill or decode instance of a cluster, or as both",
+    )
+    group.add_argument(
+        "--tetri-config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML or JSON file with the options below, without their tetri- prefix",
+    )
+    for name, text in HELP.items():
+        default = _default_text(name)
+        group.add_argument(
+            "--tetri-" + name.replace("_", "-").removesuffix("-s"),
+            dest="tetri_" + name,
+            default=argparse.SUPPRESS,
+            help=text if "default:" in text else f"{text}; default: {default}",
+            **_argument_type(name),
+        )
+
+
+def _argument_type(name: str) -> dict[str, Any]:
+    if name in CHOICES:
+        return {"choices": CHOICES[name]}
+    if name.endswith("_bytes"):
+        return {"type": parse_bytes, "metavar": "BYTES"}
+    if name.endswith("_s"):
+        return {"type": float, "metavar": "SECONDS"}
+    if name in ("chunk_size", "streams"):
+        return {"type": int, "metavar": "N"}
+    return {"type": str, "metavar": name.upper()}
+
+
+def _default_text(name: str) -> str:
+    default = getattr(TetriConfig(role=Role.BOTH), name)
+    return ",".join(default) if isinstance(default, tuple) else str(default)
+
+
+def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
+    """What the user set, from the file and then from the command line.
+
+    Raises:
+        ConfigError: The file cannot be read or is not a mapping.
+    """
+    path = getattr(namespace, "tetri_config", None)
+    given = _read_file(path) if path else {}
+    for name in HELP:
+        value = getattr(namespace, "tetri_" + name, None)
+        if value is not None:
+            given[name] = value
+    if isinstance(given.get("control"), str):
+        given["control"] = [part.strip() for part in given["control"].split(",") if part.strip()]
+    if isinstance(given.get("arena_bytes"), str):
+        given["arena_bytes"] = parse_bytes(given["arena_bytes"])
+    return given
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--tetri-config {path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--tetri-config {path}: expected a mapping of option names to values")
+    return {str(key).replace("-", "_"): value for key, value in raw.items()}

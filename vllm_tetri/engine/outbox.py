@@ -1,0 +1,271 @@
+"""Prefill side, scheduler half: KV that leaves for other instances.
+
+Owner: the engine thread. Only `cancel` may be called from another thread; it
+puts the name into a queue that the next step drains.
+
+Blocks that a step completes are pushed at the start of the next one, so they
+travel while the next chunk is computed. The decode instance is chosen after
+the first chunk (paper section 3.3.4), when a predicted length may be known.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput, init_logger
+from vllm_tetri.engine.inbox import MAX_ATTEMPTS, attempt_name
+from vllm_tetri.engine.step import Open, StepMeta, WorkerReport, Write
+from vllm_tetri.handover import Prefilled, PrefillLeg
+from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.types import InstanceId, TransferId
+
+logger = init_logger("vllm_tetri.outbox")
+
+FULL_RETRY_S = 0.02
+
+Dispatcher = Callable[[int, int, frozenset[InstanceId]], Dispatch | None]
+"""(tokens, bytes, refused) → the decode instance, or None when nobody can."""
+
+
+@dataclass(slots=True)
+class _Outbound:
+    request: Request
+    leg: PrefillLeg
+    deadline: float = 0.0  # of the whole hand-over, once the prompt is done
+    dispatch: Dispatch | None = None
+    attempt: int = 0
+    is_open: bool = False
+    pushed_blocks: int = 0
+    num_chunks: int = 0
+    retry_at: float = 0.0
+    refused: set[InstanceId] = field(default_factory=set)
+    block_ids: list[int] | None = None  # set when the prompt is done
+    all_pushed: bool = False
+    freeing: bool = False
+
+    @property
+    def name(self) -> str:
+        return attempt_name(self.leg.transfer, self.attempt)
+
+
+class Outbox:
+    """Requests whose prompt is computed here for another instance."""
+
+    def __init__(
+        self,
+        *,
+        config: TetriConfig,
+        block_size: int,
+        bytes_per_block: int,
+        block_ids_of: Callable[[str], list[int]],
+        dispatch: Dispatcher,
+        announce: Callable[[PrefillLeg, Dispatch], None],
+    ) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._bytes_per_block = bytes_per_block
+        self._block_ids_of = block_ids_of
+        self._dispatch = dispatch
+        self._announce = announce
+        self._entries: dict[str, _Outbound] = {}
+        self._stops: list[str] = []
+        self._frees: list[str] = []
+        self._lost: list[tuple[str, str]] = []
+        self._cancelled: queue.SimpleQueue[TransferId] = queue.SimpleQueue()
+        self.prefills_done = 0
+        self.chunks_done = 0
+        self.sent_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request, leg: PrefillLeg) -> None:
+        """A request with a prefill leg entered the engine: it stops after its
+        first token, whatever the client asked for."""
+        request.max_tokens = 1
+        self._entries[request.request_id] = _Outbound(request, leg)
+
+    def cancel(self, transfer: TransferId) -> None:
+        """Nobody waits for this transfer any more (any thread)."""
+        self._cancelled.put(transfer)
+
+    # -- one step ---------------------------------------------------------
+
+    def fill(self, meta: StepMeta, output: SchedulerOutput) -> None:
+        """Add this step's orders to `meta`.
+
+        Called after scheduling: `num_computed_tokens` of a request still
+        counts only what earlier steps completed.
+        """
+        self._drain_cancelled()
+        for request_id in output.preempted_req_ids or ():
+            self._preempted(request_id)
+        now = time.monotonic()
+        for entry in list(self._entries.values()):
+            if entry.block_ids is not None:
+                self._push_finished(meta, entry, now)
+            elif entry.request.request_id in output.num_scheduled_tokens:
+                self._push_chunk(meta, entry, now)
+        meta.stops, self._stops = self._stops, []
+        meta.frees, self._frees = self._frees, []
+        meta.lost, self._lost = self._lost, []
+
+    def _push_chunk(self, meta: StepMeta, entry: _Outbound, now: float) -> None:
+        if entry.num_chunks > 0 and self._choose(entry, now) and self._config.push == "chunk":
+            num_full = entry.request.num_computed_tokens // self._block_size
+            if num_full > entry.pushed_blocks:
+                block_ids = self._block_ids_of(entry.request.request_id)[:num_full]
+                self._push(meta, entry, block_ids, is_last=False)
+        entry.num_chunks += 1
+        self.chunks_done += 1
+
+    def _push_finished(self, meta: StepMeta, entry: _Outbound, now: float) -> None:
+        if entry.freeing or entry.all_pushed or now < entry.retry_at:
+            return
+        assert entry.block_ids is not None
+        self._push(meta, entry, entry.block_ids, is_last=True)
+        entry.all_pushed = True
+
+    def _push(
+        self, meta: StepMeta, entry: _Outbound, block_ids: list[int], *, is_last: bool
+    ) -> None:
+        assert entry.dispatch is not None
+        request_id = entry.request.request_id
+        if not entry.is_open:
+            num_blocks = self._num_blocks(entry.request)
+            meta.opens.append(
+                Open(request_id, entry.dispatch.kv_endpoint, entry.name, num_blocks)
+            )
+            entry.is_open = True
+        first = entry.pushed_blocks
+        ids = np.asarray(block_ids[first:], dtype=np.int32)
+        meta.writes.append(Write(request_id, first, ids, is_last))
+        entry.pushed_blocks = len(block_ids)
+
+    def _choose(self, entry: _Outbound, now: float) -> bool:
+        """Make sure that a decode instance is chosen; False when nobody can."""
+        if entry.dispatch is None and now >= entry.retry_at:
+            num_tokens = entry.request.num_prompt_tokens
+            num_bytes = self._num_blocks(entry.request) * self._bytes_per_block
+            entry.dispatch = self._dispatch(num_tokens, num_bytes, frozenset(entry.refused))
+            if entry.dispatch is not None:
+                self._announce(entry.leg, entry.dispatch)
+        return entry.dispatch is not None
+
+    def _num_blocks(self, request: Request) -> int:
+        return -(-request.num_prompt_tokens // self._block_size)
+
+    # -- the end of a request ---------------------------------------------
+
+    def finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, Prefilled | None]:
+        """The request ended. Returns whether its blocks must stay, and what to
+        tell the router."""
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            return False, None
+        handed_over = request.status in (
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+            RequestStatus.FINISHED_STOPPED,
+        )
+        if handed_over:
+            self.prefills_done += 1
+            if self._choose(entry, time.monotonic()):
+                entry.block_ids = block_ids[: self._num_blocks(request)]
+                entry.deadline = time.monotonic() + self._config.transfer_timeout_s
+                return True, self._prefilled(entry)
+        if entry.is_open:
+            self._free(entry, lost=False)
+            return True, None
+        del self._entries[request.request_id]
+        return False, self._prefilled(entry) if handed_over else None
+
+    def _prefilled(self, entry: _Outbound) -> Prefilled:
+        dispatch = entry.dispatch
+        return Prefilled(
+            transfer=TransferId(entry.name),
+            decode=dispatch.instance if dispatch else InstanceId(""),
+            num_tokens=entry.request.num_prompt_tokens,
+            num_chunks=entry.num_chunks,
+            num_bytes=self._num_blocks(entry.request) * self._bytes_per_block,
+            reason=dispatch.reason if dispatch else "no decode instance can take the KV",
+        )
+
+    def held(self) -> set[str]:
+        """Requests that ended and whose blocks vLLM keeps for us."""
+        return {
+            request_id
+            for request_id, entry in self._entries.items()
+            if entry.block_ids is not None or entry.freeing
+        }
+
+    def sent(self, request_id: str) -> None:
+        """Workers reported that nothing reads the blocks of this request."""
+        self._entries.pop(request_id, None)
+
+    # -- what can go wrong --------------------------------------------------
+
+    def report(self, report: WorkerReport) -> None:
+        """Transfers failed: try again, elsewhere, or give up."""
+        self.sent_bytes += report.sent_bytes
+        for request_id, (status, text) in report.failed.items():
+            entry = self._entries.get(request_id)
+            if entry is not None and not entry.freeing:
+                self._failed(entry, status, text)
+
+    def _failed(self, entry: _Outbound, status: str, text: str) -> None:
+        now = time.monotonic()
+        logger.warning("transfer %s: %s %s", entry.name, status, text)
+        if status == "FULL" and entry.block_ids is not None and now < entry.deadline:
+            # Its router already knows the decode instance: same place, same name.
+            self._restart(entry, now + FULL_RETRY_S)
+        elif entry.block_ids is None and entry.attempt + 1 < MAX_ATTEMPTS:
+            if entry.dispatch is not None and status != "FULL":
+                entry.refused.add(entry.dispatch.instance)
+            entry.dispatch = None
+            entry.attempt += 1
+            self._restart(entry, now + FULL_RETRY_S)
+        elif entry.block_ids is not None:
+            self._free(entry, lost=True)
+        else:
+            entry.dispatch, entry.retry_at = None, float("inf")
+
+    def _restart(self, entry: _Outbound, retry_at: float) -> None:
+        entry.is_open = entry.all_pushed = False
+        entry.pushed_blocks = 0
+        entry.retry_at = retry_at
+
+    def _preempted(self, request_id: str) -> None:
+        """vLLM took the blocks away; the prompt will be computed again."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.block_ids is not None:
+            return
+        if entry.is_open:
+            self._stops.append(request_id)
+            entry.attempt = min(entry.attempt + 1, MAX_ATTEMPTS - 1)
+        entry.dispatch = None
+        self._restart(entry, 0.0)
+
+    def _drain_cancelled(self) -> None:
+        while not self._cancelled.empty():
+            transfer = self._cancelled.get()
+            for entry in list(self._entries.values()):
+                if entry.leg.transfer == transfer and entry.block_ids is not None:
+                    self._free(entry, lost=False)
+
+    def _free(self, entry: _Outbound, *, lost: bool) -> None:
+        if entry.freeing:
+            return
+        entry.freeing = True
+        request_id = entry.request.request_id
+        if lost and entry.dispatch is not None:
+            self._lost.append((entry.dispatch.kv_endpoint, entry.name))
+        self._stops.append(request_id)
+        self._frees.append(request_id)

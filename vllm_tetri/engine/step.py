@@ -1,0 +1,133 @@
+"""What the two halves of the connector tell each other in one engine step.
+
+Scheduler half to worker half: `StepMeta`. Worker half to scheduler half:
+`WorkerReport`. Both are pickled when the executor runs workers in processes
+of their own, so they hold plain values and one NumPy array per entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_tetri.engine.compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+BlockIds = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Open:
+    """Open a transfer of `num_blocks` blocks for a request."""
+
+    request_id: str
+    endpoint: str
+    transfer: str
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class Write:
+    """Push paged blocks `block_ids` to slot blocks from `first_block` on."""
+
+    request_id: str
+    first_block: int
+    block_ids: BlockIds
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Load:
+    """Copy slot blocks from `first_block` on into paged blocks `block_ids`.
+
+    `offset` is rank 0's; rank r's part follows `r * rank_bytes` later. A
+    background load does not hold the step that orders it.
+    """
+
+    request_id: str
+    segment: str
+    offset: int
+    rank_bytes: int
+    first_block: int
+    block_ids: BlockIds
+    is_background: bool
+
+
+@dataclass
+class StepMeta(KVConnectorMetadata):
+    """One step's orders to the workers, executed in the order of the fields.
+
+    Attributes:
+        stops: Requests whose transfer ends now; their blocks may be gone
+            after this step, so the worker waits until nothing reads them.
+        opens: Transfers to open.
+        writes: Blocks that earlier steps completed.
+        lost: (endpoint, transfer) pairs whose receiver must not wait longer.
+        frees: Finished requests to report once nothing reads their blocks.
+        loads: Blocks to fill before this step's forward pass.
+    """
+
+    stops: list[str] = field(default_factory=list)
+    opens: list[Open] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    frees: list[str] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What happened on the workers since the last report.
+
+    Attributes:
+        loaded: Ranks that have executed the load of a request.
+        failed: Why the transfer of a request failed: (status name, text).
+        sent_bytes: KV bytes sent by transfers that completed.
+        loaded_bytes: KV bytes copied from the arena into blocks.
+        load_errors: Loads that could not be executed.
+    """
+
+    loaded: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    sent_bytes: int = 0
+    loaded_bytes: int = 0
+    load_errors: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Sum over ranks (vLLM's `KVOutputAggregator`)."""
+        assert isinstance(other, WorkerReport)
+        loaded = dict(self.loaded)
+        for request_id, ranks in other.loaded.items():
+            loaded[request_id] = loaded.get(request_id, 0) + ranks
+        return WorkerReport(
+            loaded=loaded,
+            failed={**self.failed, **other.failed},
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            loaded_bytes=self.loaded_bytes + other.loaded_bytes,
+            load_errors=self.load_errors + other.load_errors,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.loaded or self.failed or self.sent_bytes or self.loaded_bytes or self.load_errors
+        )
+
+
+@dataclass
+class WorkerShape(KVConnectorHandshakeMetadata):
+    """A worker's KV layout, told to the scheduler half after registration.
+
+    Attributes:
+        identity: What a peer must agree on, value by value.
+        block_bytes: One block of one rank over all layers, in bytes.
+        num_ranks: Tensor-parallel workers of this instance.
+    """
+
+    identity: dict[str, str]
+    block_bytes: int
+    num_ranks: int

@@ -1,0 +1,239 @@
+"""Worker half of the connector: executes the orders of one step.
+
+Owner: the worker's main thread. The native sender owns its own threads; they
+never call Python. One loader thread, started on first use, runs background
+loads; it touches only the mover and the arena.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.compat import init_logger
+from vllm_tetri.engine.inbox import LOST_PREFIX
+from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
+from vllm_tetri.errors import TransferError
+from vllm_tetri.kv.mover import BlockMover, Gathered
+from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
+
+logger = init_logger("vllm_tetri.worker")
+
+# A copy between two checks of the cancel flag takes microseconds; a writer that
+# needs longer than this to stop is stuck in a dead machine.
+STOP_DEADLINE_S = 5.0
+LOST_TIMEOUT_S = 1.0
+
+
+@dataclass(slots=True)
+class _Sending:
+    transfer: Transfer
+    gathered: list[tuple[int, Gathered]] = field(default_factory=list)  # (first block, source)
+    num_written: int = 0  # entries of `gathered` that the transfer has
+    is_last: bool = False  # the request is finished: report it when DONE
+    is_finished: bool = False  # the transfer knows that nothing follows
+    reported: bool = False  # a failure was reported; the scheduler decides
+    free: bool = False  # report it as soon as nothing reads its blocks
+
+
+class KVWorker:
+    """Pushes blocks of this rank to other instances, loads blocks from the arena."""
+
+    def __init__(
+        self,
+        *,
+        config: TetriConfig,
+        identity: dict[str, str],
+        mover: BlockMover,
+        rank: int,
+        num_ranks: int,
+    ) -> None:
+        self._mover = mover
+        self._rank = rank
+        self._sender = Sender(
+            identity=identity,
+            rank=rank,
+            num_ranks=num_ranks,
+            link=config.link,
+            streams=config.streams,
+            io_timeout_s=config.transfer_timeout_s,
+        )
+        self._sending: dict[str, _Sending] = {}
+        self._arenas: dict[str, Arena] = {}
+        self._loader: ThreadPoolExecutor | None = None
+        self._loading: dict[str, tuple[Load, Future[None]]] = {}
+        self._report = WorkerReport()
+        self._failed_blocks: set[int] = set()
+        self._freed_at_once: set[str] = set()
+
+    # -- before the forward pass -------------------------------------------
+
+    def stop_preempted(self, meta: StepMeta) -> None:
+        """Blocks of preempted requests are about to be reused: make sure that
+        nothing reads them any more."""
+        waiting = [self._stop(request_id) for request_id in meta.stops]
+        finished = set(meta.frees)
+        deadline = time.monotonic() + STOP_DEADLINE_S
+        for request_id, sending in zip(meta.stops, waiting, strict=True):
+            if sending is None or request_id in finished:
+                continue
+            while not sending.transfer.quiesced and time.monotonic() < deadline:
+                self._sender.wait(0.001)
+            self._sending.pop(request_id, None)
+
+    def begin_step(self, meta: StepMeta) -> None:
+        """Open and feed transfers; blocks named here are complete."""
+        for endpoint, transfer in meta.lost:
+            self._sender.send(endpoint, LOST_PREFIX + transfer.encode(), LOST_TIMEOUT_S)
+        for order in meta.opens:
+            self._open(order)
+        for order in meta.writes:
+            self._write(order)
+        for request_id in meta.frees:
+            self._free(request_id)
+
+    def load(self, meta: StepMeta) -> None:
+        """Fill blocks from the arena; the forward pass of this step reads those
+        of the loads that are not in the background."""
+        for order in meta.loads:
+            if order.is_background:
+                if self._loader is None:
+                    self._loader = ThreadPoolExecutor(1, thread_name_prefix="tetri-load")
+                future = self._loader.submit(self._scatter_and_settle, order)
+                self._loading[order.request_id] = order, future
+            else:
+                self._load_now(order)
+
+    def _stop(self, request_id: str) -> _Sending | None:
+        sending = self._sending.get(request_id)
+        if sending is not None:
+            sending.transfer.cancel()
+        return sending
+
+    def _open(self, order: Open) -> None:
+        transfer = self._sender.open(
+            order.endpoint, order.transfer, order.num_blocks, self._mover.block_bytes
+        )
+        self._sending[order.request_id] = _Sending(transfer)
+
+    def _write(self, order: Write) -> None:
+        sending = self._sending.get(order.request_id)
+        if sending is None:
+            return
+        if len(order.block_ids):
+            sending.gathered.append((order.first_block, self._mover.gather(order.block_ids)))
+        sending.is_last = order.is_last
+        _advance(sending)
+
+    def _free(self, request_id: str) -> None:
+        sending = self._sending.get(request_id)
+        if sending is not None:
+            sending.transfer.cancel()
+            sending.free = True
+        else:
+            self._freed_at_once.add(request_id)
+
+    def _load_now(self, order: Load) -> None:
+        try:
+            self._scatter(order)
+        except (ValueError, OSError, TransferError):
+            # vLLM recomputes these blocks (kv_load_failure_policy=recompute).
+            logger.exception("loading KV of %s failed", order.request_id)
+            self._failed_blocks.update(order.block_ids.tolist())
+            self._report.load_errors += 1
+        self._count_load(order)
+
+    def _scatter(self, order: Load) -> None:
+        offset = order.offset + self._rank * order.rank_bytes
+        arena = self._arena(order.segment)
+        self._mover.scatter(arena, offset, order.first_block, order.block_ids)
+
+    def _scatter_and_settle(self, order: Load) -> None:
+        """Loader thread."""
+        self._scatter(order)
+        self._mover.settle()
+
+    def _count_load(self, order: Load) -> None:
+        self._report.loaded_bytes += len(order.block_ids) * self._mover.block_bytes
+        self._report.loaded[order.request_id] = 1
+
+    def _arena(self, segment: str) -> Arena:
+        if segment not in self._arenas:
+            self._arenas[segment] = Arena(segment)
+        return self._arenas[segment]
+
+    # -- after the forward pass ---------------------------------------------
+
+    def take_sent(self) -> set[str]:
+        """Finished requests whose blocks nothing reads any more, each once."""
+        sent, self._freed_at_once = self._freed_at_once, set()
+        for request_id, sending in list(self._sending.items()):
+            _advance(sending)
+            transfer = sending.transfer
+            state = transfer.state
+            if state is TransferState.DONE and (sending.is_last or sending.free):
+                self._report.sent_bytes += transfer.bytes_sent
+                sent.add(request_id)
+            elif sending.free and transfer.quiesced:
+                sent.add(request_id)
+            elif state is TransferState.FAILED and not sending.free and not sending.reported:
+                if transfer.quiesced:
+                    self._report.failed[request_id] = (transfer.status.name, transfer.error)
+                    sending.reported = True
+            if request_id in sent:
+                del self._sending[request_id]
+        return sent
+
+    def take_background_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose background load (succeeded, failed) since the last call."""
+        loaded: set[str] = set()
+        failed: set[str] = set()
+        for request_id, (order, future) in list(self._loading.items()):
+            if not future.done():
+                continue
+            del self._loading[request_id]
+            self._count_load(order)
+            if (error := future.exception()) is None:
+                loaded.add(request_id)
+            else:
+                logger.error("loading KV of %s failed: %s", request_id, error)
+                self._report.load_errors += 1
+                failed.add(request_id)
+        return loaded, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks whose load failed since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """What happened since the last call; None when nothing did."""
+        report, self._report = self._report, WorkerReport()
+        return report or None
+
+    def close(self) -> None:
+        """Stop all transfers. Idempotent."""
+        if self._loader is not None:
+            self._loader.shutdown(cancel_futures=True)
+        self._sender.close()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+        self._sending.clear()
+
+
+def _advance(sending: _Sending) -> None:
+    """Hand over, in order, what has been gathered; staging may still be under way."""
+    if sending.num_written == len(sending.gathered) and not sending.is_last:
+        return
+    while sending.num_written < len(sending.gathered):
+        first_block, gathered = sending.gathered[sending.num_written]
+        if not gathered.is_ready():
+            return
+        sending.transfer.write(gathered.layout, first_block, gathered.block_ids)
+        sending.num_written += 1
+    if sending.is_last and not sending.is_finished:
+        sending.transfer.finish()
+        sending.is_finished = True
