@@ -85,8 +85,8 @@ ToInstance = Introduce | Refused | View | CancelTransfer
 Message = TypeVar("Message")
 
 _encoder = msgspec.msgpack.Encoder()
-_to_router = msgspec.msgpack.Decoder(ToRouter)
-_to_instance = msgspec.msgpack.Decoder(ToInstance)
+_to_router: msgspec.msgpack.Decoder[ToRouter] = msgspec.msgpack.Decoder(ToRouter)
+_to_instance: msgspec.msgpack.Decoder[ToInstance] = msgspec.msgpack.Decoder(ToInstance)
 _PREFIX = MAGIC + bytes([VERSION])
 
 

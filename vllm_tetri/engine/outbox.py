@@ -44,6 +44,7 @@ class _Outbound:
     pushed_blocks: int = 0
     num_chunks: int = 0
     retry_at: float = 0.0
+    gave_up: bool = False
     refused: set[InstanceId] = field(default_factory=set)
     block_ids: list[int] | None = None  # set when the prompt is done
     all_pushed: bool = False
@@ -117,7 +118,8 @@ class Outbox:
         meta.lost, self._lost = self._lost, []
 
     def _push_chunk(self, meta: StepMeta, entry: _Outbound, now: float) -> None:
-        if entry.num_chunks > 0 and self._choose(entry, now) and self._config.push == "chunk":
+        is_due = entry.num_chunks > 0 and now >= entry.retry_at
+        if is_due and self._choose(entry) and self._config.push == "chunk":
             num_full = entry.request.num_computed_tokens // self._block_size
             if num_full > entry.pushed_blocks:
                 block_ids = self._block_ids_of(entry.request.request_id)[:num_full]
@@ -148,9 +150,9 @@ class Outbox:
         meta.writes.append(Write(request_id, first, ids, is_last))
         entry.pushed_blocks = len(block_ids)
 
-    def _choose(self, entry: _Outbound, now: float) -> bool:
+    def _choose(self, entry: _Outbound) -> bool:
         """Make sure that a decode instance is chosen; False when nobody can."""
-        if entry.dispatch is None and now >= entry.retry_at:
+        if entry.dispatch is None and not entry.gave_up:
             num_tokens = entry.request.num_prompt_tokens
             num_bytes = self._num_blocks(entry.request) * self._bytes_per_block
             entry.dispatch = self._dispatch(num_tokens, num_bytes, frozenset(entry.refused))
@@ -177,7 +179,7 @@ class Outbox:
         )
         if handed_over:
             self.prefills_done += 1
-            if self._choose(entry, time.monotonic()):
+            if self._choose(entry):
                 entry.block_ids = block_ids[: self._num_blocks(request)]
                 entry.deadline = time.monotonic() + self._config.transfer_timeout_s
                 return True, self._prefilled(entry)
@@ -222,20 +224,22 @@ class Outbox:
 
     def _failed(self, entry: _Outbound, status: str, text: str) -> None:
         now = time.monotonic()
-        logger.warning("transfer %s: %s %s", entry.name, status, text)
-        if status == "FULL" and entry.block_ids is not None and now < entry.deadline:
-            # Its router already knows the decode instance: same place, same name.
-            self._restart(entry, now + FULL_RETRY_S)
-        elif entry.block_ids is None and entry.attempt + 1 < MAX_ATTEMPTS:
-            if entry.dispatch is not None and status != "FULL":
-                entry.refused.add(entry.dispatch.instance)
-            entry.dispatch = None
-            entry.attempt += 1
-            self._restart(entry, now + FULL_RETRY_S)
-        elif entry.block_ids is not None:
-            self._free(entry, lost=True)
-        else:
-            entry.dispatch, entry.retry_at = None, float("inf")
+        is_full = status == "FULL"
+        if not is_full:
+            logger.warning("transfer %s: %s %s", entry.name, status, text)
+        if entry.block_ids is not None:
+            # Its router already knows the decode instance: there, or nowhere.
+            if is_full and now < entry.deadline:
+                self._restart(entry, now + FULL_RETRY_S)
+            else:
+                self._free(entry, lost=True)
+            return
+        if not is_full and entry.dispatch is not None:
+            entry.refused.add(entry.dispatch.instance)
+            entry.gave_up = entry.attempt + 1 >= MAX_ATTEMPTS
+            entry.attempt = min(entry.attempt + 1, MAX_ATTEMPTS - 1)
+        entry.dispatch = None
+        self._restart(entry, now + FULL_RETRY_S)
 
     def _restart(self, entry: _Outbound, retry_at: float) -> None:
         entry.is_open = entry.all_pushed = False

@@ -1,0 +1,293 @@
+// The Python face of the core, one-to-one with vllm_tetri/transport/_core.pyi.
+//
+// Everything that waits or copies releases the GIL; threads of the core never take it.
+#include <pybind11/native_enum.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <thread>
+
+#include "tetri/arena.h"
+#include "tetri/receiver.h"
+#include "tetri/sender.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+using tetri::Status;
+
+namespace {
+
+using Ids = py::array_t<int32_t, py::array::c_style>;
+using Words = py::array_t<uint64_t, py::array::c_style | py::array::forcecast>;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+template <typename Array>
+auto to_vector(const Array& array) {
+  if (array.ndim() != 1) throw std::invalid_argument("expected an array with one dimension");
+  return std::vector<typename Array::value_type>(array.data(), array.data() + array.size());
+}
+
+struct PyLayout {
+  PyLayout(const Words& bases, const Words& strides, const Words& pages, uint64_t num_blocks,
+           py::object owner)
+      : core(std::make_shared<const tetri::Layout>(to_vector(bases), to_vector(strides),
+                                                   to_vector(pages), num_blocks)),
+        owner(std::move(owner)) {}
+  tetri::LayoutPtr core;
+  py::object owner;
+};
+
+// Layouts that transfers in flight read from, kept alive until those have quiesced. Used with the
+// GIL held, so it needs no lock.
+class Sources {
+ public:
+  void keep(const tetri::TransferPtr& transfer, py::object layout) {
+    for (const auto& [kept, source] : kept_) {
+      if (kept == transfer && source.is(layout)) return;
+    }
+    kept_.emplace_back(transfer, std::move(layout));
+  }
+  void prune() {
+    std::vector<std::pair<tetri::TransferPtr, py::object>> busy;
+    for (auto& entry : kept_) {
+      if (!entry.first->quiesced()) busy.push_back(std::move(entry));
+    }
+    kept_.swap(busy);
+  }
+
+ private:
+  std::vector<std::pair<tetri::TransferPtr, py::object>> kept_;
+};
+
+struct PyTransfer {
+  tetri::TransferPtr core;
+  std::shared_ptr<Sources> sources;
+
+  Status write(py::object layout, uint64_t first_block, const Ids& ids) {
+    const tetri::LayoutPtr source = layout.cast<const PyLayout&>().core;
+    std::vector<int32_t> copied = to_vector(ids);
+    sources->keep(core, std::move(layout));
+    const py::gil_scoped_release unlocked;
+    return core->write(source, first_block, std::move(copied));
+  }
+  Status read(const PyLayout& layout, uint64_t first_block, const Ids& ids, double timeout_s) {
+    std::vector<int32_t> copied = to_vector(ids);
+    const py::gil_scoped_release unlocked;
+    return core->read(layout.core, first_block, std::move(copied), tetri::from_seconds(timeout_s));
+  }
+};
+
+tetri::LinkWish link_wish(const std::string& name) {
+  if (name == "auto") return tetri::LinkWish::kAuto;
+  if (name == "shm") return tetri::LinkWish::kShm;
+  if (name == "tcp") return tetri::LinkWish::kTcp;
+  throw std::invalid_argument("link is 'auto', 'shm' or 'tcp', not '" + name + "'");
+}
+
+struct PySender {
+  tetri::Sender core;
+  std::shared_ptr<Sources> sources = std::make_shared<Sources>();
+
+  explicit PySender(tetri::SenderOptions options) : core(std::move(options)) {}
+  ~PySender() { close(); }
+  PyTransfer open(const std::string& endpoint, const std::string& transfer, uint64_t num_blocks,
+                  uint64_t block_bytes) {
+    sources->prune();
+    const py::gil_scoped_release unlocked;
+    return {core.open(endpoint, transfer, num_blocks, block_bytes), sources};
+  }
+  void close() {
+    {
+      const py::gil_scoped_release unlocked;
+      core.close();
+    }
+    sources->prune();
+  }
+};
+
+void bind_enums(py::module_& module) {
+  py::native_enum<Status>(module, "Status", "enum.Enum")
+      .value("OK", Status::kOk)
+      .value("PENDING", Status::kPending)
+      .value("FULL", Status::kFull)
+      .value("REFUSED", Status::kRefused)
+      .value("TIMEOUT", Status::kTimeout)
+      .value("PEER_LOST", Status::kPeerLost)
+      .value("CANCELLED", Status::kCancelled)
+      .value("STALE", Status::kStale)
+      .value("INVALID", Status::kInvalid)
+      .value("CLOSED", Status::kClosed)
+      .finalize();
+  py::native_enum<tetri::SlotState>(module, "SlotState", "enum.Enum")
+      .value("FILLING", tetri::SlotState::kFilling)
+      .value("ARRIVED", tetri::SlotState::kArrived)
+      .value("TAKEN", tetri::SlotState::kTaken)
+      .value("FAILED", tetri::SlotState::kFailed)
+      .finalize();
+  py::native_enum<tetri::TransferState>(module, "TransferState", "enum.Enum")
+      .value("OPENING", tetri::TransferState::kOpening)
+      .value("SENDING", tetri::TransferState::kSending)
+      .value("DONE", tetri::TransferState::kDone)
+      .value("FAILED", tetri::TransferState::kFailed)
+      .value("CANCELLED", tetri::TransferState::kCancelled)
+      .finalize();
+}
+
+void bind_layout(py::module_& module) {
+  py::class_<PyLayout>(module, "Layout")
+      .def(py::init<const Words&, const Words&, const Words&, uint64_t, py::object>(), "bases"_a,
+           "block_strides"_a, "page_bytes"_a, "num_blocks"_a, "owner"_a)
+      .def_property_readonly("num_layers", [](const PyLayout& it) { return it.core->num_layers(); })
+      .def_property_readonly("num_blocks", [](const PyLayout& it) { return it.core->num_blocks(); })
+      .def_property_readonly("block_bytes",
+                             [](const PyLayout& it) { return it.core->block_bytes(); });
+  module.def(
+      "copy_blocks",
+      [](const PyLayout& to, const Ids& to_ids, const PyLayout& from, const Ids& from_ids) {
+        const auto into = to_vector(to_ids);
+        const auto out_of = to_vector(from_ids);
+        const py::gil_scoped_release unlocked;
+        tetri::copy_blocks(*to.core, into, *from.core, out_of);
+      },
+      "destination"_a, "destination_ids"_a, "source"_a, "source_ids"_a);
+  py::class_<tetri::Arena>(module, "Arena")
+      .def(py::init<const std::string&>(), "segment"_a, Unlocked())
+      .def(
+          "load",
+          [](tetri::Arena& arena, uint64_t offset, uint64_t first_block, const PyLayout& layout,
+             const Ids& ids, int threads) {
+            const auto blocks = to_vector(ids);
+            const py::gil_scoped_release unlocked;
+            arena.load(offset, first_block, *layout.core, blocks, threads);
+          },
+          "slot_offset"_a, "first_block"_a, "layout"_a, "block_ids"_a, "threads"_a = 1)
+      .def("close", &tetri::Arena::close, Unlocked());
+}
+
+void bind_receiver(py::module_& module) {
+  using tetri::Receiver;
+  using tetri::ReceiverStats;
+  using tetri::Slot;
+  py::class_<Slot>(module, "Slot")
+      .def_readonly("transfer", &Slot::transfer)
+      .def_readonly("state", &Slot::state)
+      .def_readonly("offset", &Slot::offset)
+      .def_readonly("num_blocks", &Slot::num_blocks)
+      .def_readonly("rank_bytes", &Slot::rank_bytes)
+      .def_readonly("num_ranks", &Slot::num_ranks)
+      .def_readonly("generation", &Slot::generation)
+      .def_readonly("error", &Slot::error);
+  py::class_<ReceiverStats>(module, "ReceiverStats")
+      .def_readonly("arena_total_bytes", &ReceiverStats::arena_total_bytes)
+      .def_readonly("arena_used_bytes", &ReceiverStats::arena_used_bytes)
+      .def_readonly("quarantined_bytes", &ReceiverStats::quarantined_bytes)
+      .def_readonly("slots", &ReceiverStats::slots)
+      .def_readonly("connections", &ReceiverStats::connections)
+      .def_readonly("threads", &ReceiverStats::threads)
+      .def_readonly("arrived", &ReceiverStats::arrived)
+      .def_readonly("expired", &ReceiverStats::expired)
+      .def_readonly("cancelled", &ReceiverStats::cancelled)
+      .def_readonly("refused_full", &ReceiverStats::refused_full)
+      .def_readonly("refused_identity", &ReceiverStats::refused_identity)
+      .def_readonly("bad_frames", &ReceiverStats::bad_frames)
+      .def_readonly("bytes_received", &ReceiverStats::bytes_received);
+  py::class_<Receiver>(module, "Receiver")
+      .def(py::init([](uint64_t arena_bytes, const std::string& host, int port,
+                       const tetri::Identity& identity, double fill_timeout_s,
+                       double hold_timeout_s, uint32_t max_connections) {
+             const py::gil_scoped_release unlocked;
+             return std::make_unique<Receiver>(tetri::ReceiverOptions{
+                 arena_bytes, host, port, identity, tetri::from_seconds(fill_timeout_s),
+                 tetri::from_seconds(hold_timeout_s), max_connections});
+           }),
+           py::kw_only(), "arena_bytes"_a, "host"_a, "port"_a, "identity"_a, "fill_timeout_s"_a,
+           "hold_timeout_s"_a, "max_connections"_a = 256)
+      .def_property_readonly("endpoint", &Receiver::endpoint)
+      .def_property_readonly("segment", &Receiver::segment)
+      .def("find", &Receiver::find, "transfer"_a, Unlocked())
+      .def(
+          "wait", [](Receiver& it, double s) { return it.wait(tetri::from_seconds(s)); },
+          "timeout_s"_a, Unlocked())
+      .def("take", &Receiver::take, "transfer"_a, Unlocked())
+      .def("release", &Receiver::release, "transfer"_a, Unlocked())
+      .def("cancel", &Receiver::cancel, "transfer"_a, Unlocked())
+      .def(
+          "receive",
+          [](Receiver& it, double timeout_s) -> std::optional<py::bytes> {
+            std::optional<std::string> message;
+            {
+              const py::gil_scoped_release unlocked;
+              message = it.receive(tetri::from_seconds(timeout_s));
+            }
+            if (!message) return std::nullopt;
+            return py::bytes(*message);
+          },
+          "timeout_s"_a)
+      .def("stats", &Receiver::stats, Unlocked())
+      .def("close", &Receiver::close, Unlocked());
+}
+
+void bind_sender(py::module_& module) {
+  using tetri::SenderStats;
+  py::class_<PyTransfer>(module, "Transfer")
+      .def_property_readonly("name", [](const PyTransfer& it) { return it.core->name(); })
+      .def_property_readonly("state", [](const PyTransfer& it) { return it.core->state(); })
+      .def_property_readonly("status", [](const PyTransfer& it) { return it.core->status(); })
+      .def_property_readonly("error", [](const PyTransfer& it) { return it.core->error(); })
+      .def_property_readonly("link", [](const PyTransfer& it) { return it.core->link(); })
+      .def_property_readonly("bytes_sent",
+                             [](const PyTransfer& it) { return it.core->bytes_sent(); })
+      .def_property_readonly("quiesced", [](const PyTransfer& it) { return it.core->quiesced(); })
+      .def("write", &PyTransfer::write, "layout"_a, "first_block"_a, "block_ids"_a)
+      .def("read", &PyTransfer::read, "layout"_a, "first_block"_a, "block_ids"_a, "timeout_s"_a)
+      .def(
+          "finish", [](PyTransfer& it) { it.core->finish(); }, Unlocked())
+      .def("cancel", [](PyTransfer& it) { it.core->cancel(); }, Unlocked());
+  py::class_<SenderStats>(module, "SenderStats")
+      .def_readonly("transfers", &SenderStats::transfers)
+      .def_readonly("peers", &SenderStats::peers)
+      .def_readonly("threads", &SenderStats::threads)
+      .def_readonly("done", &SenderStats::done)
+      .def_readonly("failed", &SenderStats::failed)
+      .def_readonly("cancelled", &SenderStats::cancelled)
+      .def_readonly("bytes_sent", &SenderStats::bytes_sent);
+  py::class_<PySender>(module, "Sender")
+      .def(py::init([](const tetri::Identity& identity, uint32_t rank, uint32_t num_ranks,
+                       const std::string& link, uint32_t streams, double open_timeout_s,
+                       double io_timeout_s, uint64_t max_queued_blocks) {
+             return std::make_unique<PySender>(
+                 tetri::SenderOptions{identity, rank, num_ranks, link_wish(link), streams,
+                                      tetri::from_seconds(open_timeout_s),
+                                      tetri::from_seconds(io_timeout_s), max_queued_blocks});
+           }),
+           py::kw_only(), "identity"_a, "rank"_a = 0, "num_ranks"_a = 1, "link"_a = "auto",
+           "streams"_a = 2, "open_timeout_s"_a = 5.0, "io_timeout_s"_a = 30.0,
+           "max_queued_blocks"_a = uint64_t{1} << 20)
+      .def("open", &PySender::open, "endpoint"_a, "transfer"_a, "num_blocks"_a, "block_bytes"_a)
+      .def(
+          "send",
+          [](PySender& it, const std::string& endpoint, const py::bytes& message,
+             double timeout_s) {
+            std::string copied = message;
+            const py::gil_scoped_release unlocked;
+            return it.core.send(endpoint, std::move(copied), tetri::from_seconds(timeout_s));
+          },
+          "endpoint"_a, "message"_a, "timeout_s"_a)
+      .def(
+          "wait", [](PySender& it, double s) { return it.core.wait(tetri::from_seconds(s)); },
+          "timeout_s"_a, Unlocked())
+      .def(
+          "stats", [](PySender& it) { return it.core.stats(); }, Unlocked())
+      .def("close", &PySender::close);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "KV transport: receive arena, sender, shm and tcp links.";
+  bind_enums(module);
+  bind_layout(module);
+  bind_receiver(module);
+  bind_sender(module);
+}

@@ -1,0 +1,52 @@
+// What the engine's threads and the service thread of a receiver share.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+
+#include "tetri/net.h"
+#include "tetri/segment.h"
+#include "tetri/slot_table.h"
+
+namespace tetri {
+
+struct ReceiverOptions {
+  uint64_t arena_bytes = 0;
+  std::string host;
+  int port = 0;
+  Identity identity;
+  Duration fill_timeout{};
+  Duration hold_timeout{};
+  uint32_t max_connections = 256;
+};
+
+struct ReceiverCounters {
+  uint64_t connections = 0;  // open now
+  uint64_t refused_identity = 0;
+  uint64_t bad_frames = 0;
+  uint64_t bytes_received = 0;
+};
+
+struct ArenaState {
+  explicit ArenaState(const ReceiverOptions& options)
+      : options(options),
+        segment(Segment::create(options.arena_bytes)),
+        wake(make_event()),
+        table(segment.arena_bytes(), segment.control(), options.fill_timeout,
+              options.hold_timeout) {}
+
+  const ReceiverOptions options;
+  Segment segment;
+  Fd wake;  // signalled when the service thread has notices to send or must end
+
+  std::mutex mutex;  // guards everything below
+  std::condition_variable changed;
+  SlotTable table;
+  std::deque<std::string> messages;
+  ReceiverCounters counters;
+  bool closing = false;
+};
+
+}  // namespace tetri

@@ -1,0 +1,100 @@
+// One accepted connection of a receiver. Everything here runs on the service thread.
+//
+// A connection starts unknown, and becomes a control connection with Hello or a data connection
+// with Join. Data connections receive straight into the arena.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tetri/arena_state.h"
+#include "tetri/frame.h"
+
+namespace tetri {
+
+class Connection;
+
+// What a connection needs from the service: other connections of the same sender.
+class Sessions {
+ public:
+  virtual ~Sessions() = default;
+  virtual Connection* session(uint64_t id) = 0;
+};
+
+class Connection {
+ public:
+  Connection(uint64_t id, Fd fd, ArenaState& state, Sessions& sessions, TimePoint now);
+
+  // Moves what can be moved now. Throw LinkError when the connection is over, FrameError when the
+  // peer broke the protocol.
+  void readable(TimePoint now);
+  void writable(TimePoint now);
+  // Queues a frame and tries to send it.
+  void send(const std::string& frame, TimePoint now);
+  void notify(const Notice& notice, TimePoint now);
+  // Answers reads that waited for data of this session to arrive.
+  void serve_reads(TimePoint now);
+  // Says why and no more than that: the peer gets what is queued, then end of file.
+  void refuse(const std::string& reason, TimePoint now);
+  // Only waits for the peer to hang up from here on.
+  void drain();
+
+  int fd() const { return fd_.get(); }
+  uint64_t id() const { return id_; }
+  const WriterId& writer() const { return writer_; }
+  bool is_control() const { return phase_ == Phase::kControl || phase_ == Phase::kAgreed; }
+  bool writes_shared() const { return writer_.shared; }
+  bool draining() const { return phase_ == Phase::kDraining; }
+  uint64_t session_id() const { return session_; }
+  bool wants_write() const { return !out_.empty(); }
+  // When the peer must have moved on; max when it may rest.
+  TimePoint deadline() const;
+
+ private:
+  // kAgreed: identity fits, the choice of the link is missing.
+  enum class Phase { kNew, kAgreed, kControl, kData, kDraining };
+
+  void read_control(TimePoint now);
+  void read_data(TimePoint now);
+  void discard();
+  bool begin_payload();
+  void finish_payload(TimePoint now);
+  void handle(const Frame& frame, TimePoint now);
+  void handle_hello(const Frame& frame, TimePoint now);
+  void handle_control(const Frame& frame, TimePoint now);
+  void handle_open(const Open& open, TimePoint now);
+  void handle_message(Message message, TimePoint now);
+  void join(uint64_t session, TimePoint now);
+  bool answer_read(Read& read);
+  void flush(TimePoint now);
+
+  const uint64_t id_;
+  Fd fd_;
+  ArenaState& state_;
+  Sessions& sessions_;
+  Phase phase_ = Phase::kNew;
+  WriterId writer_;
+  uint64_t session_ = 0;
+  TimePoint handshake_deadline_;
+  TimePoint last_in_;
+  TimePoint last_out_;
+
+  FrameParser parser_;
+  std::string out_;
+  std::deque<Read> reads_;
+
+  // Data connections: the frame under way.
+  std::array<uint8_t, kHeaderSize + kDataPrefixBytes> head_{};
+  size_t head_bytes_ = 0;
+  uint64_t generation_ = 0;
+  uint64_t offset_ = 0;
+  uint64_t length_ = 0;
+  uint64_t filled_ = 0;
+  bool discarding_ = false;
+};
+
+}  // namespace tetri

@@ -1,0 +1,324 @@
+// The wire: frames, and the messages inside them.
+//
+//   [ magic u32 | version u16 | type u16 | length u32 ] [ length bytes ]
+//
+// Little-endian. A message is its fields in the order of `fields`; text is a u32 length and bytes.
+// Nothing here trusts the bytes it reads: a wrong one throws FrameError.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace tetri {
+
+constexpr uint32_t kMagic = 0x564b5454;  // "TTKV"
+constexpr uint16_t kVersion = 1;
+constexpr size_t kHeaderSize = 12;
+constexpr uint32_t kMaxControlBytes = 160 << 10;
+constexpr uint32_t kMaxMessageBytes = 64 << 10;
+constexpr uint32_t kMaxReadBytes = 128 << 10;  // payload of one ReadData
+constexpr uint32_t kDataChunkBytes = 512 << 10;
+constexpr size_t kDataPrefixBytes = 16;
+constexpr uint32_t kMaxRanks = 1024;
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire order is the host's order");
+
+enum class Type : uint16_t {
+  kHello = 1,   // sender: who I am and which link I want
+  kWelcome,     // receiver: identity fits; here is the arena if it can be shared
+  kRefused,     // receiver: reason, then the connection ends
+  kLink,        // sender: the link that it will use; ends the handshake
+  kJoin,        // sender, on a new connection: carries data of that session
+  kJoined,      // receiver
+  kOpen,        // sender: a slot, please
+  kOpened,      // receiver: granted, full or refused
+  kData,        // sender, data connections only: generation, offset, bytes
+  kDone,        // sender: that was all, so many bytes
+  kConfirm,     // receiver: everything of this rank is here
+  kCancel,      // sender: forget it; it has stopped writing
+  kStop,        // receiver: this slot is no longer yours; stop writing and say so
+  kStopped,     // sender: it has stopped writing
+  kRead,        // sender: bytes of its own slot, please
+  kReadData,    // receiver
+  kMessage,     // sender: a small message
+  kMessageAck,  // receiver
+};
+
+class FrameError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A frame of ours in another protocol version.
+class VersionError : public FrameError {
+ public:
+  using FrameError::FrameError;
+};
+
+struct Header {
+  Type type;
+  uint32_t length;
+};
+
+// `bytes` holds kHeaderSize bytes. Throws FrameError or VersionError.
+Header parse_header(const uint8_t* bytes);
+void write_header(uint8_t* bytes, Type type, uint32_t length);
+
+using Identity = std::map<std::string, std::string>;
+
+class Encoder {
+ public:
+  template <typename Number>
+  void operator()(const Number& value) {
+    static_assert(std::is_integral_v<Number>);
+    text_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void operator()(const std::string& value);
+  void operator()(const Identity& value);
+  std::string take() { return std::move(text_); }
+
+ private:
+  std::string text_;
+};
+
+class Decoder {
+ public:
+  explicit Decoder(std::string_view bytes) : rest_(bytes) {}
+  template <typename Number>
+  void operator()(Number& value) {
+    static_assert(std::is_integral_v<Number>);
+    std::memcpy(&value, cut(sizeof(value)).data(), sizeof(value));
+  }
+  void operator()(std::string& value);
+  void operator()(Identity& value);
+  void end() const;  // throws FrameError when bytes are left over
+
+ private:
+  std::string_view cut(size_t bytes);
+  std::string_view rest_;
+};
+
+struct Hello {
+  static constexpr Type kType = Type::kHello;
+  Identity identity;
+  uint32_t rank = 0, num_ranks = 1;
+  std::string boot_id;
+  uint64_t pid = 0;
+  uint32_t wants_shm = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(identity), f(rank), f(num_ranks), f(boot_id), f(pid), f(wants_shm);
+  }
+};
+
+struct Welcome {
+  static constexpr Type kType = Type::kWelcome;
+  uint64_t session = 0;
+  std::string segment;  // empty: no shared memory from there
+  std::string nonce;
+  template <typename F>
+  void fields(F& f) {
+    f(session), f(segment), f(nonce);
+  }
+};
+
+struct Refused {
+  static constexpr Type kType = Type::kRefused;
+  std::string reason;
+  template <typename F>
+  void fields(F& f) {
+    f(reason);
+  }
+};
+
+struct LinkChoice {
+  static constexpr Type kType = Type::kLink;
+  uint32_t shm = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(shm);
+  }
+};
+
+struct Join {
+  static constexpr Type kType = Type::kJoin;
+  uint64_t session = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(session);
+  }
+};
+
+struct Joined {
+  static constexpr Type kType = Type::kJoined;
+  template <typename F>
+  void fields(F&) {}
+};
+
+struct Open {
+  static constexpr Type kType = Type::kOpen;
+  uint64_t request = 0;
+  std::string transfer;
+  uint64_t num_blocks = 0, block_bytes = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(request), f(transfer), f(num_blocks), f(block_bytes);
+  }
+};
+
+struct Opened {
+  static constexpr Type kType = Type::kOpened;
+  uint64_t request = 0;
+  uint32_t status = 0;
+  uint64_t generation = 0;
+  uint64_t offset = 0;  // of this rank's part, from the start of the segment
+  uint32_t control = 0;
+  std::string error;
+  template <typename F>
+  void fields(F& f) {
+    f(request), f(status), f(generation), f(offset), f(control), f(error);
+  }
+};
+
+struct Done {
+  static constexpr Type kType = Type::kDone;
+  uint64_t generation = 0, total_bytes = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(generation), f(total_bytes);
+  }
+};
+
+struct Confirm {
+  static constexpr Type kType = Type::kConfirm;
+  uint64_t generation = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(generation);
+  }
+};
+
+struct Cancel {
+  static constexpr Type kType = Type::kCancel;
+  uint64_t generation = 0;
+  std::string reason;
+  template <typename F>
+  void fields(F& f) {
+    f(generation), f(reason);
+  }
+};
+
+struct Stop {
+  static constexpr Type kType = Type::kStop;
+  uint64_t generation = 0;
+  uint32_t status = 0;
+  std::string reason;
+  template <typename F>
+  void fields(F& f) {
+    f(generation), f(status), f(reason);
+  }
+};
+
+struct Stopped {
+  static constexpr Type kType = Type::kStopped;
+  uint64_t generation = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(generation);
+  }
+};
+
+struct Read {
+  static constexpr Type kType = Type::kRead;
+  uint64_t read = 0, generation = 0, offset = 0, length = 0;
+  uint64_t after_bytes = 0;  // answer when so many bytes of this rank have arrived
+  template <typename F>
+  void fields(F& f) {
+    f(read), f(generation), f(offset), f(length), f(after_bytes);
+  }
+};
+
+struct ReadData {
+  static constexpr Type kType = Type::kReadData;
+  uint64_t read = 0;
+  uint32_t status = 0;
+  uint64_t offset = 0;  // from the start of what was asked for
+  std::string payload;
+  template <typename F>
+  void fields(F& f) {
+    f(read), f(status), f(offset), f(payload);
+  }
+};
+
+struct Message {
+  static constexpr Type kType = Type::kMessage;
+  uint64_t id = 0;
+  std::string payload;
+  template <typename F>
+  void fields(F& f) {
+    f(id), f(payload);
+  }
+};
+
+struct MessageAck {
+  static constexpr Type kType = Type::kMessageAck;
+  uint64_t id = 0;
+  uint32_t status = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(id), f(status);
+  }
+};
+
+template <typename T>
+std::string encode(T message) {
+  Encoder encoder;
+  message.fields(encoder);
+  const std::string body = encoder.take();
+  uint8_t header[kHeaderSize];
+  write_header(header, T::kType, static_cast<uint32_t>(body.size()));
+  return std::string(reinterpret_cast<const char*>(header), kHeaderSize) + body;
+}
+
+struct Frame {
+  Type type;
+  std::string body;
+};
+
+// Throws FrameError unless the frame is a whole T and nothing else.
+template <typename T>
+T decode(const Frame& frame) {
+  if (frame.type != T::kType) {
+    throw FrameError("unexpected frame type " + std::to_string(static_cast<int>(frame.type)));
+  }
+  T message;
+  Decoder decoder(frame.body);
+  message.fields(decoder);
+  decoder.end();
+  return message;
+}
+
+// Cuts a byte stream into control frames. Holds at most one frame plus what was fed last.
+class FrameParser {
+ public:
+  void feed(const uint8_t* bytes, size_t length) {
+    buffer_.append(reinterpret_cast<const char*>(bytes), length);
+  }
+  // False when no whole frame is there yet. Throws FrameError for a frame that cannot be right;
+  // after that the stream is useless.
+  bool next(Frame* frame);
+  bool empty() const { return buffer_.size() == begin_; }
+
+ private:
+  std::string buffer_;
+  size_t begin_ = 0;
+};
+
+// "name: here 128, there 16" for every key that differs, sorted; empty when nothing does.
+std::string identity_difference(const Identity& here, const Identity& there);
+
+}  // namespace tetri

@@ -1,0 +1,78 @@
+// Where paged blocks live, and copies between them and contiguous bytes.
+//
+// Slot bytes are block-major: block 0 of all layers, block 1 of all layers, ...
+#pragma once
+
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace tetri {
+
+// One rank's paged cache. Immutable after construction, so any thread may read it; the memory that
+// it describes belongs to somebody else.
+class Layout {
+ public:
+  // Throws std::invalid_argument when the description is empty, overlaps or overflows.
+  Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
+         std::vector<uint64_t> page_bytes, uint64_t num_blocks);
+
+  size_t num_layers() const { return bases_.size(); }
+  uint64_t num_blocks() const { return num_blocks_; }
+  uint64_t block_bytes() const { return block_bytes_; }
+  const std::vector<uint64_t>& page_bytes() const { return page_bytes_; }
+  uint8_t* page(size_t layer, uint64_t block) const {
+    return reinterpret_cast<uint8_t*>(bases_[layer] + block * strides_[layer]);
+  }
+
+  void gather_block(uint64_t block, uint8_t* destination) const;
+  void scatter_block(uint64_t block, const uint8_t* source) const;
+
+  // Calls visit(pointer, length) for the pieces of bytes [begin, end) of the run `ids`, where the
+  // run's block i covers [i * block_bytes, (i + 1) * block_bytes). Stops when visit returns false.
+  template <typename Visit>
+  void pieces(const std::vector<int32_t>& ids, uint64_t begin, uint64_t end, Visit visit) const {
+    if (begin >= end) return;
+    size_t index = begin / block_bytes_;
+    uint64_t within = begin % block_bytes_;
+    size_t layer = layer_at(within);
+    uint64_t skip = within - starts_[layer];
+    while (begin < end) {
+      const uint64_t length = std::min(page_bytes_[layer] - skip, end - begin);
+      if (!visit(page(layer, static_cast<uint64_t>(ids[index])) + skip, length)) return;
+      begin += length;
+      skip = 0;
+      if (++layer == bases_.size()) {
+        layer = 0;
+        ++index;
+      }
+    }
+  }
+
+  void scatter_range(const std::vector<int32_t>& ids, uint64_t begin, const uint8_t* source,
+                     uint64_t length) const;
+
+  // Throws std::invalid_argument naming the first id outside [0, num_blocks).
+  void check_ids(const std::vector<int32_t>& ids) const;
+
+ private:
+  size_t layer_at(uint64_t within) const;
+
+  std::vector<uint64_t> bases_;
+  std::vector<uint64_t> strides_;
+  std::vector<uint64_t> page_bytes_;
+  std::vector<uint64_t> starts_;  // where each layer's page begins inside a block
+  uint64_t num_blocks_;
+  uint64_t block_bytes_ = 0;
+};
+
+using LayoutPtr = std::shared_ptr<const Layout>;
+
+// Throws std::invalid_argument when the page shapes or the numbers of ids differ.
+void copy_blocks(const Layout& destination, const std::vector<int32_t>& destination_ids,
+                 const Layout& source, const std::vector<int32_t>& source_ids);
+
+}  // namespace tetri

@@ -1,0 +1,51 @@
+// What a backend implements: how blocks move once a slot is granted.
+//
+// The peer's thread makes every call, and a link never waits: `pump` moves what can be moved now.
+// Opening a slot and small messages travel over the control channel, which is the same for all
+// links; `write`, `read`, completion and `cancel` are the link's.
+#pragma once
+
+#include <poll.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tetri/control_channel.h"
+#include "tetri/transfer.h"
+
+namespace tetri {
+
+// A slot in a receiver's arena, as the handshake gave it to this rank.
+struct Grant {
+  uint64_t generation = 0;
+  uint64_t offset = 0;  // of this rank's part, from the start of the segment
+  uint32_t control = 0;
+};
+
+class Link {
+ public:
+  virtual ~Link() = default;
+  virtual const char* name() const = 0;
+
+  virtual void write(const Grant& grant, WriteOpPtr op) = 0;
+  // After everything written so far to the same slot, `written` bytes of it.
+  virtual void read(const Grant& grant, ReadOpPtr op, uint64_t written) = 0;
+  // Drops what is queued for this transfer. When it returns, nothing reads the source any more.
+  virtual void cancel(const Transfer& transfer) = 0;
+  // Moves some bytes; true when it could go on at once. Throws LinkError when the peer is lost.
+  virtual bool pump() = 0;
+  // Writes that are through (or dropped because their transfer is over) since the last call.
+  virtual std::vector<WriteOpPtr> take_completed() = 0;
+  // Sockets to wait for, and what became of them.
+  virtual void watch(std::vector<pollfd>* fds) const = 0;
+  virtual void ready(const pollfd& fd) = 0;
+  virtual void read_data(ReadData data) = 0;  // the answer to a read over the control channel
+};
+
+// `segment` is the receiver's arena, mapped and verified.
+std::unique_ptr<Link> make_shm_link(Segment segment);
+// `streams` are data connections that have joined the session of `control`.
+std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams, ControlChannel& control);
+
+}  // namespace tetri

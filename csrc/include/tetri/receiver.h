@@ -1,0 +1,47 @@
+// The decode side: an arena, a port, and what has arrived.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "tetri/arena_state.h"
+
+namespace tetri {
+
+class Service;
+
+struct ReceiverStats {
+  uint64_t arena_total_bytes = 0, arena_used_bytes = 0, quarantined_bytes = 0;
+  uint64_t slots = 0, connections = 0, threads = 0;
+  uint64_t arrived = 0, expired = 0, cancelled = 0;
+  uint64_t refused_full = 0, refused_identity = 0, bad_frames = 0, bytes_received = 0;
+};
+
+// Thread-safe. Owns the segment and the service thread; `close` ends both and wakes all waiters.
+class Receiver {
+ public:
+  // Throws std::runtime_error (no room, address in use) or std::invalid_argument.
+  explicit Receiver(const ReceiverOptions& options);
+  ~Receiver();
+
+  const std::string& endpoint() const { return endpoint_; }
+  const std::string& segment() const { return state_.segment.path(); }
+  std::optional<Slot> find(const std::string& transfer);
+  bool wait(Duration timeout);  // blocks
+  std::optional<Slot> take(const std::string& transfer);
+  void release(const std::string& transfer);
+  void cancel(const std::string& transfer);
+  std::optional<std::string> receive(Duration timeout);  // blocks
+  ReceiverStats stats();
+  void close();
+
+ private:
+  ArenaState state_;
+  std::unique_ptr<Service> service_;
+  std::string endpoint_;
+  uint64_t seen_settled_ = 0;
+  std::mutex closing_;
+};
+
+}  // namespace tetri

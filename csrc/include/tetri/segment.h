@@ -1,0 +1,72 @@
+// The shared memory segment that holds a receive arena.
+//
+//   [ header 4 KiB | one ControlWord per slot | arena ............ ]
+//
+// The owner holds an exclusive flock on the file for as long as it lives, which is how `sweep`
+// knows which segments nobody owns any more.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "tetri/fd.h"
+
+namespace tetri {
+
+// Shared between the receiver and all its writers on this host. A writer looks at `live` between
+// blocks: when it is no longer the generation it was granted, it must stop.
+struct ControlWord {
+  std::atomic<uint64_t> live;
+  std::atomic<uint64_t> progress;  // grows with every block that a writer has copied
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "control words live in shared memory");
+
+using Nonce = std::array<uint8_t, 16>;
+
+constexpr uint32_t kMaxSlots = 4096;
+constexpr uint64_t kHeaderBytes = 4096 + kMaxSlots * sizeof(ControlWord);
+
+// A mapping of one segment. Owns the mapping and the descriptor; the owner also the file.
+class Segment {
+ public:
+  enum class Access { kRead, kReadWrite };
+
+  // A new segment with every page present. Throws std::runtime_error, also when /dev/shm is full.
+  static Segment create(uint64_t arena_bytes);
+  // An existing segment. Throws std::runtime_error when it is missing, foreign or malformed.
+  static Segment attach(const std::string& path, Access access);
+  // Removes segments in /dev/shm whose owner is gone. Best effort, never throws.
+  static void sweep() noexcept;
+
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&&) = delete;
+  ~Segment();
+
+  const std::string& path() const { return path_; }
+  uint8_t* data() const { return data_; }
+  uint64_t size() const { return size_; }
+  uint64_t arena_bytes() const { return size_ - kHeaderBytes; }
+  ControlWord* control() const { return reinterpret_cast<ControlWord*>(data_ + 4096); }
+  Nonce nonce() const;
+  void close() noexcept;
+
+ private:
+  Segment(std::string path, Fd fd, uint64_t size, bool owner);
+  void map(Access access);
+  void touch() const;
+
+  std::string path_;
+  Fd fd_;
+  uint8_t* data_ = nullptr;
+  uint64_t size_ = 0;
+  bool owner_ = false;
+};
+
+// Bytes from the kernel's generator.
+uint64_t random_u64();
+// Same on every process of one running kernel, different elsewhere.
+std::string boot_id();
+
+}  // namespace tetri

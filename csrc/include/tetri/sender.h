@@ -1,0 +1,74 @@
+// The prefill side: dials receivers and pushes blocks.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "tetri/frame.h"
+#include "tetri/peer.h"
+#include "tetri/transfer.h"
+
+namespace tetri {
+
+enum class LinkWish { kAuto, kShm, kTcp };
+
+struct SenderOptions {
+  Identity identity;
+  uint32_t rank = 0;
+  uint32_t num_ranks = 1;
+  LinkWish link = LinkWish::kAuto;
+  uint32_t streams = 2;
+  Duration open_timeout{};
+  Duration io_timeout{};
+  uint64_t max_queued_blocks = 1 << 20;
+};
+
+struct SenderStats {
+  uint64_t transfers = 0, peers = 0, threads = 0, done = 0, failed = 0, cancelled = 0;
+  uint64_t bytes_sent = 0;
+};
+
+// What a sender, its transfers and its peers' threads share; outlives each of them.
+struct SenderShared {
+  explicit SenderShared(SenderOptions wanted) : options(std::move(wanted)) {}
+
+  const SenderOptions options;
+  std::atomic<uint64_t> queued_blocks{0};
+  std::atomic<uint64_t> bytes_sent{0};
+
+  std::mutex mutex;  // guards everything below; taken last
+  std::condition_variable changed;
+  uint64_t active = 0, done = 0, failed = 0, cancelled = 0;
+  bool closed = false;
+};
+
+// Thread-safe. Owns one thread for each receiver that it has talked to lately.
+class Sender {
+ public:
+  // Throws std::invalid_argument.
+  explicit Sender(SenderOptions options);
+  ~Sender();
+
+  // Throws std::invalid_argument for a malformed endpoint or size.
+  TransferPtr open(const std::string& endpoint, const std::string& transfer, uint64_t num_blocks,
+                   uint64_t block_bytes);
+  Status send(const std::string& endpoint, std::string message, Duration timeout);  // blocks
+  bool wait(Duration timeout);                                                      // blocks
+  SenderStats stats();
+  void close();
+
+ private:
+  std::shared_ptr<Peer> peer(const std::string& endpoint);  // mutex_ held
+
+  const std::shared_ptr<SenderShared> shared_;
+  std::mutex mutex_;  // guards the next two
+  bool closed_ = false;
+  std::unordered_map<std::string, std::shared_ptr<Peer>> peers_;
+  uint64_t seen_settled_ = 0;
+};
+
+}  // namespace tetri

@@ -1,0 +1,57 @@
+// The one thread of a receiver: accepts, reads, answers, and ends what is overdue.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+
+#include "tetri/connection.h"
+
+namespace tetri {
+
+// Owns the listening socket, all connections and the thread. Sleeps until a socket, the wake event
+// or the next deadline.
+class Service : private Sessions {
+ public:
+  // Throws LinkError when the address cannot be bound.
+  explicit Service(ArenaState& state);
+  ~Service() override { stop(); }
+
+  const std::string& endpoint() const { return endpoint_; }
+  // `state.closing` must be set before. Idempotent.
+  void stop();
+
+ private:
+  Connection* session(uint64_t id) override;
+
+  void run();
+  void turn();
+  void accept_some(TimePoint now);
+  void pause_accepting(TimePoint until);
+  void serve(uint64_t id, uint32_t events, TimePoint now);
+  void deliver_notices(TimePoint now);
+  void end_overdue(TimePoint now);
+  // The peer is gone for sure: nobody writes any more.
+  void remove(uint64_t id, const std::string& reason, TimePoint now);
+  // This side has had enough. Shared-memory writers keep their quarantine until they hang up.
+  void drop(Connection& connection, const std::string& reason, TimePoint now);
+  void broke_protocol(Connection& connection, const std::string& reason, TimePoint now);
+  void watch(Connection& connection);
+  TimePoint next_wake();
+
+  ArenaState& state_;
+  Fd listener_;
+  Fd epoll_;
+  std::string endpoint_;
+  uint64_t next_id_ = 2;  // 0 is the listener, 1 the wake event
+  std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
+  std::unordered_map<uint64_t, uint64_t> sessions_;  // session -> control connection
+  std::unordered_map<uint64_t, bool> watching_write_;
+  TimePoint accept_again_ = TimePoint::max();
+  TimePoint next_sweep_ = TimePoint::max();
+  uint64_t announced_settled_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace tetri

@@ -1,0 +1,54 @@
+#include "tetri/arena.h"
+
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+namespace tetri {
+
+namespace {
+constexpr int kMaxThreads = 64;
+}
+
+void Arena::load(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
+                 const std::vector<int32_t>& ids, int threads) {
+  if (threads < 1 || threads > kMaxThreads) {
+    throw std::invalid_argument("threads must be between 1 and " + std::to_string(kMaxThreads));
+  }
+  layout.check_ids(ids);
+  const std::shared_lock lock(mutex_);
+  if (!segment_) throw std::invalid_argument("the arena is closed");
+  const uint64_t block_bytes = layout.block_bytes();
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  if (slot_offset < kHeaderBytes || __builtin_mul_overflow(first_block, block_bytes, &begin) ||
+      __builtin_add_overflow(begin, slot_offset, &begin) ||
+      __builtin_mul_overflow(uint64_t{ids.size()}, block_bytes, &end) ||
+      __builtin_add_overflow(begin, end, &end) || end > segment_->size()) {
+    throw std::invalid_argument("blocks " + std::to_string(first_block) + " to " +
+                                std::to_string(first_block + ids.size()) + " of the slot at " +
+                                std::to_string(slot_offset) + " are outside the arena");
+  }
+  const uint8_t* source = segment_->data() + begin;
+  const auto copy = [&](size_t from, size_t to) {
+    for (size_t index = from; index < to; ++index) {
+      layout.scatter_block(static_cast<uint64_t>(ids[index]), source + index * block_bytes);
+    }
+  };
+  const size_t workers = std::min<size_t>(static_cast<size_t>(threads), ids.size());
+  if (workers <= 1) return copy(0, ids.size());
+  std::vector<std::thread> pool;
+  for (size_t worker = 1; worker < workers; ++worker) {
+    pool.emplace_back(copy, ids.size() * worker / workers, ids.size() * (worker + 1) / workers);
+  }
+  copy(0, ids.size() / workers);
+  for (std::thread& thread : pool) thread.join();
+}
+
+void Arena::close() {
+  const std::unique_lock lock(mutex_);
+  segment_.reset();
+}
+
+}  // namespace tetri

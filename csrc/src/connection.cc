@@ -1,0 +1,318 @@
+#include "tetri/connection.h"
+
+#include <sys/socket.h>
+
+#include <cstring>
+#include <utility>
+
+namespace tetri {
+
+namespace {
+
+constexpr auto kHandshakeTime = std::chrono::seconds(5);
+constexpr auto kStallTime = std::chrono::seconds(30);
+constexpr size_t kMaxQueuedOut = 1 << 20;
+constexpr size_t kMaxReads = 1024;
+constexpr size_t kMaxMessages = 1024;
+constexpr int kReceivesPerTurn = 16;
+
+}  // namespace
+
+Connection::Connection(uint64_t id, Fd fd, ArenaState& state, Sessions& sessions, TimePoint now)
+    : id_(id),
+      fd_(std::move(fd)),
+      state_(state),
+      sessions_(sessions),
+      handshake_deadline_(now + kHandshakeTime),
+      last_in_(now),
+      last_out_(now) {
+  writer_.connection = id;
+}
+
+TimePoint Connection::deadline() const {
+  if (phase_ == Phase::kNew || phase_ == Phase::kAgreed) return handshake_deadline_;
+  if (phase_ == Phase::kDraining) {
+    return writer_.shared ? TimePoint::max() : handshake_deadline_;
+  }
+  TimePoint deadline = TimePoint::max();
+  if (!out_.empty()) deadline = std::min(deadline, last_out_ + kStallTime);
+  if (head_bytes_ > 0 || !parser_.empty()) deadline = std::min(deadline, last_in_ + kStallTime);
+  return deadline;
+}
+
+void Connection::readable(TimePoint now) {
+  switch (phase_) {
+    case Phase::kDraining:
+      return discard();
+    case Phase::kData:
+      return read_data(now);
+    default:
+      return read_control(now);
+  }
+}
+
+void Connection::discard() {
+  uint8_t buffer[16384];
+  for (int turn = 0; turn < kReceivesPerTurn; ++turn) {
+    if (receive_some(fd_.get(), buffer, sizeof(buffer)) == 0) return;
+  }
+}
+
+void Connection::read_control(TimePoint now) {
+  uint8_t buffer[65536];
+  const size_t got = receive_some(fd_.get(), buffer, sizeof(buffer));
+  if (got == 0) return;
+  last_in_ = now;
+  parser_.feed(buffer, got);
+  Frame frame;
+  while (phase_ != Phase::kDraining && parser_.next(&frame)) {
+    if (phase_ == Phase::kData) throw FrameError("data before the answer to join");
+    handle(frame, now);
+  }
+  if (phase_ == Phase::kData && !parser_.empty()) throw FrameError("bytes after join");
+}
+
+void Connection::handle(const Frame& frame, TimePoint now) {
+  if (phase_ == Phase::kControl) return handle_control(frame, now);
+  if (phase_ == Phase::kAgreed) {
+    const auto choice = decode<LinkChoice>(frame);
+    writer_.shared = choice.shm != 0;
+    tune(fd_.get(), false, !writer_.shared);
+    phase_ = Phase::kControl;
+    return;
+  }
+  if (frame.type == Type::kJoin) return join(decode<Join>(frame).session, now);
+  handle_hello(frame, now);
+}
+
+void Connection::handle_hello(const Frame& frame, TimePoint now) {
+  const auto hello = decode<Hello>(frame);
+  const std::string difference = identity_difference(hello.identity, state_.options.identity);
+  if (!difference.empty()) {
+    {
+      const std::lock_guard lock(state_.mutex);
+      ++state_.counters.refused_identity;
+    }
+    return refuse("KV identity differs: " + difference, now);
+  }
+  if (hello.num_ranks == 0 || hello.num_ranks > kMaxRanks || hello.rank >= hello.num_ranks) {
+    throw FrameError("impossible rank");
+  }
+  writer_.rank = hello.rank;
+  writer_.num_ranks = hello.num_ranks;
+  Welcome welcome;
+  welcome.session = session_ = random_u64();
+  if (hello.wants_shm != 0 && hello.boot_id == boot_id()) {
+    const Nonce nonce = state_.segment.nonce();
+    welcome.segment = state_.segment.path();
+    welcome.nonce.assign(reinterpret_cast<const char*>(nonce.data()), nonce.size());
+  }
+  phase_ = Phase::kAgreed;
+  send(encode(welcome), now);
+}
+
+void Connection::join(uint64_t session, TimePoint now) {
+  const Connection* control = sessions_.session(session);
+  if (control == nullptr || control->writes_shared()) throw FrameError("join of no session");
+  writer_ = control->writer_;
+  session_ = session;
+  phase_ = Phase::kData;
+  tune(fd_.get(), true, true);
+  send(encode(Joined{}), now);
+}
+
+void Connection::handle_control(const Frame& frame, TimePoint now) {
+  switch (frame.type) {
+    case Type::kOpen:
+      return handle_open(decode<Open>(frame), now);
+    case Type::kMessage:
+      return handle_message(decode<Message>(frame), now);
+    case Type::kRead: {
+      if (reads_.size() >= kMaxReads) throw FrameError("too many reads at once");
+      const auto read = decode<Read>(frame);
+      if (read.length == 0) throw FrameError("empty read");
+      reads_.push_back(read);
+      return serve_reads(now);
+    }
+    default:
+      break;
+  }
+  const std::lock_guard lock(state_.mutex);
+  switch (frame.type) {
+    case Type::kDone:
+      return state_.table.done(decode<Done>(frame), writer_, now);
+    case Type::kCancel:
+      return state_.table.cancelled_by_sender(decode<Cancel>(frame), writer_, now);
+    case Type::kStopped:
+      return state_.table.stopped(decode<Stopped>(frame).generation, writer_);
+    default:
+      throw FrameError("unexpected frame type " + std::to_string(static_cast<int>(frame.type)));
+  }
+}
+
+void Connection::handle_open(const Open& open, TimePoint now) {
+  Opened opened;
+  {
+    const std::lock_guard lock(state_.mutex);
+    opened = state_.table.open(open, writer_, now);
+  }
+  send(encode(opened), now);
+}
+
+void Connection::handle_message(Message message, TimePoint now) {
+  if (message.payload.size() > kMaxMessageBytes) throw FrameError("message too long");
+  MessageAck ack;
+  ack.id = message.id;
+  {
+    const std::lock_guard lock(state_.mutex);
+    const bool full = state_.messages.size() >= kMaxMessages;
+    ack.status = static_cast<uint32_t>(full ? Status::kFull : Status::kOk);
+    if (!full) state_.messages.push_back(std::move(message.payload));
+    state_.changed.notify_all();
+  }
+  send(encode(ack), now);
+}
+
+void Connection::serve_reads(TimePoint now) {
+  while (!reads_.empty() && out_.empty() && answer_read(reads_.front())) {
+    flush(now);
+  }
+}
+
+// False when the read must wait for data that is still on its way.
+bool Connection::answer_read(Read& read) {
+  ReadData answer;
+  answer.read = read.read;
+  answer.status = static_cast<uint32_t>(Status::kStale);
+  const uint64_t length = std::min<uint64_t>(read.length, kMaxReadBytes);
+  {
+    const std::lock_guard lock(state_.mutex);
+    const auto received = state_.table.received_bytes(read.generation, writer_);
+    if (received && *received < read.after_bytes) return false;
+    const auto place = state_.table.writable(read.generation, writer_, read.offset, length);
+    if (place) {
+      answer.status = static_cast<uint32_t>(Status::kOk);
+      answer.offset = read.offset;
+      answer.payload.assign(reinterpret_cast<const char*>(state_.segment.data() + *place), length);
+    }
+  }
+  read.offset += length;
+  read.length -= length;
+  if (answer.payload.empty() || read.length == 0) reads_.pop_front();
+  out_ += encode(std::move(answer));
+  return true;
+}
+
+void Connection::read_data(TimePoint now) {
+  for (int turn = 0; turn < kReceivesPerTurn; ++turn) {
+    if (head_bytes_ < head_.size()) {
+      const size_t got =
+          receive_some(fd_.get(), head_.data() + head_bytes_, head_.size() - head_bytes_);
+      if (got == 0) return;
+      last_in_ = now;
+      head_bytes_ += got;
+      if (head_bytes_ < head_.size()) continue;
+      if (!begin_payload()) continue;
+    }
+    std::optional<uint64_t> place;
+    if (!discarding_) {
+      const std::lock_guard lock(state_.mutex);
+      place = state_.table.writable(generation_, writer_, offset_, length_);
+    }
+    discarding_ = !place;
+    size_t got = 0;
+    if (place) {
+      got = receive_some(fd_.get(), state_.segment.data() + *place + filled_, length_ - filled_);
+    } else {
+      uint8_t waste[65536];
+      got = receive_some(fd_.get(), waste, std::min<uint64_t>(sizeof(waste), length_ - filled_));
+    }
+    if (got == 0) return;
+    last_in_ = now;
+    filled_ += got;
+    if (filled_ == length_) finish_payload(now);
+  }
+}
+
+// False when the frame carries nothing.
+bool Connection::begin_payload() {
+  const Header header = parse_header(head_.data());
+  if (header.type != Type::kData || header.length < kDataPrefixBytes) {
+    throw FrameError("only data frames on a data connection");
+  }
+  std::memcpy(&generation_, head_.data() + kHeaderSize, sizeof(generation_));
+  std::memcpy(&offset_, head_.data() + kHeaderSize + sizeof(generation_), sizeof(offset_));
+  length_ = header.length - kDataPrefixBytes;
+  filled_ = 0;
+  discarding_ = false;
+  if (length_ > 0) return true;
+  head_bytes_ = 0;
+  return false;
+}
+
+void Connection::finish_payload(TimePoint now) {
+  head_bytes_ = 0;
+  Connection* control = sessions_.session(session_);
+  {
+    const std::lock_guard lock(state_.mutex);
+    state_.counters.bytes_received += length_;
+    if (!discarding_) state_.table.received(generation_, writer_, length_, now);
+  }
+  if (control == nullptr) throw LinkError(Status::kPeerLost, "the session ended");
+  if (discarding_) {
+    const Notice stale{control->id(), generation_, false, Status::kStale,
+                       "the slot belongs to another transfer by now"};
+    control->notify(stale, now);
+  } else {
+    control->serve_reads(now);
+  }
+}
+
+void Connection::notify(const Notice& notice, TimePoint now) {
+  if (phase_ != Phase::kControl) return;
+  if (notice.confirm) return send(encode(Confirm{notice.generation}), now);
+  send(encode(Stop{notice.generation, static_cast<uint32_t>(notice.status), notice.reason}), now);
+  serve_reads(now);  // those of an ended slot get their answer now
+}
+
+void Connection::send(const std::string& frame, TimePoint now) {
+  if (phase_ == Phase::kDraining) return;
+  if (out_.size() > kMaxQueuedOut) {
+    throw LinkError(Status::kTimeout, "the peer does not read its answers");
+  }
+  if (out_.empty()) last_out_ = now;
+  out_ += frame;
+  flush(now);
+}
+
+void Connection::writable(TimePoint now) {
+  flush(now);
+  if (phase_ == Phase::kDraining && out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
+  serve_reads(now);
+}
+
+void Connection::flush(TimePoint now) {
+  size_t sent = 0;
+  while (sent < out_.size()) {
+    const size_t moved = send_some(fd_.get(), out_.data() + sent, out_.size() - sent);
+    if (moved == 0) break;
+    sent += moved;
+    last_out_ = now;
+  }
+  out_.erase(0, sent);
+}
+
+void Connection::refuse(const std::string& reason, TimePoint now) {
+  if (phase_ == Phase::kDraining) return;
+  send(encode(Refused{reason}), now);
+  handshake_deadline_ = now + kHandshakeTime;
+  drain();
+}
+
+void Connection::drain() {
+  phase_ = Phase::kDraining;
+  reads_.clear();
+  if (out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
+}
+
+}  // namespace tetri

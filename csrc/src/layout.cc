@@ -1,0 +1,99 @@
+#include "tetri/layout.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace tetri {
+
+namespace {
+constexpr uint64_t kMaxBlockBytes = uint64_t{1} << 40;
+}
+
+Layout::Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
+               std::vector<uint64_t> page_bytes, uint64_t num_blocks)
+    : bases_(std::move(bases)),
+      strides_(std::move(strides)),
+      page_bytes_(std::move(page_bytes)),
+      num_blocks_(num_blocks) {
+  if (bases_.empty() || bases_.size() != strides_.size() || bases_.size() != page_bytes_.size()) {
+    throw std::invalid_argument(
+        "a layout needs one base, one stride and one page size for each of at least one layer");
+  }
+  if (num_blocks_ == 0 || num_blocks_ > INT32_MAX) {
+    throw std::invalid_argument("a layout has between 1 and 2147483647 blocks, not " +
+                                std::to_string(num_blocks_));
+  }
+  for (size_t layer = 0; layer < bases_.size(); ++layer) {
+    uint64_t span = 0;
+    const bool too_long = __builtin_mul_overflow(num_blocks_ - 1, strides_[layer], &span) ||
+                          __builtin_add_overflow(span, page_bytes_[layer], &span) ||
+                          __builtin_add_overflow(span, bases_[layer], &span);
+    if (bases_[layer] == 0 || page_bytes_[layer] == 0 || page_bytes_[layer] > kMaxBlockBytes ||
+        too_long || (num_blocks_ > 1 && strides_[layer] < page_bytes_[layer])) {
+      throw std::invalid_argument("layer " + std::to_string(layer) + ": page of " +
+                                  std::to_string(page_bytes_[layer]) + " bytes, stride " +
+                                  std::to_string(strides_[layer]) + " do not describe blocks");
+    }
+    starts_.push_back(block_bytes_);
+    block_bytes_ += page_bytes_[layer];
+    if (block_bytes_ > kMaxBlockBytes) throw std::invalid_argument("blocks are too large");
+  }
+}
+
+size_t Layout::layer_at(uint64_t within) const {
+  return static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), within) -
+                             starts_.begin() - 1);
+}
+
+void Layout::gather_block(uint64_t block, uint8_t* destination) const {
+  for (size_t layer = 0; layer < bases_.size(); ++layer) {
+    std::memcpy(destination + starts_[layer], page(layer, block), page_bytes_[layer]);
+  }
+}
+
+void Layout::scatter_block(uint64_t block, const uint8_t* source) const {
+  for (size_t layer = 0; layer < bases_.size(); ++layer) {
+    std::memcpy(page(layer, block), source + starts_[layer], page_bytes_[layer]);
+  }
+}
+
+void Layout::scatter_range(const std::vector<int32_t>& ids, uint64_t begin, const uint8_t* source,
+                           uint64_t length) const {
+  pieces(ids, begin, begin + length, [&](uint8_t* pointer, uint64_t bytes) {
+    std::memcpy(pointer, source, bytes);
+    source += bytes;
+    return true;
+  });
+}
+
+void Layout::check_ids(const std::vector<int32_t>& ids) const {
+  for (const int32_t id : ids) {
+    if (id < 0 || static_cast<uint64_t>(id) >= num_blocks_) {
+      throw std::invalid_argument("block id " + std::to_string(id) + " is outside the layout's " +
+                                  std::to_string(num_blocks_) + " blocks");
+    }
+  }
+}
+
+void copy_blocks(const Layout& destination, const std::vector<int32_t>& destination_ids,
+                 const Layout& source, const std::vector<int32_t>& source_ids) {
+  if (destination.page_bytes() != source.page_bytes()) {
+    throw std::invalid_argument("copy_blocks needs two layouts of the same page shape");
+  }
+  if (destination_ids.size() != source_ids.size()) {
+    throw std::invalid_argument("copy_blocks needs as many destination ids as source ids");
+  }
+  destination.check_ids(destination_ids);
+  source.check_ids(source_ids);
+  for (size_t index = 0; index < source_ids.size(); ++index) {
+    const auto to = static_cast<uint64_t>(destination_ids[index]);
+    const auto from = static_cast<uint64_t>(source_ids[index]);
+    for (size_t layer = 0; layer < source.num_layers(); ++layer) {
+      std::memmove(destination.page(layer, to), source.page(layer, from),
+                   source.page_bytes()[layer]);
+    }
+  }
+}
+
+}  // namespace tetri

@@ -1,0 +1,110 @@
+#include "tetri/receiver.h"
+
+#include "tetri/service.h"
+
+namespace tetri {
+
+namespace {
+
+const ReceiverOptions& checked(const ReceiverOptions& options) {
+  if (options.port < 0 || options.port > 65535) {
+    throw std::invalid_argument("port must be between 0 and 65535");
+  }
+  if (options.max_connections == 0) throw std::invalid_argument("max_connections must be positive");
+  if (options.fill_timeout <= Duration::zero() || options.hold_timeout <= Duration::zero()) {
+    throw std::invalid_argument("fill_timeout_s and hold_timeout_s must be positive");
+  }
+  Segment::sweep();
+  return options;
+}
+
+}  // namespace
+
+Receiver::Receiver(const ReceiverOptions& options)
+    : state_(checked(options)),
+      service_(std::make_unique<Service>(state_)),
+      endpoint_(service_->endpoint()) {}
+
+Receiver::~Receiver() { close(); }
+
+std::optional<Slot> Receiver::find(const std::string& transfer) {
+  const std::lock_guard lock(state_.mutex);
+  return state_.table.find(transfer);
+}
+
+bool Receiver::wait(Duration timeout) {
+  std::unique_lock lock(state_.mutex);
+  const auto settled = [&] { return state_.table.counters().settled != seen_settled_; };
+  state_.changed.wait_for(lock, timeout, [&] { return settled() || state_.closing; });
+  const bool news = settled();
+  seen_settled_ = state_.table.counters().settled;
+  return news;
+}
+
+std::optional<Slot> Receiver::take(const std::string& transfer) {
+  const std::lock_guard lock(state_.mutex);
+  return state_.closing ? std::nullopt : state_.table.take(transfer);
+}
+
+void Receiver::release(const std::string& transfer) {
+  const std::lock_guard lock(state_.mutex);
+  if (!state_.closing) state_.table.release(transfer);
+}
+
+void Receiver::cancel(const std::string& transfer) {
+  const std::lock_guard lock(state_.mutex);
+  if (state_.closing) return;
+  state_.table.cancel(transfer, Clock::now());
+  signal_event(state_.wake.get());
+}
+
+std::optional<std::string> Receiver::receive(Duration timeout) {
+  std::unique_lock lock(state_.mutex);
+  state_.changed.wait_for(lock, timeout,
+                          [&] { return !state_.messages.empty() || state_.closing; });
+  if (state_.messages.empty()) return std::nullopt;
+  std::string message = std::move(state_.messages.front());
+  state_.messages.pop_front();
+  return message;
+}
+
+ReceiverStats Receiver::stats() {
+  const std::lock_guard lock(state_.mutex);
+  const SlotTable& table = state_.table;
+  const TableCounters& counters = table.counters();
+  ReceiverStats stats;
+  stats.arena_total_bytes = table.total_bytes();
+  stats.arena_used_bytes = state_.closing ? 0 : table.used_bytes();
+  stats.quarantined_bytes = state_.closing ? 0 : table.quarantined_bytes();
+  stats.slots = state_.closing ? 0 : table.num_slots();
+  stats.connections = state_.closing ? 0 : state_.counters.connections;
+  stats.threads = state_.closing ? 0 : 1;
+  stats.arrived = counters.arrived;
+  stats.expired = counters.expired;
+  stats.cancelled = counters.cancelled;
+  stats.refused_full = counters.refused_full;
+  stats.refused_identity = state_.counters.refused_identity;
+  stats.bad_frames = state_.counters.bad_frames;
+  stats.bytes_received = state_.counters.bytes_received;
+  return stats;
+}
+
+void Receiver::close() {
+  const std::lock_guard once(closing_);
+  {
+    const std::lock_guard lock(state_.mutex);
+    if (!state_.closing) {
+      state_.closing = true;
+      for (uint32_t index = 0; index < kMaxSlots; ++index) {
+        state_.segment.control()[index].live.store(0);  // writers stop
+      }
+    }
+    state_.changed.notify_all();
+  }
+  service_->stop();
+  const std::lock_guard lock(state_.mutex);
+  state_.segment.close();
+  state_.wake.reset();
+}
+
+}  // namespace tetri

@@ -1,0 +1,205 @@
+#include "tetri/segment.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <new>
+#include <stdexcept>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace tetri {
+
+namespace {
+
+constexpr char kDirectory[] = "/dev/shm/";
+constexpr char kPrefix[] = "tetri-";
+constexpr size_t kNameDigits = 32;
+constexpr uint64_t kMagic = 0x31304d4849525454;  // "TTRIHM01"
+constexpr uint64_t kPage = 4096;
+
+struct Header {
+  uint64_t magic;
+  uint64_t arena_bytes;
+  Nonce nonce;
+  uint64_t owner_pid;
+};
+
+[[noreturn]] void fail(const std::string& what, int error) {
+  throw std::runtime_error(what + ": " + std::strerror(error));
+}
+
+std::string hex64(uint64_t value) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text(16, '0');
+  for (int index = 15; index >= 0; --index, value >>= 4) text[index] = kDigits[value & 15];
+  return text;
+}
+
+bool is_segment_name(const std::string& name) {
+  const size_t prefix = sizeof(kPrefix) - 1;
+  return name.size() == prefix + kNameDigits && name.compare(0, prefix, kPrefix) == 0 &&
+         name.find_first_not_of("0123456789abcdef", prefix) == std::string::npos;
+}
+
+// A new, locked, empty file. A sweeper may get at the file between its creation and our lock; then
+// it is gone or locked, and another name is tried.
+Fd create_file(std::string* path) {
+  for (int attempt = 0; attempt < 8; ++attempt) {
+    *path = std::string(kDirectory) + kPrefix + hex64(random_u64()) + hex64(random_u64());
+    Fd fd(::open(path->c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (!fd) {
+      if (errno == EEXIST) continue;
+      fail("cannot create the receive arena " + *path, errno);
+    }
+    struct stat info{};
+    if (::flock(fd.get(), LOCK_EX | LOCK_NB) == 0 && ::fstat(fd.get(), &info) == 0 &&
+        info.st_nlink > 0) {
+      return fd;
+    }
+    ::unlink(path->c_str());
+  }
+  throw std::runtime_error("cannot create a receive arena in /dev/shm: no name stayed ours");
+}
+
+void sweep_one(const std::string& path) {
+  const Fd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  struct stat ours{};
+  struct stat named{};
+  if (!fd || ::fstat(fd.get(), &ours) != 0 || !S_ISREG(ours.st_mode) ||
+      ours.st_uid != ::geteuid() || ::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+    return;
+  }
+  if (::lstat(path.c_str(), &named) == 0 && named.st_ino == ours.st_ino) ::unlink(path.c_str());
+}
+
+}  // namespace
+
+uint64_t random_u64() {
+  uint64_t value = 0;
+  while (::getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value))) {
+    if (errno != EINTR) fail("getrandom", errno);
+  }
+  return value;
+}
+
+std::string boot_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string text;
+  std::getline(file, text);
+  return text;
+}
+
+Segment::Segment(std::string path, Fd fd, uint64_t size, bool owner)
+    : path_(std::move(path)), fd_(std::move(fd)), size_(size), owner_(owner) {}
+
+Segment::Segment(Segment&& other) noexcept
+    : path_(std::move(other.path_)),
+      fd_(std::move(other.fd_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(other.size_),
+      owner_(std::exchange(other.owner_, false)) {}
+
+Segment::~Segment() { close(); }
+
+Segment Segment::create(uint64_t arena_bytes) {
+  if (arena_bytes == 0 || arena_bytes > (uint64_t{1} << 46)) {
+    throw std::invalid_argument("arena_bytes must be between 1 and 2^46, not " +
+                                std::to_string(arena_bytes));
+  }
+  const uint64_t size = kHeaderBytes + (arena_bytes + kPage - 1) / kPage * kPage;
+  std::string path;
+  Fd fd = create_file(&path);
+  Segment segment(path, std::move(fd), size, true);
+  if (::ftruncate(segment.fd_.get(), static_cast<off_t>(size)) != 0) {
+    fail("cannot size the receive arena", errno);
+  }
+  const int error = ::posix_fallocate(segment.fd_.get(), 0, static_cast<off_t>(size));
+  if (error != 0) {
+    fail("no room in /dev/shm for a receive arena of " + std::to_string(arena_bytes) +
+             " bytes; lower arena_bytes or enlarge /dev/shm",
+         error);
+  }
+  segment.map(Access::kReadWrite);
+  auto* header = new (segment.data_) Header{};
+  header->magic = kMagic;
+  header->arena_bytes = size - kHeaderBytes;
+  header->owner_pid = static_cast<uint64_t>(::getpid());
+  const uint64_t halves[2] = {random_u64(), random_u64()};
+  std::memcpy(header->nonce.data(), halves, sizeof(halves));
+  for (uint32_t index = 0; index < kMaxSlots; ++index)
+    new (segment.control() + index) ControlWord{};
+  return segment;
+}
+
+Segment Segment::attach(const std::string& path, Access access) {
+  const size_t directory = sizeof(kDirectory) - 1;
+  if (path.compare(0, directory, kDirectory) != 0 || !is_segment_name(path.substr(directory))) {
+    throw std::runtime_error("not the path of a receive arena: " + path);
+  }
+  const int mode = access == Access::kRead ? O_RDONLY : O_RDWR;
+  Fd fd(::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW));
+  if (!fd) fail("cannot open the receive arena " + path, errno);
+  struct stat info{};
+  if (::fstat(fd.get(), &info) != 0) fail("cannot inspect the receive arena " + path, errno);
+  const auto size = static_cast<uint64_t>(info.st_size);
+  if (!S_ISREG(info.st_mode) || size <= kHeaderBytes || size % kPage != 0) {
+    throw std::runtime_error("not a receive arena: " + path);
+  }
+  Segment segment(path, std::move(fd), size, false);
+  segment.map(access);
+  const auto* header = reinterpret_cast<const Header*>(segment.data_);
+  if (header->magic != kMagic || header->arena_bytes != segment.arena_bytes()) {
+    throw std::runtime_error("not a receive arena of this version: " + path);
+  }
+  return segment;
+}
+
+void Segment::map(Access access) {
+  const bool writes = access == Access::kReadWrite;
+  void* data = ::mmap(nullptr, size_, writes ? PROT_READ | PROT_WRITE : PROT_READ,
+                      MAP_SHARED | MAP_POPULATE, fd_.get(), 0);
+  if (data == MAP_FAILED) fail("cannot map the receive arena " + path_, errno);
+  data_ = static_cast<uint8_t*>(data);
+  if (writes) touch();
+}
+
+// Write faults now rather than under the first transfer. Adding zero leaves other writers' bytes
+// alone.
+void Segment::touch() const {
+  if (::madvise(data_, size_, MADV_POPULATE_WRITE) == 0) return;
+  for (uint64_t offset = 0; offset < size_; offset += kPage) {
+    __atomic_fetch_add(data_ + offset, 0, __ATOMIC_RELAXED);
+  }
+}
+
+Nonce Segment::nonce() const { return reinterpret_cast<const Header*>(data_)->nonce; }
+
+void Segment::close() noexcept {
+  if (data_ != nullptr) ::munmap(data_, size_);
+  data_ = nullptr;
+  if (owner_) ::unlink(path_.c_str());
+  owner_ = false;
+  fd_.reset();
+}
+
+void Segment::sweep() noexcept {
+  DIR* directory = ::opendir(kDirectory);
+  if (directory == nullptr) return;
+  while (const dirent* entry = ::readdir(directory)) {
+    const std::string name = entry->d_name;
+    if (is_segment_name(name)) sweep_one(kDirectory + name);
+  }
+  ::closedir(directory);
+}
+
+}  // namespace tetri

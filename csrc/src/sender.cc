@@ -1,0 +1,129 @@
+#include "tetri/sender.h"
+
+#include <vector>
+
+namespace tetri {
+
+namespace {
+
+constexpr uint64_t kMaxTransferBytes = uint64_t{1} << 46;
+
+SenderOptions checked(SenderOptions options) {
+  if (options.num_ranks == 0 || options.num_ranks > kMaxRanks ||
+      options.rank >= options.num_ranks) {
+    throw std::invalid_argument("rank must be below num_ranks, and num_ranks at most " +
+                                std::to_string(kMaxRanks));
+  }
+  if (options.streams == 0 || options.streams > 16) {
+    throw std::invalid_argument("streams must be between 1 and 16");
+  }
+  if (options.open_timeout <= Duration::zero() || options.io_timeout <= Duration::zero()) {
+    throw std::invalid_argument("open_timeout_s and io_timeout_s must be positive");
+  }
+  if (options.max_queued_blocks == 0) {
+    throw std::invalid_argument("max_queued_blocks must be positive");
+  }
+  return options;
+}
+
+}  // namespace
+
+Sender::Sender(SenderOptions options)
+    : shared_(std::make_shared<SenderShared>(checked(std::move(options)))) {}
+
+Sender::~Sender() { close(); }
+
+TransferPtr Sender::open(const std::string& endpoint, const std::string& transfer,
+                         uint64_t num_blocks, uint64_t block_bytes) {
+  uint64_t bytes = 0;
+  if (num_blocks == 0 || block_bytes == 0 ||
+      __builtin_mul_overflow(num_blocks, block_bytes, &bytes) || bytes > kMaxTransferBytes) {
+    throw std::invalid_argument("transfer " + transfer + ": " + std::to_string(num_blocks) +
+                                " blocks of " + std::to_string(block_bytes) +
+                                " bytes is no size for a slot");
+  }
+  const std::lock_guard lock(mutex_);
+  const std::shared_ptr<Peer> receiver = peer(endpoint);
+  auto opened = std::make_shared<Transfer>(shared_, receiver, transfer, num_blocks, block_bytes);
+  {
+    const std::lock_guard counting(shared_->mutex);
+    ++shared_->active;
+  }
+  if (!receiver || !receiver->post({Command::Kind::kOpen, opened, nullptr, nullptr, nullptr})) {
+    opened->fail(Status::kClosed, "the sender was closed");
+  }
+  return opened;
+}
+
+Status Sender::send(const std::string& endpoint, std::string message, Duration timeout) {
+  if (message.size() > kMaxMessageBytes) {
+    throw std::invalid_argument("a message has at most " + std::to_string(kMaxMessageBytes) +
+                                " bytes, not " + std::to_string(message.size()));
+  }
+  auto op = std::make_shared<MessageOp>();
+  op->payload = std::move(message);
+  {
+    const std::lock_guard lock(mutex_);
+    const std::shared_ptr<Peer> receiver = peer(endpoint);
+    if (!receiver || !receiver->post({Command::Kind::kMessage, nullptr, nullptr, nullptr, op})) {
+      return Status::kClosed;
+    }
+  }
+  return op->wait(timeout);
+}
+
+// None when the sender is closed. A peer that retires between here and `post` has been idle for a
+// minute and loses the race at most once: the next call gets a new one.
+std::shared_ptr<Peer> Sender::peer(const std::string& endpoint) {
+  for (auto entry = peers_.begin(); entry != peers_.end();) {
+    if (!entry->second->retired()) {
+      ++entry;
+      continue;
+    }
+    entry->second->stop();
+    entry = peers_.erase(entry);
+  }
+  const Endpoint parsed = parse_endpoint(endpoint);
+  if (closed_) return nullptr;
+  std::shared_ptr<Peer>& found = peers_[endpoint];
+  if (!found) found = std::make_shared<Peer>(shared_, parsed);
+  return found;
+}
+
+bool Sender::wait(Duration timeout) {
+  std::unique_lock lock(shared_->mutex);
+  const auto settled = [&] { return shared_->done + shared_->failed + shared_->cancelled; };
+  shared_->changed.wait_for(lock, timeout,
+                            [&] { return settled() != seen_settled_ || shared_->closed; });
+  const bool news = settled() != seen_settled_;
+  seen_settled_ = settled();
+  return news;
+}
+
+SenderStats Sender::stats() {
+  const std::lock_guard lock(mutex_);
+  SenderStats stats;
+  for (const auto& entry : peers_) stats.peers += entry.second->retired() ? 0 : 1;
+  stats.threads = stats.peers;
+  stats.bytes_sent = shared_->bytes_sent.load();
+  const std::lock_guard counting(shared_->mutex);
+  stats.transfers = shared_->active;
+  stats.done = shared_->done;
+  stats.failed = shared_->failed;
+  stats.cancelled = shared_->cancelled;
+  return stats;
+}
+
+void Sender::close() {
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  {
+    const std::lock_guard counting(shared_->mutex);
+    shared_->closed = true;
+    shared_->changed.notify_all();
+  }
+  for (auto& entry : peers_) entry.second->stop();
+  peers_.clear();
+}
+
+}  // namespace tetri

@@ -1,0 +1,256 @@
+// Blocks go over several connections, gathered by the kernel straight from the pages.
+//
+// Slot bytes are cut on a fixed grid, and a piece of the grid always takes the same connection, so
+// that writing a block twice leaves the second one in the slot.
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <unordered_map>
+
+#include "tetri/link.h"
+
+namespace tetri {
+
+namespace {
+
+constexpr size_t kMaxPieces = 256;
+constexpr size_t kJobsPerStream = 8;
+constexpr uint64_t kBytesPerTurn = 2 << 20;
+
+// Bytes [begin, end) of a write, counted from the start of the write.
+struct Job {
+  Grant grant;
+  WriteOpPtr op;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+struct Stream {
+  Fd fd;
+  std::deque<Job> jobs;
+  std::array<uint8_t, kHeaderSize + kDataPrefixBytes> head{};
+  uint64_t sent = 0;  // of the first job's frame, header included
+  bool blocked = false;
+};
+
+const std::array<uint8_t, 65536> kFiller{};
+
+class TcpLink : public Link {
+ public:
+  TcpLink(std::vector<Fd> streams, ControlChannel& control) : control_(control) {
+    for (Fd& fd : streams) {
+      streams_.emplace_back();
+      streams_.back().fd = std::move(fd);
+    }
+  }
+
+  const char* name() const override { return "tcp"; }
+
+  void write(const Grant& grant, WriteOpPtr op) override {
+    left_[op.get()] = op->bytes();
+    queue_.push_back({grant, op, 0, op->bytes()});
+  }
+
+  void read(const Grant& grant, ReadOpPtr op, uint64_t written) override {
+    const Read read{next_read_++, grant.generation, op->begin(), op->bytes(), written};
+    reads_.emplace(read.read, op);
+    control_.send(encode(read));
+  }
+
+  void cancel(const Transfer& transfer) override {
+    const auto ours = [&](const Job& job) { return job.op->transfer.get() == &transfer; };
+    for (const Job& job : queue_) {
+      if (ours(job)) complete(job, job.end - job.begin);
+    }
+    queue_.erase(std::remove_if(queue_.begin(), queue_.end(), ours), queue_.end());
+    for (Stream& stream : streams_) {
+      // A frame under way is filled up with zeros; its transfer is over, so nobody looks at them.
+      const auto first = stream.jobs.begin() + (stream.sent > 0 ? 1 : 0);
+      for (auto job = first; job != stream.jobs.end(); ++job) {
+        if (ours(*job)) complete(*job, job->end - job->begin);
+      }
+      stream.jobs.erase(std::remove_if(first, stream.jobs.end(), ours), stream.jobs.end());
+    }
+    for (auto read = reads_.begin(); read != reads_.end();) {
+      if (read->second->transfer.get() != &transfer) {
+        ++read;
+        continue;
+      }
+      read->second->settle(Status::kCancelled);
+      read = reads_.erase(read);
+    }
+  }
+
+  bool pump() override {
+    bool more = false;
+    deal();
+    for (Stream& stream : streams_) {
+      if (!stream.jobs.empty() && !stream.blocked) push(stream);
+      more = more || (!stream.jobs.empty() && !stream.blocked);
+    }
+    return more || (!queue_.empty() && has_room());
+  }
+
+  std::vector<WriteOpPtr> take_completed() override { return std::exchange(completed_, {}); }
+
+  void watch(std::vector<pollfd>* fds) const override {
+    for (const Stream& stream : streams_) {
+      const short events = stream.blocked ? POLLIN | POLLOUT : POLLIN;
+      fds->push_back({stream.fd.get(), events, 0});
+    }
+  }
+
+  void ready(const pollfd& fd) override {
+    for (Stream& stream : streams_) {
+      if (stream.fd.get() != fd.fd) continue;
+      if ((fd.revents & POLLOUT) != 0) stream.blocked = false;
+      if ((fd.revents & (POLLIN | POLLHUP | POLLERR)) != 0) end_of(stream);
+    }
+  }
+
+  void read_data(ReadData data) override {
+    const auto found = reads_.find(data.read);
+    if (found == reads_.end()) return;
+    const ReadOpPtr op = found->second;
+    const bool good = data.status == static_cast<uint32_t>(Status::kOk) &&
+                      data.offset == op->begin() + op->filled && !data.payload.empty() &&
+                      data.payload.size() <= op->bytes() - op->filled;
+    if (good) {
+      const std::lock_guard lock(op->mutex);
+      if (!op->abandoned) {
+        op->layout->scatter_range(op->ids, op->filled,
+                                  reinterpret_cast<const uint8_t*>(data.payload.data()),
+                                  data.payload.size());
+      }
+      op->filled += data.payload.size();
+    }
+    if (good && op->filled < op->bytes()) return;
+    op->settle(good ? Status::kOk : Status::kStale);
+    reads_.erase(found);
+  }
+
+ private:
+  bool has_room() const {
+    size_t jobs = 0;
+    for (const Stream& stream : streams_) jobs += stream.jobs.size();
+    return jobs < kJobsPerStream * streams_.size();
+  }
+
+  // Cuts queued writes on the grid and deals the pieces out.
+  void deal() {
+    while (!queue_.empty() && has_room()) {
+      Job& job = queue_.front();
+      const uint64_t start = job.op->begin() + job.begin;
+      const uint64_t cell = start / kDataChunkBytes;
+      const uint64_t end = std::min(job.end, job.begin + (cell + 1) * kDataChunkBytes - start);
+      streams_[cell % streams_.size()].jobs.push_back({job.grant, job.op, job.begin, end});
+      job.begin = end;
+      if (job.begin == job.end) queue_.pop_front();
+    }
+  }
+
+  void push(Stream& stream) {
+    uint64_t moved = 0;
+    while (!stream.jobs.empty() && moved < kBytesPerTurn) {
+      Job& job = stream.jobs.front();
+      const uint64_t frame = stream.head.size() + job.end - job.begin;
+      if (stream.sent == 0) {
+        if (job.op->transfer->stopped()) {
+          complete(job, job.end - job.begin);
+          stream.jobs.pop_front();
+          continue;
+        }
+        start_frame(stream, job);
+      }
+      const size_t sent = send_piece(stream, job);
+      stream.blocked = sent == 0;
+      if (sent == 0) return;
+      moved += sent;
+      stream.sent += sent;
+      if (stream.sent < frame) continue;
+      complete(job, job.end - job.begin);
+      stream.jobs.pop_front();
+      stream.sent = 0;
+    }
+  }
+
+  static void start_frame(Stream& stream, const Job& job) {
+    const auto length = static_cast<uint32_t>(kDataPrefixBytes + job.end - job.begin);
+    const uint64_t offset = job.op->begin() + job.begin;
+    write_header(stream.head.data(), Type::kData, length);
+    std::memcpy(stream.head.data() + kHeaderSize, &job.grant.generation, 8);
+    std::memcpy(stream.head.data() + kHeaderSize + 8, &offset, 8);
+  }
+
+  // Sends what the socket takes of the frame under way.
+  size_t send_piece(Stream& stream, const Job& job) {
+    std::array<iovec, kMaxPieces> pieces;
+    size_t count = 0;
+    uint64_t body = 0;  // of the job, already sent
+    if (stream.sent < stream.head.size()) {
+      pieces[count++] = {stream.head.data() + stream.sent, stream.head.size() - stream.sent};
+    } else {
+      body = stream.sent - stream.head.size();
+    }
+    const bool reads_source = job.op->transfer->begin_copy();
+    if (reads_source) {
+      job.op->layout->pieces(job.op->ids, job.begin + body, job.end,
+                             [&](uint8_t* pointer, uint64_t length) {
+                               pieces[count++] = {pointer, length};
+                               return count < kMaxPieces;
+                             });
+    } else {
+      const uint64_t left = job.end - job.begin - body;
+      pieces[count++] = {const_cast<uint8_t*>(kFiller.data()),
+                         std::min<uint64_t>(left, kFiller.size())};
+    }
+    msghdr message{};
+    message.msg_iov = pieces.data();
+    message.msg_iovlen = count;
+    const ssize_t sent = ::sendmsg(stream.fd.get(), &message, MSG_NOSIGNAL);
+    const int error = errno;
+    if (reads_source) {
+      const uint64_t head = stream.sent < stream.head.size() ? stream.head.size() - stream.sent : 0;
+      const uint64_t bytes = sent > 0 ? static_cast<uint64_t>(sent) : 0;
+      job.op->transfer->end_copy(bytes - std::min(bytes, head));
+    }
+    if (sent >= 0) return static_cast<size_t>(sent);
+    if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) return 0;
+    throw LinkError(Status::kPeerLost, std::string("data connection: ") + std::strerror(error));
+  }
+
+  void complete(const Job& job, uint64_t bytes) {
+    uint64_t& left = left_[job.op.get()];
+    left -= bytes;
+    if (left > 0) return;
+    left_.erase(job.op.get());
+    completed_.push_back(job.op);
+  }
+
+  static void end_of(Stream& stream) {
+    uint8_t byte = 0;
+    if (receive_some(stream.fd.get(), &byte, 1) > 0) {  // throws when the peer is gone
+      throw LinkError(Status::kInvalid, "the receiver refused data");
+    }
+  }
+
+  ControlChannel& control_;
+  std::vector<Stream> streams_;
+  std::deque<Job> queue_;
+  std::unordered_map<const WriteOp*, uint64_t> left_;  // bytes not yet sent
+  std::unordered_map<uint64_t, ReadOpPtr> reads_;
+  uint64_t next_read_ = 1;
+  std::vector<WriteOpPtr> completed_;
+};
+
+}  // namespace
+
+std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams, ControlChannel& control) {
+  return std::make_unique<TcpLink>(std::move(streams), control);
+}
+
+}  // namespace tetri

@@ -1,0 +1,217 @@
+#include "tetri/transfer.h"
+
+#include "tetri/peer.h"
+#include "tetri/sender.h"
+
+namespace tetri {
+
+namespace {
+
+bool is_over(TransferState state) {
+  return state == TransferState::kDone || state == TransferState::kFailed ||
+         state == TransferState::kCancelled;
+}
+
+}  // namespace
+
+void Ticket::settle(Status result) {
+  const std::lock_guard lock(mutex);
+  if (status == Status::kPending) status = result;
+  changed.notify_all();
+}
+
+Status Ticket::wait(Duration timeout) {
+  std::unique_lock lock(mutex);
+  if (!changed.wait_for(lock, timeout, [&] { return status != Status::kPending; })) {
+    status = Status::kTimeout;
+    abandoned = true;
+  }
+  return status;
+}
+
+WriteOp::WriteOp(TransferPtr transfer, LayoutPtr layout, uint64_t first_block,
+                 std::vector<int32_t> ids)
+    : transfer(std::move(transfer)),
+      layout(std::move(layout)),
+      first_block(first_block),
+      ids(std::move(ids)) {}
+
+WriteOp::~WriteOp() { transfer->release_room(ids.size()); }
+
+Transfer::Transfer(std::shared_ptr<SenderShared> shared, std::shared_ptr<Peer> peer,
+                   std::string name, uint64_t num_blocks, uint64_t block_bytes)
+    : shared_(std::move(shared)),
+      peer_(std::move(peer)),
+      name_(std::move(name)),
+      num_blocks_(num_blocks),
+      block_bytes_(block_bytes),
+      open_deadline_(Clock::now() + shared_->options.open_timeout),
+      covered_(num_blocks) {}
+
+Transfer::~Transfer() = default;
+
+TransferState Transfer::state() const {
+  const std::lock_guard lock(mutex_);
+  return state_;
+}
+
+Status Transfer::status() const {
+  const std::lock_guard lock(mutex_);
+  return status_;
+}
+
+std::string Transfer::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::string Transfer::link() const {
+  const std::lock_guard lock(mutex_);
+  return link_;
+}
+
+bool Transfer::quiesced() const {
+  const std::lock_guard lock(mutex_);
+  return is_over(state_) && !copying_;
+}
+
+bool Transfer::post(Command command) const { return peer_ && peer_->post(std::move(command)); }
+
+void Transfer::check(const Layout& layout, uint64_t first_block,
+                     const std::vector<int32_t>& ids) const {
+  if (layout.block_bytes() != block_bytes_) {
+    throw std::invalid_argument("transfer " + name_ + " was opened with blocks of " +
+                                std::to_string(block_bytes_) + " bytes, the layout has " +
+                                std::to_string(layout.block_bytes()));
+  }
+  if (first_block > num_blocks_ || ids.size() > num_blocks_ - first_block) {
+    throw std::invalid_argument("transfer " + name_ + ": blocks " + std::to_string(first_block) +
+                                " to " + std::to_string(first_block + ids.size()) +
+                                " are outside its " + std::to_string(num_blocks_) + " blocks");
+  }
+  layout.check_ids(ids);
+}
+
+Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids) {
+  check(*layout, first_block, ids);
+  const uint64_t count = ids.size();
+  std::unique_lock lock(mutex_);
+  if (is_over(state_)) return state_ == TransferState::kDone ? Status::kInvalid : status_;
+  if (finishing_) return Status::kInvalid;
+  if (count == 0) return Status::kOk;
+  if (shared_->queued_blocks.fetch_add(count) + count > shared_->options.max_queued_blocks) {
+    shared_->queued_blocks.fetch_sub(count);
+    settle(TransferState::kFailed, Status::kFull,
+           "more than " + std::to_string(shared_->options.max_queued_blocks) +
+               " blocks are queued for sending; the receiver or the link is too slow");
+    lock.unlock();
+    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
+    return Status::kFull;
+  }
+  for (uint64_t index = 0; index < count; ++index) covered_[first_block + index] = true;
+  auto op =
+      std::make_shared<WriteOp>(shared_from_this(), std::move(layout), first_block, std::move(ids));
+  // Posted under the lock, so that a write never overtakes another one or its finish.
+  const bool posted = post({Command::Kind::kWrite, op->transfer, op, nullptr, nullptr});
+  return posted ? Status::kOk : Status::kClosed;
+}
+
+Status Transfer::read(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
+                      Duration timeout) {
+  check(*layout, first_block, ids);
+  auto op = std::make_shared<ReadOp>();
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_over(state_)) return state_ == TransferState::kDone ? Status::kStale : status_;
+    if (finishing_) return Status::kInvalid;
+    if (ids.empty()) return Status::kOk;
+    op->transfer = shared_from_this();
+    op->layout = std::move(layout);
+    op->first_block = first_block;
+    op->ids = std::move(ids);
+    if (!post({Command::Kind::kRead, op->transfer, nullptr, op, nullptr})) {
+      return Status::kClosed;
+    }
+  }
+  return op->wait(timeout);
+}
+
+void Transfer::finish() {
+  std::unique_lock lock(mutex_);
+  if (is_over(state_) || finishing_) return;
+  finishing_ = true;
+  for (uint64_t block = 0; block < num_blocks_; ++block) {
+    if (covered_[block]) continue;
+    settle(TransferState::kFailed, Status::kInvalid,
+           "finished although block " + std::to_string(block) + " of " +
+               std::to_string(num_blocks_) + " was never written");
+    lock.unlock();
+    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
+    return;
+  }
+  post({Command::Kind::kFinish, shared_from_this(), nullptr, nullptr, nullptr});
+}
+
+void Transfer::cancel() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_over(state_)) return;
+    settle(TransferState::kCancelled, Status::kCancelled, "cancelled");
+  }
+  post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
+}
+
+bool Transfer::begin_copy() {
+  const std::lock_guard lock(mutex_);
+  if (is_over(state_)) return false;
+  copying_ = true;
+  return true;
+}
+
+void Transfer::end_copy(uint64_t bytes) {
+  bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+  shared_->bytes_sent.fetch_add(bytes, std::memory_order_relaxed);
+  const std::lock_guard lock(mutex_);
+  copying_ = false;
+}
+
+void Transfer::granted(const std::string& link) {
+  const std::lock_guard lock(mutex_);
+  if (is_over(state_)) return;
+  state_ = TransferState::kSending;
+  link_ = link;
+}
+
+void Transfer::confirmed() {
+  const std::lock_guard lock(mutex_);
+  if (!is_over(state_)) settle(TransferState::kDone, Status::kOk, "");
+}
+
+void Transfer::fail(Status status, const std::string& error) {
+  const std::lock_guard lock(mutex_);
+  if (!is_over(state_)) settle(TransferState::kFailed, status, error);
+}
+
+void Transfer::sender_closed() {
+  const std::lock_guard lock(mutex_);
+  if (!is_over(state_)) {
+    settle(TransferState::kCancelled, Status::kClosed, "the sender was closed");
+  }
+}
+
+void Transfer::release_room(uint64_t num_blocks) { shared_->queued_blocks.fetch_sub(num_blocks); }
+
+void Transfer::settle(TransferState state, Status status, const std::string& error) {
+  state_ = state;
+  status_ = status;
+  error_ = error;
+  stopped_.store(true, std::memory_order_release);
+  const std::lock_guard lock(shared_->mutex);
+  --shared_->active;
+  if (state == TransferState::kDone) ++shared_->done;
+  if (state == TransferState::kFailed) ++shared_->failed;
+  if (state == TransferState::kCancelled) ++shared_->cancelled;
+  shared_->changed.notify_all();
+}
+
+}  // namespace tetri

@@ -1,0 +1,115 @@
+#include "tetri/slot_table.h"
+
+#include <memory>
+
+#include "check.h"
+
+using namespace tetri;
+using std::chrono::seconds;
+
+namespace {
+
+constexpr uint64_t kPage = 4096;
+
+struct Fixture {
+  std::unique_ptr<ControlWord[]> words{new ControlWord[kMaxSlots]{}};
+  SlotTable table{8 * kPage, words.get(), seconds(10), seconds(20)};
+  TimePoint now = Clock::now();
+
+  Opened open(const std::string& name, const WriterId& writer, uint64_t blocks = 2) {
+    return table.open(Open{1, name, blocks, kPage}, writer, now);
+  }
+};
+
+WriterId writer(uint64_t connection, bool shared, uint32_t rank = 0, uint32_t num_ranks = 1) {
+  return {connection, rank, num_ranks, shared};
+}
+
+bool granted(const Opened& opened) { return opened.status == static_cast<uint32_t>(Status::kOk); }
+
+}  // namespace
+
+TEST(slot_goes_through_its_states) {
+  Fixture f;
+  const Opened opened = f.open("t", writer(1, false));
+  CHECK(granted(opened));
+  CHECK(f.words[opened.control].live == opened.generation);
+  CHECK(f.table.writable(opened.generation, writer(1, false), 0, 2 * kPage) == opened.offset);
+  CHECK(!f.table.writable(opened.generation, writer(2, false), 0, 1));
+  CHECK_THROWS(f.table.writable(opened.generation, writer(1, false), kPage, kPage + 1), FrameError);
+  f.table.done({opened.generation, 2 * kPage}, writer(1, false), f.now);
+  CHECK(!f.table.take("t"));
+  f.table.received(opened.generation, writer(1, false), 2 * kPage, f.now);
+  CHECK(f.table.take_notices().at(0).confirm);
+  CHECK(f.table.take("t"));
+  f.table.expire(f.now + seconds(1000));
+  CHECK(f.table.find("t")->state == SlotState::kTaken);
+  f.table.release("t");
+  CHECK(!f.table.find("t"));
+  CHECK(f.table.used_bytes() == 0);
+  CHECK(f.words[opened.control].live == 0);
+}
+
+TEST(slot_of_a_shared_writer_is_quarantined_until_it_stopped) {
+  Fixture f;
+  const Opened opened = f.open("t", writer(1, true), 8);
+  f.table.cancel("t", f.now);
+  CHECK(f.table.quarantined_bytes() == 8 * kPage);
+  CHECK(!granted(f.open("u", writer(2, true), 1)));
+  f.table.stopped(opened.generation, writer(2, true));
+  CHECK(f.table.quarantined_bytes() == 8 * kPage);
+  f.table.stopped(opened.generation, writer(1, true));
+  CHECK(f.table.quarantined_bytes() == 0 && f.table.used_bytes() == 0);
+  CHECK(granted(f.open("u", writer(2, true), 8)));
+}
+
+TEST(slot_of_a_dropped_shared_writer_waits_for_its_hang_up) {
+  Fixture f;
+  f.open("t", writer(1, true));
+  f.table.connection_dropped(writer(1, true), "nonsense", f.now);
+  CHECK(f.table.find("t")->state == SlotState::kFailed);
+  CHECK(f.table.quarantined_bytes() == 2 * kPage);
+  f.table.connection_lost(writer(1, true), "gone", f.now);
+  CHECK(f.table.used_bytes() == 0);
+}
+
+TEST(slot_of_two_ranks_waits_for_both_and_for_both_to_stop) {
+  Fixture f;
+  const WriterId first = writer(1, true, 0, 2);
+  const WriterId second = writer(2, true, 1, 2);
+  const Opened opened = f.open("t", first);
+  CHECK(f.open("t", second).offset == opened.offset + 2 * kPage);
+  CHECK(!granted(f.open("t", second)));
+  f.table.done({opened.generation, 2 * kPage}, first, f.now);
+  CHECK(f.table.find("t")->state == SlotState::kFilling);
+  f.table.connection_lost(first, "gone after it finished", f.now);
+  CHECK(f.table.find("t")->state == SlotState::kFilling);
+  f.table.cancelled_by_sender({opened.generation, "why"}, second, f.now);
+  CHECK(f.table.find("t")->state == SlotState::kFailed);
+  CHECK(f.table.used_bytes() == 0);
+}
+
+TEST(slot_progress_in_shared_memory_counts) {
+  Fixture f;
+  const Opened opened = f.open("t", writer(1, true));
+  f.words[opened.control].progress = 1;
+  CHECK(f.table.expire(f.now + seconds(11)) == f.now + seconds(21));
+  CHECK(f.table.find("t")->state == SlotState::kFilling);
+  f.table.expire(f.now + seconds(22));
+  CHECK(f.table.find("t")->state == SlotState::kFailed);
+  CHECK(f.table.counters().expired == 1);
+}
+
+TEST(slot_notes_and_refusals_end) {
+  Fixture f;
+  f.table.cancel("t", f.now);
+  CHECK(!granted(f.open("t", writer(1, false))));
+  f.now += seconds(11);
+  const Opened opened = f.open("t", writer(1, false));
+  CHECK(granted(opened));
+  f.table.cancelled_by_sender({opened.generation, "why"}, writer(1, false), f.now);
+  CHECK(f.table.find("t")->error == "the sender cancelled it: why");
+  f.table.expire(f.now + seconds(21));
+  CHECK(!f.table.find("t"));
+  CHECK(f.table.next_deadline() == TimePoint::max());
+}

@@ -1,0 +1,34 @@
+"""Builds the C++ core with CMake; everything else is in pyproject.toml."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    """Hands the one extension to CMake, which alone knows sources and flags."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake", "-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
+        ]  # fmt: skip
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", str(build), "--target", "_core"], check=True)
+
+
+setup(
+    ext_modules=[Extension("vllm_tetri.transport._core", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

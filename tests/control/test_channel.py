@@ -1,0 +1,314 @@
+"""Agents and a monitor over real sockets on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+
+from vllm_tetri import messages
+from vllm_tetri.control.agent import MAX_QUEUED, Agent
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.messages import CancelTransfer, Dispatched, Hello, LoadReport
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, RequestId, Role, TransferId
+
+PERIOD_S = 0.02
+INFO = InstanceInfo(
+    InstanceId("i"),
+    "http://127.0.0.1:1",
+    Role.BOTH,
+    ("m",),
+    "127.0.0.1:2",
+    {"a": "b"},
+    9,
+    16,
+    1,
+    "0",
+)
+DISPATCHED = Dispatched(RequestId("r"), TransferId("t"), InstanceId("d"), "why")
+
+
+async def eventually(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+class Joined:
+    """An agent with everything that it was told."""
+
+    def __init__(self, *addresses: str, info: InstanceInfo = INFO, **options: Any) -> None:
+        self.cancelled: list[TransferId] = []
+        defaults = {
+            "read_load": lambda: InstanceLoad(running=1),
+            "on_cancel": self.cancelled.append,
+        }
+        self.agent = Agent(
+            routers=addresses, info=info, period_s=PERIOD_S, **{**defaults, **options}
+        )
+        self.agent.start()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.agent.close)
+
+    def sees(self) -> list[tuple[str, str]]:
+        return [(each.info.id, each.state) for each in self.agent.view().instances]
+
+
+@asynccontextmanager
+async def monitor(bind: str = "tcp://127.0.0.1:0", **options: Any) -> AsyncIterator[Monitor]:
+    made = Monitor(bind, "router", period_s=PERIOD_S, **{"silent_after_s": 0.3, **options})
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+        made.close()
+
+
+@asynccontextmanager
+async def joined(*addresses: str, **options: Any) -> AsyncIterator[Joined]:
+    made = Joined(*addresses, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+        await made.close()
+
+
+def states(made: Monitor) -> dict[str, str]:
+    return {each.info.id: each.state.value for each in made.view().instances}
+
+
+async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
+    hellos: list[InstanceInfo] = []
+    async with monitor(on_hello=hellos.append) as router:
+        async with joined(router.address) as one:
+            await eventually(lambda: states(router) == {"i": "starting"})
+            assert hellos[0] == INFO
+            router.mark_ready(INFO)
+            await eventually(lambda: one.sees() == [("i", "ready")])
+            await eventually(lambda: router.view().instances[0].load.running == 1)
+        await eventually(lambda: states(router) == {}, timeout_s=0.25)
+
+
+async def test_ages_grow_with_local_time() -> None:
+    async with monitor() as router:
+        one = Joined(router.address)
+        await eventually(one.sees)
+    try:
+        before = one.agent.view().instances[0].age_s
+        await asyncio.sleep(0.05)
+        assert one.agent.view().instances[0].age_s >= before + 0.04
+    finally:
+        await one.close()
+
+
+async def test_messages_travel_both_ways() -> None:
+    dispatched: list[Dispatched] = []
+    async with monitor(on_dispatched=dispatched.append) as router, joined(router.address) as one:
+        await eventually(lambda: states(router))
+        one.agent.publish(DISPATCHED)
+        await eventually(lambda: dispatched == [DISPATCHED])
+        assert router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
+        await eventually(lambda: one.cancelled == ["t"])
+        assert not router.send(InstanceId("nobody"), CancelTransfer(TransferId("t")))
+        assert router.counters.undelivered == 1
+
+
+async def test_a_silent_instance_is_marked_and_comes_back() -> None:
+    speaks = threading.Event()
+    speaks.set()
+
+    def read_load() -> InstanceLoad:
+        speaks.wait(10)
+        return InstanceLoad()
+
+    async with monitor() as router, joined(router.address, read_load=read_load):
+        await eventually(lambda: states(router))
+        router.mark_ready(INFO)
+        speaks.clear()
+        await eventually(lambda: states(router) == {"i": "silent"})
+        assert not router.knows(INFO)
+        speaks.set()
+        await eventually(lambda: states(router) == {"i": "ready"})
+
+
+async def test_an_instance_keeps_all_its_routers_informed() -> None:
+    async with (
+        monitor() as first,
+        monitor() as second,
+        joined(first.address, second.address) as one,
+    ):
+        await eventually(lambda: states(first) and states(second))
+        second.mark_ready(INFO)
+        await eventually(lambda: one.sees() == [("i", "ready")])
+
+
+async def test_a_router_that_starts_late_or_again_learns_everything_soon() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    async with joined(address):
+        for _ in range(3):
+            async with monitor(address) as router:
+                await eventually(lambda router=router: states(router), timeout_s=1.0)
+                await eventually(lambda router=router: router.view().instances[0].load.running)
+
+
+async def test_a_restarted_process_replaces_the_one_of_the_same_name() -> None:
+    hellos: list[int] = []
+    async with monitor(on_hello=lambda info: hellos.append(info.pid)) as router:
+        two_pids = joined(router.address), joined(router.address, info=replace(INFO, pid=2))
+        async with two_pids[0], two_pids[1] as two:
+            await eventually(lambda: set(hellos) == {1, 2})
+            last = hellos[-1]
+            router.mark_ready(replace(INFO, pid=3 - last))
+            await asyncio.sleep(5 * PERIOD_S)
+            assert states(router) == {"i": "starting"}
+            assert len(hellos) <= 4  # the two do not fight over the name for ever
+            assert two.agent.dropped_messages == 0
+
+
+async def test_trouble_in_the_engine_does_not_stop_the_agent() -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("engine trouble")
+
+    options = {"read_load": broken, "on_cancel": broken}
+    async with monitor() as router, joined(router.address, **options) as one:
+        await eventually(lambda: states(router))
+        router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
+        seq = one.agent.view().seq
+        await eventually(lambda: one.agent.view().seq > seq + 2)
+
+
+async def test_an_idle_cluster_talks_less_and_wakes_up_on_a_touch() -> None:
+    idle = {"read_load": InstanceLoad}
+    async with monitor(silent_after_s=5.0) as router, joined(router.address, **idle) as one:
+        await eventually(one.sees)
+        await asyncio.sleep(1.1)
+        seq = router.view().seq
+        await asyncio.sleep(10 * PERIOD_S)
+        assert router.view().seq - seq <= 4
+        router.touch()
+        await eventually(lambda: router.view().seq - seq > 8)
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "ipc:///tmp/x", "no"])
+def test_only_loopback_addresses_are_accepted(address: str) -> None:
+    with pytest.raises(ConfigError):
+        Monitor(address, "router")
+    with pytest.raises(ConfigError):
+        Joined(address)
+
+
+async def test_a_port_in_use_is_a_clear_error() -> None:
+    async with monitor() as router:
+        second = Monitor(router.address, "second")
+        with pytest.raises(ConfigError, match="another port"):
+            second.start()
+
+
+def test_publishing_never_waits_even_when_nobody_listens() -> None:
+    agent = Agent(
+        routers=("tcp://127.0.0.1:1",),
+        info=INFO,
+        read_load=InstanceLoad,
+        on_cancel=lambda _: None,
+        period_s=PERIOD_S,
+    )
+    for _ in range(MAX_QUEUED + 10):
+        agent.publish(DISPATCHED)
+    assert agent.dropped_messages == 10
+    agent.start()
+    started = time.monotonic()
+    agent.close()
+    agent.close()
+    assert time.monotonic() - started < 2.0
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_nothing_stays_behind() -> None:
+    await asyncio.to_thread(int)  # the executor of the loop keeps its thread
+    before = set(threading.enumerate()), num_open_files()
+    async with monitor() as router, joined(router.address) as one:
+        await eventually(one.sees)
+    await eventually(lambda: set(threading.enumerate()) <= before[0])
+    await eventually(lambda: num_open_files() <= before[1])
+
+
+def foreign_frames(rng: Random) -> list[list[bytes]]:
+    good = messages.encode(Hello(INFO))
+    report = messages.encode(LoadReport(InstanceId("i"), 1, InstanceLoad()))
+    bad_info = replace(INFO, id=InstanceId("x"), url="file:///etc/passwd")
+    return [
+        [b""],
+        [b"TTRI"],
+        [good[:4] + b"\x09" + good[5:]],
+        [good, report],
+        [b"", good],
+        [messages.encode(messages.Introduce("me"))],
+        [messages.encode(Hello(bad_info))],
+        [messages.encode(Hello(replace(INFO, id=InstanceId("y" * 1000))))],
+        *([good[: rng.randrange(len(good))]] for _ in range(50)),
+        *([rng.randbytes(rng.randrange(300))] for _ in range(200)),
+        *([good[:5] + rng.randbytes(rng.randrange(1, 100))] for _ in range(200)),
+        *([report[:i] + rng.randbytes(1) + report[i + 1 :]] for i in range(5, len(report))),
+    ]
+
+
+async def test_garbage_is_counted_and_nothing_dies() -> None:
+    async with monitor() as router, joined(router.address) as one:
+        await eventually(lambda: states(router))
+        context = zmq.Context()
+        try:
+            dealer = context.socket(zmq.DEALER)
+            dealer.connect(router.address)
+            for parts in foreign_frames(Random(7)):
+                dealer.send_multipart(parts)
+            await eventually(lambda: router.counters.dropped > 400)
+            with socket.create_connection(("127.0.0.1", int(router.address.split(":")[-1]))) as raw:
+                raw.sendall(Random(1).randbytes(4096))
+                seen = router.counters.dropped
+                await eventually(lambda: router.counters.dropped > seen)
+        finally:
+            context.destroy(linger=0)
+        seq = one.agent.view().seq
+        await eventually(lambda: one.agent.view().seq > seq + 2)
+        assert states(router) == {"i": "starting"}
+
+
+async def test_garbage_from_a_router_is_counted_by_the_agent() -> None:
+    context = zmq.Context()
+    try:
+        false_router = context.socket(zmq.ROUTER)
+        port = false_router.bind_to_random_port("tcp://127.0.0.1")
+        async with joined(f"tcp://127.0.0.1:{port}") as one:
+            sender, hello = await asyncio.to_thread(false_router.recv_multipart)
+            assert messages.decode_to_router(hello) == Hello(INFO)
+            rng = Random(3)
+            for _ in range(100):
+                false_router.send_multipart([sender, rng.randbytes(rng.randrange(100))])
+            false_router.send_multipart([sender, b"two", b"parts"])
+            await eventually(lambda: one.agent.dropped_messages == 101)
+            false_router.send_multipart(
+                [sender, messages.encode(CancelTransfer(TransferId("still alive")))]
+            )
+            await eventually(lambda: one.cancelled == ["still alive"])
+    finally:
+        context.destroy(linger=0)

@@ -1,0 +1,110 @@
+"""What we rely on inside vLLM. A failure names the seam that moved."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_tetri.engine import compat
+
+SIGNATURES = {
+    "vllm.engine.arg_utils:EngineArgs.add_cli_args": ["parser"],
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ["self", "throttle_prefills"],
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": [
+        "self",
+        "scheduler_output",
+        "model_runner_output",
+    ],
+    "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": ["self"],
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ["self", "request_id"],
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ["self"],
+}
+CONNECTOR_METHODS = {
+    "__init__": ["self", "vllm_config", "role", "kv_cache_config"],
+    "register_kv_caches": ["self", "kv_caches"],
+    "get_handshake_metadata": ["self"],
+    "handle_preemptions": ["self", "kv_connector_metadata"],
+    "bind_connector_metadata": ["self", "connector_metadata"],
+    "start_load_kv": ["self", "forward_context", "kwargs"],
+    "get_transfer_results": ["self", "finished_req_ids"],
+    "get_block_ids_with_load_errors": ["self"],
+    "build_connector_worker_meta": ["self"],
+    "set_xfer_handshake_metadata_pp_aware": ["self", "metadata"],
+    "on_new_request": ["self", "request"],
+    "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
+    "get_loaded_kv_cache_group_ids": ["self", "request"],
+    "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
+    "build_connector_meta": ["self", "scheduler_output"],
+    "update_connector_output": ["self", "connector_output"],
+    "request_finished": ["self", "request", "block_ids"],
+    "shutdown": ["self"],
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    module, _, path = name.partition(":")
+    found = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert list(inspect.signature(found).parameters) == SIGNATURES[name], name
+
+
+@pytest.mark.parametrize("name", CONNECTOR_METHODS)
+def test_connector_method(name: str) -> None:
+    method = getattr(compat.KVConnectorBase_V1, name)
+    assert list(inspect.signature(method).parameters) == CONNECTOR_METHODS[name], name
+
+
+@pytest.mark.parametrize("name", compat.SCHEDULER_ATTRIBUTES)
+def test_scheduler_attribute(name: str) -> None:
+    assert f"self.{name}" in inspect.getsource(Scheduler.__init__), name
+
+
+@pytest.mark.parametrize("name", compat.REQUEST_ATTRIBUTES)
+def test_request_attribute(name: str) -> None:
+    assert hasattr(Request, name) or f"self.{name}" in inspect.getsource(Request.__init__), name
+
+
+def test_plugins_load_before_the_arguments_are_added() -> None:
+    """`register` must come in time to wrap `EngineArgs.add_cli_args`."""
+    from vllm.engine import arg_utils
+
+    source = textwrap.dedent(inspect.getsource(arg_utils.AsyncEngineArgs.add_cli_args))
+    calls = [
+        ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
+    ]
+    assert calls.index("load_general_plugins") < calls.index("EngineArgs.add_cli_args")
+
+
+def test_every_private_name_is_imported_in_compat() -> None:
+    """Other modules take vLLM's scheduler and connector names from compat only."""
+    engine = Path(compat.__file__).parent
+    allowed = {
+        "vllm",
+        "vllm.config",
+        "vllm.engine",
+        "vllm.platforms",
+        "vllm.forward_context",
+        "vllm.distributed.parallel_state",
+        "vllm.v1.core.kv_cache_manager",
+        "vllm.v1.outputs",
+    }
+    for path in engine.glob("*.py"):
+        if path.name == "compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                assert not name.startswith("vllm.") or name in allowed, f"{path.name}: {name}"

@@ -1,0 +1,17 @@
+"""`vllm-tetri up` with fake instances and a fake router."""
+
+import sys
+from pathlib import Path
+
+from vllm_tetri import cli
+from vllm_tetri.launch import child, keeper, plan, up
+
+FAKE = str(Path(__file__).with_name("fake_child.py"))
+
+if __name__ == "__main__":
+    plan.SERVE = (sys.executable, FAKE, "serve")
+    plan.ROUTER = (sys.executable, FAKE, "router")
+    up.require_vllm = lambda: None
+    keeper.FIRST_BACKOFF_S = 0.05
+    child.GRACE_S = 1.0
+    sys.exit(cli.main(["up", *sys.argv[1:]]))

@@ -1,0 +1,145 @@
+"""`vllm-tetri up` as its user sees it, with fake instances."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.launch.fakes import FakeUp, is_alive, until
+
+
+def test_ready_file_names_everything_that_runs(fake_up: FakeUp) -> None:
+    fake_up.start("--prefill=2", "--decode=1", "--placement=shared")
+    content = fake_up.ready()
+
+    assert [row["id"] for row in content["instances"]] == ["prefill-0", "prefill-1", "decode-0"]
+    assert content["model"] == "fake-model"
+    assert len({row["url"] for row in content["instances"]} | {content["url"]}) == 4
+
+
+def test_instances_get_role_name_control_and_the_users_options(fake_up: FakeUp) -> None:
+    fake_up.start("--", "--max-model-len", "512")
+    content = fake_up.ready()
+    words = fake_up.starts("prefill-0")[0]["argv"]
+
+    assert words[:4] == ["serve", "some/model", "--max-model-len", "512"]
+    assert words[words.index("--role") + 1] == "prefill"
+    assert words[words.index("--tetri-control") + 1] == content["control"]
+
+
+def test_interrupt_ends_everything_with_status_0(fake_up: FakeUp) -> None:
+    process = fake_up.start()
+    fake_up.ready()
+
+    process.send_signal(signal.SIGINT)
+    status, output = fake_up.end()
+
+    assert status == 0, output
+    assert "ready in" in output
+    fake_up.nothing_left()
+    assert not fake_up.ready_file.exists()
+
+
+def test_termination_before_ready_ends_everything(fake_up: FakeUp) -> None:
+    process = fake_up.start()
+    until(lambda: fake_up.starts("prefill-0"), "an instance was started")
+
+    process.terminate()
+
+    assert fake_up.end()[0] == 0
+    fake_up.nothing_left()
+
+
+def test_second_interrupt_kills_a_stubborn_instance(fake_up: FakeUp) -> None:
+    (fake_up.folder / "decode-0.stubborn").touch()
+    process = fake_up.start()
+    fake_up.ready()
+
+    process.send_signal(signal.SIGINT)
+    until(lambda: not is_alive(fake_up.starts("prefill-0")[0]["pid"]), "the polite one ended")
+    process.send_signal(signal.SIGINT)
+
+    assert fake_up.end()[0] == 130
+    fake_up.nothing_left()
+
+
+def test_stubborn_instance_is_killed_after_its_grace(fake_up: FakeUp) -> None:
+    (fake_up.folder / "decode-0.stubborn").touch()
+    process = fake_up.start()
+    fake_up.ready()
+
+    process.terminate()
+
+    assert fake_up.end()[0] == 0
+    fake_up.nothing_left()
+
+
+def test_killing_up_leaves_nothing(fake_up: FakeUp) -> None:
+    process = fake_up.start()
+    fake_up.ready()
+
+    process.kill()
+    process.wait()
+
+    fake_up.nothing_left()
+
+
+@pytest.mark.parametrize("name", ["decode-0", "router"])
+def test_dead_child_is_restarted_and_its_tree_removed(fake_up: FakeUp, name: str) -> None:
+    fake_up.start()
+    fake_up.ready()
+    below = [int(path.read_text()) for path in fake_up.folder.glob(f"{name}.below")]
+
+    os.kill(fake_up.starts(name)[0]["pid"], signal.SIGKILL)
+
+    until(lambda: len(fake_up.starts(name)) == 2, "it was started again")
+    until(lambda: not any(map(is_alive, below)), "what it had started is gone")
+
+
+def test_instance_that_never_gets_ready_is_given_up_with_its_last_words(fake_up: FakeUp) -> None:
+    (fake_up.folder / "prefill-0.dies").write_text("1")
+    fake_up.start()
+
+    status, output = fake_up.end()
+
+    assert status == 1
+    assert len(fake_up.starts("prefill-0")) == 3
+    assert "prefill-0 ended 3 times before it was ready" in output
+    assert "no such model" in output
+    fake_up.nothing_left()
+
+
+def test_refused_options_are_not_tried_again(fake_up: FakeUp) -> None:
+    (fake_up.folder / "decode-0.dies").write_text("2")
+    fake_up.start()
+
+    status, output = fake_up.end()
+
+    assert status == 1
+    assert "decode-0 refused its options" in output
+    assert len(fake_up.starts("decode-0")) == 1
+
+
+def test_port_in_use_is_one_clear_line(fake_up: FakeUp) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        fake_up.start(f"--port={port}")
+        status, output = fake_up.end()
+
+    assert status == 2
+    assert output.strip() == (
+        f"vllm-tetri: port {port} of 127.0.0.1 is in use; choose another with --port"
+    )
+
+
+def test_log_dir_gets_every_line(fake_up: FakeUp, tmp_path: Path) -> None:
+    fake_up.start(f"--log-dir={tmp_path / 'logs'}")
+    fake_up.ready()
+
+    assert "Starting to load model" in (tmp_path / "logs" / "prefill-0.log").read_text()

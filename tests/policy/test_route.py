@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policy.builders import instance, view
+from vllm_tetri.policy.route import Route, Split, Submissions, Whole, choose_route
+from vllm_tetri.types import InstanceId, InstanceView
+
+
+def route(
+    *instances: InstanceView,
+    splittable: bool = True,
+    own: dict[str, int] | None = None,
+    excluded: tuple[str, ...] = (),
+    model: str = "tiny",
+) -> Route | None:
+    return choose_route(
+        view(*instances),
+        model=model,
+        splittable=splittable,
+        own_tokens={InstanceId(name): tokens for name, tokens in (own or {}).items()},
+        excluded=frozenset(map(InstanceId, excluded)),
+    )
+
+
+def target(*instances: InstanceView, **options) -> tuple[str, str] | None:
+    match route(*instances, **options):
+        case Split(prefill=prefill):
+            return "split", prefill
+        case Whole(instance=whole):
+            return "whole", whole
+    return None
+
+
+PREFILL = instance("p", "prefill")
+DECODE = instance("d", "decode")
+BOTH = instance("b", "both")
+
+
+def test_a_pair_splits() -> None:
+    assert target(PREFILL, DECODE) == ("split", "p")
+    assert target(PREFILL, BOTH) == ("split", "p")
+    assert target(BOTH, DECODE) == ("split", "b")
+    assert target(BOTH, instance("c", "both")) == ("split", "b")
+
+
+def test_no_pair_is_served_whole_by_who_is_there() -> None:
+    assert target(BOTH) == ("whole", "b")
+    assert target(DECODE) == ("whole", "d")
+    assert target(PREFILL) == ("whole", "p")
+    assert target(PREFILL, instance("q", "prefill")) == ("whole", "p")
+    assert target() is None
+
+
+def test_what_cannot_be_split_prefers_both_then_decode_then_prefill() -> None:
+    assert target(PREFILL, DECODE, BOTH, splittable=False) == ("whole", "b")
+    assert target(PREFILL, DECODE, splittable=False) == ("whole", "d")
+    assert target(PREFILL, splittable=False) == ("whole", "p")
+
+
+def test_layouts_that_differ_do_not_make_a_pair() -> None:
+    assert target(PREFILL, instance("d", "decode", layout="b")) == ("whole", "d")
+
+
+def test_only_ready_instances_that_serve_the_model_count() -> None:
+    assert target(PREFILL, instance("d", "decode", state="silent")) == ("whole", "p")
+    assert target(PREFILL, instance("d", "decode", model="huge")) == ("whole", "p")
+    assert target(instance("p", "prefill", state="starting")) is None
+    assert target(PREFILL, DECODE, model="huge") is None
+
+
+def test_an_instance_that_failed_is_not_asked_again() -> None:
+    assert target(PREFILL, DECODE, BOTH, excluded=("p",)) == ("split", "b")
+    assert target(PREFILL, DECODE, excluded=("d",)) == ("whole", "p")
+    assert target(PREFILL, excluded=("p",)) is None
+
+
+def test_the_least_loaded_prefill_instance_wins() -> None:
+    pair = instance("p1", "prefill", queued_prefill_tokens=50), instance("p2", "prefill")
+    assert target(*pair, DECODE) == ("split", "p2")
+    assert target(*pair, DECODE, own={"p2": 51}) == ("split", "p1")
+
+
+def test_a_dedicated_prefill_instance_wins_a_tie() -> None:
+    assert target(BOTH, PREFILL, DECODE) == ("split", "p")
+
+
+def test_whole_requests_spread_by_what_runs() -> None:
+    pair = instance("b1", running=5), instance("b2", running=1)
+    assert target(*pair, splittable=False) == ("whole", "b2")
+
+
+def test_every_choice_says_why() -> None:
+    for found in (route(PREFILL, DECODE), route(BOTH), route(BOTH, splittable=False)):
+        assert found is not None
+        assert found.reason
+
+
+instances = st.builds(
+    instance,
+    st.sampled_from("abcde"),
+    st.sampled_from(["prefill", "decode", "both"]),
+    state=st.sampled_from(["starting", "ready", "silent", "refused"]),
+    layout=st.sampled_from(["a", "b"]),
+    model=st.sampled_from(["tiny", "huge"]),
+    queued_prefill_tokens=st.integers(0, 100),
+)
+
+
+@given(st.lists(instances, unique_by=lambda each: each.info.id), st.booleans())
+def test_somebody_serves_whenever_anybody_can(many: list[InstanceView], splittable: bool) -> None:
+    able = {e.info.id: e for e in many if e.state == "ready" and "tiny" in e.info.models}
+    match route(*many, splittable=splittable, excluded=("e",)):
+        case None:
+            assert set(able) <= {"e"}
+        case Split(prefill=name):
+            assert splittable
+            assert able[name].info.role != "decode"
+        case Whole(instance=name):
+            assert name in able
+            assert name != "e"
+
+
+def test_submissions_count_until_a_later_report_shows_them() -> None:
+    sent = Submissions(grace_s=0.05)
+    sent.add(InstanceId("p"), 100, now=10.0)
+    sent.add(InstanceId("p"), 20, now=10.2)
+
+    def unreported(reported_s: float, now: float) -> dict[InstanceId, int]:
+        return sent.unreported(view(instance("p", age_s=now - reported_s)), now)
+
+    assert unreported(9.9, 10.3) == {"p": 120}
+    assert unreported(10.04, 10.3) == {"p": 120}  # the engine may not have seen it yet
+    assert unreported(10.1, 10.3) == {"p": 20}
+    assert unreported(10.3, 10.4) == {}
+    assert unreported(9.0, 10.4) == {}
+
+
+def test_submissions_to_an_instance_that_is_gone_are_forgotten() -> None:
+    sent = Submissions()
+    sent.add(InstanceId("p"), 100, now=10.0)
+    assert sent.unreported(view(), 11.0) == {}

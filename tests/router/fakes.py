@@ -1,0 +1,252 @@
+"""Instances without an engine: a real HTTP server and a real agent each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from vllm_tetri import handover
+from vllm_tetri.control.agent import Agent
+from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg
+from vllm_tetri.messages import Dispatched
+from vllm_tetri.router.app import build_app
+from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
+
+Handler = Callable[["FakeInstance", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+PERIOD_S = 0.05
+PROMPT_TOKENS = 7
+
+
+async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+class FakeInstance:
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        *,
+        decode: str = "",
+        models: tuple[str, ...] = ("tiny",),
+        identity: dict[str, str] | None = None,
+    ) -> None:
+        self.id = InstanceId(name)
+        self.role = role
+        self.decode = decode
+        self.models = models
+        self.identity = identity or {"model": "tiny"}
+        self.load = InstanceLoad(blocks_total=100, arena_total_bytes=1 << 20)
+        self.calls: list[tuple[str, dict[str, Any], Mapping[str, str]]] = []
+        self.cancelled: list[TransferId] = []
+        self.aborted = 0
+        self.handler: Handler | None = None
+        self.is_healthy = True
+        self.chunk_gate = asyncio.Event()
+        self.chunk_gate.set()
+        self.num_chunks = 3
+        self.speaks = threading.Event()
+        self.speaks.set()
+        self.agent: Agent | None = None
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self, *controls: str) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/{tail:.*}", self._serve)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self.join(*controls)
+
+    def join(self, *controls: str) -> None:
+        self.agent = Agent(
+            routers=controls,
+            info=self.info(),
+            read_load=self._read_load,
+            on_cancel=self.cancelled.append,
+            period_s=PERIOD_S,
+        )
+        self.agent.start()
+
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(
+            id=self.id,
+            url=self.url,
+            role=self.role,
+            models=self.models,
+            kv_endpoint="127.0.0.1:1",
+            identity=self.identity,
+            max_model_len=2048,
+            block_size=16,
+            pid=4711,
+            version="0",
+        )
+
+    def _read_load(self) -> InstanceLoad:
+        self.speaks.wait(10)  # an engine that is stuck reports nothing
+        return self.load
+
+    async def close(self) -> None:
+        self.speaks.set()
+        if self.agent is not None:
+            await asyncio.to_thread(self.agent.close)
+        await self.stop_http()
+
+    async def stop_http(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def leg(self, index: int = -1) -> object:
+        return handover.from_params(self.calls[index][1].get("kv_transfer_params"))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.is_healthy else 503)
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        self.calls.append((request.path, body, request.headers.copy()))
+        try:
+            if self.handler is not None:
+                return await self.handler(self, request, body)
+            return await self.answer(request, body)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+
+    async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        leg = handover.from_params(body.get("kv_transfer_params"))
+        if isinstance(leg, PrefillLeg):
+            return self.prefilled(leg)
+        if body.get("stream"):
+            return await self.stream(request)
+        kind = "injected" if isinstance(leg, DecodeLeg) else "whole"
+        return web.json_response({"object": "answer", "by": self.id, "kind": kind})
+
+    def prefilled(self, leg: PrefillLeg) -> web.Response:
+        if self.decode:
+            self.announce(leg)
+        prefilled = Prefilled(
+            transfer=leg.transfer,
+            decode=InstanceId(self.decode),
+            num_tokens=PROMPT_TOKENS,
+            num_chunks=1,
+            num_bytes=100,
+            reason="full" if not self.decode else "",
+        )
+        return web.json_response({"kv_transfer_params": handover.to_params(prefilled)})
+
+    def announce(self, leg: PrefillLeg) -> None:
+        assert self.agent is not None
+        self.agent.publish(Dispatched(leg.request, leg.transfer, InstanceId(self.decode), "test"))
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(request)
+        for index in range(self.num_chunks):
+            await answer.write(b'data: {"index": %d}\n\n' % index)
+            await self.chunk_gate.wait()
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+
+@dataclass
+class Cluster:
+    scheduler: GlobalScheduler
+    url: str
+    client: aiohttp.ClientSession
+    instances: dict[str, FakeInstance]
+
+    def __getitem__(self, name: str) -> FakeInstance:
+        return self.instances[name]
+
+    @property
+    def control(self) -> str:
+        return self.scheduler.monitor.address
+
+    async def add(self, instance: FakeInstance) -> FakeInstance:
+        self.instances[instance.id] = instance
+        await instance.start(self.control)
+        await eventually(lambda: self.state(instance.id) == "ready")
+        return instance
+
+    def state(self, name: str) -> str:
+        for each in self.scheduler.monitor.view().instances:
+            if each.info.id == name:
+                return each.state
+        return "absent"
+
+    async def get(self, path: str) -> Any:
+        async with self.client.get(self.url + path) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+    async def table(self) -> list[dict[str, Any]]:
+        answer = await self.get("/tetri/v1/requests")
+        assert answer["in_flight"] == len(answer["requests"])
+        return answer["requests"]
+
+    async def ask(self, path: str = "/v1/completions", **body: Any) -> tuple[int, Any, Any]:
+        body = {"model": "tiny", "prompt": "hello", **body}
+        async with self.client.post(self.url + path, json=body) as response:
+            is_json = response.content_type == "application/json"
+            answer = await (response.json() if is_json else response.read())
+            return response.status, answer, response.headers
+
+
+@contextlib.asynccontextmanager
+async def cluster(*instances: FakeInstance, first_byte_s: float = 5.0) -> AsyncIterator[Cluster]:
+    async with (
+        router(first_byte_s=first_byte_s) as (scheduler, url),
+        aiohttp.ClientSession() as client,
+    ):
+        made = Cluster(scheduler, url, client, {})
+        try:
+            for instance in instances:
+                await made.add(instance)
+            yield made
+        finally:
+            for each in made.instances.values():
+                await each.close()
+
+
+@contextlib.asynccontextmanager
+async def router(
+    control: str = "tcp://127.0.0.1:0", first_byte_s: float = 5.0
+) -> AsyncIterator[tuple[GlobalScheduler, str]]:
+    scheduler = GlobalScheduler(
+        control, first_byte_s=first_byte_s, period_s=PERIOD_S, silent_after_s=0.5
+    )
+    runner = web.AppRunner(
+        build_app(scheduler), handler_cancellation=True, access_log=None, shutdown_timeout=0.5
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield scheduler, f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()

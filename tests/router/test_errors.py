@@ -1,0 +1,165 @@
+"""Every wrong request gets one clear OpenAI-shaped answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.router.fakes import FakeInstance, cluster, eventually
+from vllm_tetri.types import Role
+
+
+def pair() -> tuple[FakeInstance, FakeInstance]:
+    return FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
+
+
+def vllm_error(message: str, param: str | None, status: int = 400) -> web.Response:
+    error = {"message": message, "type": "BadRequestError", "param": param, "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+def assert_shaped(answer: Any) -> None:
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"nul", b"[" * 100_000, b'{"a": NaN}']
+)
+async def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
+    async with cluster(*pair()) as made:
+        async with made.client.post(made.url + "/v1/completions", data=raw) as response:
+            assert response.status == 400
+            assert_shaped(await response.json())
+        assert made["p"].calls == []
+        assert await made.table() == []
+
+
+async def test_an_unknown_model_is_not_found() -> None:
+    async with cluster(*pair()) as made:
+        status, answer, _ = await made.ask(model="huge")
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert_shaped(answer)
+
+
+async def test_no_model_among_several_is_refused() -> None:
+    two = FakeInstance("x", Role.BOTH, models=("one",)), FakeInstance("y", Role.BOTH)
+    async with cluster(*two) as made:
+        status, answer, _ = await made.ask(model=None)
+        assert (status, answer["error"]["param"]) == (400, "model")
+
+
+async def test_nobody_alive_says_when_to_come_back() -> None:
+    async with cluster() as made:
+        status, answer, headers = await made.ask()
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert_shaped(answer)
+        async with made.client.get(made.url + "/health") as response:
+            assert response.status == 503
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("This model's maximum context length is 10 tokens. However, ...", "input_tokens"),
+        ("This model's maximum context length is 10 tokens. However, ...", "input_text"),
+        ("Input length (11) exceeds model's maximum context length (10).", None),
+    ],
+)
+@pytest.mark.parametrize("where", ["p", "d"])
+async def test_a_prompt_that_is_too_long_is_413(
+    message: str, param: str | None, where: str
+) -> None:
+    async def too_long(*_: Any) -> web.StreamResponse:
+        return vllm_error(message, param)
+
+    async with cluster(*pair()) as made:
+        made[where].handler = too_long
+        status, answer, _ = await made.ask()
+
+        assert (status, answer["error"]["code"]) == (413, 413)
+        assert answer["error"]["message"] == message
+        await eventually(lambda: made[where].cancelled)
+
+
+@pytest.mark.parametrize("where", ["p", "d"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_instances_own_complaint_reaches_the_client(where: str, is_streamed: bool) -> None:
+    async def complain(*_: Any) -> web.StreamResponse:
+        return vllm_error("max_tokens must be at least 1", "max_tokens")
+
+    async with cluster(*pair()) as made:
+        made[where].handler = complain
+        status, answer, _ = await made.ask(max_tokens=0, stream=is_streamed)
+
+        assert (status, answer["error"]["param"]) == (400, "max_tokens")
+        assert len(made["p"].calls) == 1
+        assert await made.table() == []
+
+
+async def test_wrong_routes_and_methods_are_shaped_too() -> None:
+    async with cluster() as made:
+        async with made.client.get(made.url + "/v1/nothing") as response:
+            assert response.status == 404
+            assert_shaped(await response.json())
+        async with made.client.get(made.url + "/v1/completions") as response:
+            assert (response.status, response.headers["Allow"]) == (405, "POST")
+            assert_shaped(await response.json())
+
+
+async def test_an_oversize_body_is_413(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tetri.router.app.MAX_BODY_BYTES", 1000)
+    async with cluster(*pair()) as made:
+        status, answer, _ = await made.ask(prompt="x" * 2000)
+        assert status == 413
+        assert_shaped(answer)
+
+
+async def test_models_are_the_union() -> None:
+    two = FakeInstance("x", Role.BOTH, models=("one", "alias")), FakeInstance("y", Role.BOTH)
+    async with cluster(*two) as made:
+        answer = await made.get("/v1/models")
+        assert answer["object"] == "list"
+        assert [each["id"] for each in answer["data"]] == ["alias", "one", "tiny"]
+        assert answer["data"][0]["root"] == "one"
+        assert answer["data"][0]["max_model_len"] == 2048
+
+
+async def test_instances_are_shown_in_the_documented_shape() -> None:
+    async with cluster(*pair()) as made:
+        answer = await made.get("/tetri/v1/instances")
+        first = answer["instances"][0]
+        assert " ".join(first) == (
+            "id url role state age_s running waiting held queued_prefill_tokens blocks_used "
+            "blocks_total arena_used_bytes arena_total_bytes heavy light prefills_done "
+            "decodes_done preemptions flips cpu_s"
+        )
+        assert (first["id"], first["role"], first["state"]) == ("p", "prefill", "ready")
+        assert first["blocks_total"] == 100
+        async with made.client.get(made.url + "/health") as response:
+            assert response.status == 200
+
+
+async def test_metrics_can_be_parsed_and_count() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    async with cluster(*pair()) as made:
+        await made.ask(stream=True)
+        await made.ask(model="huge")
+        async with made.client.get(made.url + "/metrics") as response:
+            text = await response.text()
+        samples = {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert samples["tetri_requests_total", "ok", "split"] == 1
+        assert samples["tetri_requests_in_flight",] == 0
+        assert samples["tetri_time_to_first_token_seconds_count",] == 1
+        assert samples["tetri_instances", "prefill", "ready"] == 1
+        assert samples["tetri_instance_blocks_total", "d"] == 100
+        assert samples["tetri_control_frames_dropped_total",] == 0
+        assert json.dumps(text)

@@ -1,0 +1,284 @@
+"""Instances that refuse, die or fall silent, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, router
+from vllm_tetri.types import Role
+
+
+def trio() -> tuple[FakeInstance, ...]:
+    return (
+        FakeInstance("p", Role.PREFILL, decode="d1"),
+        FakeInstance("d1", Role.DECODE),
+        FakeInstance("d2", Role.DECODE),
+    )
+
+
+async def answer_500(*_: Any) -> web.StreamResponse:
+    return web.Response(status=500, text="engine died")
+
+
+async def hang_up(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def break_off(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    await answer.write(b"data: 1\n\n")
+    await asyncio.sleep(0.1)
+    return await hang_up(_, request, __)
+
+
+async def hang(*_: Any) -> web.StreamResponse:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def left_behind(made: Cluster) -> int:
+    return len(await made.table())
+
+
+async def test_a_refused_connection_leads_to_another_prefill_instance() -> None:
+    async with cluster(*trio()) as made:
+        await made["p"].stop_http()
+        await made.add(FakeInstance("p2", Role.PREFILL, decode="d2"))
+        made["p2"].load = made["p2"].load.__class__(queued_prefill_tokens=10_000)
+        await asyncio.sleep(0.3)
+
+        status, _, headers = await made.ask()
+
+        assert (status, headers["x-tetri-prefill"], headers["x-tetri-decode"]) == (200, "p2", "d2")
+
+
+@pytest.mark.parametrize("fault", [answer_500, hang_up])
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_failed_decode_leg_is_served_whole_elsewhere(fault: Any, is_streamed: bool) -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].handler = fault
+        status, answer, headers = await made.ask(stream=is_streamed)
+
+        assert (status, headers["x-tetri-decode"]) == (200, "d2")
+        assert b"DONE" in answer if is_streamed else answer["kind"] == "whole"
+        await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
+        assert made["d2"].leg() is None
+
+
+async def test_a_decode_instance_that_is_gone_is_no_obstacle() -> None:
+    async with cluster(*trio()) as made:
+        made["p"].decode = "never-heard-of"
+        status, answer, _ = await made.ask()
+        assert (status, answer["kind"]) == (200, "whole")
+
+
+@pytest.mark.parametrize("params", [None, {"tetri": {"type": "nonsense"}}, {"x": 1}, 5, []])
+async def test_a_prefill_answer_without_a_transfer_is_computed_again(params: Any) -> None:
+    async def odd(*_: Any) -> web.StreamResponse:
+        return web.json_response({"kv_transfer_params": params})
+
+    async with cluster(*trio()) as made:
+        made["p"].handler = odd
+        status, answer, _ = await made.ask()
+        assert (status, answer["kind"]) == (200, "whole")
+        await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
+
+
+async def test_when_everybody_fails_there_is_one_clear_error() -> None:
+    async with cluster(*trio()) as made:
+        for each in made.instances.values():
+            each.handler = answer_500
+        status, answer, _ = await made.ask()
+
+        assert status == 502
+        assert "HTTP 500 engine died" in answer["error"]["message"]
+        assert sum(len(each.calls) for each in made.instances.values()) == 3
+        assert await left_behind(made) == 0
+
+
+async def test_an_instance_that_does_not_answer_is_504() -> None:
+    async with cluster(*trio(), first_byte_s=0.3) as made:
+        made["p"].handler = hang
+        status, answer, _ = await made.ask()
+
+        assert (status, answer["error"]["code"]) == (504, 504)
+        await eventually(lambda: made["p"].aborted == 1 and made["p"].cancelled)
+
+
+async def test_a_stale_connection_is_tried_once_more() -> None:
+    async with cluster(FakeInstance("b", Role.BOTH)) as made:
+        await made.ask()
+        is_first = True
+
+        async def close_first(
+            fake: FakeInstance, request: web.Request, body: dict[str, Any]
+        ) -> web.StreamResponse:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                return await hang_up(fake, request, body)
+            return await fake.answer(request, body)
+
+        made["b"].handler = close_first
+        status, _, _ = await made.ask()
+
+        assert status == 200
+        assert len(made["b"].calls) == 3
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].handler = break_off
+        status, answer, _ = await made.ask(stream=True)
+
+        assert status == 200
+        assert answer.startswith(b'data: 1\n\ndata: {"error":{"message":"instance d1')
+        await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
+        assert await left_behind(made) == 0
+
+
+async def leave(made: Cluster, when: Any, **body: Any) -> None:
+    async def ask() -> None:
+        async with made.client.post(
+            made.url + "/v1/completions", json={"prompt": "x", **body}
+        ) as response:
+            await response.read()
+
+    task = asyncio.create_task(ask())
+    await eventually(when)
+    task.cancel()
+    with pytest.raises((asyncio.CancelledError, aiohttp.ClientError)):
+        await task
+
+
+async def test_a_client_that_leaves_during_prefill_cancels_everywhere() -> None:
+    async with cluster(*trio()) as made:
+        made["p"].handler = hang
+        await leave(made, lambda: made["p"].calls)
+
+        await eventually(lambda: made["p"].aborted == 1)
+        transfer = made["p"].leg().transfer  # type: ignore[attr-defined]
+        for name in ("p", "d1", "d2"):  # nobody said yet which one gets the KV
+            await eventually(lambda name=name: made[name].cancelled == [transfer])
+        assert await left_behind(made) == 0
+
+
+async def test_a_client_that_leaves_after_the_dispatch_cancels_where_it_went() -> None:
+    async def announce_and_hang(
+        fake: FakeInstance, _: web.Request, __: dict[str, Any]
+    ) -> web.StreamResponse:
+        fake.announce(fake.leg())  # type: ignore[arg-type]
+        return await hang()
+
+    async with cluster(*trio()) as made:
+        made["p"].handler = announce_and_hang
+        entries = made.scheduler.table._entries
+        await leave(made, lambda: any(each.decode == "d1" for each in entries.values()))
+
+        await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
+        assert made["d2"].cancelled == []
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_leaves_between_the_legs_cancels(is_streamed: bool) -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].handler = hang
+        await leave(made, lambda: made["d1"].calls, stream=is_streamed)
+
+        await eventually(lambda: made["d1"].aborted == 1)
+        await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
+
+
+async def test_a_client_that_leaves_mid_stream_cancels() -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].chunk_gate.clear()
+        entries = made.scheduler.table._entries
+        await leave(made, lambda: any(each.generated for each in entries.values()), stream=True)
+
+        await eventually(lambda: made["d1"].aborted == 1)
+        await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
+        assert await left_behind(made) == 0
+
+
+async def test_a_silent_instance_is_not_used_until_it_speaks_again() -> None:
+    async with cluster(*trio()) as made:
+        made["p"].speaks.clear()
+        await eventually(lambda: made.state("p") == "silent")
+
+        status, answer, _ = await made.ask()
+        assert (status, answer["kind"]) == (200, "whole")
+        assert made["p"].calls == []
+
+        made["p"].speaks.set()
+        await eventually(lambda: made.state("p") == "ready")
+        status, answer, _ = await made.ask()
+        assert (status, answer["kind"]) == (200, "injected")
+
+
+async def test_an_instance_that_leaves_is_forgotten_at_once() -> None:
+    async with cluster(*trio()) as made:
+        agent = made["d1"].agent
+        assert agent is not None
+        await asyncio.to_thread(agent.close)
+        await eventually(lambda: made.state("d1") == "absent", timeout_s=0.4)
+
+
+async def test_an_instance_is_ready_when_its_http_server_is() -> None:
+    async with cluster() as made:
+        late = FakeInstance("b", Role.BOTH)
+        late.is_healthy = False
+        made.instances["b"] = late
+        await late.start(made.control)
+        await eventually(lambda: made.state("b") == "starting")
+        assert (await made.ask())[0] == 503
+
+        late.is_healthy = True
+        await eventually(lambda: made.state("b") == "ready")
+        assert (await made.ask())[0] == 200
+
+
+async def test_a_restarted_router_has_the_whole_picture_at_once() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        control = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    fakes = [FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)]
+    try:
+        for each in fakes:
+            await each.start(control)  # before any router is there
+        for _ in range(2):
+            async with router(control) as (scheduler, _):
+                ready = scheduler.models
+                await eventually(lambda ready=ready: ready(), timeout_s=3)
+                view = scheduler.monitor.view
+                await eventually(
+                    lambda view=view: [each.state for each in view().instances] == ["ready"] * 2,
+                    timeout_s=3,
+                )
+    finally:
+        for each in fakes:
+            await each.close()
+
+
+async def test_many_clients_that_come_and_go_leave_nothing_behind() -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].num_chunks = 20
+
+        async def one(index: int) -> None:
+            try:
+                async with asyncio.timeout(0.05 * (index % 5) + 0.01):
+                    await made.ask(stream=index % 2 == 0)
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(one(index) for index in range(60)))
+        await eventually(lambda: len(made.scheduler.table) == 0)

@@ -1,0 +1,50 @@
+"""The `vllm-tetri` command."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from vllm_tetri import __version__, cli
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_every_command_explains_itself(
+    command: cli.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(command.module)
+    assert callable(module.run)
+
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.name.split(), "--help"])
+
+    assert end.value.code == 0
+    assert command.example in capsys.readouterr().out
+
+
+def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+
+    output = capsys.readouterr().out
+    assert all(command.summary in output for command in cli.COMMANDS)
+
+
+def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fly"]) == 2
+
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "model", "--prefill=0", "--decode=0"]) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith("vllm-tetri: ")
+    assert error.count("\n") == 1
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+
+    assert capsys.readouterr().out == f"vllm-tetri {__version__}\n"

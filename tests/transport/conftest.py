@@ -1,0 +1,153 @@
+"""Every backend behind one fixture, and small makers of blocks, receivers and senders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_tetri.transport import loopback, native
+from vllm_tetri.transport.native import TransferState
+
+IDENTITY = {"model": "tiny", "block_size": "16"}
+ENDED = (TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
+
+
+def eventually(check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """Poll until `check` is true; its value."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {check}"
+        time.sleep(0.002)
+
+
+def ended(transfer: Any, timeout_s: float = 10.0) -> Any:
+    """Wait for the last state of a transfer."""
+    return eventually(lambda: transfer.state in ENDED and transfer.state, timeout_s)
+
+
+@dataclass
+class Cache:
+    """Paged blocks and the layout that describes them."""
+
+    layout: Any
+    layers: list[Any]
+    page_bytes: int
+
+    def bytes_of(self, ids: Any) -> bytes:
+        pages = [layer[block, : self.page_bytes] for block in ids for layer in self.layers]
+        return b"".join(page.tobytes() for page in pages)
+
+
+@dataclass
+class Backend:
+    """One implementation of the transport."""
+
+    name: str
+    module: Any
+    link: str
+    closing: list[Any] = field(default_factory=list)
+
+    def receiver(self, **options: Any) -> Any:
+        wanted = {
+            "arena_bytes": 1 << 20,
+            "host": "127.0.0.1",
+            "port": 0,
+            "identity": IDENTITY,
+            "fill_timeout_s": 20.0,
+            "hold_timeout_s": 20.0,
+        } | options
+        receiver = self.module.Receiver(**wanted)
+        self.closing.append(receiver)
+        return receiver
+
+    def sender(self, **options: Any) -> Any:
+        sender = self.module.Sender(**({"identity": IDENTITY, "link": self.link} | options))
+        self.closing.append(sender)
+        return sender
+
+    def cache(
+        self,
+        num_layers: int = 2,
+        num_blocks: int = 16,
+        page_bytes: int = 512,
+        gap: int = 0,
+        seed: int | None = None,
+    ) -> Cache:
+        shape = (num_blocks, page_bytes + gap)
+        layers = [np.zeros(shape, np.uint8) for _ in range(num_layers)]
+        if seed is not None:
+            random = np.random.default_rng(seed)
+            layers = [random.integers(0, 256, shape, dtype=np.uint8) for _ in range(num_layers)]
+        layout = self.module.Layout(
+            np.array([layer.ctypes.data for layer in layers], np.uint64),
+            np.full(num_layers, page_bytes + gap, np.uint64),
+            np.full(num_layers, page_bytes, np.uint64),
+            num_blocks,
+            layers,
+        )
+        return Cache(layout, layers, page_bytes)
+
+    def push(self, sender: Any, receiver: Any, name: str, cache: Cache, ids: Any) -> Any:
+        """Open, write all and finish; not yet done."""
+        ids = np.asarray(ids, np.int32)
+        transfer = sender.open(receiver.endpoint, name, len(ids), cache.layout.block_bytes)
+        transfer.write(cache.layout, 0, ids)
+        transfer.finish()
+        return transfer
+
+    def arrived(self, receiver: Any, name: str, cache: Cache) -> bytes:
+        """Take a slot, copy it out, release it; its bytes."""
+        slot = receiver.take(name)
+        assert slot is not None
+        arena = self.module.Arena(receiver.segment)
+        target = self.cache(len(cache.layers), slot.num_blocks, cache.page_bytes)
+        ids = np.arange(slot.num_blocks, dtype=np.int32)
+        arena.load(slot.offset, 0, target.layout, ids)
+        arena.close()
+        receiver.release(name)
+        return target.bytes_of(ids)
+
+
+_BACKENDS = {
+    "native-shm": (native, "shm"),
+    "native-tcp": (native, "tcp"),
+    "loopback": (loopback, "auto"),
+}
+
+
+def _make(name: str) -> Iterator[Backend]:
+    module, link = _BACKENDS[name]
+    made = Backend(name, module, link)
+    yield made
+    for thing in reversed(made.closing):
+        thing.close()
+
+
+@pytest.fixture(params=list(_BACKENDS))
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Every implementation in turn."""
+    yield from _make(request.param)
+
+
+@pytest.fixture(params=["native-shm", "native-tcp"])
+def core(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The C++ core over each of its links."""
+    yield from _make(request.param)
+
+
+@pytest.fixture
+def shm() -> Iterator[Backend]:
+    yield from _make("native-shm")
+
+
+@pytest.fixture
+def tcp() -> Iterator[Backend]:
+    yield from _make("native-tcp")

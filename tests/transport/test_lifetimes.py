@@ -1,0 +1,311 @@
+"""Cancel, timeouts, a full arena and closing: on every backend."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.transport.conftest import IDENTITY, Backend, ended, eventually
+from vllm_tetri.transport.native import SlotState, Status, TransferState
+
+ONE = np.array([0], np.int32)
+
+
+def empty(receiver: object) -> bool:
+    stats = receiver.stats()  # type: ignore[attr-defined]
+    return stats.arena_used_bytes == stats.quarantined_bytes == stats.slots == 0
+
+
+def test_sender_cancels_while_filling(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
+    transfer.write(cache.layout, 0, ONE)
+    eventually(lambda: receiver.find("t"))
+    transfer.cancel()
+    transfer.cancel()
+    assert (transfer.state, transfer.status) == (TransferState.CANCELLED, Status.CANCELLED)
+    eventually(lambda: transfer.quiesced)
+    eventually(lambda: empty(receiver))
+    slot = receiver.find("t")
+    assert slot.state == SlotState.FAILED
+    assert "the sender cancelled it" in slot.error
+    assert transfer.write(cache.layout, 1, ONE) == Status.CANCELLED
+    assert transfer.read(cache.layout, 1, ONE, 1.0) == Status.CANCELLED
+    transfer.finish()
+    assert transfer.state == TransferState.CANCELLED
+    receiver.release("t")
+    assert receiver.find("t") is None
+
+
+def test_sender_cancels_before_the_answer(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    for index in range(20):
+        sender.open(receiver.endpoint, f"t{index}", 4, 512).cancel()
+    assert sender.send(receiver.endpoint, b"after", 5.0) == Status.OK
+    eventually(lambda: empty(receiver))
+    assert sender.stats().cancelled == 20
+    assert sender.stats().transfers == 0
+
+
+def test_cancel_after_done_changes_nothing(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = backend.push(sender, receiver, "t", cache, [1, 2])
+    ended(transfer)
+    transfer.cancel()
+    assert transfer.state == TransferState.DONE
+    assert backend.arrived(receiver, "t", cache) == cache.bytes_of([1, 2])
+
+
+def test_cancel_from_another_thread_while_large_writes_run(backend: Backend) -> None:
+    receiver, sender = backend.receiver(arena_bytes=64 << 20), backend.sender()
+    cache = backend.cache(4, 128, 65536, seed=1)
+    ids = np.arange(128, dtype=np.int32)
+    for index in range(8):
+        transfer = sender.open(receiver.endpoint, f"t{index}", 128, cache.layout.block_bytes)
+        transfer.write(cache.layout, 0, ids)
+        time.sleep(0.001 * index)
+        transfer.cancel()
+        eventually(lambda t=transfer: t.quiesced, 2.0)
+    eventually(lambda: empty(receiver))
+    good = backend.push(sender, receiver, "good", cache, ids)
+    assert ended(good) == TransferState.DONE, good.error
+    assert backend.arrived(receiver, "good", cache) == cache.bytes_of(ids)
+
+
+def test_receiver_cancels_while_filling_and_refuses_the_name(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
+    transfer.write(cache.layout, 0, ONE)
+    eventually(lambda: receiver.find("t"))
+    receiver.cancel("t")
+    assert receiver.find("t") is None
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.REFUSED
+    assert transfer.quiesced
+    eventually(lambda: empty(receiver))
+    again = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
+    assert ended(again) == TransferState.FAILED
+    assert again.status == Status.REFUSED
+    assert "cancelled it before" in again.error
+
+
+def test_receiver_cancels_before_anything_was_opened(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    receiver.cancel("t")
+    transfer = sender.open(receiver.endpoint, "t", 4, 512)
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.REFUSED
+
+
+def test_a_cancelled_name_is_accepted_again_after_fill_timeout(backend: Backend) -> None:
+    receiver, sender = backend.receiver(fill_timeout_s=0.2), backend.sender()
+    receiver.cancel("t")
+    cache = backend.cache(seed=1)
+
+    def accepted() -> bool:
+        transfer = backend.push(sender, receiver, "t", cache, [1])
+        return bool(ended(transfer) == TransferState.DONE)
+
+    eventually(accepted)
+
+
+def test_receiver_cancels_what_arrived_but_never_what_is_taken(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    cache = backend.cache(seed=1)
+    for name in ("a", "b"):
+        ended(backend.push(sender, receiver, name, cache, [1]))
+    receiver.take("b")
+    receiver.cancel("a")
+    receiver.cancel("b")
+    assert receiver.find("a") is None
+    assert receiver.find("b").state == SlotState.TAKEN
+    receiver.release("b")
+    assert empty(receiver)
+
+
+def test_a_full_arena_is_an_answer_and_has_room_again_later(backend: Backend) -> None:
+    receiver, sender = backend.receiver(arena_bytes=64 << 10), backend.sender()
+    cache = backend.cache(1, 16, 4096, seed=1)
+    first = backend.push(sender, receiver, "a", cache, range(12))
+    assert ended(first) == TransferState.DONE
+    second = backend.push(sender, receiver, "b", cache, range(8))
+    assert ended(second) == TransferState.FAILED
+    assert second.status == Status.FULL
+    assert "no room" in second.error
+    assert receiver.find("b") is None
+    assert receiver.stats().refused_full == 1
+    backend.arrived(receiver, "a", cache)
+    third = backend.push(sender, receiver, "b", cache, range(8))
+    assert ended(third) == TransferState.DONE
+
+
+def test_a_transfer_larger_than_the_arena_is_refused_for_good(backend: Backend) -> None:
+    receiver, sender = backend.receiver(arena_bytes=8192), backend.sender()
+    transfer = sender.open(receiver.endpoint, "t", 3, 4096)
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.REFUSED
+    assert "arena_bytes" in transfer.error
+
+
+def test_the_same_name_cannot_be_open_twice(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    first = sender.open(receiver.endpoint, "t", 1, 512)
+    eventually(lambda: receiver.find("t"))
+    second = sender.open(receiver.endpoint, "t", 1, 512)
+    assert ended(second) == TransferState.FAILED
+    assert second.status == Status.REFUSED
+    assert "open already" in second.error
+    assert first.state != TransferState.FAILED
+    first.cancel()
+
+
+def test_filling_without_progress_ends(backend: Backend) -> None:
+    receiver, sender = backend.receiver(fill_timeout_s=0.2), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
+    transfer.write(cache.layout, 0, ONE)
+    eventually(lambda: receiver.find("t"))
+    assert receiver.wait(5.0)
+    slot = receiver.find("t")
+    assert slot.state == SlotState.FAILED
+    assert "no progress for 0.2 s" in slot.error
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.TIMEOUT
+    eventually(lambda: empty(receiver))
+    assert receiver.stats().expired == 1
+    eventually(lambda: receiver.find("t") is None or receiver.find("t").state == SlotState.FAILED)
+
+
+def test_filling_with_progress_goes_on(backend: Backend) -> None:
+    receiver, sender = backend.receiver(fill_timeout_s=0.4), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 12, cache.layout.block_bytes)
+    for block in range(12):
+        assert transfer.write(cache.layout, block, np.array([block], np.int32)) == Status.OK
+        time.sleep(0.1)
+    transfer.finish()
+    assert ended(transfer) == TransferState.DONE, transfer.error
+
+
+def test_arrived_but_not_taken_ends(backend: Backend) -> None:
+    receiver, sender = backend.receiver(hold_timeout_s=0.2), backend.sender()
+    cache = backend.cache(seed=1)
+    ended(backend.push(sender, receiver, "t", cache, [1]))
+    ended(backend.push(sender, receiver, "pinned", cache, [1]))
+    assert receiver.take("pinned") is not None
+    eventually(lambda: receiver.stats().expired == 1)
+    assert receiver.take("t") is None
+    time.sleep(0.3)
+    assert receiver.find("pinned").state == SlotState.TAKEN
+    receiver.release("pinned")
+    eventually(lambda: empty(receiver))
+    eventually(lambda: receiver.find("t") is None)
+
+
+def test_finish_with_missing_blocks_fails_and_names_one(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 3, cache.layout.block_bytes)
+    transfer.write(cache.layout, 0, ONE)
+    transfer.write(cache.layout, 2, ONE)
+    transfer.finish()
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.INVALID
+    assert "block 1 of 3" in transfer.error
+    eventually(lambda: empty(receiver))
+
+
+def test_too_many_queued_blocks_fail_the_transfer(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender(max_queued_blocks=8)
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 9, cache.layout.block_bytes)
+    assert transfer.write(cache.layout, 0, np.arange(9, dtype=np.int32)) == Status.FULL
+    assert (transfer.state, transfer.status) == (TransferState.FAILED, Status.FULL)
+    eventually(lambda: empty(receiver))
+    other = backend.push(sender, receiver, "u", cache, range(8))
+    assert ended(other) == TransferState.DONE
+
+
+def test_identity_that_differs_is_refused_key_by_key(backend: Backend) -> None:
+    receiver = backend.receiver(identity=IDENTITY | {"block_size": "128", "isa": "avx2"})
+    sender = backend.sender()
+    transfer = sender.open(receiver.endpoint, "t", 1, 512)
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.REFUSED
+    assert "block_size: here 16, there 128" in transfer.error
+    assert "isa: here absent, there avx2" in transfer.error
+    assert "model" not in transfer.error
+    assert sender.send(receiver.endpoint, b"m", 5.0) == Status.REFUSED
+    assert receiver.stats().refused_identity == 2
+    assert empty(receiver)
+
+
+def test_nobody_at_the_endpoint(backend: Backend) -> None:
+    sender = backend.sender()
+    receiver = backend.receiver()
+    receiver.close()
+    transfer = sender.open(receiver.endpoint, "t", 1, 512)
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.PEER_LOST
+    assert transfer.quiesced
+    assert sender.send(receiver.endpoint, b"m", 5.0) == Status.PEER_LOST
+
+
+def test_sender_closes_with_work_in_flight(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
+    transfer.write(cache.layout, 0, ONE)
+    eventually(lambda: receiver.find("t"))
+    sender.close()
+    sender.close()
+    assert transfer.quiesced
+    assert (transfer.state, transfer.status) == (TransferState.CANCELLED, Status.CLOSED)
+    eventually(lambda: empty(receiver))
+    assert receiver.find("t").state == SlotState.FAILED
+    late = sender.open(receiver.endpoint, "u", 1, 512)
+    assert late.status == Status.CLOSED
+    assert late.quiesced
+    assert sender.send(receiver.endpoint, b"m", 1.0) == Status.CLOSED
+    assert sender.stats().threads == 0
+
+
+def test_receiver_closes_with_work_in_flight(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
+    transfer.write(cache.layout, 0, ONE)
+    eventually(lambda: receiver.find("t"))
+    receiver.close()
+    receiver.close()
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.PEER_LOST
+    assert receiver.take("t") is None
+    receiver.cancel("t")
+    receiver.release("t")
+    assert receiver.wait(0.0) in (True, False)
+
+
+def test_close_wakes_those_who_wait(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    waits = [lambda: receiver.wait(30.0), lambda: receiver.receive(30.0), lambda: sender.wait(30.0)]
+    threads = [threading.Thread(target=wait) for wait in waits]
+    for thread in threads:
+        thread.start()
+    receiver.close()
+    sender.close()
+    for thread in threads:
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("options", [{"arena_bytes": 0}, {"port": 70000}, {"fill_timeout_s": 0.0}])
+def test_wrong_receiver_options_are_refused(backend: Backend, options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"arena_bytes|port|timeout"):
+        backend.receiver(**options)

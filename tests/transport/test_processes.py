@@ -1,0 +1,175 @@
+"""A sender in another process that is killed or stopped, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.transport.conftest import Backend, ended, eventually
+from tests.transport.test_lifetimes import empty
+from vllm_tetri.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
+from vllm_tetri.transport import native
+from vllm_tetri.transport.native import SlotState, Status, TransferState
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = Path(__file__).with_name("sending_child.py")
+
+
+@contextmanager
+def child(endpoint: str, link: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(CHILD), endpoint, link]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "sending\n"
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def test_a_killed_sender_frees_its_slot_at_once(core: Backend) -> None:
+    receiver = core.receiver(arena_bytes=4 << 20)
+    with child(receiver.endpoint, core.link) as process:
+        assert receiver.find("child").state == SlotState.FILLING
+        process.kill()
+        eventually(lambda: empty(receiver), 2.0)
+    slot = receiver.find("child")
+    assert slot.state == SlotState.FAILED
+    assert "went away" in slot.error
+    eventually(lambda: receiver.stats().connections == 0)
+
+
+def test_a_stopped_shm_writer_is_quarantined_until_it_answers(shm: Backend) -> None:
+    receiver = shm.receiver(arena_bytes=4 << 20)
+    sender = shm.sender()
+    cache = shm.cache(1, 64, 65536, seed=1)
+    with child(receiver.endpoint, "shm") as process:
+        process.send_signal(signal.SIGSTOP)
+        receiver.cancel("child")
+        assert receiver.stats().quarantined_bytes == 4 << 20
+        full = shm.push(sender, receiver, "next", cache, range(64))
+        assert ended(full) == TransferState.FAILED
+        assert full.status == Status.FULL
+        process.send_signal(signal.SIGCONT)
+        eventually(lambda: empty(receiver))
+        again = shm.push(sender, receiver, "next", cache, range(64))
+        assert ended(again) == TransferState.DONE
+        assert process.stdout is not None
+        assert process.stdout.readline() == "REFUSED\n"
+        assert shm.arrived(receiver, "next", cache) == cache.bytes_of(range(64))
+
+
+def test_a_stopped_tcp_sender_times_out_and_its_bytes_go_nowhere(tcp: Backend) -> None:
+    receiver = tcp.receiver(arena_bytes=4 << 20, fill_timeout_s=0.3)
+    cache = tcp.cache(1, 64, 65536, seed=1)
+    with child(receiver.endpoint, "tcp") as process:
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: empty(receiver))
+        transfer = tcp.push(tcp.sender(), receiver, "next", cache, range(64))
+        assert ended(transfer) == TransferState.DONE
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout is not None
+        assert process.stdout.readline() in ("TIMEOUT\n", "STALE\n")
+        assert tcp.arrived(receiver, "next", cache) == cache.bytes_of(range(64))
+
+
+def test_a_receiver_that_stops_answering_times_out(core: Backend) -> None:
+    script = (
+        "import sys; from vllm_tetri.transport.native import open_receiver;"
+        "r = open_receiver(arena_bytes=1 << 20, identity={'model': 'tiny', 'block_size': '16'});"
+        "print(r.endpoint, flush=True); sys.stdin.read()"
+    )
+    sender = core.sender(open_timeout_s=1.0, io_timeout_s=0.5)
+    cache = core.cache(seed=1)
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            endpoint = process.stdout.readline().strip()
+            first = sender.open(endpoint, "a", 2, cache.layout.block_bytes)
+            eventually(lambda: first.state == TransferState.SENDING)
+            process.send_signal(signal.SIGSTOP)
+            second = sender.open(endpoint, "b", 2, cache.layout.block_bytes)
+            first.write(cache.layout, 0, np.array([0, 1], np.int32))
+            first.finish()
+            assert ended(first) == TransferState.FAILED
+            assert first.status == Status.TIMEOUT
+            assert ended(second) == TransferState.FAILED
+            assert second.status == Status.TIMEOUT
+            assert first.quiesced
+            assert second.quiesced
+        finally:
+            process.kill()
+    later = sender.open(endpoint, "c", 2, cache.layout.block_bytes)
+    assert ended(later) == TransferState.FAILED
+    assert later.status in (Status.PEER_LOST, Status.TIMEOUT)
+
+
+def footprint() -> tuple[int, int, set[str]]:
+    files = {path.name for path in Path("/dev/shm").glob("tetri-*")}
+    mine = Path("/proc/self")
+    return len(list((mine / "fd").iterdir())), len(list((mine / "task").iterdir())), files
+
+
+def test_nothing_is_left_after_close(core: Backend) -> None:
+    cache = core.cache(seed=1)
+    before = footprint()
+    for index in range(5):
+        receiver, sender = core.receiver(), core.sender()
+        for name in ("a", "b"):
+            core.push(sender, receiver, f"{name}{index}", cache, range(8))
+        sender.open(receiver.endpoint, "open", 4, 512)
+        (sender if index % 2 else receiver).close()
+        (receiver if index % 2 else sender).close()
+    core.closing.clear()
+    after = eventually(lambda: footprint() if footprint()[:2] == before[:2] else None)
+    assert after[2] <= before[2]
+
+
+def test_an_idle_pair_uses_no_processor(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
+    ended(core.push(sender, receiver, "t", cache, range(8)))
+    held = sender.open(receiver.endpoint, "held", 4, 512)
+    eventually(lambda: receiver.find("held"))
+    started = time.process_time()
+    threading.Event().wait(1.0)
+    assert time.process_time() - started < 0.02
+    held.cancel()
+
+
+def test_errors_of_transfers_become_exceptions(core: Backend) -> None:
+    receiver, sender = core.receiver(arena_bytes=8192), core.sender()
+    cache = core.cache(1, 4, 4096, seed=1)
+    native.wait_done(sender, core.push(sender, receiver, "a", cache, [0, 1]), 5.0)
+    with pytest.raises(TransferRefused, match="no room"):
+        native.wait_done(sender, core.push(sender, receiver, "b", cache, [0]), 5.0)
+    receiver.take("a")
+    receiver.release("a")
+    waiting = sender.open(receiver.endpoint, "c", 1, 4096)
+    with pytest.raises(TransferTimeout, match="not done after"):
+        native.wait_done(sender, waiting, 0.05)
+    receiver.close()
+    with pytest.raises(PeerLost):
+        native.wait_done(sender, waiting, 5.0)
+    with pytest.raises(TransferError, match="lower arena_bytes"):
+        native.open_receiver(arena_bytes=1 << 45, identity={})

@@ -1,0 +1,247 @@
+"""Peers that misbehave: nothing dies, nothing leaks, what is wrong is counted."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.transport import wire
+from tests.transport.conftest import IDENTITY, Backend, ended, eventually
+from tests.transport.test_lifetimes import empty
+from tests.transport.wire import Rogue
+from vllm_tetri.transport.native import SlotState, TransferState
+
+
+def still_works(backend: Backend, receiver: object) -> None:
+    """A stranger's mistakes leave the receiver able to serve."""
+    sender = backend.sender()
+    cache = backend.cache(seed=1)
+    transfer = backend.push(sender, receiver, "still-works", cache, [1, 2])
+    assert ended(transfer) == TransferState.DONE, transfer.error
+    assert backend.arrived(receiver, "still-works", cache) == cache.bytes_of([1, 2])
+    sender.close()
+
+
+def test_another_protocol_version_is_refused_in_words(tcp: Backend) -> None:
+    receiver = tcp.receiver()
+    with Rogue(receiver.endpoint) as rogue:
+        rogue.send(wire.frame(wire.HELLO, b"", version=7))
+        kind, body = rogue.receive()
+        assert kind == wire.REFUSED
+        assert b"protocol version: here 7, there 1" in body
+        assert rogue.at_end()
+    assert receiver.stats().bad_frames == 1
+
+
+def test_random_bytes_and_truncated_frames(core: Backend) -> None:
+    receiver = core.receiver(max_connections=64)
+    dice = random.Random(0)
+    good = wire.hello(IDENTITY) + wire.frame(wire.LINK, struct.pack("<I", 1))
+    good += wire.frame(wire.OPEN, struct.pack("<Q", 1) + wire.text("f") + struct.pack("<QQ", 2, 64))
+    good += wire.frame(wire.DONE, struct.pack("<QQ", 5, 128))
+    for index in range(300):
+        if index % 3 == 0:
+            raw = dice.randbytes(dice.randrange(1, 200))
+        elif index % 3 == 1:
+            raw = good[: dice.randrange(len(good))]
+        else:
+            broken = bytearray(good)
+            for _ in range(dice.randrange(1, 6)):
+                broken[dice.randrange(len(broken))] = dice.randrange(256)
+            raw = bytes(broken)
+        with Rogue(receiver.endpoint) as rogue:
+            try:
+                rogue.send(raw)
+            except ConnectionError:
+                continue
+    eventually(lambda: receiver.stats().connections == 0)
+    assert receiver.stats().bad_frames > 50
+    eventually(lambda: empty(receiver))
+    still_works(core, receiver)
+
+
+def test_huge_lengths_and_counts_are_refused(tcp: Backend) -> None:
+    receiver = tcp.receiver()
+    evil = [
+        struct.pack("<IHHI", wire.MAGIC, 1, wire.HELLO, 0xFFFFFFFF),
+        wire.frame(wire.HELLO, struct.pack("<I", 0xFFFFFFFF)),
+        wire.frame(wire.HELLO, struct.pack("<II", 1, 0xFFFFFFFF)),
+        wire.frame(wire.DATA, b"x" * 16),
+        wire.frame(wire.JOIN, struct.pack("<Q", 42)),
+        wire.hello(IDENTITY, rank=5, num_ranks=2),
+    ]
+    for raw in evil:
+        with Rogue(receiver.endpoint) as rogue:
+            rogue.send(raw)
+            assert rogue.at_end()
+    assert receiver.stats().bad_frames == len(evil)
+    still_works(tcp, receiver)
+
+
+def test_sizes_that_overflow_are_refused(tcp: Backend) -> None:
+    receiver = tcp.receiver()
+    with Rogue(receiver.endpoint) as rogue:
+        rogue.greet(IDENTITY)
+        for blocks, size in [(1 << 63, 2), (0, 5), (5, 0), (1 << 33, 1 << 33)]:
+            status, *_ = rogue.open("t", blocks, size)
+            assert status == 3
+    assert empty(receiver)
+
+
+def test_a_silent_connection_is_dropped(tcp: Backend) -> None:
+    receiver = tcp.receiver()
+    with Rogue(receiver.endpoint) as rogue, Rogue(receiver.endpoint) as half:
+        half.send(wire.hello(IDENTITY)[:20])
+        rogue.socket.settimeout(15.0)
+        started = time.monotonic()
+        assert rogue.at_end()
+        assert 3.0 < time.monotonic() - started < 10.0
+        eventually(lambda: receiver.stats().connections == 0)
+
+
+def test_connections_are_bounded(tcp: Backend) -> None:
+    receiver = tcp.receiver(max_connections=4)
+    rogues = [Rogue(receiver.endpoint) for _ in range(4)]
+    eventually(lambda: receiver.stats().connections == 4)
+    with Rogue(receiver.endpoint) as fifth:
+        assert fifth.at_end()
+    for rogue in rogues:
+        rogue.socket.close()
+    eventually(lambda: receiver.stats().connections == 0)
+
+
+def test_stale_and_misplaced_data_never_reach_the_arena(tcp: Backend) -> None:
+    receiver = tcp.receiver(arena_bytes=8192)
+    with Rogue(receiver.endpoint) as control, Rogue(receiver.endpoint) as stream:
+        control.greet(IDENTITY, shm=False)
+        stream.send(wire.frame(wire.JOIN, struct.pack("<Q", control.session)))
+        assert stream.receive()[0] == wire.JOINED
+        _, old, _, _ = control.open("old", 2, 4096)
+        receiver.cancel("old")
+        kind, body = control.receive()
+        assert kind == wire.STOP
+        assert struct.unpack_from("<Q", body)[0] == old
+        cache = tcp.cache(1, 2, 4096, seed=1)
+        sender = tcp.sender()
+        assert ended(tcp.push(sender, receiver, "new", cache, [0, 1])) == TransferState.DONE
+        stream.send(wire.data(old, 0, b"\xff" * 8192))
+        kind, body = control.receive()
+        assert kind == wire.STOP
+        assert struct.unpack_from("<QI", body) == (old, 7)
+        assert tcp.arrived(receiver, "new", cache) == cache.bytes_of([0, 1])
+        _, mine, _, _ = control.open("mine", 1, 4096)
+        stream.send(wire.data(mine, 4000, b"\xff" * 100))
+        assert stream.at_end()
+    eventually(lambda: empty(receiver))
+    assert receiver.stats().bad_frames == 1
+
+
+def test_more_bytes_than_counted_end_the_session(tcp: Backend) -> None:
+    receiver = tcp.receiver()
+    with Rogue(receiver.endpoint) as control, Rogue(receiver.endpoint) as stream:
+        control.greet(IDENTITY, shm=False)
+        stream.send(wire.frame(wire.JOIN, struct.pack("<Q", control.session)))
+        stream.receive()
+        _, mine, _, _ = control.open("t", 1, 4096)
+        stream.send(wire.data(mine, 0, b"x" * 4096))
+        eventually(lambda: receiver.stats().bytes_received == 4096)
+        control.send(wire.frame(wire.DONE, struct.pack("<QQ", mine, 100)))
+        assert control.at_end()
+    eventually(lambda: empty(receiver))
+    assert receiver.find("t").state == SlotState.FAILED
+
+
+def test_a_stalled_shm_writer_keeps_its_slot_in_quarantine(shm: Backend) -> None:
+    receiver = shm.receiver(arena_bytes=8192)
+    cache = shm.cache(1, 2, 4096, seed=1)
+    sender = shm.sender()
+    with Rogue(receiver.endpoint) as rogue:
+        rogue.greet(IDENTITY)
+        _, generation, offset, control = rogue.open("stalls", 2, 4096)
+        with Path(rogue.segment).open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        receiver.cancel("stalls")
+        assert receiver.find("stalls") is None
+        assert struct.unpack_from("<Q", memory, 4096 + 16 * control)[0] == 0
+        assert receiver.stats().quarantined_bytes == 8192
+        refused = shm.push(sender, receiver, "next", cache, [0, 1])
+        assert ended(refused) == TransferState.FAILED
+        memory[offset : offset + 8192] = b"\xff" * 8192
+        memory.close()
+        rogue.send(wire.frame(wire.STOPPED, struct.pack("<Q", generation)))
+        eventually(lambda: empty(receiver))
+        accepted = shm.push(sender, receiver, "next", cache, [0, 1])
+        assert ended(accepted) == TransferState.DONE
+        assert shm.arrived(receiver, "next", cache) == cache.bytes_of([0, 1])
+
+
+def test_a_dropped_shm_writer_stays_in_quarantine_until_it_hangs_up(shm: Backend) -> None:
+    receiver = shm.receiver()
+    with Rogue(receiver.endpoint) as rogue:
+        rogue.greet(IDENTITY)
+        rogue.open("t", 2, 4096)
+        rogue.send(b"nonsense, and a lot of it")
+        eventually(lambda: receiver.find("t").state == SlotState.FAILED)
+        assert receiver.stats().quarantined_bytes == 8192
+    eventually(lambda: empty(receiver))
+
+
+def test_a_segment_has_an_unguessable_name_and_only_its_owner_may_open_it(shm: Backend) -> None:
+    receiver = shm.receiver()
+    path = Path(receiver.segment)
+    assert path.parent == Path("/dev/shm")
+    assert len(path.name) == len("tetri-") + 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    receiver.close()
+    assert not path.exists()
+
+
+def test_segments_of_dead_owners_are_swept_and_those_of_living_ones_are_not(shm: Backend) -> None:
+    living = shm.receiver()
+    dead = Path("/dev/shm") / f"tetri-{os.urandom(16).hex()}"
+    dead.write_bytes(b"x")
+    foreign = Path("/dev/shm") / f"tetri-not-ours-{os.getpid()}"
+    foreign.write_bytes(b"x")
+    try:
+        shm.receiver()
+        assert not dead.exists()
+        assert foreign.exists()
+        assert Path(living.segment).exists()
+    finally:
+        foreign.unlink()
+
+
+def test_auto_link_falls_back_to_tcp_when_the_segment_cannot_be_opened(shm: Backend) -> None:
+    receiver = shm.receiver()
+    cache = shm.cache(seed=1)
+    Path(receiver.segment).unlink()
+    transfer = shm.push(shm.sender(link="auto"), receiver, "t", cache, [1])
+    assert ended(transfer) == TransferState.DONE
+    assert transfer.link == "tcp"
+    refused = shm.push(shm.sender(link="shm"), receiver, "u", cache, [1])
+    assert ended(refused) == TransferState.FAILED
+    assert "no shared memory link" in refused.error
+    assert "'tcp'" in refused.error
+
+
+def test_an_arena_larger_than_dev_shm_is_an_error(shm: Backend) -> None:
+    before = set(Path("/dev/shm").glob("tetri-*"))
+    with pytest.raises(RuntimeError, match="lower arena_bytes"):
+        shm.receiver(arena_bytes=1 << 45)
+    assert set(Path("/dev/shm").glob("tetri-*")) <= before
+
+
+def test_ids_may_be_any_contiguous_int32_view(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
+    ids = np.arange(16, dtype=np.int32)[::3]
+    transfer = core.push(sender, receiver, "t", cache, ids)
+    assert ended(transfer) == TransferState.DONE
+    assert core.arrived(receiver, "t", cache) == cache.bytes_of(ids)

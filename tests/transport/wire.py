@@ -1,0 +1,92 @@
+"""The protocol by hand, so that tests can misbehave."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+MAGIC = 0x564B5454
+VERSION = 1
+HELLO, WELCOME, REFUSED, LINK, JOIN, JOINED, OPEN, OPENED, DATA, DONE = range(1, 11)
+CONFIRM, CANCEL, STOP, STOPPED, READ, READ_DATA, MESSAGE, MESSAGE_ACK = range(11, 19)
+
+
+def frame(kind: int, body: bytes = b"", version: int = VERSION) -> bytes:
+    return struct.pack("<IHHI", MAGIC, version, kind, len(body)) + body
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<I", len(raw)) + raw
+
+
+def hello(identity: dict[str, str], rank: int = 0, num_ranks: int = 1, shm: bool = True) -> bytes:
+    pairs = b"".join(text(k) + text(v) for k, v in sorted(identity.items()))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    body = struct.pack("<I", len(identity)) + pairs + struct.pack("<II", rank, num_ranks)
+    return frame(HELLO, body + text(boot) + struct.pack("<QI", 1, shm))
+
+
+class Rogue:
+    """A sender that does exactly what a test tells it to."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=5.0)
+        self.session = 0
+        self.segment = ""
+
+    def __enter__(self) -> Rogue:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.socket.close()
+
+    def send(self, raw: bytes) -> None:
+        self.socket.sendall(raw)
+
+    def receive(self) -> tuple[int, bytes]:
+        head = self._exactly(12)
+        magic, _, kind, length = struct.unpack("<IHHI", head)
+        assert magic == MAGIC
+        return kind, self._exactly(length)
+
+    def at_end(self) -> bool:
+        """Whether the receiver hung up, after whatever it still said."""
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+    def greet(self, identity: dict[str, str], shm: bool = True) -> None:
+        self.send(hello(identity, shm=shm))
+        kind, body = self.receive()
+        assert kind == WELCOME, body
+        (self.session, length) = struct.unpack_from("<QI", body)
+        self.segment = body[12 : 12 + length].decode()
+        self.send(frame(LINK, struct.pack("<I", shm)))
+
+    def open(self, name: str, num_blocks: int, block_bytes: int) -> tuple[int, int, int, int]:
+        """Status, generation, offset and control index."""
+        body = struct.pack("<Q", 1) + text(name) + struct.pack("<QQ", num_blocks, block_bytes)
+        self.send(frame(OPEN, body))
+        kind, answer = self.receive()
+        assert kind == OPENED
+        _, status, generation, offset, control = struct.unpack_from("<QIQQI", answer)
+        return status, generation, offset, control
+
+    def _exactly(self, count: int) -> bytes:
+        parts = b""
+        while len(parts) < count:
+            piece = self.socket.recv(count - len(parts))
+            assert piece, "the receiver hung up"
+            parts += piece
+        return parts
+
+
+def data(generation: int, offset: int, payload: bytes) -> bytes:
+    return frame(DATA, struct.pack("<QQ", generation, offset) + payload)

@@ -1,0 +1,151 @@
+"""The `vllm-tetri` command.
+
+A command is a module with ``add_arguments(parser)`` and ``run(options) -> int``.
+Only the module of the command that is run gets imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from vllm_tetri import __version__
+from vllm_tetri.errors import TetriError
+
+PROGRAM = "vllm-tetri"
+USAGE_ERROR = 2
+
+
+class CommandModule(Protocol):
+    """What the module of a command offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One entry of the overview; ``name`` may have two words."""
+
+    name: str
+    module: str
+    summary: str
+    example: str
+    tail: str = ""  # what follows a bare `--`, if anything may
+
+
+COMMANDS = (
+    Command(
+        "up",
+        "vllm_tetri.launch.up",
+        "run a whole cluster on this machine",
+        "up MODEL --prefill 1 --decode 1 -- --max-model-len 4096",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
+        "router",
+        "vllm_tetri.router.command",
+        "run the OpenAI-compatible front door",
+        "router --port 8000",
+    ),
+    Command(
+        "status",
+        "vllm_tetri.router.status",
+        "show the instances that a router knows",
+        "status --url http://127.0.0.1:8000",
+    ),
+    Command(
+        "doctor",
+        "vllm_tetri.launch.doctor",
+        "explain what this machine can run",
+        "doctor",
+    ),
+    Command(
+        "bench transfer",
+        "vllm_tetri.transport.bench",
+        "measure KV transfer beside memcpy and plain sockets",
+        "bench transfer",
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; 2 for wrong use."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--version"]:
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if words else USAGE_ERROR
+    command = _find(words)
+    if command is None:
+        return _complain(f"unknown command {words[0]!r}; {PROGRAM} --help lists them")
+    rest = words[len(command.name.split()) :]
+    try:
+        return _run(command, rest)
+    except TetriError as error:
+        return _complain(str(error))
+
+
+def overview() -> str:
+    """The text of `vllm-tetri --help`."""
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [
+        f"usage: {PROGRAM} COMMAND [OPTIONS]",
+        "",
+        "Disaggregated prefill and decode on stock vLLM.",
+        "",
+        "commands:",
+        *(f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS),
+        "",
+        "examples:",
+        *(f"  {PROGRAM} {command.example}" for command in COMMANDS),
+        "",
+        f"{PROGRAM} COMMAND --help explains one command. A single instance is a stock",
+        "`vllm serve MODEL --role prefill|decode|both`; see `vllm serve --help=role`.",
+    ]
+    return "\n".join(lines)
+
+
+def _find(words: Sequence[str]) -> Command | None:
+    for command in COMMANDS:
+        name = command.name.split()
+        if list(words[: len(name)]) == name:
+            return command
+    return None
+
+
+def _run(command: Command, words: list[str]) -> int:
+    tail: list[str] = []
+    if command.tail and "--" in words:
+        cut = words.index("--")
+        words, tail = words[:cut], words[cut + 1 :]
+    module = cast(CommandModule, importlib.import_module(command.module))
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} {command.name}",
+        description=command.summary[:1].upper() + command.summary[1:] + ".",
+        epilog=f"example:\n  {PROGRAM} {command.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    if command.tail:
+        parser.usage = f"{parser.format_usage()[len('usage: ') :].strip()} [-- {command.tail}]"
+    options = parser.parse_args(words)
+    if command.tail:
+        options.tail = tail
+    return module.run(options)
+
+
+def _complain(message: str) -> int:
+    print(f"{PROGRAM}: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The control channel: the only layer that knows ZeroMQ."""

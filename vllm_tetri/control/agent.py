@@ -1,0 +1,272 @@
+"""The instance's end of the control channel: one thread that owns one socket per router."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, assert_never
+
+import zmq
+
+from vllm_tetri import messages
+from vllm_tetri.config import control_host, require_loopback
+from vllm_tetri.control.views import Received, merge_views
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.types import ClusterView, InstanceInfo, InstanceLoad, TransferId
+
+MAX_QUEUED = 4096
+_CLOSE_S = 2.0
+_LINGER_MS = 200  # long enough for a last `Left` on a live connection
+_MAX_DRAIN = 256  # frames of one router per wake-up, so that no peer can starve the rest
+
+_log = logging.getLogger(__name__)
+
+
+class Agent:
+    """Announces an instance to its routers, reports its load and keeps their views.
+
+    Every public method may be called from any thread and none of them waits for
+    the network; `close` waits at most two seconds. `read_load` and `on_cancel`
+    run on the agent's thread and should only take microseconds.
+
+    Args:
+        routers: Addresses of the routers, ``tcp://HOST:PORT``; they need not be up.
+        info: What this instance says of itself.
+        read_load: Gives the numbers of the next report.
+        on_cancel: Called for every transfer that nobody waits for any more.
+        period_s: Seconds between two reports. The views of a router set the pace, which
+            it lowers while nothing happens.
+
+    Raises:
+        ConfigError: An address is malformed or not on the loopback interface.
+    """
+
+    def __init__(
+        self,
+        *,
+        routers: tuple[str, ...],
+        info: InstanceInfo,
+        read_load: Callable[[], InstanceLoad],
+        on_cancel: Callable[[TransferId], None],
+        period_s: float,
+    ) -> None:
+        for address in routers:
+            require_loopback("--tetri-control", control_host(address))
+        self._routers = routers
+        self._info = info
+        self._read_load = read_load
+        self._on_cancel = on_cancel
+        self._period_s = period_s
+        self._outbox: deque[messages.Dispatched] = deque()
+        self._received: dict[int, Received] = {}
+        self._logged: set[str] = set()
+        self._dropped = 0
+        self._seq = 0
+        self._load = InstanceLoad()
+        self._late_s = 6 * period_s  # without a view for so long, report all the same
+        self._reported_s = float("-inf")
+        self._is_cued = False
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards the life of _wake, _thread and counters
+        self._wake = -1
+        self._thread: threading.Thread | None = None
+
+    @property
+    def dropped_messages(self) -> int:
+        """Frames that were malformed, and messages that found their queue full."""
+        return self._dropped
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: The agent was started or closed before.
+        """
+        with self._lock:
+            if self._thread is not None or self._stop.is_set():
+                raise RuntimeError("an Agent starts once; build a new one")
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._thread = threading.Thread(target=self._run, name="tetri-agent", daemon=True)
+            self._thread.start()
+
+    def view(self) -> ClusterView:
+        """The newest picture of the cluster over all routers; ages are as of now."""
+        return merge_views(tuple(self._received.values()), time.monotonic())
+
+    def publish(self, message: messages.Dispatched) -> None:
+        """Queue a message for every router; dropped and counted when the queue is full."""
+        if len(self._outbox) >= MAX_QUEUED:
+            self._count_drop()
+            return
+        self._outbox.append(message)
+        self._wake_up()
+
+    def close(self) -> None:
+        """Say `Left` to every router and stop the thread. Idempotent."""
+        self._stop.set()
+        self._wake_up()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(_CLOSE_S)
+        if thread.is_alive():
+            self._log_once("stuck", "the control agent did not stop within %s s", _CLOSE_S)
+
+    def _wake_up(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _count_drop(self) -> None:
+        with self._lock:
+            self._dropped += 1
+
+    def _log_once(self, key: str, text: str, *args: object, exc_info: bool = False) -> None:
+        if key not in self._logged and len(self._logged) < 64:
+            self._logged.add(key)
+            _log.warning(text, *args, exc_info=exc_info)
+
+    # Everything below runs on the agent's thread.
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        links: list[_Link] = []
+        try:
+            links = [_Link.open(context, address) for address in self._routers]
+            self._loop(links)
+            for link in links:
+                link.send(messages.encode(messages.Left(self._info.id)))
+        except Exception:
+            _log.exception("the control agent of %s died", self._info.id)
+        finally:
+            for link in links:
+                link.close()
+            context.term()
+            with self._lock:
+                os.close(self._wake)
+                self._wake = -1
+
+    def _loop(self, links: list[_Link]) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        for link in links:
+            poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.connected, zmq.POLLIN)
+        while not self._stop.is_set():
+            since_s = time.monotonic() - self._reported_s
+            # A view that just came in is the cue to report: one wake-up instead of two.
+            if since_s >= self._late_s or (self._is_cued and since_s >= self._period_s / 2):
+                self._report(links)
+                since_s = 0.0
+            self._is_cued = False
+            ready = dict(poller.poll(max(1, round((self._late_s - since_s) * 1000))))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            for index, link in enumerate(links):
+                if link.connected in ready:
+                    self._introduce(link)
+                if link.socket in ready:
+                    self._drain(index, link)
+            self._flush(links)
+
+    def _introduce(self, link: _Link) -> None:
+        link.connected.recv_multipart()
+        link.send(messages.encode(messages.Hello(self._info)))
+        self._reported_s = float("-inf")  # a report follows at once
+
+    def _report(self, links: list[_Link]) -> None:
+        self._refresh_load()
+        self._reported_s = time.monotonic()
+        self._seq += 1
+        report = messages.encode(messages.LoadReport(self._info.id, self._seq, self._load))
+        for link in links:
+            link.send(report)
+
+    def _refresh_load(self) -> None:
+        try:
+            self._load = self._read_load()
+        except Exception:  # the engine's trouble must not make the instance look dead
+            self._log_once("load", "reading the load failed: reporting the last", exc_info=True)
+
+    def _flush(self, links: list[_Link]) -> None:
+        while self._outbox:
+            frame = messages.encode(self._outbox.popleft())
+            delivered = [link.send(frame) for link in links]
+            if not any(delivered):
+                self._count_drop()
+
+    def _drain(self, index: int, link: _Link) -> None:
+        for _ in range(_MAX_DRAIN):
+            if not link.is_readable():
+                return
+            parts = link.socket.recv_multipart()
+            try:
+                if len(parts) != 1:
+                    raise ProtocolError(f"{len(parts)} parts instead of one")
+                self._take(index, link, messages.decode_to_instance(parts[0]))
+            except ProtocolError as error:
+                self._count_drop()
+                self._log_once("frame", "dropped a control frame: %s", error)
+
+    def _take(self, index: int, link: _Link, message: messages.ToInstance) -> None:
+        match message:
+            case messages.View(view=view):
+                self._received = {**self._received, index: Received(view, time.monotonic())}
+                self._is_cued = True
+            case messages.Introduce():
+                link.send(messages.encode(messages.Hello(self._info)))
+            case messages.CancelTransfer(transfer=transfer):
+                self._safe_cancel(transfer)
+            case messages.Refused(reason=reason):
+                self._log_once(f"refused {reason}", "a router refused us: %s", reason)
+            case _:
+                assert_never(message)
+
+    def _safe_cancel(self, transfer: TransferId) -> None:
+        try:
+            self._on_cancel(transfer)
+        except Exception:
+            self._log_once("cancel", "cancelling %s failed", transfer, exc_info=True)
+
+
+class _Link(NamedTuple):
+    """The socket to one router, and the one that tells when it is connected."""
+
+    socket: zmq.Socket[bytes]
+    connected: zmq.Socket[bytes]
+
+    @classmethod
+    def open(cls, context: zmq.Context[zmq.Socket[bytes]], address: str) -> _Link:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a router that is down
+        socket.setsockopt(zmq.SNDHWM, 1000)
+        socket.setsockopt(zmq.RCVHWM, 1000)
+        socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.connect(address)
+        return cls(socket, connected)
+
+    def send(self, frame: bytes) -> bool:
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:  # that router is down, or does not read
+            return False
+        return True
+
+    def is_readable(self) -> bool:
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.connected.close(linger=0)
+        self.socket.close()

@@ -1,0 +1,263 @@
+"""The router's end of the control channel: who is in the cluster and how loaded.
+
+A `Monitor` belongs to one event loop and is used on that loop only. Instances
+report when a view reaches them, so that all of a period's traffic falls into one
+short moment and an idle cluster sleeps in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from vllm_tetri import messages
+from vllm_tetri.config import control_host, require_loopback
+from vllm_tetri.control.membership import Membership
+from vllm_tetri.errors import ConfigError, ProtocolError
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo
+
+_BUSY_S = 1.0  # how long a touch keeps the full pace
+_IDLE_PERIODS = 4  # a silent instance must still be noticed in time
+_MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MonitorCounters:
+    """What passed the control socket; all of them only grow."""
+
+    received: dict[str, int] = field(default_factory=dict)  # by message name
+    sent: int = 0
+    dropped: int = 0  # malformed or foreign frames, and connections that spoke no ZeroMQ
+    undelivered: int = 0  # the instance was gone or did not read
+
+
+class Monitor:
+    """Keeps the table of instances and broadcasts it to all of them.
+
+    Args:
+        bind: Address to listen on, ``tcp://HOST:PORT``; port 0 takes a free one.
+        name: Name of this router in its views.
+        period_s: Seconds between two broadcasts while anything happens; four times
+            that while the cluster is idle.
+        silent_after_s: An instance that says nothing for so long is not used.
+        on_hello: Called for every instance that is not known to be ready.
+        on_dispatched: Called when a prefill instance names a decode instance.
+
+    Raises:
+        ConfigError: The address is malformed or not on the loopback interface.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        name: str,
+        *,
+        period_s: float = 0.1,
+        silent_after_s: float = 1.0,
+        on_hello: Callable[[InstanceInfo], None] = lambda _: None,
+        on_dispatched: Callable[[messages.Dispatched], None] = lambda _: None,
+    ) -> None:
+        require_loopback("--control", control_host(bind))
+        self.counters = MonitorCounters()
+        self._bind = bind
+        self._name = name
+        self._period_s = period_s
+        self._on_hello = on_hello
+        self._on_dispatched = on_dispatched
+        self._members = Membership(silent_after_s)
+        self._seq = 0
+        self._touched_s = float("-inf")
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._events: zmq.Socket[bytes] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens; valid after `start`."""
+        assert self._socket is not None
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self) -> None:
+        """Bind and begin to listen on the running event loop.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+        """
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _configure(self._socket, is_ipv6="[" in self._bind)
+        self._events = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        try:
+            self._socket.bind(self._bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"--control {self._bind}: {error}; choose another port") from error
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._socket.fileno(), self._drain)
+        self._timer = loop.call_later(self._period_s, self._tick)
+
+    def view(self) -> ClusterView:
+        """Every instance that is not gone, as of now."""
+        return ClusterView(self._name, self._seq, self._members.views(time.monotonic()))
+
+    def mark_ready(self, info: InstanceInfo) -> None:
+        """Its HTTP server answers. Ignored if the instance changed meanwhile."""
+        self._members.mark_ready(info)
+
+    def knows(self, info: InstanceInfo) -> bool:
+        """Whether exactly this instance is a member and not silent."""
+        return self._members.is_live(info, time.monotonic())
+
+    def touch(self) -> None:
+        """Something happens: broadcast at full pace from now on, at once if it was low."""
+        now = time.monotonic()
+        was_idle = now - self._touched_s >= _BUSY_S
+        self._touched_s = now
+        if was_idle and self._timer is not None:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(0.0, self._tick)
+
+    def send(self, instance: InstanceId, message: messages.ToInstance) -> bool:
+        """Queue a message; False (and counted) when the instance cannot be reached."""
+        sender = self._members.sender_of(instance)
+        if sender is None or self._socket is None:
+            self.counters.undelivered += 1
+            return False
+        # Sending may swallow the edge that announces an incoming frame.
+        asyncio.get_running_loop().call_soon(self._drain)
+        return self._send(sender, messages.encode(message))
+
+    def close(self) -> None:
+        """Stop listening and release the port. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            assert self._socket is not None
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._socket.close(linger=0)
+            self._socket = None
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._drain()
+        self._count_foreign()
+        self._members.forget_gone(now)
+        is_busy = now - self._touched_s < _BUSY_S or not self._members.is_idle()
+        delay_s = self._period_s * (1 if is_busy else _IDLE_PERIODS)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        senders = self._members.senders()
+        if not senders:
+            return
+        self._seq += 1
+        frame = messages.encode(messages.View(self.view()))
+        for sender in senders:
+            self._send(sender, frame)
+        self._drain()
+
+    def _drain(self) -> None:
+        # ZeroMQ signals an edge, so read until nothing is left or ask to be called again.
+        for _ in range(_MAX_DRAIN):
+            if self._socket is None or not _is_readable(self._socket):
+                return
+            parts = self._socket.recv_multipart()
+            try:
+                if len(parts) != 2:
+                    raise ProtocolError(f"{len(parts) - 1} parts instead of one")
+                message = messages.decode_to_router(parts[1])
+            except ProtocolError as error:
+                self._drop(str(error))
+            else:
+                self._take(parts[0], message)
+        asyncio.get_running_loop().call_soon(self._drain)
+
+    def _take(self, sender: bytes, message: messages.ToRouter) -> None:
+        name = type(message).__name__
+        self.counters.received[name] = self.counters.received.get(name, 0) + 1
+        now = time.monotonic()
+        match message:
+            case messages.Hello(info=info):
+                self._greet(sender, info, now)
+            case messages.LoadReport(instance=instance, load=load):
+                if not self._members.report(sender, instance, load, now):
+                    self._introduce(sender)
+            case messages.Left(instance=instance):
+                self._members.leave(sender, instance)
+            case messages.Dispatched():
+                if self._members.is_member(sender):
+                    self._on_dispatched(message)
+                else:
+                    self._introduce(sender)
+
+    def _greet(self, sender: bytes, info: InstanceInfo, now: float) -> None:
+        try:
+            replaced = self._members.join(sender, info, now)
+        except ProtocolError as error:
+            self._drop(str(error))
+            self._send(sender, messages.encode(messages.Refused(str(error))))
+            return
+        if replaced is not None:
+            _log.warning("%s was replaced by process %d", info.id, info.pid)
+            reason = f"process {info.pid} joined as {info.id}; give every instance its own name"
+            self._send(replaced, messages.encode(messages.Refused(reason)))
+        self.touch()
+        if not self._members.is_ready(info):
+            self._on_hello(info)
+
+    def _introduce(self, sender: bytes) -> None:
+        if not self._members.was_replaced(sender):
+            self._send(sender, messages.encode(messages.Introduce(self._name)))
+
+    def _send(self, sender: bytes, frame: bytes) -> bool:
+        try:
+            assert self._socket is not None
+            self._socket.send_multipart((sender, frame), zmq.NOBLOCK)
+        except zmq.ZMQError:  # EAGAIN: it does not read; EHOSTUNREACH: it is gone
+            self.counters.undelivered += 1
+            return False
+        self.counters.sent += 1
+        return True
+
+    def _count_foreign(self) -> None:
+        while self._events is not None and _is_readable(self._events):
+            self._events.recv_multipart()
+            self._drop("a connection that does not speak ZeroMQ")
+
+    def _drop(self, why: str) -> None:
+        self.counters.dropped += 1
+        if self.counters.dropped == 1:
+            _log.warning("dropped something on the control port: %s (later ones are counted)", why)
+
+
+def _is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _configure(socket: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable instance is an error, not silence
+    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.SNDHWM, 256)
+    socket.setsockopt(zmq.RCVHWM, 1000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.IPV6, int(is_ipv6))

@@ -1,0 +1,1 @@
+"""Starting, watching and stopping a cluster on one machine."""

@@ -1,0 +1,132 @@
+"""One child process behind its guard, and the lines it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from vllm_tetri.policy.placement import Placement
+
+GRACE_S = 10.0
+_GUARD_MARGIN_S = 4.0
+_TAIL_LINES = 40
+_MAX_LINE_BYTES = 1 << 16
+
+OnLine = Callable[[str], None]
+
+
+class Child:
+    """A running command. Used by the event loop that started it.
+
+    `stop` (orderly) and `kill` (at once) end the whole process tree and may be
+    called in any state, any number of times.
+    """
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, on_line: OnLine, log: BinaryIO | None
+    ) -> None:
+        self._process = process
+        self._on_line = on_line
+        self._log = log
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._pump = asyncio.create_task(self._read_lines())
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        placement: Placement,
+        on_line: OnLine,
+        log_file: Path | None = None,
+    ) -> Child:
+        """Start a command in a session of its own.
+
+        Must run in the thread that lives as long as the process, because the
+        kernel tells the guard when that *thread* ends.
+        """
+        guard = [sys.executable, "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
+        guard += ["--grace", str(GRACE_S), "--nice", str(placement.nice)]
+        if placement.cores:
+            guard += ["--cores", ",".join(map(str, placement.cores))]
+        process = await asyncio.create_subprocess_exec(
+            *guard,
+            "--",
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **dict(placement.environment)},
+            start_new_session=True,
+        )
+        log = log_file.open("ab", buffering=0) if log_file else None
+        return cls(process, on_line, log)
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id, which is also the process group's."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Exit status, after the last line was delivered."""
+        status = await self._process.wait()
+        self._kill_group()  # a killed guard may have left something
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._pump), 1.0)
+        self._close()
+        return status
+
+    async def stop(self) -> None:
+        """End the tree: asked first, killed after the grace period."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), GRACE_S + _GUARD_MARGIN_S)
+            except TimeoutError:
+                self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        """End the tree at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        self._pump.cancel()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    async def _read_lines(self) -> None:
+        stream = self._process.stdout
+        if stream is None:
+            return
+        rest = b""
+        while data := await stream.read(_MAX_LINE_BYTES):
+            if self._log is not None:
+                self._log.write(data)
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._deliver(line)
+        if rest:
+            self._deliver(rest)
+
+    def _deliver(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self.tail.append(text)
+            self._on_line(text)

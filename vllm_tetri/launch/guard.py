@@ -1,0 +1,162 @@
+"""Run one command so that nothing of it outlives whoever started it.
+
+``python -m vllm_tetri.launch.guard --parent PID [--nice N] [--cores 0,1]
+[--grace S] -- COMMAND...`` stays as a small process between `up` and an
+instance. It is needed because the kernel's "kill me when my parent dies"
+reaches one process only, while an instance is a tree of processes.
+
+- The guard asks the kernel for SIGTERM when its parent dies, however it dies,
+  and looks at its parent once a second in case that request was lost.
+- It is a subreaper: a process of the tree whose own parent died becomes a child
+  of the guard, so the whole tree can always be found.
+- On SIGTERM it passes SIGTERM to the command, which is the orderly way; what is
+  still there after the grace period is killed.
+- Should the guard itself be killed, the kernel kills the command.
+
+It ends with the command's exit status, or 128 + signal number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from vllm_tetri.launch.leftovers import sweep_segments
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+_LOOK_S = 1.0
+_TIDY_S = 1.0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; see the module for what is promised."""
+    parser = argparse.ArgumentParser(prog="guard")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--cores", default="")
+    parser.add_argument("--grace", type=float, default=10.0)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    if os.getppid() != options.parent:
+        return 1
+    if options.cores:
+        os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
+    if options.nice:
+        os.nice(options.nice)
+    return _Tree(_spawn(options.command), options.parent, options.grace).run()
+
+
+class _Tree:
+    """The command and everything below it. Used by the guard's only thread."""
+
+    def __init__(self, command: int, parent: int, grace_s: float) -> None:
+        self._command = command
+        self._parent = parent
+        self._grace_s = grace_s
+        self._status: int | None = None
+
+    def run(self) -> int:
+        while self._status is None:
+            received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+            self._reap()
+            told = received is not None and received.si_signo != signal.SIGCHLD
+            if told or os.getppid() != self._parent:
+                self._end_command()
+                break
+        self._end_rest()
+        if self._status is None or self._status < 0:
+            sweep_segments()
+        status = -signal.SIGKILL if self._status is None else self._status
+        return status if status >= 0 else 128 - status
+
+    def _end_command(self) -> None:
+        if self._status is None:
+            _signal(self._command, signal.SIGTERM)
+        deadline = time.monotonic() + self._grace_s
+        while self._status is None and time.monotonic() < deadline:
+            signal.sigtimedwait({signal.SIGCHLD}, 0.1)
+            self._reap()
+
+    def _end_rest(self) -> None:
+        for kind, patience_s in ((signal.SIGTERM, _TIDY_S), (signal.SIGKILL, _TIDY_S)):
+            if self._status is None and kind is signal.SIGTERM:
+                continue  # its grace is over
+            deadline = time.monotonic() + patience_s
+            for pid in descendants(os.getpid()):
+                _signal(pid, kind)
+            while descendants(os.getpid()) and time.monotonic() < deadline:
+                signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+                self._reap()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._command:
+                self._status = os.waitstatus_to_exitcode(status)
+
+
+def descendants(root: int) -> list[int]:
+    """Every live process below ``root``, from one look at /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: list[int] = []
+    frontier = [root]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def _spawn(command: list[str]) -> int:
+    guard = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == guard:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            os.execvp(command[0], command)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(127)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def _signal(pid: int, kind: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, kind)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

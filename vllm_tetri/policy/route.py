@@ -1,0 +1,119 @@
+"""Pick where a request goes first: the global scheduler's decision (paper section 3.2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView, Role
+
+_LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """`prefill` computes the prompt and names the decode instance itself."""
+
+    prefill: InstanceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """`instance` does everything."""
+
+    instance: InstanceId
+    reason: str
+
+
+Route = Split | Whole
+
+
+def choose_route(
+    view: ClusterView,
+    *,
+    model: str,
+    splittable: bool,
+    own_tokens: Mapping[InstanceId, int],
+    excluded: Collection[InstanceId] = (),
+) -> Route | None:
+    """Least-loaded prefill instance if the request can be split, else one instance.
+
+    Args:
+        view: The newest picture of the cluster.
+        model: Name that the instance must serve.
+        splittable: Whether two instances may share this request.
+        own_tokens: Prompt tokens sent to an instance that its report does not show yet.
+        excluded: Instances that already failed this request.
+
+    Returns:
+        The choice, or None when no ready instance serves the model.
+    """
+    ready = [
+        each
+        for each in view.instances
+        if each.state is InstanceState.READY
+        and model in each.info.models
+        and each.info.id not in excluded
+    ]
+    if not ready:
+        return None
+
+    def tokens(each: InstanceView) -> int:
+        return each.load.queued_prefill_tokens + own_tokens.get(each.info.id, 0)
+
+    prefills = [each for each in ready if _can_split(each, ready)] if splittable else []
+    if prefills:
+        best = min(prefills, key=lambda each: (tokens(each), each.info.role is Role.BOTH))
+        return Split(best.info.id, f"least of {len(prefills)}: {tokens(best)} tokens queued")
+    best = min(
+        ready,
+        key=lambda each: (
+            _LAST_RESORT[each.info.role],
+            tokens(each),
+            each.load.running + each.load.waiting,
+        ),
+    )
+    why = "no pair to split over" if splittable else "not split"
+    return Whole(best.info.id, f"{why}: {best.info.role} with {tokens(best)} tokens queued")
+
+
+def _can_split(prefill: InstanceView, ready: list[InstanceView]) -> bool:
+    return prefill.info.role is not Role.DECODE and any(
+        decode.info.role is not Role.PREFILL
+        and decode.info.id != prefill.info.id
+        and decode.info.identity == prefill.info.identity
+        for decode in ready
+    )
+
+
+class Submissions:
+    """Prompt tokens sent to instances since their last report.
+
+    A submission also counts for `grace_s` after it was sent even if a report
+    came since, because the engine sees a request only some time after its bytes.
+    """
+
+    def __init__(self, grace_s: float = 0.05) -> None:
+        self._grace_s = grace_s
+        self._sent: dict[InstanceId, deque[tuple[float, int]]] = {}
+
+    def add(self, instance: InstanceId, num_tokens: int, now: float) -> None:
+        """Note a submission at time `now`; calls come in order of time."""
+        self._sent.setdefault(instance, deque(maxlen=4096)).append((now, num_tokens))
+
+    def unreported(self, view: ClusterView, now: float) -> dict[InstanceId, int]:
+        """Tokens per instance that its load in `view` cannot show yet."""
+        ages = {each.info.id: each.age_s for each in view.instances}
+        for instance in list(self._sent):
+            reported_s = now - ages.get(instance, 0.0) - self._grace_s
+            sent = self._sent[instance]
+            while sent and sent[0][0] < reported_s:
+                sent.popleft()
+            if not sent:
+                del self._sent[instance]
+        return {
+            instance: sum(num_tokens for _, num_tokens in sent)
+            for instance, sent in self._sent.items()
+        }

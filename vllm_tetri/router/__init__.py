@@ -1,0 +1,1 @@
+"""The OpenAI-compatible door: global scheduler, request table, relay to the instances."""

@@ -1,0 +1,99 @@
+"""OpenAI-shaped answers: every error that a client can get is built here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from vllm_tetri.types import InstanceId
+
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowed",
+    413: "BadRequestError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    502: "BadGatewayError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+_TOO_LONG_PARAMS = {"input_tokens", "input_text"}
+_TOO_LONG_TEXT = "maximum context length"
+_RETRY_AFTER_S = "1"
+
+
+class Refusal(Exception):
+    """A request that ends in an error made by the router."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """The JSON that the client reads."""
+        error = {
+            "message": str(self),
+            "type": _TYPES.get(self.status, "Error"),
+            "param": self.param,
+            "code": self.code or self.status,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def event(self) -> bytes:
+        """The same as a server-sent event, for an answer that has begun."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def response(self, headers: dict[str, str] | None = None) -> web.Response:
+        """The same as a whole answer."""
+        all_headers = dict(headers or {})
+        if self.status in (429, 503):
+            all_headers["Retry-After"] = _RETRY_AFTER_S
+        return web.Response(
+            body=self.body(),
+            status=self.status,
+            headers=all_headers,
+            content_type="application/json",
+        )
+
+
+class LegFailed(Exception):
+    """An instance did not answer properly; another one may.
+
+    Attributes:
+        status: What the client gets when nobody else helps.
+        is_final: Trying elsewhere would only make the client wait longer.
+    """
+
+    def __init__(
+        self, instance: InstanceId, reason: str, *, status: int = 502, is_final: bool = False
+    ) -> None:
+        super().__init__(f"instance {instance}: {reason}")
+        self.instance = instance
+        self.status = status
+        self.is_final = is_final
+
+
+def mark_too_long(status: int, body: bytes) -> tuple[int, bytes]:
+    """Turn an instance's answer about an oversize prompt into status 413.
+
+    vLLM answers 400 and names `input_tokens` or `input_text` as the parameter.
+    """
+    if status != 400 or len(body) > 1 << 20:
+        return status, body
+    try:
+        answer: Any = msgspec.json.decode(body)
+        error = answer["error"]
+        is_too_long = error["param"] in _TOO_LONG_PARAMS or _TOO_LONG_TEXT in error["message"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return status, body
+    if not is_too_long:
+        return status, body
+    error["code"] = 413
+    return 413, msgspec.json.encode(answer)

@@ -1,0 +1,147 @@
+"""The routes of the door. Thin: everything that decides is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from vllm_tetri.router.answers import Refusal
+from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
+from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.types import InstanceView
+
+MAX_BODY_BYTES = 64 << 20
+_LOAD_FIELDS = (
+    "running",
+    "waiting",
+    "held",
+    "queued_prefill_tokens",
+    "blocks_used",
+    "blocks_total",
+    "arena_used_bytes",
+    "arena_total_bytes",
+    "heavy",
+    "light",
+    "prefills_done",
+    "decodes_done",
+    "preemptions",
+    "flips",
+    "cpu_s",
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_log = logging.getLogger(__name__)
+
+
+def build_app(scheduler: GlobalScheduler) -> web.Application:
+    """The application around a scheduler, which it starts and closes."""
+    door = _Door(scheduler)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_shape_errors])
+    app.router.add_post(CHAT, door.generate)
+    app.router.add_post(COMPLETIONS, door.generate)
+    app.router.add_get("/v1/models", door.models)
+    app.router.add_get("/health", door.health)
+    app.router.add_get("/metrics", door.metrics)
+    app.router.add_get("/tetri/v1/instances", door.instances)
+    app.router.add_get("/tetri/v1/requests", door.requests)
+
+    async def start(_: web.Application) -> None:
+        await scheduler.start()
+
+    async def close(_: web.Application) -> None:
+        await scheduler.close()
+
+    app.on_startup.append(start)
+    app.on_cleanup.append(close)
+    return app
+
+
+class _Door:
+    def __init__(self, scheduler: GlobalScheduler) -> None:
+        self._scheduler = scheduler
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        call = parse_call(request.path, await request.read(), request.headers)
+        return await self._scheduler.serve(call, request)
+
+    async def models(self, _: web.Request) -> web.Response:
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "vllm-tetri",
+                "root": info.models[0],
+                "parent": None,
+                "max_model_len": info.max_model_len,
+            }
+            for name, info in sorted(self._scheduler.models().items())
+        ]
+        return _json({"object": "list", "data": data})
+
+    async def health(self, _: web.Request) -> web.Response:
+        if not self._scheduler.models():
+            raise Refusal(503, "no instance is ready")
+        return web.Response()
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=self._scheduler.metrics.render(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def instances(self, _: web.Request) -> web.Response:
+        view = self._scheduler.monitor.view()
+        return _json({"instances": [_plain_instance(each) for each in view.instances]})
+
+    async def requests(self, _: web.Request) -> web.Response:
+        return _json(self._scheduler.table.plain(time.monotonic()))
+
+
+@web.middleware
+async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refusal as refusal:
+        return refusal.response()
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        answer = Refusal(error.status, _describe(error, request)).response()
+        if "Allow" in error.headers:
+            answer.headers["Allow"] = error.headers["Allow"]
+        return answer
+    except ConnectionResetError:
+        raise
+    except Exception:
+        _log.exception("%s %s failed", request.method, request.path)
+        return Refusal(500, "the router failed; its log says why").response()
+
+
+def _describe(error: web.HTTPException, request: web.Request) -> str:
+    if error.status == 413:
+        return f"the body exceeds {MAX_BODY_BYTES} bytes"
+    return f"{request.method} {request.path}: {error.reason}"
+
+
+def _plain_instance(each: InstanceView) -> dict[str, Any]:
+    load = asdict(each.load)
+    return {
+        "id": each.info.id,
+        "url": each.info.url,
+        "role": each.info.role,
+        "state": each.state,
+        "age_s": round(each.age_s, 3),
+        **{name: load[name] for name in _LOAD_FIELDS},
+    }
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

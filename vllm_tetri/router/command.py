@@ -1,0 +1,95 @@
+"""``vllm-tetri router``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+
+import uvloop
+from aiohttp import web
+
+from vllm_tetri.config import DEFAULT_CONTROL
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.router.app import build_app
+from vllm_tetri.router.scheduler import GlobalScheduler
+
+_STOP_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("--host", default="127.0.0.1", help="address for clients (%(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port for clients, 0 for a free one (%(default)s)"
+    )
+    parser.add_argument(
+        "--control",
+        default=DEFAULT_CONTROL,
+        metavar="tcp://HOST:PORT",
+        help="address for instances (%(default)s)",
+    )
+    parser.add_argument(
+        "--first-byte-timeout",
+        type=_positive,
+        default=300.0,
+        metavar="SECONDS",
+        help="longest wait for an instance's answer to begin (%(default)s)",
+    )
+    parser.add_argument(
+        "--silent-after",
+        type=_positive,
+        default=1.0,
+        metavar="SECONDS",
+        help="an instance that reports nothing for so long is not used (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        scheduler = GlobalScheduler(
+            args.control,
+            first_byte_s=args.first_byte_timeout,
+            silent_after_s=args.silent_after,
+        )
+        uvloop.run(_serve(scheduler, args.host, args.port))
+    except (ConfigError, OSError) as error:
+        print(f"vllm-tetri router: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(scheduler: GlobalScheduler, host: str, port: int) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(
+        build_app(scheduler),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=_STOP_S,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        where = runner.addresses[0]
+        _log.info("clients: http://%s:%d  instances: %s", *where[:2], scheduler.monitor.address)
+        await stop.wait()
+        _log.info("stopping")
+    finally:
+        await runner.cleanup()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return value

@@ -1,0 +1,137 @@
+"""Prometheus metrics of the router, all named ``tetri_...``."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vllm_tetri.control.monitor import MonitorCounters
+from vllm_tetri.types import ClusterView
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_LOADS = (
+    "running",
+    "waiting",
+    "held",
+    "queued_prefill_tokens",
+    "blocks_used",
+    "blocks_total",
+    "arena_used_bytes",
+    "arena_total_bytes",
+    "heavy",
+    "light",
+)
+
+
+class Metrics:
+    """What the router counts itself, and what it reads when it is scraped."""
+
+    def __init__(
+        self,
+        *,
+        view: Callable[[], ClusterView],
+        counters: MonitorCounters,
+        in_flight: Callable[[], int],
+    ) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Scraped(view, counters, in_flight))
+        self._requests = Counter(
+            "tetri_requests",
+            "Requests that ended, by how they were served and how they ended.",
+            ("route", "outcome"),
+            registry=self._registry,
+        )
+        self._cancels = Counter(
+            "tetri_transfers_cancelled",
+            "Transfers that the router called off.",
+            registry=self._registry,
+        )
+        self._ttft = Histogram(
+            "tetri_time_to_first_token_seconds",
+            "Arrival to the first byte of a streamed answer.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._total = Histogram(
+            "tetri_request_seconds",
+            "Arrival to the end of the answer.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    def ended(self, route: str, outcome: str, *, ttft_s: float | None, total_s: float) -> None:
+        """Count a request; `ttft_s` only when its answer was streamed."""
+        self._requests.labels(route, outcome).inc()
+        self._total.observe(total_s)
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s)
+
+    def cancelled(self) -> None:
+        """Count a transfer that was called off."""
+        self._cancels.inc()
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+
+class _Scraped(Collector):
+    def __init__(
+        self,
+        view: Callable[[], ClusterView],
+        counters: MonitorCounters,
+        in_flight: Callable[[], int],
+    ) -> None:
+        self._view = view
+        self._counters = counters
+        self._in_flight = in_flight
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._view()
+        yield GaugeMetricFamily(
+            "tetri_requests_in_flight", "Requests being served.", value=self._in_flight()
+        )
+        yield from self._control()
+        instances = GaugeMetricFamily(
+            "tetri_instances", "Instances that this router knows.", labels=("role", "state")
+        )
+        tally = Tally((each.info.role.value, each.state.value) for each in view.instances)
+        for labels, count in sorted(tally.items()):
+            instances.add_metric(labels, count)
+        yield instances
+        for name in _LOADS:
+            gauge = GaugeMetricFamily(
+                f"tetri_instance_{name}", f"Load report: {name}.", labels=("instance",)
+            )
+            for each in view.instances:
+                gauge.add_metric((each.info.id,), getattr(each.load, name))
+            yield gauge
+
+    def _control(self) -> Iterator[Metric]:
+        counters = self._counters
+        received = CounterMetricFamily(
+            "tetri_control_messages_received", "Control messages.", labels=("message",)
+        )
+        for name, count in sorted(counters.received.items()):
+            received.add_metric((name,), count)
+        yield received
+        yield CounterMetricFamily(
+            "tetri_control_messages_sent", "Control messages to instances.", value=counters.sent
+        )
+        yield CounterMetricFamily(
+            "tetri_control_frames_dropped",
+            "Malformed or foreign frames and connections on the control port.",
+            value=counters.dropped,
+        )
+        yield CounterMetricFamily(
+            "tetri_control_messages_undelivered",
+            "Control messages to instances that were gone or did not read.",
+            value=counters.undelivered,
+        )

@@ -1,0 +1,204 @@
+"""The global scheduler: requests, instances and the control channel meet here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+
+from aiohttp import web
+
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.messages import CancelTransfer
+from vllm_tetri.policy.lifecycle import Event, Phase
+from vllm_tetri.policy.route import Route, Submissions, choose_route
+from vllm_tetri.router.answers import Refusal
+from vllm_tetri.router.call import Call
+from vllm_tetri.router.job import Hooks, Job
+from vllm_tetri.router.metrics import Metrics
+from vllm_tetri.router.probe import Probes
+from vllm_tetri.router.table import Entry, RequestTable
+from vllm_tetri.router.upstream import Upstream
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, Role, TransferId
+
+MAX_IN_FLIGHT = 4096
+
+
+class GlobalScheduler:
+    """Owns the control socket, the connections to instances and the request table.
+
+    Args:
+        control: Address to bind for instances.
+        first_byte_s: Longest wait for an instance's answer to begin, in seconds.
+        period_s: Seconds between two broadcasts.
+        silent_after_s: An instance that says nothing for so long is not used.
+    """
+
+    def __init__(
+        self,
+        control: str,
+        *,
+        first_byte_s: float = 300.0,
+        period_s: float = 0.1,
+        silent_after_s: float = 1.0,
+    ) -> None:
+        self.table = RequestTable()
+        self.monitor = Monitor(
+            control,
+            f"router-{os.getpid()}",
+            period_s=period_s,
+            silent_after_s=silent_after_s,
+            on_hello=self._on_hello,
+            on_dispatched=self.table.note_dispatch,
+        )
+        self.metrics = Metrics(
+            view=self.monitor.view,
+            counters=self.monitor.counters,
+            in_flight=self.table.__len__,
+        )
+        self._first_byte_s = first_byte_s
+        self._submissions = Submissions()
+        self._hooks = Hooks(self._route, self._info, self._submitted, self._cancel)
+        self._upstream: Upstream | None = None
+        self._probes: Probes | None = None
+
+    async def start(self) -> None:
+        """Bind the control port.
+
+        Raises:
+            ConfigError: It cannot be bound.
+        """
+        self._upstream = Upstream(self._first_byte_s)
+        self._probes = Probes(self.monitor, self._upstream)
+        try:
+            self.monitor.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Release every socket and task. Idempotent."""
+        self.monitor.close()
+        if self._probes is not None:
+            await self._probes.close()
+        if self._upstream is not None:
+            await self._upstream.close()
+
+    def models(self) -> dict[str, InstanceInfo]:
+        """Every model name that a ready instance serves, and one such instance."""
+        names: dict[str, InstanceInfo] = {}
+        for each in self.monitor.view().instances:
+            if each.state is InstanceState.READY:
+                for name in each.info.models:
+                    names.setdefault(name, each.info)
+        return names
+
+    async def serve(self, call: Call, request: web.Request) -> web.StreamResponse:
+        """Answer a request.
+
+        Raises:
+            Refusal: It cannot be served; nothing was sent to the client.
+        """
+        call = self._with_model(call)
+        assert self._upstream is not None
+        now = time.monotonic()
+        entry = self.table.enter(call.request_id, now=now, sla=call.sla)
+        self.monitor.touch()
+        job = Job(
+            call=call, entry=entry, request=request, upstream=self._upstream, hooks=self._hooks
+        )
+        outcome = "error"
+        try:
+            answer = await job.run()
+            outcome = _conclude(entry, answer.status)
+            return answer
+        except Refusal as refusal:
+            entry.on(Event.FAIL)
+            return refusal.response({"x-request-id": entry.id})
+        except (asyncio.CancelledError, ConnectionResetError):
+            outcome = "cancelled"
+            if not entry.is_over:
+                entry.on(Event.CANCEL)
+            raise
+        finally:
+            self.table.leave(entry)
+            self._count(job.route_kind, outcome, entry)
+
+    def _count(self, route: str, outcome: str, entry: Entry) -> None:
+        is_streamed = entry.generated > 0 and entry.first_byte_s is not None
+        self.metrics.ended(
+            route,
+            outcome,
+            ttft_s=(entry.first_byte_s or 0.0) - entry.arrival_s if is_streamed else None,
+            total_s=time.monotonic() - entry.arrival_s,
+        )
+
+    def _with_model(self, call: Call) -> Call:
+        if len(self.table) >= MAX_IN_FLIGHT:
+            raise Refusal(429, f"{MAX_IN_FLIGHT} requests are in flight; try again later")
+        names = self.models()
+        if not names:
+            raise Refusal(503, "no instance is ready; try again")
+        if call.model in names:
+            return call
+        if call.model:
+            known = ", ".join(sorted(names))
+            raise Refusal(
+                404,
+                f"the model {call.model!r} does not exist; there is: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        canonical = {info.models[0] for info in names.values()}
+        if len(canonical) > 1 and call.body.get("model") is None:
+            known = ", ".join(sorted(names))
+            raise Refusal(400, f"the body names no model; choose one of {known}", param="model")
+        return replace(call, model=next(iter(canonical)))
+
+    def _route(
+        self, call: Call, is_splittable: bool, excluded: frozenset[InstanceId]
+    ) -> Route | None:
+        view = self.monitor.view()
+        return choose_route(
+            view,
+            model=call.model,
+            splittable=is_splittable,
+            own_tokens=self._submissions.unreported(view, time.monotonic()),
+            excluded=excluded,
+        )
+
+    def _info(self, instance: InstanceId) -> InstanceInfo | None:
+        for each in self.monitor.view().instances:
+            if each.info.id == instance and each.state is InstanceState.READY:
+                return each.info
+        return None
+
+    def _submitted(self, instance: InstanceId, num_tokens: int) -> None:
+        self._submissions.add(instance, num_tokens, time.monotonic())
+
+    def _cancel(
+        self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]
+    ) -> None:
+        self.metrics.cancelled()
+        targets = set(decodes) or {
+            each.info.id
+            for each in self.monitor.view().instances
+            if each.info.role is not Role.PREFILL
+        }
+        for instance in targets | {prefill}:
+            self.monitor.send(instance, CancelTransfer(transfer))
+
+    def _on_hello(self, info: InstanceInfo) -> None:
+        if self._probes is not None:
+            self._probes.begin(info)
+
+
+def _conclude(entry: Entry, status: int) -> str:
+    if entry.is_over:  # broke off in the middle
+        return "error"
+    if status < 400 and entry.phase in (Phase.DECODING, Phase.SERVING):
+        entry.on(Event.FINISH)
+        return "ok"
+    entry.on(Event.FAIL)
+    return "rejected"

@@ -1,0 +1,90 @@
+"""The request table of the global scheduler (paper section 3.2)."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_tetri.messages import Dispatched
+from vllm_tetri.policy.lifecycle import ENDED, Event, Phase, advance
+from vllm_tetri.types import InstanceId, RequestId, TransferId
+
+
+@dataclass(slots=True)
+class Entry:
+    """One request. `generated` counts streamed chunks; times are monotonic seconds."""
+
+    id: RequestId
+    arrival_s: float
+    sla: str
+    phase: Phase = Phase.ARRIVED
+    prefill: str = ""
+    decode: str = ""
+    transfer: TransferId | None = None
+    dispatched: set[InstanceId] = field(default_factory=set)
+    prompt_tokens: int | None = None
+    predicted: int | None = None
+    generated: int = 0
+    first_byte_s: float | None = None
+
+    def on(self, event: Event) -> None:
+        """Move to the next phase.
+
+        Raises:
+            ValueError: The event cannot happen now.
+        """
+        self.phase = advance(self.phase, event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it finished, failed or was cancelled."""
+        return self.phase in ENDED
+
+    def plain(self, now: float) -> dict[str, Any]:
+        """The entry as the outside sees it."""
+        return {
+            "id": self.id,
+            "phase": self.phase,
+            "age_s": round(now - self.arrival_s, 3),
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted": self.predicted,
+            "generated": self.generated,
+        }
+
+
+class RequestTable:
+    """Every request that is in flight, by id."""
+
+    def __init__(self) -> None:
+        self._entries: dict[RequestId, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def enter(self, wanted_id: str, *, now: float, sla: str) -> Entry:
+        """Begin a request; it gets the id it wants unless that is taken or empty."""
+        request = RequestId(wanted_id)
+        if not request or request in self._entries:
+            request = RequestId(uuid.uuid4().hex)
+        entry = Entry(request, now, sla)
+        self._entries[request] = entry
+        return entry
+
+    def leave(self, entry: Entry) -> None:
+        """Forget a request. Idempotent."""
+        self._entries.pop(entry.id, None)
+
+    def note_dispatch(self, message: Dispatched) -> None:
+        """The prefill instance named a decode instance; late messages are ignored."""
+        entry = self._entries.get(message.request)
+        if entry is not None and entry.transfer == message.transfer:
+            entry.decode = message.decode
+            entry.dispatched.add(message.decode)
+
+    def plain(self, now: float) -> dict[str, Any]:
+        """The whole table as the outside sees it."""
+        requests = [entry.plain(now) for entry in self._entries.values()]
+        return {"in_flight": len(requests), "requests": requests}

@@ -1,0 +1,129 @@
+"""HTTP from the router to the instances: one connection pool, and what may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+
+from vllm_tetri.router.answers import LegFailed
+from vllm_tetri.types import InstanceInfo
+
+_KEEPALIVE_S = 3.0  # vLLM closes idle connections after 5 s
+_CONNECT_S = 5.0
+_MAX_CONNECTIONS = 8192
+_MAX_ERROR_BYTES = 4096
+
+
+class Upstream:
+    """Connections to all instances. Build it on a running event loop and close it there.
+
+    Args:
+        first_byte_s: Longest wait for an instance's answer to begin, in seconds.
+    """
+
+    def __init__(self, first_byte_s: float) -> None:
+        self._first_byte_s = first_byte_s
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            read_bufsize=1 << 18,
+        )
+
+    async def post(
+        self, instance: InstanceInfo, path: str, body: bytes, headers: dict[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Send a leg and wait for the head of its answer.
+
+        A connection that the instance closed while it was idle is tried once
+        more on a fresh one. The caller closes the response.
+
+        Raises:
+            LegFailed: No answer, or one that says that the instance is in trouble.
+        """
+        url = instance.url + path
+        try:
+            async with asyncio.timeout(self._first_byte_s):
+                try:
+                    response = await self._post(url, body, headers)
+                except aiohttp.ClientConnectorError:
+                    raise
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    response = await self._post(url, body, headers)
+        except aiohttp.ServerTimeoutError as error:
+            raise LegFailed(
+                instance.id, f"no connection in {_CONNECT_S:g} s", status=503
+            ) from error
+        except TimeoutError as error:
+            raise self._late(instance) from error
+        except aiohttp.ClientConnectorError as error:
+            raise LegFailed(instance.id, f"cannot connect: {error}", status=503) from error
+        except aiohttp.ClientError as error:
+            raise LegFailed(instance.id, f"connection lost: {error!r}") from error
+        if response.status >= 500:
+            raise await _trouble(instance, response)
+        return response
+
+    async def first_chunk(self, instance: InstanceInfo, response: aiohttp.ClientResponse) -> bytes:
+        """The first bytes of a streamed answer; empty when it ends at once.
+
+        Raises:
+            LegFailed: The stream broke or stays silent for too long.
+        """
+        try:
+            async with asyncio.timeout(self._first_byte_s):
+                return await response.content.readany()
+        except TimeoutError as error:
+            raise self._late(instance) from error
+        except aiohttp.ClientError as error:
+            raise LegFailed(instance.id, f"connection lost: {error!r}") from error
+
+    async def body(self, instance: InstanceInfo, response: aiohttp.ClientResponse) -> bytes:
+        """All bytes of an answer.
+
+        Raises:
+            LegFailed: The answer broke off.
+        """
+        try:
+            return await response.read()
+        except aiohttp.ClientError as error:
+            raise LegFailed(instance.id, f"answer broke off: {error!r}") from error
+
+    async def is_healthy(self, url: str, timeout_s: float) -> bool:
+        """Whether ``/health`` answers 200."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.get(f"{url}/health") as response,
+            ):
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return False
+
+    async def close(self) -> None:
+        """Close every connection. Idempotent."""
+        await self._session.close()
+
+    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
+        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+
+    def _late(self, instance: InstanceInfo) -> LegFailed:
+        reason = f"no answer within {self._first_byte_s:g} s"
+        return LegFailed(instance.id, reason, status=504, is_final=True)
+
+
+async def _trouble(instance: InstanceInfo, response: aiohttp.ClientResponse) -> LegFailed:
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            text = (await response.content.read(_MAX_ERROR_BYTES)).decode(errors="replace")
+    except (aiohttp.ClientError, TimeoutError):
+        text = ""
+    finally:
+        response.close()
+    status = 503 if response.status == 503 else 502
+    return LegFailed(instance.id, f"HTTP {response.status} {text}".strip(), status=status)
