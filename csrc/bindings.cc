@@ -20,7 +20,21 @@ namespace {
 
 using Ids = py::array_t<int32_t, py::array::c_style>;
 using Words = py::array_t<uint64_t, py::array::c_style | py::array::forcecast>;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+// The GIL, given back for as long as this lives. Taking it again ends a daemon thread when the
+// interpreter shuts down, by unwinding it; py::gil_scoped_release would abort the process there.
+class NoGil {
+ public:
+  NoGil() : state_(PyEval_SaveThread()) {}
+  NoGil(const NoGil&) = delete;
+  NoGil& operator=(const NoGil&) = delete;
+  ~NoGil() noexcept(false) { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+using Unlocked = py::call_guard<NoGil>;
 
 template <typename Array>
 auto to_vector(const Array& array) {
@@ -68,12 +82,12 @@ struct PyTransfer {
     const tetri::LayoutPtr source = layout.cast<const PyLayout&>().core;
     std::vector<int32_t> copied = to_vector(ids);
     sources->keep(core, std::move(layout));
-    const py::gil_scoped_release unlocked;
+    const NoGil unlocked;
     return core->write(source, first_block, std::move(copied));
   }
   Status read(const PyLayout& layout, uint64_t first_block, const Ids& ids, double timeout_s) {
     std::vector<int32_t> copied = to_vector(ids);
-    const py::gil_scoped_release unlocked;
+    const NoGil unlocked;
     return core->read(layout.core, first_block, std::move(copied), tetri::from_seconds(timeout_s));
   }
 };
@@ -94,12 +108,12 @@ struct PySender {
   PyTransfer open(const std::string& endpoint, const std::string& transfer, uint64_t num_blocks,
                   uint64_t block_bytes) {
     sources->prune();
-    const py::gil_scoped_release unlocked;
+    const NoGil unlocked;
     return {core.open(endpoint, transfer, num_blocks, block_bytes), sources};
   }
   void close() {
     {
-      const py::gil_scoped_release unlocked;
+      const NoGil unlocked;
       core.close();
     }
     sources->prune();
@@ -147,7 +161,7 @@ void bind_layout(py::module_& module) {
       [](const PyLayout& to, const Ids& to_ids, const PyLayout& from, const Ids& from_ids) {
         const auto into = to_vector(to_ids);
         const auto out_of = to_vector(from_ids);
-        const py::gil_scoped_release unlocked;
+        const NoGil unlocked;
         tetri::copy_blocks(*to.core, into, *from.core, out_of);
       },
       "destination"_a, "destination_ids"_a, "source"_a, "source_ids"_a);
@@ -158,7 +172,7 @@ void bind_layout(py::module_& module) {
           [](tetri::Arena& arena, uint64_t offset, uint64_t first_block, const PyLayout& layout,
              const Ids& ids, int threads) {
             const auto blocks = to_vector(ids);
-            const py::gil_scoped_release unlocked;
+            const NoGil unlocked;
             arena.load(offset, first_block, *layout.core, blocks, threads);
           },
           "slot_offset"_a, "first_block"_a, "layout"_a, "block_ids"_a, "threads"_a = 1)
@@ -196,7 +210,7 @@ void bind_receiver(py::module_& module) {
       .def(py::init([](uint64_t arena_bytes, const std::string& host, int port,
                        const tetri::Identity& identity, double fill_timeout_s,
                        double hold_timeout_s, uint32_t max_connections) {
-             const py::gil_scoped_release unlocked;
+             const NoGil unlocked;
              return std::make_unique<Receiver>(tetri::ReceiverOptions{
                  arena_bytes, host, port, identity, tetri::from_seconds(fill_timeout_s),
                  tetri::from_seconds(hold_timeout_s), max_connections});
@@ -217,7 +231,7 @@ void bind_receiver(py::module_& module) {
           [](Receiver& it, double timeout_s) -> std::optional<py::bytes> {
             std::optional<std::string> message;
             {
-              const py::gil_scoped_release unlocked;
+              const NoGil unlocked;
               message = it.receive(tetri::from_seconds(timeout_s));
             }
             if (!message) return std::nullopt;
@@ -270,7 +284,7 @@ void bind_sender(py::module_& module) {
           [](PySender& it, const std::string& endpoint, const py::bytes& message,
              double timeout_s) {
             std::string copied = message;
-            const py::gil_scoped_release unlocked;
+            const NoGil unlocked;
             return it.core.send(endpoint, std::move(copied), tetri::from_seconds(timeout_s));
           },
           "endpoint"_a, "message"_a, "timeout_s"_a)

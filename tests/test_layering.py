@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "messages": (VALUES, {"msgspec"}),
     "handover": (VALUES, {"msgspec"}),
     "policy": (VALUES, set()),
-    "transport": (VALUES, {"numpy"}),
+    "transport": (VALUES, {"numpy", "rich"}),
     "kv": (VALUES | {"transport"}, {"numpy", "torch"}),
     "control": (SHARED, {"msgspec", "zmq"}),
     "router": (

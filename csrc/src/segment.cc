@@ -10,7 +10,9 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 #include <new>
+#include <set>
 #include <stdexcept>
 
 #ifndef MADV_POPULATE_WRITE
@@ -51,6 +53,35 @@ bool is_segment_name(const std::string& name) {
          name.find_first_not_of("0123456789abcdef", prefix) == std::string::npos;
 }
 
+// Files of segments that this process has not closed yet. They go when it ends in good order; those
+// of killed processes are for `sweep`. A forked child must leave its parent's alone.
+class OwnedFiles {
+ public:
+  ~OwnedFiles() {
+    if (pid_ != ::getpid()) return;
+    for (const std::string& path : paths_) ::unlink(path.c_str());
+  }
+  void add(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    paths_.insert(path);
+  }
+  void remove(const std::string& path) {
+    if (pid_ != ::getpid()) return;
+    const std::lock_guard lock(mutex_);
+    if (paths_.erase(path) > 0) ::unlink(path.c_str());
+  }
+
+ private:
+  const pid_t pid_ = ::getpid();
+  std::mutex mutex_;
+  std::set<std::string> paths_;
+};
+
+OwnedFiles& owned_files() {
+  static OwnedFiles files;
+  return files;
+}
+
 // A new, locked, empty file. A sweeper may get at the file between its creation and our lock; then
 // it is gone or locked, and another name is tried.
 Fd create_file(std::string* path) {
@@ -64,6 +95,7 @@ Fd create_file(std::string* path) {
     struct stat info{};
     if (::flock(fd.get(), LOCK_EX | LOCK_NB) == 0 && ::fstat(fd.get(), &info) == 0 &&
         info.st_nlink > 0) {
+      owned_files().add(*path);
       return fd;
     }
     ::unlink(path->c_str());
@@ -187,7 +219,7 @@ Nonce Segment::nonce() const { return reinterpret_cast<const Header*>(data_)->no
 void Segment::close() noexcept {
   if (data_ != nullptr) ::munmap(data_, size_);
   data_ = nullptr;
-  if (owner_) ::unlink(path_.c_str());
+  if (owner_) owned_files().remove(path_);
   owner_ = false;
   fd_.reset();
 }

@@ -27,8 +27,8 @@ from tests.engine.llama import LLAMA
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.engine import roles
-from vllm_tetri.engine.connector import TetriConnector
 from vllm_tetri.engine.compat import KVConnectorRole
+from vllm_tetri.engine.connector import TetriConnector
 from vllm_tetri.engine.scheduler import make_scheduler
 from vllm_tetri.engine.step import StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker

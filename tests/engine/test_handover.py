@@ -275,7 +275,7 @@ def test_a_preempted_decode_computes_its_prompt_again(tmp_path: Path) -> None:
     tokens = prompt(80)
     pair.send("a", tokens)
     pair.prefilled("a")
-    request = pair.receive("a", tokens)
+    pair.receive("a", tokens)
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     scheduler = pair.decode.scheduler

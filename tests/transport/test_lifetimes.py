@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,13 @@ from vllm_tetri.transport.native import SlotState, Status, TransferState
 ONE = np.array([0], np.int32)
 
 
-def empty(receiver: object) -> bool:
-    stats = receiver.stats()  # type: ignore[attr-defined]
-    return stats.arena_used_bytes == stats.quarantined_bytes == stats.slots == 0
+def empty(receiver: Any) -> bool:
+    stats = receiver.stats()
+    return (stats.arena_used_bytes, stats.quarantined_bytes, stats.slots) == (0, 0, 0)
+
+
+def quiesces(transfer: Any) -> bool:
+    return bool(eventually(lambda: transfer.quiesced, 2.0))
 
 
 def test_sender_cancels_while_filling(backend: Backend) -> None:
@@ -70,7 +75,7 @@ def test_cancel_from_another_thread_while_large_writes_run(backend: Backend) -> 
         transfer.write(cache.layout, 0, ids)
         time.sleep(0.001 * index)
         transfer.cancel()
-        eventually(lambda t=transfer: t.quiesced, 2.0)
+        assert quiesces(transfer)
     eventually(lambda: empty(receiver))
     good = backend.push(sender, receiver, "good", cache, ids)
     assert ended(good) == TransferState.DONE, good.error

@@ -41,6 +41,11 @@ def child(endpoint: str, link: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # returns when it has stopped
+
+
 def test_a_killed_sender_frees_its_slot_at_once(core: Backend) -> None:
     receiver = core.receiver(arena_bytes=4 << 20)
     with child(receiver.endpoint, core.link) as process:
@@ -58,7 +63,7 @@ def test_a_stopped_shm_writer_is_quarantined_until_it_answers(shm: Backend) -> N
     sender = shm.sender()
     cache = shm.cache(1, 64, 65536, seed=1)
     with child(receiver.endpoint, "shm") as process:
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         receiver.cancel("child")
         assert receiver.stats().quarantined_bytes == 4 << 20
         full = shm.push(sender, receiver, "next", cache, range(64))
@@ -77,7 +82,7 @@ def test_a_stopped_tcp_sender_times_out_and_its_bytes_go_nowhere(tcp: Backend) -
     receiver = tcp.receiver(arena_bytes=4 << 20, fill_timeout_s=0.3)
     cache = tcp.cache(1, 64, 65536, seed=1)
     with child(receiver.endpoint, "tcp") as process:
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         eventually(lambda: empty(receiver))
         transfer = tcp.push(tcp.sender(), receiver, "next", cache, range(64))
         assert ended(transfer) == TransferState.DONE
@@ -93,7 +98,7 @@ def test_a_receiver_that_stops_answering_times_out(core: Backend) -> None:
         "r = open_receiver(arena_bytes=1 << 20, identity={'model': 'tiny', 'block_size': '16'});"
         "print(r.endpoint, flush=True); sys.stdin.read()"
     )
-    sender = core.sender(open_timeout_s=1.0, io_timeout_s=0.5)
+    sender = core.sender(open_timeout_s=3.0, io_timeout_s=1.0)
     cache = core.cache(seed=1)
     with subprocess.Popen(
         [sys.executable, "-c", script],
@@ -107,7 +112,7 @@ def test_a_receiver_that_stops_answering_times_out(core: Backend) -> None:
             endpoint = process.stdout.readline().strip()
             first = sender.open(endpoint, "a", 2, cache.layout.block_bytes)
             eventually(lambda: first.state == TransferState.SENDING)
-            process.send_signal(signal.SIGSTOP)
+            stop(process)
             second = sender.open(endpoint, "b", 2, cache.layout.block_bytes)
             first.write(cache.layout, 0, np.array([0, 1], np.int32))
             first.finish()

@@ -8,6 +8,8 @@ tests (`tests/engine/test_contract.py`) fix the signatures and attributes.
 
 from __future__ import annotations
 
+import logging
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -17,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -40,8 +41,17 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SupportsHMA",
-    "init_logger",
+    "share_logging",
 ]
+
+
+def share_logging() -> None:
+    """Let this package's loggers write where vLLM's do. Idempotent."""
+    ours, theirs = logging.getLogger("vllm_tetri"), logging.getLogger("vllm")
+    ours.handlers = theirs.handlers
+    ours.setLevel(theirs.level)
+    ours.propagate = theirs.propagate
+
 
 # Attributes of `Scheduler` that we read (R) or set (W).
 SCHEDULER_ATTRIBUTES = (

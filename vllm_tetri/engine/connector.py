@@ -24,6 +24,7 @@ from vllm_tetri.engine.compat import (
     Request,
     SchedulerOutput,
     SupportsHMA,
+    share_logging,
 )
 from vllm_tetri.engine.identity import identity_of, require_carriable
 from vllm_tetri.engine.instance import Instance
@@ -50,6 +51,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        share_logging()
         require_carriable(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._tetri = decode_config(extra[CONFIG_KEY])

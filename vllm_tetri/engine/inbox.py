@@ -12,19 +12,20 @@ computes the prompt here, which is slower and never wrong.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
 
-from vllm_tetri.engine.compat import Request, init_logger
+from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.step import Load, WorkerReport
 from vllm_tetri.handover import DecodeLeg
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
 from vllm_tetri.types import TransferId
 
-logger = init_logger("vllm_tetri.inbox")
+logger = logging.getLogger(__name__)
 
 LOST_PREFIX = b"lost:"
 # A prefill instance may try a hand-over again under a new name.

@@ -6,6 +6,7 @@ thread reads counters (under the GIL, never mutating) and forwards cancels.
 
 from __future__ import annotations
 
+import logging
 import os
 from random import Random
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import vllm_tetri
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.engine.compat import Request, Scheduler, init_logger
+from vllm_tetri.engine.compat import Request, Scheduler
 from vllm_tetri.engine.inbox import Inbox
 from vllm_tetri.engine.load import CpuClock, read_load
 from vllm_tetri.engine.outbox import Outbox
@@ -28,7 +29,7 @@ from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, TransferId
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = init_logger("vllm_tetri.instance")
+logger = logging.getLogger(__name__)
 
 
 class Instance:

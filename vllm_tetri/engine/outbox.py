@@ -10,6 +10,7 @@ the first chunk (paper section 3.3.4), when a predicted length may be known.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable
@@ -18,14 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput, init_logger
+from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput
 from vllm_tetri.engine.inbox import MAX_ATTEMPTS, attempt_name
 from vllm_tetri.engine.step import Open, StepMeta, WorkerReport, Write
 from vllm_tetri.handover import Prefilled, PrefillLeg
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.types import InstanceId, TransferId
 
-logger = init_logger("vllm_tetri.outbox")
+logger = logging.getLogger(__name__)
 
 FULL_RETRY_S = 0.02
 
@@ -141,9 +142,7 @@ class Outbox:
         request_id = entry.request.request_id
         if not entry.is_open:
             num_blocks = self._num_blocks(entry.request)
-            meta.opens.append(
-                Open(request_id, entry.dispatch.kv_endpoint, entry.name, num_blocks)
-            )
+            meta.opens.append(Open(request_id, entry.dispatch.kv_endpoint, entry.name, num_blocks))
             entry.is_open = True
         first = entry.pushed_blocks
         ids = np.asarray(block_ids[first:], dtype=np.int32)
@@ -165,9 +164,7 @@ class Outbox:
 
     # -- the end of a request ---------------------------------------------
 
-    def finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, Prefilled | None]:
+    def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, Prefilled | None]:
         """The request ended. Returns whether its blocks must stay, and what to
         tell the router."""
         entry = self._entries.get(request.request_id)

@@ -33,7 +33,11 @@ REFUSED = (
     ("speculative_config", bool, "--speculative-config"),
     ("pipeline_parallel_size", lambda value: (value or 1) > 1, "--pipeline-parallel-size"),
     ("data_parallel_size", lambda value: (value or 1) > 1, "--data-parallel-size"),
-    ("decode_context_parallel_size", lambda value: (value or 1) > 1, "--decode-context-parallel-size"),
+    (
+        "decode_context_parallel_size",
+        lambda value: (value or 1) > 1,
+        "--decode-context-parallel-size",
+    ),
 )
 
 

@@ -52,7 +52,9 @@ class TetriScheduler(Scheduler):
         self._step_started = time.monotonic()
         return output
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
         if scheduler_output.total_num_scheduled_tokens:
             self._instance.step_s = time.monotonic() - self._step_started
         return super().update_from_output(scheduler_output, *args, **kwargs)

@@ -7,19 +7,19 @@ loads; it touches only the mover and the arena.
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.compat import init_logger
 from vllm_tetri.engine.inbox import LOST_PREFIX
 from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
 from vllm_tetri.errors import TransferError
 from vllm_tetri.kv.mover import BlockMover, Gathered
 from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
 
-logger = init_logger("vllm_tetri.worker")
+logger = logging.getLogger(__name__)
 
 # A copy between two checks of the cancel flag takes microseconds; a writer that
 # needs longer than this to stop is stuck in a dead machine.
@@ -87,10 +87,10 @@ class KVWorker:
         """Open and feed transfers; blocks named here are complete."""
         for endpoint, transfer in meta.lost:
             self._sender.send(endpoint, LOST_PREFIX + transfer.encode(), LOST_TIMEOUT_S)
-        for order in meta.opens:
-            self._open(order)
-        for order in meta.writes:
-            self._write(order)
+        for opening in meta.opens:
+            self._open(opening)
+        for write in meta.writes:
+            self._write(write)
         for request_id in meta.frees:
             self._free(request_id)
 
@@ -178,10 +178,9 @@ class KVWorker:
                 sent.add(request_id)
             elif sending.free and transfer.quiesced:
                 sent.add(request_id)
-            elif state is TransferState.FAILED and not sending.free and not sending.reported:
-                if transfer.quiesced:
-                    self._report.failed[request_id] = (transfer.status.name, transfer.error)
-                    sending.reported = True
+            elif state is TransferState.FAILED and transfer.quiesced and not sending.reported:
+                self._report.failed[request_id] = (transfer.status.name, transfer.error)
+                sending.reported = True
             if request_id in sent:
                 del self._sending[request_id]
         return sent

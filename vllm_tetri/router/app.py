@@ -29,6 +29,10 @@ _LOAD_FIELDS = (
     "heavy",
     "light",
     "prefills_done",
+    "chunks_done",
+    "kv_bytes_sent",
+    "kv_bytes_received",
+    "kv_loads_failed",
     "decodes_done",
     "preemptions",
     "flips",
@@ -108,6 +112,9 @@ class _Door:
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            # Answer now: the client may be waiting to be told before it sends.
+            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
         return await handler(request)
     except Refusal as refusal:
         return refusal.response()

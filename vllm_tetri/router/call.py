@@ -92,7 +92,7 @@ def parse_call(path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
 def _is_splittable(path: str, body: dict[str, Any]) -> bool:
     if any(body.get(key) for key in _ONE_INSTANCE) or body.get("prompt_logprobs") == 0:
         return False
-    if not _is_int(body.get("n", 1)) or body.get("n", 1) != 1:
+    if body.get("n") is not None and (not _is_int(body["n"]) or body["n"] != 1):
         return False
     if body.get("stream") not in (None, True, False):
         return False

@@ -53,6 +53,7 @@ class SlotState(Enum):
 class Slot:
     """A transfer's place in the arena, as the receiving side sees it. A
     snapshot: ask `Receiver.find` again for the newest state."""
+
     transfer: str
     state: SlotState
     offset: int  # bytes from the start of the segment; ranks follow one another

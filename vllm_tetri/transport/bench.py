@@ -224,12 +224,14 @@ def _receive(total_bytes: int) -> None:
         fill_timeout_s=TIMEOUT_S,
         hold_timeout_s=TIMEOUT_S,
     )
-    threading.Thread(target=_close_with_parent, args=(receiver,), daemon=True).start()
+    closer = threading.Thread(target=_close_with_parent, args=(receiver,))
+    closer.start()
     print(receiver.endpoint, raw.getsockname()[1], flush=True)
     while receiver.stats().threads > 0:
         name = receiver.receive(TIMEOUT_S)
         if name is not None and receiver.take(name.decode()) is not None:
             receiver.release(name.decode())
+    closer.join()
 
 
 def _close_with_parent(receiver: Receiver) -> None:
@@ -289,23 +291,18 @@ def _iperf3() -> float | None:
 
 
 def _print(console: Console, rows: list[Row], iperf: float | None) -> None:
-    table = Table(title=f"KV transfer, {rows[0].total_bytes >> 20} MiB, {NUM_LAYERS} layers (GB/s)")
+    size = f"{rows[0].total_bytes >> 20} MiB in pages of {NUM_LAYERS} layers"
     heads = ("page", "memcpy", "shm", "shm/memcpy", "raw socket", "tcp", "tcp/raw")
-    for head in (*heads, "one block: shm", "tcp", "raw"):
-        table.add_column(head, justify="right")
+    throughput = Table(*heads, title=f"Throughput, {size} (GB/s)")
+    latency = Table("page", "shm", "tcp", "raw socket", title="One block, open to done (us)")
     for row in rows:
-        table.add_row(
-            f"{row.page_bytes >> 10} KiB",
-            *(f"{value / 1e9:.2f}" for value in (row.memcpy, row.shm)),
-            f"{row.shm / row.memcpy:.2f}x",
-            *(f"{value / 1e9:.2f}" for value in (row.raw, row.tcp)),
-            f"{row.tcp / row.raw:.2f}x",
-            *(
-                f"{value * 1e6:.0f} us"
-                for value in (row.shm_latency_s, row.tcp_latency_s, row.raw_latency_s)
-            ),
-        )
-    console.print(table)
+        page = f"{row.page_bytes >> 10} KiB"
+        memcpy, shm, raw, tcp = (f"{v / 1e9:.2f}" for v in (row.memcpy, row.shm, row.raw, row.tcp))
+        against = (f"{row.shm / row.memcpy:.2f}x", f"{row.tcp / row.raw:.2f}x")
+        throughput.add_row(page, memcpy, shm, against[0], raw, tcp, against[1])
+        times = (row.shm_latency_s, row.tcp_latency_s, row.raw_latency_s)
+        latency.add_row(page, *(f"{value * 1e6:.0f}" for value in times))
+    console.print(throughput, latency)
     if iperf is None:
         console.print("iperf3 is not installed: the raw socket is the reference for tcp")
     else:

@@ -1,0 +1,149 @@
+"""Real processes for end-to-end tests: `vllm serve` as stock, and `vllm-tetri up`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from vllm_tetri.engine.roles import UNIPROC
+
+START_S = 240.0
+MODEL = "tiny"
+CHUNK = 64
+ARENA_BYTES = 64 << 20
+SERVE = (
+    "--served-model-name", MODEL, "--max-model-len", "2048", "--enforce-eager",
+    "--dtype", "float32", "--kv-cache-memory-bytes", "134217728", "--max-num-seqs", "32",
+)  # fmt: skip
+
+
+class Process:
+    """A child process that writes to a log file and dies with its group."""
+
+    def __init__(self, arguments: list[str], log: Path, **environment: str) -> None:
+        self.log = log
+        with log.open("wb") as out:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    def tree(self) -> list[psutil.Process]:
+        root = psutil.Process(self.child.pid)
+        return [root, *root.children(recursive=True)]
+
+    def wait_for(self, is_ready: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + START_S
+        while not is_ready():
+            if self.child.poll() is not None or time.monotonic() > deadline:
+                tail = self.log.read_text(errors="replace")[-4000:]
+                raise AssertionError(f"{what} is not ready; its log ends with\n{tail}")
+            time.sleep(0.1)
+
+    def stop(self) -> int:
+        """Ctrl-C, and a kill when that is not enough."""
+        self.child.send_signal(signal.SIGINT)
+        try:
+            return self.child.wait(40)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+            return self.child.wait()
+
+
+class Stock(Process):
+    """One stock vLLM instance, without this package."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(
+            ["vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port), *SERVE,
+             "--distributed-executor-backend", UNIPROC],
+            folder / "stock.log",
+            VLLM_PLUGINS="none",
+        )  # fmt: skip
+
+
+class Cluster(Process):
+    """`vllm-tetri up` with one prefill and one decode instance."""
+
+    def __init__(self, model: Path, folder: Path, *options: str) -> None:
+        self.ready_file = folder / "ready.json"
+        self.logs = folder / "logs"
+        super().__init__(
+            ["vllm_tetri.cli", "up", str(model), "--port", "0", "--ready-file",
+             str(self.ready_file), "--log-dir", str(self.logs),
+             "--arena-bytes", str(ARENA_BYTES), *options, "--", *SERVE,
+             "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5"],
+            folder / "up.log",
+        )  # fmt: skip
+
+    def ready(self) -> None:
+        self.wait_for(self.ready_file.exists, "the cluster")
+        self.facts = json.loads(self.ready_file.read_text())
+        self.url = self.facts["url"]
+
+    def instances(self) -> dict[str, dict[str, Any]]:
+        answer = get(f"{self.url}/tetri/v1/instances")
+        return {entry["id"]: entry for entry in answer["instances"]}
+
+    def rest(self, within_s: float = 1.5) -> None:
+        """Invariant: soon after the last request nothing is left anywhere.
+
+        One second, plus what a report takes to get here.
+        """
+        deadline = time.monotonic() + within_s
+        while True:
+            busy = self._busy()
+            if not busy:
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not at rest: {busy}")
+            time.sleep(0.05)
+
+    def _busy(self) -> dict[str, Any]:
+        fields = ("running", "waiting", "held", "blocks_used", "arena_used_bytes")
+        found: dict[str, Any] = {
+            f"{name}.{field}": entry[field]
+            for name, entry in self.instances().items()
+            for field in fields
+            if entry[field]
+        }
+        if in_flight := get(f"{self.url}/tetri/v1/requests")["in_flight"]:
+            found["in_flight"] = in_flight
+        return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.load(answer)
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError, urllib.error.URLError), urllib.request.urlopen(url, timeout=5):
+        return True
+    return False

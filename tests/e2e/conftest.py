@@ -1,0 +1,38 @@
+"""One stock instance and one cluster, started once, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Stock, answers
+
+
+@pytest.fixture(scope="session")
+def _started(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stock, Cluster]]:
+    folder = tmp_path_factory.mktemp("e2e")
+    stock = Stock(tiny_llama, folder)
+    cluster = Cluster(tiny_llama, folder)
+    try:
+        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        cluster.ready()
+        yield stock, cluster
+    finally:
+        cluster.stop()
+        stock.stop()
+
+
+@pytest.fixture(scope="session")
+def stock(_started: tuple[Stock, Cluster]) -> Stock:
+    return _started[0]
+
+
+@pytest.fixture
+def cluster(_started: tuple[Stock, Cluster]) -> Iterator[Cluster]:
+    """The shared cluster; every test leaves it at rest."""
+    yield _started[1]
+    _started[1].rest()

@@ -1,0 +1,95 @@
+"""Invariant 1: greedy output through the cluster equals one stock instance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import Answer, ask, ask_all
+from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.prompts import LENGTHS, WORDS, chat, completion
+
+pytestmark = pytest.mark.e2e
+
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+CHATS = (1, 40, 120, 400)
+
+
+def bodies(**options: Any) -> list[dict[str, Any]]:
+    return [completion(n, **options) for n in LENGTHS] + [chat(n, **options) for n in CHATS]
+
+
+def assert_equal(ours: list[Answer], stock: list[Answer], asked: list[dict[str, Any]]) -> None:
+    for mine, theirs, body in zip(ours, stock, asked, strict=True):
+        size = len(body.get("prompt", "")) or len(body["messages"][0]["content"])
+        assert theirs.token_ids
+        assert mine.same_as(theirs), f"{size}: {mine} != {theirs}"
+        assert mine.headers["x-tetri-prefill"] == "prefill-0", body
+        assert mine.headers["x-tetri-decode"] == "decode-0"
+
+
+async def test_alone(stock: Stock, cluster: Cluster) -> None:
+    before = cluster.instances()["decode-0"]
+    asked = bodies()
+    ours = [await ask(cluster.url, body) for body in asked]
+    theirs = [await ask(stock.url, body) for body in asked]
+    assert_equal(ours, theirs, asked)
+    cluster.rest()
+    after = cluster.instances()["decode-0"]
+    assert after["decodes_done"] - before["decodes_done"] == len(asked)
+
+
+async def test_again_with_prefix_cache_hits_on_both_sides(stock: Stock, cluster: Cluster) -> None:
+    asked = [completion(n) for n in (300, 1000, 1500)]
+    for body in asked:
+        body["prompt"] = [*asked[-1]["prompt"][: len(body["prompt"]) - 7], 5, 6, 7, 8, 9, 10, 11]
+    for _ in range(2):
+        ours = [await ask(cluster.url, body) for body in asked]
+        theirs = [await ask(stock.url, body) for body in asked]
+        assert_equal(ours, theirs, asked)
+
+
+async def test_streamed(stock: Stock, cluster: Cluster) -> None:
+    asked = bodies(**STREAM)[::2]
+    ours = [await ask(cluster.url, body) for body in asked]
+    theirs = [await ask(stock.url, body) for body in asked]
+    assert_equal(ours, theirs, asked)
+
+
+@pytest.mark.parametrize("options", [{}, STREAM], ids=["whole", "streamed"])
+async def test_eight_at_once(stock: Stock, cluster: Cluster, options: dict[str, Any]) -> None:
+    asked = bodies(**options)
+    for start in range(0, len(asked), 8):
+        group = asked[start : start + 8]
+        ours = await ask_all(cluster.url, group)
+        theirs = await ask_all(stock.url, group)
+        assert_equal(ours, theirs, group)
+
+
+async def test_options_that_shape_the_answer(stock: Stock, cluster: Cluster) -> None:
+    asked = [
+        completion(70, max_tokens=1),
+        completion(70, max_tokens=2),
+        completion(70, stop_token_ids=[int(i) for i in range(0, 1000, 7)], ignore_eos=False),
+        completion(70, frequency_penalty=1.5, presence_penalty=0.5),
+        completion(70, min_tokens=5),
+        completion(70, temperature=0.9, seed=7),
+        completion(70, logit_bias={"17": 50.0}),
+        chat(30, stop=[" ", "e"]),
+    ]
+    ours = [await ask(cluster.url, body) for body in asked]
+    theirs = [await ask(stock.url, body) for body in asked]
+    assert_equal(ours, theirs, asked)
+
+
+async def test_requests_that_are_not_split_are_equal_too(stock: Stock, cluster: Cluster) -> None:
+    text = " ".join(WORDS)
+    for body in (
+        completion(50, n=2),
+        completion(50, prompt=[text, text[:40]]),
+        completion(50, prompt=text, echo=True, return_token_ids=False),
+    ):
+        ours, theirs = await ask(cluster.url, body), await ask(stock.url, body)
+        assert ours.same_as(theirs)
+        assert ours.status == 200
