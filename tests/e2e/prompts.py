@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,42 +12,7 @@ LENGTHS = (
     3, 4, 10, 31, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513,
     700, 1000, 1023, 1024, 1025, 1300, 1500,
 )  # fmt: skip
-WORDS = [
-    "you",
-    "may",
-    "not",
-    "use",
-    "this",
-    "work",
-    "in",
-    "any",
-    "way",
-    "that",
-    "the",
-    "license",
-    "does",
-    "not",
-    "allow",
-    "but",
-    "every",
-    "person",
-    "who",
-    "gets",
-    "a",
-    "copy",
-    "can",
-    "give",
-    "it",
-    "on",
-    "with",
-    "the",
-    "same",
-    "notice",
-    "and",
-    "the",
-    "same",
-    "terms",
-]
+WORDS = (Path(__file__).parents[2] / "LICENSE").read_text().lower().split()[:200]
 
 
 def token_prompt(num_tokens: int) -> list[int]:

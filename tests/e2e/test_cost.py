@@ -13,6 +13,8 @@ pytestmark = pytest.mark.e2e
 
 WATCH_S = 6.0
 MAX_IDLE = 0.02  # of a core
+# torch's gloo threads alone take over 1 % in a stock instance on some machines.
+MAX_IDLE_OVER_STOCK = 0.01
 MAX_EXTRA_BYTES = ARENA_BYTES + (100 << 20)
 
 
@@ -29,17 +31,18 @@ def proportional_bytes(processes: list[psutil.Process]) -> int:
     return sum(process.memory_full_info().pss for process in processes)
 
 
-def test_an_idle_cluster_sleeps(cluster: Cluster) -> None:
+def test_an_idle_cluster_sleeps(cluster: Cluster, stock: Stock) -> None:
     cluster.rest()
     pids = {entry["id"]: entry["pid"] for entry in cluster.facts["instances"]}
+    pids["stock"] = stock.child.pid
     before = {name: cpu_s(tree(pid)) for name, pid in pids.items()}
     start = time.monotonic()
     time.sleep(WATCH_S)
     took_s = time.monotonic() - start
-    for name, pid in pids.items():
-        share = (cpu_s(tree(pid)) - before[name]) / took_s
-        print(f"{name}: {100 * share:.2f} % of a core")
-        assert share < MAX_IDLE, name
+    shares = {name: (cpu_s(tree(pid)) - before[name]) / took_s for name, pid in pids.items()}
+    print({name: f"{100 * share:.2f} % of a core" for name, share in shares.items()})
+    limit = max(MAX_IDLE, shares.pop("stock") + MAX_IDLE_OVER_STOCK)
+    assert max(shares.values()) < limit, shares
 
 
 def test_memory_over_stock_is_the_arena_and_little_more(cluster: Cluster, stock: Stock) -> None:

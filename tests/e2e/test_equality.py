@@ -75,6 +75,7 @@ async def test_options_that_shape_the_answer(stock: Stock, cluster: Cluster) -> 
         completion(70, frequency_penalty=1.5, presence_penalty=0.5),
         completion(70, min_tokens=5),
         completion(70, temperature=0.9, seed=7),
+        completion(300, temperature=0.9, seed=8, top_p=0.9),
         completion(70, logit_bias={"17": 50.0}),
         chat(30, stop=[" ", "e"]),
     ]
@@ -86,7 +87,7 @@ async def test_options_that_shape_the_answer(stock: Stock, cluster: Cluster) -> 
 async def test_requests_that_are_not_split_are_equal_too(stock: Stock, cluster: Cluster) -> None:
     text = " ".join(WORDS)
     for body in (
-        completion(50, n=2),
+        completion(50, n=2, temperature=0.8, seed=3),
         completion(50, prompt=[text, text[:40]]),
         completion(50, prompt=text, echo=True, return_token_ids=False),
     ):

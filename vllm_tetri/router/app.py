@@ -126,7 +126,7 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
             answer.headers["Allow"] = error.headers["Allow"]
         return answer
     except ConnectionResetError:
-        raise
+        return web.Response(status=499)  # the client left; nobody reads this
     except Exception:
         _log.exception("%s %s failed", request.method, request.path)
         return Refusal(500, "the router failed; its log says why").response()
