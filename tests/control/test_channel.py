@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 import time
@@ -194,18 +195,6 @@ async def test_trouble_in_the_engine_does_not_stop_the_agent() -> None:
         await eventually(lambda: one.agent.view().seq > seq + 2)
 
 
-async def test_an_idle_cluster_talks_less_and_wakes_up_on_a_touch() -> None:
-    idle = {"read_load": InstanceLoad}
-    async with monitor(silent_after_s=5.0) as router, joined(router.address, **idle) as one:
-        await eventually(one.sees)
-        await asyncio.sleep(1.1)
-        seq = router.view().seq
-        await asyncio.sleep(10 * PERIOD_S)
-        assert router.view().seq - seq <= 4
-        router.touch()
-        await eventually(lambda: router.view().seq - seq > 8)
-
-
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "ipc:///tmp/x", "no"])
 def test_only_loopback_addresses_are_accepted(address: str) -> None:
     with pytest.raises(ConfigError):
@@ -245,6 +234,9 @@ def num_open_files() -> int:
 
 async def test_nothing_stays_behind() -> None:
     await asyncio.to_thread(int)  # the executor of the loop keeps its thread
+    async with monitor() as router, joined(router.address) as one:
+        await eventually(one.sees)  # whatever the first use opens for good is open now
+    gc.collect()
     before = set(threading.enumerate()), num_open_files()
     async with monitor() as router, joined(router.address) as one:
         await eventually(one.sees)

@@ -18,9 +18,8 @@ from typing import Any
 
 import psutil
 
-from vllm_tetri.engine.roles import UNIPROC
-
 START_S = 240.0
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 MODEL = "tiny"
 CHUNK = 64
 ARENA_BYTES = 64 << 20

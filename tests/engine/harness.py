@@ -59,7 +59,7 @@ def vllm_config(folder: Path, role: Role, **options: Any) -> Any:
         max_num_batched_tokens=1024,
         max_num_seqs=64,
         scheduler_cls=roles.SCHEDULER,
-        distributed_executor_backend=roles.UNIPROC,
+        distributed_executor_backend=roles.EXECUTOR,
         kv_transfer_config=roles._kv_transfer_config(tetri),
     ).create_engine_config()
 

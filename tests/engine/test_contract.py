@@ -24,6 +24,7 @@ SIGNATURES = {
     ],
     "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": ["self"],
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ["self", "request_id"],
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor": ["self"],
     "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ["self"],
 }
 CONNECTOR_METHODS = {

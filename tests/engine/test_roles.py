@@ -51,7 +51,7 @@ def test_everything_follows_from_the_role(role: Role) -> None:
     namespace = parse("--role", role, "--port", "8123")
     assert namespace.scheduler_cls == roles.SCHEDULER
     assert namespace.middleware == [roles.MIDDLEWARE]
-    assert namespace.distributed_executor_backend == roles.UNIPROC
+    assert namespace.distributed_executor_backend == roles.EXECUTOR
     transfer = namespace.kv_transfer_config
     assert (transfer.kv_connector, transfer.kv_load_failure_policy) == (
         roles.CONNECTOR,

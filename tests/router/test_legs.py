@@ -65,7 +65,7 @@ async def test_the_prefill_leg_keeps_the_body_and_leaves_out_what_only_the_answe
         prefill, decode = made["p"].calls[0][1], made["d"].calls[0][1]
         del prefill["kv_transfer_params"], decode["kv_transfer_params"]
         assert decode == sent
-        dropped = ("stream_options", "logprobs", "top_logprobs")
+        dropped = ("stream_options", "logprobs", "top_logprobs", "seed")
         kept = {key: value for key, value in sent.items() if key not in dropped}
         assert prefill == {**kept, "stream": False}
 

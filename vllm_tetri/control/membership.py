@@ -108,13 +108,6 @@ class Membership:
             member is not None and member.is_same_process(info) and not self._is_silent(member, now)
         )
 
-    def is_idle(self) -> bool:
-        """Whether no instance has work, going by the last reports."""
-        return not any(
-            member.load.running or member.load.waiting or member.load.held
-            for member in self._members.values()
-        )
-
     def is_member(self, sender: bytes) -> bool:
         """Whether the address belongs to an instance."""
         return sender in self._ids

@@ -21,8 +21,6 @@ from vllm_tetri.control.membership import Membership
 from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo
 
-_BUSY_S = 1.0  # how long a touch keeps the full pace
-_IDLE_PERIODS = 4  # a silent instance must still be noticed in time
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -49,8 +47,7 @@ class Monitor:
     Args:
         bind: Address to listen on, ``tcp://HOST:PORT``; port 0 takes a free one.
         name: Name of this router in its views.
-        period_s: Seconds between two broadcasts while anything happens; four times
-            that while the cluster is idle.
+        period_s: Seconds between two broadcasts.
         silent_after_s: An instance that says nothing for so long is not used.
         on_hello: Called for every instance that is not known to be ready.
         on_dispatched: Called when a prefill instance names a decode instance.
@@ -78,7 +75,6 @@ class Monitor:
         self._on_dispatched = on_dispatched
         self._members = Membership(silent_after_s)
         self._seq = 0
-        self._touched_s = float("-inf")
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
@@ -121,15 +117,6 @@ class Monitor:
         """Whether exactly this instance is a member and not silent."""
         return self._members.is_live(info, time.monotonic())
 
-    def touch(self) -> None:
-        """Something happens: broadcast at full pace from now on, at once if it was low."""
-        now = time.monotonic()
-        was_idle = now - self._touched_s >= _BUSY_S
-        self._touched_s = now
-        if was_idle and self._timer is not None:
-            self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_later(0.0, self._tick)
-
     def send(self, instance: InstanceId, message: messages.ToInstance) -> bool:
         """Queue a message; False (and counted) when the instance cannot be reached."""
         sender = self._members.sender_of(instance)
@@ -160,9 +147,7 @@ class Monitor:
         self._drain()
         self._count_foreign()
         self._members.forget_gone(now)
-        is_busy = now - self._touched_s < _BUSY_S or not self._members.is_idle()
-        delay_s = self._period_s * (1 if is_busy else _IDLE_PERIODS)
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -220,7 +205,6 @@ class Monitor:
             _log.warning("%s was replaced by process %d", info.id, info.pid)
             reason = f"process {info.pid} joined as {info.id}; give every instance its own name"
             self._send(replaced, messages.encode(messages.Refused(reason)))
-        self.touch()
         if not self._members.is_ready(info):
             self._on_hello(info)
 

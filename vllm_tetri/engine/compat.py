@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -41,6 +42,7 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SupportsHMA",
+    "UniProcExecutor",
     "share_logging",
 ]
 

@@ -15,7 +15,7 @@ SCHEDULER = "vllm_tetri.engine.scheduler.make_scheduler"
 CONNECTOR = "TetriConnector"
 CONNECTOR_MODULE = "vllm_tetri.engine.connector"
 MIDDLEWARE = "vllm_tetri.engine.middleware.TetriMiddleware"
-UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"
 CONFIG_KEY = "tetri"
 
 # Where vLLM's prefill saturates (paper section 3.3.3 takes 512 on its GPUs).
@@ -125,7 +125,7 @@ def _choose_executor(namespace: argparse.Namespace) -> None:
         and getattr(namespace, "distributed_executor_backend", None) is None
         and (getattr(namespace, "tensor_parallel_size", None) or 1) == 1
     ):
-        namespace.distributed_executor_backend = UNIPROC
+        namespace.distributed_executor_backend = EXECUTOR
 
 
 def _is_cpu() -> bool:

@@ -29,14 +29,15 @@ _LOAD_FIELDS = (
     "heavy",
     "light",
     "prefills_done",
-    "chunks_done",
-    "kv_bytes_sent",
-    "kv_bytes_received",
-    "kv_loads_failed",
     "decodes_done",
     "preemptions",
     "flips",
     "cpu_s",
+    # Beyond the documented shape: who did what.
+    "chunks_done",
+    "kv_bytes_sent",
+    "kv_bytes_received",
+    "kv_loads_failed",
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

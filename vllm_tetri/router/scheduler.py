@@ -104,7 +104,6 @@ class GlobalScheduler:
         assert self._upstream is not None
         now = time.monotonic()
         entry = self.table.enter(call.request_id, now=now, sla=call.sla)
-        self.monitor.touch()
         job = Job(
             call=call, entry=entry, request=request, upstream=self._upstream, hooks=self._hooks
         )
