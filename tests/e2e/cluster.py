@@ -83,14 +83,14 @@ class Stock(Process):
 class Cluster(Process):
     """`vllm-tetri up` with one prefill and one decode instance."""
 
-    def __init__(self, model: Path, folder: Path, *options: str) -> None:
+    def __init__(self, model: Path, folder: Path, *, serve: tuple[str, ...] = ()) -> None:
         self.ready_file = folder / "ready.json"
         self.logs = folder / "logs"
         super().__init__(
             ["vllm_tetri.cli", "up", str(model), "--port", "0", "--ready-file",
              str(self.ready_file), "--log-dir", str(self.logs),
-             "--arena-bytes", str(ARENA_BYTES), *options, "--", *SERVE,
-             "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5"],
+             "--arena-bytes", str(ARENA_BYTES), "--", *SERVE,
+             "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5", *serve],
             folder / "up.log",
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from vllm_tetri import messages
 
 pytestmark = pytest.mark.e2e
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], int]] = {
     "oversize prompt": ({"prompt": [5] * 3000}, 413),
     "unknown model": ({"model": "nobody"}, 404),
     "max_tokens 0": ({"max_tokens": 0}, 400),

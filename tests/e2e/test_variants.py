@@ -1,0 +1,90 @@
+"""The other ways: TCP instead of shared memory, one push per request, background
+loads. The cluster is this module's own, so the last test may break it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.client import ask, ask_all
+from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.prompts import chat, completion
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    options = ("--tetri-link", "tcp", "--tetri-push", "request", "--tetri-load-budget-bytes", "1")
+    cluster = Cluster(tiny_llama, tmp_path_factory.mktemp("variant"), serve=options)
+    try:
+        cluster.ready()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def variant(started: Cluster) -> Iterator[Cluster]:
+    yield started
+    started.rest()
+
+
+async def test_equal_over_tcp_alone_and_together(stock: Stock, variant: Cluster) -> None:
+    asked = [completion(n) for n in (3, 127, 128, 129, 513, 1025, 1500)] + [chat(100)]
+    ours = [await ask(variant.url, body) for body in asked]
+    together = await ask_all(variant.url, asked)
+    for mine, again, body in zip(ours, together, asked, strict=True):
+        theirs = await ask(stock.url, body)
+        assert mine.same_as(theirs)
+        assert again.same_as(theirs)
+    moved = variant.instances()
+    assert moved["prefill-0"]["kv_bytes_sent"] > 0
+    assert moved["decode-0"]["kv_loads_failed"] == 0
+
+
+async def test_a_killed_decode_instance_is_replaced_and_meanwhile_nobody_is_refused(
+    stock: Stock, variant: Cluster
+) -> None:
+    body = completion(200)
+    expected = await ask(stock.url, body)
+    pid = next(each["pid"] for each in variant.facts["instances"] if each["id"] == "decode-0")
+    engines = [
+        child
+        for child in psutil.Process(pid).children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
+    ]
+    os.kill(engines[0].pid, signal.SIGKILL)
+    answer = await ask(variant.url, body)
+    assert answer.status == 200
+    assert answer.same_as(expected)
+    deadline = time.monotonic() + 120
+    while answer.headers["x-tetri-decode"] != "decode-0" or not answer.same_as(expected):
+        assert time.monotonic() < deadline, "the decode instance did not come back"
+        await asyncio.sleep(0.5)
+        answer = await ask(variant.url, body)
+        assert answer.status == 200, answer.error
+
+
+def test_stopping_leaves_nothing_behind(started: Cluster) -> None:
+    processes = started.tree()
+    arenas = set(_arenas_of(processes))
+    assert arenas
+    assert started.stop() == 0
+    assert not psutil.wait_procs(processes, timeout=5)[1]
+    assert not {arena for arena in arenas if Path(arena).exists()}
+
+
+def _arenas_of(processes: list[psutil.Process]) -> Iterator[str]:
+    for process in processes:
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            path = line.split()[-1]
+            if path.startswith("/dev/shm/tetri-"):
+                yield path
