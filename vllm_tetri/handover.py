@@ -7,7 +7,10 @@ structs are all it may hold. This is the only place that knows the key.
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,11 +21,15 @@ FIELD = "kv_transfer_params"
 KEY = "tetri"
 
 
+# A prefill instance may try a hand-over again; every try has a name of its own.
+MAX_ATTEMPTS = 4
+
+
 class PrefillLeg(msgspec.Struct, frozen=True, tag="prefill"):
     """Router → prefill instance: compute the prompt, hand its KV over."""
 
-    transfer: TransferId
-    request: RequestId
+    transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=128)]
+    request: Annotated[RequestId, msgspec.Meta(max_length=128)]
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -30,11 +37,13 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
     ``decode`` is empty when no decode instance took the KV; then any instance
     may serve the request by computing the prompt again, and ``reason`` says why.
+    ``transfer`` is the name of the try that counts, ``digest`` that of the prompt.
     """
 
     transfer: TransferId
     decode: InstanceId
     num_tokens: int
+    digest: str
     num_chunks: int
     num_bytes: int
     reason: str
@@ -43,12 +52,12 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
     """Router → decode instance: the prompt's KV is in your arena (or will be).
 
-    ``num_loads`` is how many sequences will load it (``n`` of the request).
+    Both sides make tokens of the body themselves; ``digest`` proves that they
+    made the same ones.
     """
 
-    transfer: TransferId
-    num_tokens: int
-    num_loads: int = 1
+    transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=160)]
+    digest: str
 
 
 Handover = PrefillLeg | Prefilled | DecodeLeg
@@ -65,10 +74,29 @@ def from_params(params: dict[str, Any] | None) -> Handover | None:
     Raises:
         ProtocolError: Our key is there but does not hold one of our legs.
     """
-    if not params or KEY not in params:
+    if not params:
+        return None
+    if not isinstance(params, dict):
+        raise ProtocolError(f"{FIELD} must be an object, not {type(params).__name__}")
+    if KEY not in params:
         return None
     try:
         leg: Handover = msgspec.convert(params[KEY], Handover)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{FIELD}.{KEY}: {error}") from error
     return leg
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """Name of a prompt: equal prompts have equal digests, others do not."""
+    return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def attempt_name(transfer: TransferId, attempt: int) -> TransferId:
+    """Name of the n-th try of a transfer; the first has the plain name."""
+    return transfer if attempt == 0 else TransferId(f"{transfer}~{attempt}")
+
+
+def attempt_names(transfer: TransferId) -> tuple[TransferId, ...]:
+    """The names of all tries that a transfer may have."""
+    return tuple(attempt_name(transfer, attempt) for attempt in range(MAX_ATTEMPTS))

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import BLOCK, Engine
-from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, from_params, to_params
+from vllm_tetri.handover import (
+    DecodeLeg,
+    Prefilled,
+    PrefillLeg,
+    digest_of,
+    from_params,
+    to_params,
+)
 from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
 
 CHUNK = 64
@@ -34,7 +41,7 @@ class Pair:
         return answer
 
     def receive(self, name: str, tokens: list[int], transfer: TransferId | None = None) -> Any:
-        leg = DecodeLeg(transfer or TransferId(f"t-{name}"), len(tokens))
+        leg = DecodeLeg(transfer or TransferId(f"t-{name}"), digest_of(tokens))
         return self.decode.add(name, tokens, params=to_params(leg))
 
     def settle(self) -> None:

@@ -152,6 +152,7 @@ class FakeInstance:
             transfer=leg.transfer,
             decode=InstanceId(self.decode),
             num_tokens=PROMPT_TOKENS,
+            digest="d1",
             num_chunks=1,
             num_bytes=100,
             reason="full" if not self.decode else "",

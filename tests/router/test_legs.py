@@ -29,7 +29,7 @@ async def test_a_request_goes_through_both_instances(path: str) -> None:
         assert [each[0] for each in made["p"].calls + made["d"].calls] == [path, path]
         prefill, decode = made["p"].leg(), made["d"].leg()
         assert isinstance(prefill, PrefillLeg)
-        assert decode == DecodeLeg(prefill.transfer, PROMPT_TOKENS, 1)
+        assert decode == DecodeLeg(prefill.transfer, "d1")
         assert prefill.request == headers["x-request-id"]
         assert made["p"].calls[0][2]["X-Request-Id"] == headers["x-request-id"]
         assert made["p"].cancelled == made["d"].cancelled == []

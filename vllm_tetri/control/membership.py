@@ -18,6 +18,7 @@ from vllm_tetri.types import (
 MAX_INSTANCES = 1024
 _MAX_NAME = 128
 _MAX_URL = 2048
+_MAX_FACTS = 256
 
 
 @dataclass(slots=True)
@@ -158,3 +159,10 @@ def _check(info: InstanceInfo) -> None:
         raise ProtocolError(f"{info.id}: url {info.url[:80]!r} does not start with http://")
     if not info.models or not all(info.models):
         raise ProtocolError(f"{info.id} serves no model")
+    host, _, port = info.kv_endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536 or len(host) > _MAX_NAME:
+        raise ProtocolError(f"{info.id}: KV endpoint {info.kv_endpoint[:80]!r} is not HOST:PORT")
+    sizes = [len(text) for pair in info.identity.items() for text in pair]
+    sizes += [len(model) for model in info.models]
+    if len(sizes) > _MAX_FACTS or max(sizes) > _MAX_URL:
+        raise ProtocolError(f"{info.id} says more of itself than fits into a view")

@@ -72,6 +72,7 @@ REQUEST_ATTRIBUTES = (
     "kv_transfer_params",  # R
     "max_tokens",  # W: 1 on the prefill side
     "num_prompt_tokens",  # R
+    "prompt_token_ids",  # R
     "num_computed_tokens",  # R
     "num_output_tokens",  # R
     "num_tokens",  # R

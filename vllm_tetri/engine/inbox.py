@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -21,20 +22,14 @@ import numpy as np
 
 from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.step import Load, WorkerReport
-from vllm_tetri.handover import DecodeLeg
+from vllm_tetri.handover import DecodeLeg, attempt_names, digest_of
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
 from vllm_tetri.types import TransferId
 
 logger = logging.getLogger(__name__)
 
 LOST_PREFIX = b"lost:"
-# A prefill instance may try a hand-over again under a new name.
-MAX_ATTEMPTS = 4
-
-
-def attempt_name(transfer: TransferId, attempt: int) -> str:
-    """Name of the n-th try of a transfer; the first one has the plain name."""
-    return transfer if attempt == 0 else f"{transfer}~{attempt}"
+MAX_LOST = 4096
 
 
 class _State(Enum):
@@ -52,6 +47,7 @@ class _Inbound:
     slot: Slot | None = None
     local_tokens: int = 0
     is_background: bool = False
+    num_loaded: int = 0  # ranks that have executed the load
     gone: bool = False  # the request ended while workers were loading
 
 
@@ -75,7 +71,7 @@ class Inbox:
         self._timeout_s = timeout_s
         self._load_budget_bytes = load_budget_bytes
         self._entries: dict[str, _Inbound] = {}
-        self._lost: set[str] = set()
+        self._lost: OrderedDict[str, None] = OrderedDict()
         self._loads: list[Load] = []
         self.loads_done = 0
         self.loads_failed = 0
@@ -114,6 +110,8 @@ class Inbox:
         entry = self._entries.get(request.request_id)
         if entry is None or entry.state is _State.DONE:
             return 0, False
+        if entry.state is _State.LOADING:
+            return None, False  # preempted before its load was reported
         if entry.state is _State.WAITING and not self._try_take(request, entry):
             return (None if entry.state is _State.WAITING else 0), False
         num_tokens = request.num_tokens - 1 - num_local_tokens
@@ -133,18 +131,19 @@ class Inbox:
         if slot is None:
             self._check_lost(name, entry)
             return False
-        num_blocks = -(-request.num_prompt_tokens // self._block_size)
         entry.slot, entry.state = slot, _State.TAKEN
-        if (slot.num_blocks, slot.num_ranks, entry.leg.num_tokens) != (
-            num_blocks,
-            self._num_ranks,
-            request.num_prompt_tokens,
-        ):
+        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        num_bytes = num_blocks * self._bytes_per_block
+        is_ours = (
+            (slot.num_blocks, slot.num_ranks) == (num_blocks, self._num_ranks)
+            and slot.rank_bytes * slot.num_ranks == num_bytes
+            and entry.leg.digest == digest_of(request.prompt_token_ids or ())
+        )
+        if not is_ours:
             logger.warning(
-                "transfer %s holds %d blocks of %d ranks for %d tokens, the request has %d tokens; "
-                "computing its prompt here",
-                name, slot.num_blocks, slot.num_ranks, entry.leg.num_tokens,
-                request.num_prompt_tokens,
+                "transfer %s (%d blocks) holds the KV of another prompt than request %s "
+                "(%d tokens); computing it here",
+                name, slot.num_blocks, request.request_id, request.num_prompt_tokens,
             )  # fmt: skip
             self.loads_failed += 1
             self._give_back(entry)
@@ -157,7 +156,7 @@ class Inbox:
         reason = ""
         if name in self._lost:
             reason = "its prefill instance gave up"
-            self._lost.discard(name)
+            del self._lost[name]
         elif seen is not None and seen.state is SlotState.FAILED:
             reason = seen.error or "failed"
         elif time.monotonic() > entry.deadline:
@@ -170,8 +169,10 @@ class Inbox:
 
     def _drain_messages(self) -> None:
         while (message := self._receiver.receive(0.0)) is not None:
-            if message.startswith(LOST_PREFIX) and len(self._lost) < 4096:
-                self._lost.add(message[len(LOST_PREFIX) :].decode(errors="replace"))
+            if message.startswith(LOST_PREFIX):
+                self._lost[message[len(LOST_PREFIX) :].decode(errors="replace")] = None
+                if len(self._lost) > MAX_LOST:
+                    self._lost.popitem(last=False)
 
     def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """vLLM gave the request its blocks; order the load, or free the slot."""
@@ -204,10 +205,13 @@ class Inbox:
         """Workers executed loads: give the slots back."""
         self.loaded_bytes += report.loaded_bytes
         self.loads_failed += report.load_errors
-        for request_id in report.loaded:
+        for request_id, num_ranks in report.loaded.items():
             entry = self._entries.get(request_id)
             if entry is None or entry.state is not _State.LOADING:
                 continue
+            entry.num_loaded += num_ranks
+            if entry.num_loaded < self._num_ranks:
+                continue  # another rank still reads the slot
             self._give_back(entry)
             self.loads_done += 1
             if entry.gone:
@@ -228,8 +232,8 @@ class Inbox:
 
     def cancel(self, transfer: TransferId) -> None:
         """Nobody waits for this transfer any more (any thread)."""
-        for attempt in range(MAX_ATTEMPTS):
-            self._receiver.cancel(attempt_name(transfer, attempt))
+        for name in attempt_names(transfer):
+            self._receiver.cancel(name)
 
     def _give_back(self, entry: _Inbound) -> None:
         if entry.slot is not None:

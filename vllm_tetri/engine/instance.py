@@ -127,6 +127,7 @@ class Instance:
             leg = from_params(request.kv_transfer_params)
         except ProtocolError as error:
             self.bad_legs += 1
+            request.kv_transfer_params = None
             logger.warning("request %s is served whole: %s", request.request_id, error)
             return
         match leg:

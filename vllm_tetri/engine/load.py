@@ -32,15 +32,14 @@ def read_load(
     cpu_s: float,
 ) -> InstanceLoad:
     """A consistent enough picture for placement; counters are exact at rest."""
-    requests = list(scheduler.requests.values())
+    requests, running = list(scheduler.requests.values()), list(scheduler.running)
     pool = scheduler.kv_cache_manager.block_pool
-    running, waiting = scheduler.get_request_counts()
-    heavy = sum(is_heavy(request) for request in list(scheduler.running))
+    heavy = sum(is_heavy(request) for request in running)
     blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
     outbox, inbox = instance.outbox, instance.inbox
     return InstanceLoad(
-        running=running,
-        waiting=waiting,
+        running=len(running),
+        waiting=scheduler.get_request_counts()[1],
         held=arena.slots,
         queued_prefill_tokens=sum(remaining_prompt_tokens(request) for request in requests),
         blocks_used=blocks_total - pool.get_num_free_blocks(),
@@ -48,7 +47,7 @@ def read_load(
         arena_used_bytes=arena.arena_used_bytes,
         arena_total_bytes=arena.arena_total_bytes,
         heavy=heavy,
-        light=running - heavy,
+        light=len(running) - heavy,
         step_s=instance.step_s,
         prefills_done=outbox.prefills_done,
         decodes_done=instance.decodes_done,

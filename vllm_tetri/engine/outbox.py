@@ -20,9 +20,14 @@ import numpy as np
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput
-from vllm_tetri.engine.inbox import MAX_ATTEMPTS, attempt_name
 from vllm_tetri.engine.step import Open, StepMeta, WorkerReport, Write
-from vllm_tetri.handover import Prefilled, PrefillLeg
+from vllm_tetri.handover import (
+    MAX_ATTEMPTS,
+    Prefilled,
+    PrefillLeg,
+    attempt_name,
+    digest_of,
+)
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.types import InstanceId, TransferId
 
@@ -52,7 +57,7 @@ class _Outbound:
     freeing: bool = False
 
     @property
-    def name(self) -> str:
+    def name(self) -> TransferId:
         return attempt_name(self.leg.transfer, self.attempt)
 
 
@@ -189,9 +194,10 @@ class Outbox:
     def _prefilled(self, entry: _Outbound) -> Prefilled:
         dispatch = entry.dispatch
         return Prefilled(
-            transfer=TransferId(entry.name),
+            transfer=entry.name,
             decode=dispatch.instance if dispatch else InstanceId(""),
             num_tokens=entry.request.num_prompt_tokens,
+            digest=digest_of(entry.request.prompt_token_ids or ()),
             num_chunks=entry.num_chunks,
             num_bytes=self._num_blocks(entry.request) * self._bytes_per_block,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # A copy between two checks of the cancel flag takes microseconds; a writer that
 # needs longer than this to stop is stuck in a dead machine.
 STOP_DEADLINE_S = 5.0
-LOST_TIMEOUT_S = 1.0
+PIECE_BYTES = 64 << 20  # staged at once, where staging is needed
 
 
 @dataclass(slots=True)
@@ -34,7 +34,6 @@ class _Sending:
     num_written: int = 0  # entries of `gathered` that the transfer has
     is_last: bool = False  # the request is finished: report it when DONE
     is_finished: bool = False  # the transfer knows that nothing follows
-    reported: bool = False  # a failure was reported; the scheduler decides
     free: bool = False  # report it as soon as nothing reads its blocks
 
 
@@ -86,7 +85,7 @@ class KVWorker:
     def begin_step(self, meta: StepMeta) -> None:
         """Open and feed transfers; blocks named here are complete."""
         for endpoint, transfer in meta.lost:
-            self._sender.send(endpoint, LOST_PREFIX + transfer.encode(), LOST_TIMEOUT_S)
+            self._tell_lost(endpoint, transfer)
         for opening in meta.opens:
             self._open(opening)
         for write in meta.writes:
@@ -112,20 +111,45 @@ class KVWorker:
             sending.transfer.cancel()
         return sending
 
+    def _tell_lost(self, endpoint: str, transfer: str) -> None:
+        """Spare the receiver its time-out. Queued, not waited for: a receiver
+        that does not listen is the likely reason."""
+        try:
+            self._sender.send(endpoint, LOST_PREFIX + transfer.encode(), 0.0)
+        except ValueError:
+            logger.exception("cannot tell %s that %s is lost", endpoint, transfer)
+
     def _open(self, order: Open) -> None:
-        transfer = self._sender.open(
-            order.endpoint, order.transfer, order.num_blocks, self._mover.block_bytes
-        )
-        self._sending[order.request_id] = _Sending(transfer)
+        if (old := self._sending.pop(order.request_id, None)) is not None:
+            old.transfer.cancel()
+        try:
+            transfer = self._sender.open(
+                order.endpoint, order.transfer, order.num_blocks, self._mover.block_bytes
+            )
+        except ValueError as error:
+            self._report.failed[order.request_id] = ("INVALID", str(error))
+        else:
+            self._sending[order.request_id] = _Sending(transfer)
 
     def _write(self, order: Write) -> None:
         sending = self._sending.get(order.request_id)
         if sending is None:
             return
-        if len(order.block_ids):
-            sending.gathered.append((order.first_block, self._mover.gather(order.block_ids)))
+        try:
+            self._gather(sending, order)
+        except (ValueError, RuntimeError) as error:
+            logger.exception("reading KV of %s failed", order.request_id)
+            sending.transfer.cancel()
+            self._report.failed[order.request_id] = ("INVALID", str(error))
+            return
         sending.is_last = order.is_last
         _advance(sending)
+
+    def _gather(self, sending: _Sending, order: Write) -> None:
+        step = max(1, PIECE_BYTES // self._mover.block_bytes)
+        for start in range(0, len(order.block_ids), step):
+            gathered = self._mover.gather(order.block_ids[start : start + step])
+            sending.gathered.append((order.first_block + start, gathered))
 
     def _free(self, request_id: str) -> None:
         sending = self._sending.get(request_id)
@@ -138,7 +162,7 @@ class KVWorker:
     def _load_now(self, order: Load) -> None:
         try:
             self._scatter(order)
-        except (ValueError, OSError, TransferError):
+        except (ValueError, OSError, RuntimeError, TransferError):
             # vLLM recomputes these blocks (kv_load_failure_policy=recompute).
             logger.exception("loading KV of %s failed", order.request_id)
             self._failed_blocks.update(order.block_ids.tolist())
@@ -178,9 +202,9 @@ class KVWorker:
                 sent.add(request_id)
             elif sending.free and transfer.quiesced:
                 sent.add(request_id)
-            elif state is TransferState.FAILED and transfer.quiesced and not sending.reported:
+            elif state is TransferState.FAILED and transfer.quiesced:
                 self._report.failed[request_id] = (transfer.status.name, transfer.error)
-                sending.reported = True
+                del self._sending[request_id]  # the scheduler opens another one, or frees
             if request_id in sent:
                 del self._sending[request_id]
         return sent

@@ -20,6 +20,8 @@ import torch
 from vllm_tetri.kv.mover import BlockIds, Gathered, block_pages
 from vllm_tetri.transport.native import Arena, Layout
 
+_PIECE_BYTES = 64 << 20  # staged at once
+
 
 class CudaMover:
     """Block mover for CUDA tensors."""
@@ -47,6 +49,14 @@ class CudaMover:
         return Gathered(staging_layout(pinned), order, is_ready=done.query)
 
     def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None:
+        step = max(1, _PIECE_BYTES // self.block_bytes)
+        for start in range(0, len(block_ids), step):
+            piece = block_ids[start : start + step]
+            self._scatter_piece(arena, offset, first_block + start, piece)
+
+    def _scatter_piece(
+        self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds
+    ) -> None:
         pinned = self._pinned(len(block_ids))
         order = np.arange(len(block_ids), dtype=np.int32)
         arena.load(offset, first_block, staging_layout(pinned), order)

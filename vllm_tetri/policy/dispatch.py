@@ -84,7 +84,7 @@ def _has_room(peer: InstanceView, num_tokens: int, num_bytes: int) -> bool:
 
 
 def _heaviness(peer: InstanceView) -> float:
-    return peer.load.heavy / (peer.load.light + 1)
+    return max(0, peer.load.heavy) / (max(0, peer.load.light) + 1)
 
 
 def _free_blocks(peer: InstanceView) -> int:

@@ -75,8 +75,11 @@ def parse_call(path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
         raise Refusal(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refusal(400, f"the body must be a JSON object, not {type(body).__name__}")
-    if FIELD in body:
-        del body[FIELD]
+    extra = body.get("vllm_xargs")
+    if FIELD in body or (isinstance(extra, dict) and FIELD in extra):
+        body.pop(FIELD, None)
+        if isinstance(extra, dict):
+            extra.pop(FIELD, None)
         raw = msgspec.json.encode(body)
     model = body.get("model")
     return Call(

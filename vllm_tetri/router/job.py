@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import FIELD, DecodeLeg, Prefilled, PrefillLeg, from_params
+from vllm_tetri.handover import FIELD, DecodeLeg, Prefilled, PrefillLeg, attempt_names, from_params
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Route, Split
 from vllm_tetri.router.answers import LegFailed, Refusal, mark_too_long
@@ -151,7 +151,7 @@ class Job:
         instance = self._hooks.info(prefilled.decode)
         if instance is None:
             raise LegFailed(prefilled.decode, "holds the KV but is not in use", status=503)
-        leg = DecodeLeg(prefilled.transfer, prefilled.num_tokens, num_loads=1)
+        leg = DecodeLeg(prefilled.transfer, prefilled.digest)
         answer = await self._answer(instance, self._call.decode_body(leg))
         if answer.status == 200 and not entry.is_over:
             entry.transfer = None  # the decode instance consumed it
@@ -236,4 +236,6 @@ def _read_prefilled(body: bytes, transfer: TransferId) -> Prefilled | None:
     except (msgspec.DecodeError, ProtocolError, TypeError) as error:
         _log.warning("a prefill answer cannot be read: %s", error)
         return None
-    return leg if isinstance(leg, Prefilled) and leg.transfer == transfer else None
+    if isinstance(leg, Prefilled) and leg.transfer in attempt_names(transfer):
+        return leg
+    return None

@@ -19,7 +19,7 @@ class Upstream:
     """Connections to all instances. Build it on a running event loop and close it there.
 
     Args:
-        first_byte_s: Longest wait for an instance's answer to begin, in seconds.
+        first_byte_s: Longest wait for an instance's next byte, in seconds.
     """
 
     def __init__(self, first_byte_s: float) -> None:
@@ -28,7 +28,7 @@ class Upstream:
             connector=aiohttp.TCPConnector(
                 limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S
             ),
-            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S, sock_read=first_byte_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,
