@@ -40,8 +40,15 @@ class Pair:
         assert isinstance(answer, Prefilled)
         return answer
 
-    def receive(self, name: str, tokens: list[int], transfer: TransferId | None = None) -> Any:
-        leg = DecodeLeg(transfer or TransferId(f"t-{name}"), digest_of(tokens))
+    def receive(
+        self,
+        name: str,
+        tokens: list[int],
+        transfer: TransferId | None = None,
+        *,
+        digest: str = "",
+    ) -> Any:
+        leg = DecodeLeg(transfer or TransferId(f"t-{name}"), digest or digest_of(tokens))
         return self.decode.add(name, tokens, params=to_params(leg))
 
     def settle(self) -> None:

@@ -1,0 +1,170 @@
+"""What a peer, a client or a race can do to an engine: cost time, nothing else."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.engine.harness import BLOCK, Engine
+from tests.engine.test_handover import CHUNK, Pair, prompt
+from vllm_tetri.engine.inbox import MAX_LOST
+from vllm_tetri.engine.step import StepMeta, WorkerReport
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, digest_of, from_params, to_params
+from vllm_tetri.router.job import _read_prefilled
+from vllm_tetri.types import InstanceId, RequestId, TransferId
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, arena_bytes=1 << 20, transfer_timeout_s=1.0)
+    yield pair
+    pair.close()
+
+
+def worker_of(engine: Engine) -> Any:
+    return engine.worker._worker
+
+
+def test_kv_of_another_prompt_is_never_loaded(pair: Pair) -> None:
+    """Two instances may make different tokens of the same text."""
+    pair.send("a", prompt(100, seed=3))
+    answer = pair.prefilled("a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    other = prompt(100, seed=4)
+    request = pair.receive("a", other, digest=answer.digest)
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.holds(request, len(other))
+    assert pair.decode.instance.inbox.loads_done == 0
+    pair.decode.run_until(lambda: "a" in pair.decode.finished)
+    pair.settle()
+
+
+def test_a_kv_endpoint_that_is_none_is_survived(pair: Pair) -> None:
+    view = pair.prefill.instance._agent.view()
+    bad = tuple(
+        replace(each, info=replace(each.info, kv_endpoint="nonsense")) for each in view.instances
+    )
+    pair.prefill.instance._agent.view = lambda: replace(view, instances=bad)
+    pair.send("a", prompt(100))
+    pair.prefilled("a")
+    pair.settle()
+
+
+def test_an_endless_transfer_name_is_no_leg(pair: Pair) -> None:
+    leg = PrefillLeg(TransferId("x" * 70_000), RequestId("a"))
+    pair.prefill.add("a", prompt(100), params=to_params(leg))
+    pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
+    assert pair.prefill.instance.bad_legs == 1
+    pair.settle()
+
+
+def test_failed_transfers_leave_no_entry(pair: Pair) -> None:
+    pair.decode.instance._receiver.close()
+    for i in range(5):
+        pair.send(f"r{i}", prompt(6 * CHUNK, seed=i + 1))
+        pair.prefilled(f"r{i}")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    assert not worker_of(pair.prefill)._sending
+
+
+def test_abort_after_a_full_arena_leaves_no_entry(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, arena_bytes=24 * BLOCK * 64 * 2, transfer_timeout_s=5.0)
+    pair.send("big", prompt(20 * BLOCK))
+    pair.prefilled("big")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.send("a", prompt(20 * BLOCK, seed=9))
+    entry = pair.prefill.instance.outbox._entries["a"]
+    while not entry.retry_at:  # the arena said FULL
+        pair.prefill.step()
+        time.sleep(0.002)
+    pair.prefill.abort("a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    assert not worker_of(pair.prefill)._sending
+    pair.close()
+
+
+def test_telling_a_hung_peer_does_not_hold_the_engine(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        lost = [(endpoint, f"t{i}") for i in range(50)]
+        worker_of(pair.prefill).begin_step(StepMeta(lost=lost))
+        assert time.monotonic() - start < 1.0
+
+
+def test_old_losses_do_not_hide_new_ones(pair: Pair) -> None:
+    inbox = pair.decode.instance.inbox
+    inbox._lost.update({f"old{i}": None for i in range(MAX_LOST)})
+    tokens = prompt(100)
+    request = pair.receive("a", tokens)
+    inbox._entries["a"].deadline += 100.0
+    worker_of(pair.prefill).begin_step(StepMeta(lost=[(pair.decode.info.kv_endpoint, "t-a")]))
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.holds(request, len(tokens))
+    assert inbox.loads_failed == 1
+
+
+def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
+    tokens = prompt(100)
+    pair.send("a", tokens)
+    pair.prefilled("a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    inbox = pair.decode.instance.inbox
+    request = pair.receive("a", tokens)
+    assert inbox.match(request, 0, is_busy=False) == (99, False)
+    inbox.admitted(request, list(range(7)), 99)
+    inbox._num_ranks = 2
+    inbox.report(WorkerReport(loaded={"a": 1}))
+    assert pair.decode.instance._read_load().arena_used_bytes > 0
+    assert inbox.match(request, 0, is_busy=False) == (None, False)
+    inbox.report(WorkerReport(loaded={"a": 1}))
+    assert pair.decode.instance._read_load().arena_used_bytes == 0
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 30], ids=["background", "in step"])
+def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
+    pair = Pair(tmp_path, arena_bytes=1 << 20, load_budget_bytes=budget)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    worker_of(pair.decode)._scatter = broken
+    pair.decode.add("busy", prompt(20, seed=77), max_tokens=300)
+    pair.decode.run_until(lambda: "busy" in pair.decode.outputs)
+    tokens = prompt(200)
+    pair.send("a", tokens)
+    pair.prefilled("a")
+    request = pair.receive("a", tokens)
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.holds(request, len(tokens))
+    assert pair.decode.instance.inbox.loads_failed == 1
+    for name in ("a", "busy"):
+        pair.decode.abort(name)
+    pair.settle()
+    pair.close()
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("T", True), ("T~1", True), ("U", False)])
+def test_a_retry_is_known_by_its_name(name: str, is_known: bool) -> None:
+    leg = Prefilled(TransferId(name), InstanceId("d"), 10, digest_of([1]), 1, 1, "")
+    answer = msgspec.json.encode({"kv_transfer_params": to_params(leg)})
+    assert (_read_prefilled(answer, TransferId("T")) is not None) == is_known
+
+
+def test_legs_round_trip_and_nonsense_is_refused() -> None:
+    leg = DecodeLeg(TransferId("t"), digest_of([1, 2]))
+    assert from_params(to_params(leg)) == leg
+    assert from_params(None) is None
+    assert from_params({"other": 1}) is None
+    for bad in ("tetri", {"tetri": 5}, {"tetri": {"type": "decode"}}):
+        with pytest.raises(ProtocolError):
+            from_params(bad)  # type: ignore[arg-type]
