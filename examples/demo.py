@@ -22,7 +22,7 @@ from typing import Any
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
-from smollm2 import prepare
+from smollm2 import fast_dtype, prepare
 
 TURNS = ("What is the capital of France?", "Name three things to see there.")
 MAX_TOKENS = 100
@@ -44,8 +44,8 @@ class Turn:
 def main() -> int:
     console = Console(highlight=False)
     console.print("preparing SmolLM2-135M-Instruct (half a minute the first time) ...")
-    model = prepare()
-    with cluster(model) as ready:
+    dtype = fast_dtype()
+    with cluster(prepare(dtype), dtype) as ready:
         before = counters(ready["url"])
         turns = chat(ready["url"], ready["model"])
         after = settled_counters(ready["url"], before, len(turns))
@@ -55,13 +55,13 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def cluster(model: Path) -> Iterator[dict[str, Any]]:
+def cluster(model: Path, dtype: str) -> Iterator[dict[str, Any]]:
     """`vllm-tetri up` with one prefill and one decode instance, as a user runs it."""
     with tempfile.TemporaryDirectory() as folder:
         ready_file = Path(folder) / "ready.json"
         command = [sys.executable, "-m", "vllm_tetri.cli", "up", str(model), "--port=0"]
         command += [f"--ready-file={ready_file}", "--", "--max-model-len=2048"]
-        command += ["--served-model-name=smollm2"]
+        command += ["--served-model-name=smollm2", f"--dtype={dtype}"]
         up = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         try:
             yield wait_for(ready_file, up)

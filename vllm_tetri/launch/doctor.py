@@ -170,7 +170,8 @@ def _isa() -> Finding:
     found = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if name in flags]
     fact = " ".join([platform.machine(), *found])
     if is_cpu_build() and platform.machine() == "x86_64" and "avx512f" not in flags:
-        return Finding("instruction set", Verdict.WARN, fact, "vLLM is slow without AVX-512")
+        advice = "vLLM is slow without AVX-512, above all in bf16: add --dtype float32"
+        return Finding("instruction set", Verdict.WARN, fact, advice)
     return Finding("instruction set", Verdict.OK, fact)
 
 
