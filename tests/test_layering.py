@@ -33,7 +33,10 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         SHARED | {"control", "transport", "kv", "__init__"},
         {"msgspec", "numpy", "psutil", "torch", "vllm", "yaml"},
     ),
-    "launch": (SHARED | {"__init__", "engine.versions"}, {"aiohttp", "psutil", "rich", "yaml"}),
+    "launch": (
+        SHARED | {"__init__", "engine.versions", "transport.leftovers"},
+        {"aiohttp", "psutil", "rich", "yaml"},
+    ),
     "cli": (VALUES | {"__init__"}, set()),
 }
 

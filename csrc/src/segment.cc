@@ -15,8 +15,14 @@
 #include <set>
 #include <stdexcept>
 
+#include "tetri/status.h"
+
 #ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
 
 namespace tetri {
@@ -28,6 +34,8 @@ constexpr char kPrefix[] = "tetri-";
 constexpr size_t kNameDigits = 32;
 constexpr uint64_t kMagic = 0x31304d4849525454;  // "TTRIHM01"
 constexpr uint64_t kPage = 4096;
+constexpr uint64_t kHugePage = 2 << 20;
+constexpr auto kCollapseTime = std::chrono::seconds(2);
 
 struct Header {
   uint64_t magic;
@@ -155,13 +163,15 @@ Segment Segment::create(uint64_t arena_bytes) {
   if (::ftruncate(segment.fd_.get(), static_cast<off_t>(size)) != 0) {
     fail("cannot size the receive arena", errno);
   }
+  segment.map(Access::kReadWrite);
+  segment.use_huge_pages();
   const int error = ::posix_fallocate(segment.fd_.get(), 0, static_cast<off_t>(size));
   if (error != 0) {
     fail("no room in /dev/shm for a receive arena of " + std::to_string(arena_bytes) +
              " bytes; lower arena_bytes or enlarge /dev/shm",
          error);
   }
-  segment.map(Access::kReadWrite);
+  segment.touch(Access::kReadWrite);
   auto* header = new (segment.data_) Header{};
   header->magic = kMagic;
   header->arena_bytes = size - kHeaderBytes;
@@ -189,6 +199,7 @@ Segment Segment::attach(const std::string& path, Access access) {
   }
   Segment segment(path, std::move(fd), size, false);
   segment.map(access);
+  segment.touch(access);
   const auto* header = reinterpret_cast<const Header*>(segment.data_);
   if (header->magic != kMagic || header->arena_bytes != segment.arena_bytes()) {
     throw std::runtime_error("not a receive arena of this version: " + path);
@@ -196,19 +207,39 @@ Segment Segment::attach(const std::string& path, Access access) {
   return segment;
 }
 
+// Maps at a multiple of a huge page, without which the kernel maps small ones.
 void Segment::map(Access access) {
-  const bool writes = access == Access::kReadWrite;
-  void* data = ::mmap(nullptr, size_, writes ? PROT_READ | PROT_WRITE : PROT_READ,
-                      MAP_SHARED | MAP_POPULATE, fd_.get(), 0);
-  if (data == MAP_FAILED) fail("cannot map the receive arena " + path_, errno);
-  data_ = static_cast<uint8_t*>(data);
-  if (writes) touch();
+  void* room = ::mmap(nullptr, size_ + kHugePage, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) fail("cannot map the receive arena " + path_, errno);
+  const uint64_t skip = kHugePage - 1 - (reinterpret_cast<uintptr_t>(room) - 1) % kHugePage;
+  auto* aligned = static_cast<uint8_t*>(room) + skip;
+  if (skip > 0) ::munmap(room, skip);
+  if (skip < kHugePage) ::munmap(aligned + size_, kHugePage - skip);
+  data_ = aligned;  // from here on `close` unmaps it
+  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  if (::mmap(data_, size_, protection, MAP_SHARED | MAP_FIXED, fd_.get(), 0) == MAP_FAILED) {
+    fail("cannot map the receive arena " + path_, errno);
+  }
 }
 
-// Write faults now rather than under the first transfer. Adding zero leaves other writers' bytes
-// alone.
-void Segment::touch() const {
-  if (::madvise(data_, size_, MADV_POPULATE_WRITE) == 0) return;
+// Best effort: copies into small pages lose up to a fifth to TLB misses. The kernel wants one page
+// to be there already, and takes some milliseconds for each of them; hence the limit.
+void Segment::use_huge_pages() const {
+  const TimePoint deadline = Clock::now() + kCollapseTime;
+  for (uint64_t offset = 0; offset + kHugePage <= size_; offset += kHugePage) {
+    if (::madvise(data_ + offset, kPage, MADV_POPULATE_WRITE) != 0 ||
+        ::madvise(data_ + offset, kHugePage, MADV_COLLAPSE) != 0 || Clock::now() >= deadline) {
+      return;
+    }
+  }
+}
+
+// Faults now rather than under the first transfer. Adding zero leaves other writers' bytes alone.
+void Segment::touch(Access access) const {
+  const bool writes = access == Access::kReadWrite;
+  if (::madvise(data_, size_, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0) return;
+  if (!writes) return;
   for (uint64_t offset = 0; offset < size_; offset += kPage) {
     __atomic_fetch_add(data_ + offset, 0, __ATOMIC_RELAXED);
   }

@@ -183,9 +183,6 @@ void Service::deliver_notices(TimePoint now) {
     const std::lock_guard lock(state_.mutex);
     notices = state_.table.take_notices();
     state_.counters.connections = connections_.size();
-    const uint64_t settled = state_.table.counters().settled;
-    if (settled != announced_settled_) state_.changed.notify_all();
-    announced_settled_ = settled;
   }
   for (const Notice& notice : notices) {
     const auto found = connections_.find(notice.connection);
@@ -203,6 +200,10 @@ void Service::deliver_notices(TimePoint now) {
       }
     }
   }
+  const std::lock_guard lock(state_.mutex);  // after the peers: those wait for one another
+  const uint64_t settled = state_.table.counters().settled;
+  if (settled != announced_settled_) state_.changed.notify_all();
+  announced_settled_ = settled;
 }
 
 void Service::end_overdue(TimePoint now) {

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.client import ask, ask_all
-from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.cluster import SERVE, Cluster, Process, Stock, answers, free_port, get
 from tests.e2e.prompts import chat, completion
 
 pytestmark = pytest.mark.e2e
@@ -79,6 +79,25 @@ def test_stopping_leaves_nothing_behind(started: Cluster) -> None:
     assert arenas
     assert started.stop() == 0
     assert not psutil.wait_procs(processes, timeout=5)[1]
+    assert not {arena for arena in arenas if Path(arena).exists()}
+
+
+def test_an_instance_by_hand_leaves_nothing_behind(tiny_llama: Path, tmp_path: Path) -> None:
+    """`vllm serve --role`, without `up`; nobody answers at the control address."""
+    port = free_port()
+    instance = Process(
+        ["vllm.entrypoints.cli.main", "serve", str(tiny_llama), "--port", str(port), *SERVE,
+         "--role", "both", "--tetri-arena-bytes", "16M", "--tetri-control",
+         f"tcp://127.0.0.1:{free_port()}"],
+        tmp_path / "serve.log",
+    )  # fmt: skip
+    instance.wait_for(lambda: answers(f"http://127.0.0.1:{port}/health"), "vllm serve --role both")
+    assert get(f"http://127.0.0.1:{port}/tetri/v1/instance")["id"] == f"both-{port}"
+    processes = instance.tree()
+    arenas = set(_arenas_of(processes))
+    assert arenas
+    instance.stop()
+    assert not psutil.wait_procs(processes, timeout=10)[1]
     assert not {arena for arena in arenas if Path(arena).exists()}
 
 

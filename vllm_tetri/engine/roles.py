@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 from typing import Any
 
 from vllm_tetri.config import TetriConfig, decode_config, encode_config
 from vllm_tetri.engine.options import given_options
 from vllm_tetri.engine.versions import require_supported
 from vllm_tetri.errors import ConfigError, UnsupportedError
+from vllm_tetri.transport.leftovers import sweep_segments
 from vllm_tetri.types import Role
 
 SCHEDULER = "vllm_tetri.engine.scheduler.make_scheduler"
@@ -68,6 +70,8 @@ def expand_role(namespace: argparse.Namespace) -> None:
     # A new list: the argparse default is shared by all parsers.
     namespace.middleware = [*(namespace.middleware or []), MIDDLEWARE]
     _choose_executor(namespace)
+    # On Ctrl-C vLLM kills its engine process at once, so this one clears up behind it.
+    atexit.register(sweep_segments)
 
 
 def config_of(namespace: argparse.Namespace, role: Role) -> TetriConfig:

@@ -20,8 +20,8 @@ from rich.text import Text
 from vllm_tetri import __version__
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.engine.versions import SUPPORTED_VLLM
-from vllm_tetri.launch.leftovers import SHARED_MEMORY, abandoned_segments
 from vllm_tetri.launch.machine import gpus, is_cpu_build, is_port_free, vllm_version
+from vllm_tetri.transport.leftovers import SHARED_MEMORY, abandoned_segments
 
 GIB = 1 << 30
 _MIN_ARENA_BYTES = 512 << 20  # two instances with arenas of the default size

@@ -27,7 +27,7 @@ import sys
 import time
 from pathlib import Path
 
-from vllm_tetri.launch.leftovers import sweep_segments
+from vllm_tetri.transport.leftovers import sweep_segments
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

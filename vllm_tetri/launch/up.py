@@ -15,10 +15,10 @@ import aiohttp
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.display import Display
 from vllm_tetri.launch.keeper import Keeper, LaunchError
-from vllm_tetri.launch.leftovers import sweep_segments
 from vllm_tetri.launch.machine import inspect, require_vllm
 from vllm_tetri.launch.plan import Plan, make_plan
 from vllm_tetri.policy.placement import Sharing
+from vllm_tetri.transport.leftovers import sweep_segments
 
 FAILED = 1
 INTERRUPTED = 130

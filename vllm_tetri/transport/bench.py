@@ -29,6 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vllm_tetri.errors import TransferError
+from vllm_tetri.transport import bench_nixl
 from vllm_tetri.transport.native import Layout, Receiver, Sender, copy_blocks, wait_done
 
 PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -41,7 +42,10 @@ RAW_CHUNK_BYTES = 128 << 10  # as iperf3 does; larger ones were slower
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians for one page size: throughput in bytes/s, latency in seconds."""
+    """Medians for one page size: throughput in bytes/s, latency in seconds.
+
+    What NIXL did is None when it is not installed.
+    """
 
     page_bytes: int
     total_bytes: int
@@ -49,9 +53,13 @@ class Row:
     shm: float
     tcp: float
     raw: float
+    nixl_shm: float | None
+    nixl_tcp: float | None
     shm_latency_s: float
     tcp_latency_s: float
     raw_latency_s: float
+    nixl_shm_latency_s: float | None
+    nixl_tcp_latency_s: float | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,23 +137,44 @@ class _Bench:
             "tcp_latency_s": lambda: self._push("tcp", one),
             "raw_latency_s": lambda: self._send_raw(one),
         }
-        for way in ways.values():
-            way()
-        samples: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(repeats):
-            for name, way in ways.items():
-                samples[name].append(way())
-            advance()
+        medians = _medians(ways, repeats, advance)
+        if bench_nixl.available():
+            for link in bench_nixl.TRANSPORTS:
+                medians |= self._measure_nixl(link, repeats)
+        return self._row(medians)
+
+    def _measure_nixl(self, link: str, repeats: int) -> dict[str, float]:
+        """After the others, not among them: its progress threads keep both processes busy."""
+        pair = bench_nixl.NixlPair(link, self._pages)
+        try:
+            ways: dict[str, Callable[[], float]] = {
+                f"nixl_{link}": lambda: self._push_nixl(pair, self._num_blocks),
+                f"nixl_{link}_latency_s": lambda: self._push_nixl(pair, 1),
+            }
+            return _medians(ways, repeats, lambda: None)
+        finally:
+            pair.close()
+
+    def _row(self, medians: dict[str, float]) -> Row:
         size = self._num_blocks * self._source.block_bytes
-        medians = {name: statistics.median(values) for name, values in samples.items()}
-        rates = {name: size / medians[name] for name in ("memcpy", "shm", "tcp", "raw")}
+
+        def rate(name: str) -> float | None:
+            return size / medians[name] if name in medians else None
+
         return Row(
             page_bytes=self._page_bytes,
             total_bytes=size,
+            memcpy=size / medians["memcpy"],
+            shm=size / medians["shm"],
+            tcp=size / medians["tcp"],
+            raw=size / medians["raw"],
+            nixl_shm=rate("nixl_shm"),
+            nixl_tcp=rate("nixl_tcp"),
             shm_latency_s=medians["shm_latency_s"],
             tcp_latency_s=medians["tcp_latency_s"],
             raw_latency_s=medians["raw_latency_s"],
-            **rates,
+            nixl_shm_latency_s=medians.get("nixl_shm_latency_s"),
+            nixl_tcp_latency_s=medians.get("nixl_tcp_latency_s"),
         )
 
     def _copy(self) -> float:
@@ -167,6 +196,13 @@ class _Bench:
         sender.send(self._endpoint, name.encode(), TIMEOUT_S)  # the receiver frees it
         return took
 
+    def _push_nixl(self, pair: bench_nixl.NixlPair, num_blocks: int) -> float:
+        blocks = self._ids[:num_blocks].astype(np.uint64)
+        step = np.uint64(self._page_bytes)
+        layers = np.arange(NUM_LAYERS, dtype=np.uint64) * np.uint64(self._num_blocks) * step
+        starts = np.uint64(self._pages.ctypes.data) + blocks[:, None] * step + layers
+        return pair.push(starts.reshape(-1), self._page_bytes)
+
     def _send_raw(self, num_blocks: int) -> float:
         size = num_blocks * self._source.block_bytes
         started = time.perf_counter()
@@ -176,6 +212,19 @@ class _Bench:
         if self._raw.recv(1) != b"k":
             raise OSError("the raw receiver went away")
         return time.perf_counter() - started
+
+
+def _medians(
+    ways: dict[str, Callable[[], float]], repeats: int, advance: Callable[[], None]
+) -> dict[str, float]:
+    for way in ways.values():
+        way()
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            samples[name].append(way())
+        advance()
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def _layout(
@@ -293,16 +342,21 @@ def _iperf3() -> float | None:
 def _print(console: Console, rows: list[Row], iperf: float | None) -> None:
     size = f"{rows[0].total_bytes >> 20} MiB in pages of {NUM_LAYERS} layers"
     heads = ("page", "memcpy", "shm", "shm/memcpy", "raw socket", "tcp", "tcp/raw")
-    throughput = Table(*heads, title=f"Throughput, {size} (GB/s)")
-    latency = Table("page", "shm", "tcp", "raw socket", title="One block, open to done (us)")
+    nixl = ("NIXL shm", "NIXL tcp") if rows[0].nixl_shm is not None else ()
+    throughput = Table(*heads, *nixl, title=f"Throughput, {size} (GB/s)")
+    latency = Table("page", "shm", "tcp", "raw socket", *nixl, title="One block, open to done (us)")
     for row in rows:
         page = f"{row.page_bytes >> 10} KiB"
         memcpy, shm, raw, tcp = (f"{v / 1e9:.2f}" for v in (row.memcpy, row.shm, row.raw, row.tcp))
         against = (f"{row.shm / row.memcpy:.2f}x", f"{row.tcp / row.raw:.2f}x")
-        throughput.add_row(page, memcpy, shm, against[0], raw, tcp, against[1])
+        rates = (f"{v / 1e9:.2f}" for v in (row.nixl_shm, row.nixl_tcp) if v is not None)
+        throughput.add_row(page, memcpy, shm, against[0], raw, tcp, against[1], *rates)
         times = (row.shm_latency_s, row.tcp_latency_s, row.raw_latency_s)
-        latency.add_row(page, *(f"{value * 1e6:.0f}" for value in times))
+        theirs = (row.nixl_shm_latency_s, row.nixl_tcp_latency_s)
+        latency.add_row(page, *(f"{v * 1e6:.0f}" for v in (*times, *theirs) if v is not None))
     console.print(throughput, latency)
+    if not nixl:
+        console.print("nixl is not installed: no comparison with it")
     if iperf is None:
         console.print("iperf3 is not installed: the raw socket is the reference for tcp")
     else:

@@ -55,7 +55,8 @@ class Segment {
  private:
   Segment(std::string path, Fd fd, uint64_t size, bool owner);
   void map(Access access);
-  void touch() const;
+  void use_huge_pages() const;
+  void touch(Access access) const;
 
   std::string path_;
   Fd fd_;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
-from vllm_tetri.launch.leftovers import abandoned_segments, sweep_segments
+from vllm_tetri.transport.leftovers import abandoned_segments, sweep_segments
 
 
 def test_only_the_unlocked_segment_is_removed(tmp_path: Path) -> None:
