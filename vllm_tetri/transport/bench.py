@@ -78,13 +78,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     console = Console()
     rows: list[Row] = []
+    iperf = _iperf3()  # before NIXL, whose progress threads would disturb it
     try:
         with _receiving(total_bytes) as (endpoint, raw_port), Progress(console=console) as progress:
             task = progress.add_task("moving blocks", total=len(PAGE_BYTES) * args.repeats)
             for page_bytes in PAGE_BYTES:
                 with _Bench(page_bytes, total_bytes, args.streams, endpoint, raw_port) as bench:
                     rows.append(bench.measure(args.repeats, lambda: progress.advance(task)))
-        iperf = _iperf3()
     except (OSError, TransferError) as error:
         print(f"bench transfer: {error}")
         return 1
