@@ -69,12 +69,12 @@ class Process:
 class Stock(Process):
     """One stock vLLM instance, without this package."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, *, serve: tuple[str, ...] = ()) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         super().__init__(
             ["vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port), *SERVE,
-             "--distributed-executor-backend", UNIPROC],
+             "--distributed-executor-backend", UNIPROC, *serve],
             folder / "stock.log",
             VLLM_PLUGINS="none",
         )  # fmt: skip
@@ -83,13 +83,20 @@ class Stock(Process):
 class Cluster(Process):
     """`vllm-tetri up` with one prefill and one decode instance."""
 
-    def __init__(self, model: Path, folder: Path, *, serve: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        serve: tuple[str, ...] = (),
+        arena_bytes: int = ARENA_BYTES,
+    ) -> None:
         self.ready_file = folder / "ready.json"
         self.logs = folder / "logs"
         super().__init__(
             ["vllm_tetri.cli", "up", str(model), "--port", "0", "--ready-file",
              str(self.ready_file), "--log-dir", str(self.logs),
-             "--arena-bytes", str(ARENA_BYTES), "--", *SERVE,
+             "--arena-bytes", str(arena_bytes), "--", *SERVE,
              "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5", *serve],
             folder / "up.log",
         )  # fmt: skip
