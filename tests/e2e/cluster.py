@@ -11,8 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,18 @@ class Cluster(Process):
         if in_flight := get(f"{self.url}/tetri/v1/requests")["in_flight"]:
             found["in_flight"] = in_flight
         return found
+
+
+@contextmanager
+def side_by_side(stock: Stock, cluster: Cluster) -> Iterator[tuple[Stock, Cluster]]:
+    """Both ready; both gone afterwards."""
+    try:
+        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        cluster.ready()
+        yield stock, cluster
+    finally:
+        cluster.stop()
+        stock.stop()
 
 
 def free_port() -> int:

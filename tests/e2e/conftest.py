@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Stock, answers
+from tests.e2e.cluster import Cluster, Stock, side_by_side
 
 
 @pytest.fixture(scope="session")
@@ -15,15 +15,8 @@ def _started(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Stock, Cluster]]:
     folder = tmp_path_factory.mktemp("e2e")
-    stock = Stock(tiny_llama, folder)
-    cluster = Cluster(tiny_llama, folder)
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
-        cluster.ready()
-        yield stock, cluster
-    finally:
-        cluster.stop()
-        stock.stop()
+    with side_by_side(Stock(tiny_llama, folder), Cluster(tiny_llama, folder)) as both:
+        yield both
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import ask, ask_all
-from tests.e2e.cluster import MODEL, Cluster, Stock, answers
+from tests.e2e.cluster import MODEL, Cluster, Stock, side_by_side
 from tests.e2e.prompts import chat, completion
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -42,13 +42,8 @@ def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     folder = tmp_path_factory.mktemp("smollm2")
     stock = Stock(model, folder, serve=SERVE[:2])
     cluster = Cluster(model, folder, serve=SERVE, arena_bytes=1 << 29)
-    try:
-        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
-        cluster.ready()
-        yield stock, cluster
-    finally:
-        cluster.stop()
-        stock.stop()
+    with side_by_side(stock, cluster) as pair:
+        yield pair
 
 
 def asked(**options: Any) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ class Engine:
         self.connector = self.scheduler.connector
         identity = {"model": "harness"}
         mover = HostMover(self.caches, num_blocks)
-        tetri = self.instance._config
+        tetri = self.instance.config
         self.worker = TetriConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
         self.worker._worker = KVWorker(
             config=tetri, identity=identity, mover=mover, rank=0, num_ranks=1

@@ -23,7 +23,7 @@ from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeLeg, PrefillLeg, from_params
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.dispatch import Dispatch, choose_decode
-from vllm_tetri.transport.native import Receiver
+from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, TransferId
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Instance:
     inbox: Inbox
 
     def __init__(self, config: TetriConfig, vllm_config: VllmConfig) -> None:
-        self._config = config
+        self.config = config
         self._vllm_config = vllm_config
         self._scheduler: Scheduler | None = None
         self._receiver: Receiver | None = None
@@ -58,11 +58,10 @@ class Instance:
 
     def start(self, shape: WorkerShape) -> None:
         """Open the arena and join the cluster; the KV layout is known now."""
-        config, block_size = self._config, self._vllm_config.cache_config.block_size
-        self._receiver = Receiver(
+        config, block_size = self.config, self._vllm_config.cache_config.block_size
+        self._receiver = open_receiver(
             arena_bytes=config.arena_bytes,
             host=config.host,
-            port=0,
             identity=shape.identity,
             fill_timeout_s=config.transfer_timeout_s,
             hold_timeout_s=config.hold_timeout_s,
@@ -103,9 +102,9 @@ class Instance:
         model = self._vllm_config.model_config
         names = model.served_model_name
         return InstanceInfo(
-            id=InstanceId(self._config.instance),
-            url=self._config.url,
-            role=self._config.role,
+            id=InstanceId(self.config.instance),
+            url=self.config.url,
+            role=self.config.role,
             models=(names,) if isinstance(names, str) else tuple(names),
             kv_endpoint=endpoint,
             identity=shape.identity,

@@ -28,16 +28,17 @@ class TetriMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._who: dict[str, str] = {}  # read from the first request's application
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        identity = self._identity(scope)
+        self._who = self._who or _identity(scope)
         if scope["path"] == PATH:
-            await _answer(send, json.dumps(identity).encode())
+            await _answer(send, json.dumps(self._who).encode())
             return
-        header = (b"x-tetri-instance", str(identity["id"]).encode())
+        header = (b"x-tetri-instance", self._who["id"].encode())
 
         async def send_with_header(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -46,14 +47,15 @@ class TetriMiddleware:
 
         await self._app(scope, receive, send_with_header)
 
-    def _identity(self, scope: MutableMapping[str, Any]) -> dict[str, Any]:
-        extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
-        config = decode_config(extra[CONFIG_KEY])
-        return {
-            "id": config.instance,
-            "role": config.role.value,
-            "version": vllm_tetri.__version__,
-        }
+
+def _identity(scope: MutableMapping[str, Any]) -> dict[str, str]:
+    extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
+    config = decode_config(extra[CONFIG_KEY])
+    return {
+        "id": config.instance,
+        "role": config.role.value,
+        "version": vllm_tetri.__version__,
+    }
 
 
 async def _answer(send: Send, body: bytes) -> None:

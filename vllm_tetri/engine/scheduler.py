@@ -9,10 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm_tetri.config import decode_config
 from vllm_tetri.engine.compat import AsyncScheduler, Scheduler, SchedulerOutput
 from vllm_tetri.engine.connector import TetriConnector
-from vllm_tetri.engine.roles import CONFIG_KEY
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.types import Role
 
@@ -29,10 +27,8 @@ class TetriScheduler(Scheduler):
         assert isinstance(self.connector, TetriConnector)
         self._instance = self.connector.instance
         self._instance.bind_scheduler(self)
-        extra = self.vllm_config.kv_transfer_config.kv_connector_extra_config
-        config = decode_config(extra[CONFIG_KEY])
-        if config.role is Role.PREFILL:
-            self.max_num_scheduled_tokens = self._chunk_budget(config.chunk_size)
+        if self._instance.config.role is Role.PREFILL:
+            self.max_num_scheduled_tokens = self._chunk_budget(self._instance.config.chunk_size)
         self._step_started = 0.0
 
     def _chunk_budget(self, chunk_size: int) -> int:

@@ -16,7 +16,7 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.inbox import LOST_PREFIX
 from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
 from vllm_tetri.errors import TransferError
-from vllm_tetri.kv.mover import BlockMover, Gathered
+from vllm_tetri.kv.mover import BlockMover, Gathered, pieces
 from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 # A copy between two checks of the cancel flag takes microseconds; a writer that
 # needs longer than this to stop is stuck in a dead machine.
 STOP_DEADLINE_S = 5.0
-PIECE_BYTES = 64 << 20  # staged at once, where staging is needed
 
 
 @dataclass(slots=True)
@@ -146,10 +145,8 @@ class KVWorker:
         _advance(sending)
 
     def _gather(self, sending: _Sending, order: Write) -> None:
-        step = max(1, PIECE_BYTES // self._mover.block_bytes)
-        for start in range(0, len(order.block_ids), step):
-            gathered = self._mover.gather(order.block_ids[start : start + step])
-            sending.gathered.append((order.first_block + start, gathered))
+        for start, piece in pieces(order.block_ids, self._mover.block_bytes):
+            sending.gathered.append((order.first_block + start, self._mover.gather(piece)))
 
     def _free(self, request_id: str) -> None:
         sending = self._sending.get(request_id)

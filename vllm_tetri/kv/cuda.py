@@ -17,10 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm_tetri.kv.mover import BlockIds, Gathered, block_pages
+from vllm_tetri.kv.mover import BlockIds, Gathered, block_pages, pieces
 from vllm_tetri.transport.native import Arena, Layout
-
-_PIECE_BYTES = 64 << 20  # staged at once
 
 
 class CudaMover:
@@ -49,9 +47,7 @@ class CudaMover:
         return Gathered(staging_layout(pinned), order, is_ready=done.query)
 
     def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None:
-        step = max(1, _PIECE_BYTES // self.block_bytes)
-        for start in range(0, len(block_ids), step):
-            piece = block_ids[start : start + step]
+        for start, piece in pieces(block_ids, self.block_bytes):
             self._scatter_piece(arena, offset, first_block + start, piece)
 
     def _scatter_piece(

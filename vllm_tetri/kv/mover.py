@@ -11,7 +11,7 @@ Tensors are opaque: dimension 0 is the block, everything behind it is bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,15 @@ from numpy.typing import NDArray
 from vllm_tetri.transport.native import Arena, Layout
 
 BlockIds = NDArray[np.int32]
+
+PIECE_BYTES = 64 << 20  # staged at once, where staging is needed
+
+
+def pieces(block_ids: BlockIds, block_bytes: int) -> Iterator[tuple[int, BlockIds]]:
+    """Runs of blocks of about `PIECE_BYTES`, each with the position of its first."""
+    step = max(1, PIECE_BYTES // block_bytes)
+    for start in range(0, len(block_ids), step):
+        yield start, block_ids[start : start + step]
 
 
 def _always() -> bool:

@@ -13,21 +13,13 @@ from aiohttp import web
 
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
+from vllm_tetri.router.metrics import LOAD_GAUGES
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.types import InstanceView
 
 MAX_BODY_BYTES = 64 << 20
 _LOAD_FIELDS = (
-    "running",
-    "waiting",
-    "held",
-    "queued_prefill_tokens",
-    "blocks_used",
-    "blocks_total",
-    "arena_used_bytes",
-    "arena_total_bytes",
-    "heavy",
-    "light",
+    *LOAD_GAUGES,
     "prefills_done",
     "decodes_done",
     "preemptions",

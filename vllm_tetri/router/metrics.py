@@ -13,7 +13,7 @@ from vllm_tetri.control.monitor import MonitorCounters
 from vllm_tetri.types import ClusterView
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-_LOADS = (
+LOAD_GAUGES = (
     "running",
     "waiting",
     "held",
@@ -106,7 +106,7 @@ class _Scraped(Collector):
         for labels, count in sorted(tally.items()):
             instances.add_metric(labels, count)
         yield instances
-        for name in _LOADS:
+        for name in LOAD_GAUGES:
             gauge = GaugeMetricFamily(
                 f"tetri_instance_{name}", f"Load report: {name}.", labels=("instance",)
             )
