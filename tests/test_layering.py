@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "__init__": (set(), set()),
     "types": (set(), set()),
     "errors": (set(), set()),
-    "config": (VALUES, {"msgspec"}),
+    "config": (VALUES | {"policy"}, {"msgspec"}),
     "messages": (VALUES, {"msgspec"}),
     "handover": (VALUES, {"msgspec"}),
     "policy": (VALUES, set()),
@@ -36,6 +36,10 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "launch": (
         SHARED | {"__init__", "engine.versions", "transport.leftovers"},
         {"aiohttp", "psutil", "rich", "yaml"},
+    ),
+    "bench": (
+        VALUES | {"policy", "config", "engine", "launch", "transport"},
+        {"matplotlib", "numpy", "psutil", "rich", "vllm"},
     ),
     "cli": (VALUES | {"__init__"}, set()),
 }

@@ -3,24 +3,40 @@
 The same names serve the command line (``--tetri-chunk-size``), the file given
 with ``--tetri-config`` (``chunk_size``) and the dictionary that travels in
 vLLM's ``kv_connector_extra_config``. An absent key means its default, a wrong
-one is an error that names its path; nothing is guessed.
+one is an error that names the option and what it may be; nothing is guessed.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
+from enum import Enum
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec.inspect import (
+    EnumType,
+    FloatType,
+    IntType,
+    LiteralType,
+    NoneType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 PushLevel = Literal["chunk", "request"]
 Link = Literal["auto", "shm", "tcp"]
+Switch = Literal["off", "on"]
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:18555"
 
@@ -34,7 +50,16 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         url: Base URL that the router uses to reach this instance's HTTP server.
         control: ZeroMQ addresses of the routers, one or more.
         host: Address that the KV receiver binds.
-        chunk_size: Tokens per prefill step.
+        prefill_policy: Order of waiting prompts on a prefill instance or one of
+            role both.
+        sched_batch: Prompts taken from the queue and ordered together (the
+            paper's PrefillSchedBatch, section 3.3.1).
+        chunk_size: Tokens per prefill step of a prefill instance; "auto" finds
+            where this model saturates this device (section 3.3.3).
+        pad: Fill up a chunk that is not full, as the paper does.
+        tbt_slo_s: Longest time between two tokens of an answer that a decode
+            instance or one of role both aims at: bounds the prompt tokens that
+            share a step with decodes (Sarathi-Serve). None means no bound.
         push: Send KV when a chunk is done, or once per request (the paper's way).
         link: How KV travels: shared memory, TCP, or whichever fits.
         arena_bytes: Size of the receive arena, in bytes.
@@ -51,7 +76,11 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     url: str = ""
     control: tuple[str, ...] = (DEFAULT_CONTROL,)
     host: str = "127.0.0.1"
-    chunk_size: Positive = 512  # paper section 3.3.3: the knee of its V100
+    prefill_policy: PrefillPolicy = PrefillPolicy.SJF
+    sched_batch: Positive = 16  # paper section 5.2.1
+    chunk_size: Positive | Literal["auto"] = 512  # paper section 3.3.3: the knee of its V100
+    pad: Switch = "off"
+    tbt_slo_s: Seconds | None = None
     push: PushLevel = "chunk"
     link: Link = "auto"
     arena_bytes: Positive = 1 << 28
@@ -72,12 +101,75 @@ def decode_config(raw: dict[str, Any]) -> TetriConfig:
 
     Raises:
         ConfigError: A key is unknown or a value has the wrong type or range;
-            the message contains the path to it.
+            the message names the option and what it may be.
     """
     try:
         return msgspec.convert(raw, TetriConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"vllm-tetri configuration: {error}") from error
+        path = re.search(r"`\$\.(\w+)", str(error))
+        if path is None:  # an unknown key, or a check of TetriConfig's own
+            raise ConfigError(str(error)) from error
+        raise refusal(path[1], raw.get(path[1])) from error
+
+
+def refusal(name: str, value: object) -> ConfigError:
+    """What to say of a field that has a value which it may not have."""
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    return ConfigError(f"{option_of(name)} {shown}: must be {allowed_values(name)}")
+
+
+def option_of(name: str) -> str:
+    """The command line's word for a field."""
+    return "--role" if name == "role" else "--tetri-" + file_key_of(name)
+
+
+def file_key_of(name: str) -> str:
+    """A field's name without its unit, as the command line and files have it."""
+    return name.replace("-", "_").removesuffix("_s").replace("_", "-")
+
+
+@cache
+def allowed_values(name: str) -> str:
+    """What a field may be, in words."""
+    info = type_info(TetriConfig)
+    (field,) = (field for field in info.fields if field.name == name)  # type: ignore[attr-defined]
+    return _words(field.type) + (" seconds" if name.endswith("_s") else "")
+
+
+def _words(kind: Type) -> str:
+    match kind:
+        case UnionType():
+            return " or ".join(
+                _words(each) for each in kind.types if not isinstance(each, NoneType)
+            )
+        case LiteralType():
+            return _one_of([str(value) for value in kind.values])
+        case EnumType():
+            return _one_of([_value(member) for member in kind.cls])
+        case IntType():
+            return "a whole number " + _range(kind)
+        case FloatType():
+            return "a number " + _range(kind)
+        case VarTupleType():
+            return "a list of words"
+        case _:
+            return "a word"
+
+
+def _value(member: Enum) -> str:
+    return str(member.value)
+
+
+def _one_of(words: list[str]) -> str:
+    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+def _range(kind: IntType | FloatType) -> str:
+    least = kind.ge
+    if isinstance(kind, IntType) and kind.gt is not None:
+        least = kind.gt + 1
+    above = f"above {kind.gt}" if least is None else f"of at least {least}"
+    return above if kind.le is None else f"{above} and at most {kind.le}"
 
 
 def encode_config(config: TetriConfig) -> dict[str, Any]:

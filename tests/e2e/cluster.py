@@ -88,16 +88,18 @@ class Cluster(Process):
         model: Path,
         folder: Path,
         *,
+        roles: tuple[str, ...] = (),
         serve: tuple[str, ...] = (),
         arena_bytes: int = ARENA_BYTES,
     ) -> None:
         self.ready_file = folder / "ready.json"
         self.logs = folder / "logs"
         super().__init__(
-            ["vllm_tetri.cli", "up", str(model), "--port", "0", "--ready-file",
+            ["vllm_tetri.cli", "up", str(model), *roles, "--port", "0", "--ready-file",
              str(self.ready_file), "--log-dir", str(self.logs),
              "--arena-bytes", str(arena_bytes), "--", *SERVE,
-             "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5", *serve],
+             "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5",
+             "--enable-logging-iteration-details", *serve],
             folder / "up.log",
         )  # fmt: skip
 

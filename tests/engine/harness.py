@@ -131,11 +131,17 @@ class Engine:
         agent.view = lambda: view  # type: ignore[method-assign]
 
     def add(
-        self, name: str, tokens: list[int], *, max_tokens: int = 4, params: Any = None
+        self,
+        name: str,
+        tokens: list[int],
+        *,
+        max_tokens: int = 4,
+        params: Any = None,
+        priority: int = 0,
     ) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         sampling.extra_args = {"kv_transfer_params": params} if params else None
-        request = Request(name, tokens, sampling, None, block_hasher=self.hasher)
+        request = Request(name, tokens, sampling, None, priority=priority, block_hasher=self.hasher)
         self.scheduler.add_request(request)
         return request
 

@@ -23,6 +23,24 @@ SIGNATURES = {
         "model_runner_output",
     ],
     "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": ["self"],
+    "vllm.v1.core.sched.scheduler:Scheduler.has_requests": ["self"],
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": ["self", "request"],
+    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": [
+        "self",
+        "request_ids",
+        "finished_status",
+    ],
+    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": [
+        "self",
+        "request",
+        "num_computed_tokens",
+        "num_new_tokens",
+    ],
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ["self", "request"],
+    "vllm.v1.core.kv_cache_utils:get_request_block_hasher": [
+        "hash_block_size",
+        "caching_hash_fn",
+    ],
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ["self", "request_id"],
     "vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor": ["self"],
     "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ["self"],
@@ -72,6 +90,26 @@ def test_scheduler_attribute(name: str) -> None:
 @pytest.mark.parametrize("name", compat.REQUEST_ATTRIBUTES)
 def test_request_attribute(name: str) -> None:
     assert hasattr(Request, name) or f"self.{name}" in inspect.getsource(Request.__init__), name
+
+
+def test_runner_rewinds_a_generator_by_its_offset() -> None:
+    """What `engine/seeds.py` answers to; gone when this fails."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "set_offset(gen.get_offset() - 4)" in inspect.getsource(GPUModelRunner)
+    assert "generator" in inspect.signature(compat.CachedRequestState).parameters
+
+
+def test_waiting_queue_has_no_new_duty() -> None:
+    assert compat.RequestQueue.__abstractmethods__ == {
+        "add_request", "pop_request", "peek_request", "prepend_request", "prepend_requests",
+        "remove_request", "remove_requests", "__bool__", "__len__", "__iter__",
+    }  # fmt: skip
+
+
+def test_every_request_passes_the_method_that_lowers_its_tokens() -> None:
+    """Running and waiting ones: once each in `schedule` (docs/adr/0004)."""
+    assert inspect.getsource(Scheduler.schedule).count("self._reserve_prefill_lookahead(") == 2
 
 
 def test_plugins_load_before_the_arguments_are_added() -> None:

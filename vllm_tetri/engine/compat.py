@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 
+from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -19,15 +20,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 __all__ = [
     "AsyncScheduler",
+    "CachedRequestState",
+    "EngineCoreOutputs",
     "FullAttentionSpec",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -38,11 +46,15 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "MLAAttentionSpec",
     "Request",
+    "RequestQueue",
     "RequestStatus",
+    "SamplingParams",
     "Scheduler",
     "SchedulerOutput",
     "SupportsHMA",
     "UniProcExecutor",
+    "get_hash_fn_by_name",
+    "get_request_block_hasher",
     "share_logging",
 ]
 
@@ -58,11 +70,15 @@ def share_logging() -> None:
 # Attributes of `Scheduler` that we read (R) or set (W).
 SCHEDULER_ATTRIBUTES = (
     "requests",  # R: dict of request id to Request
-    "running",  # R: list of Request
-    "waiting",  # R: len() only
+    "running",  # R, W: list of Request; decodes are moved before prompts
+    "waiting",  # W: our RequestQueue, once, before the first request
+    "finished_req_ids",  # R: ended since the last step
+    "max_num_active_reqs",  # R
+    "hash_block_size",  # R
     "connector",  # R
-    "kv_cache_manager",  # R: .block_pool.num_gpu_blocks, .block_pool.get_num_free_blocks()
-    "max_num_scheduled_tokens",  # R, W: per-step token budget = chunk size
+    "kv_cache_manager",  # R: .block_pool.num_gpu_blocks, .block_pool.get_num_free_blocks(),
+    # .get_computed_blocks(request)
+    "max_num_scheduled_tokens",  # R, W: per-step token budget
     "scheduler_config",  # R: .max_num_batched_tokens
     "vllm_config",  # R
 )
@@ -70,6 +86,8 @@ SCHEDULER_ATTRIBUTES = (
 REQUEST_ATTRIBUTES = (
     "request_id",  # R
     "kv_transfer_params",  # R
+    "priority",  # R
+    "is_prefill_chunk",  # R
     "max_tokens",  # W: 1 on the prefill side
     "num_prompt_tokens",  # R
     "prompt_token_ids",  # R

@@ -29,6 +29,7 @@ from vllm_tetri.engine.compat import (
 from vllm_tetri.engine.identity import identity_of, require_carriable
 from vllm_tetri.engine.instance import Instance
 from vllm_tetri.engine.roles import CONFIG_KEY
+from vllm_tetri.engine.seeds import make_cpu_seeds_rewind
 from vllm_tetri.engine.step import StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.handover import to_params
@@ -67,6 +68,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tp_group
 
+        make_cpu_seeds_rewind()
         tensors = list(kv_caches.values())
         group = get_tp_group()
         mover = mover_for(tensors, self._cache_config.num_blocks)
@@ -141,6 +143,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         shape = next(iter(metadata.values()))
         assert isinstance(shape, WorkerShape)
         self.instance.start(shape)
+        if self.instance.profiling is None:
+            self.instance.join()
 
     def on_new_request(self, request: Request) -> None:
         self.instance.add(request)
@@ -148,6 +152,10 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self.instance.profiling is not None:
+            loaded_tokens = self.instance.profiling.loaded_tokens(request.request_id)
+            if loaded_tokens is not None:
+                return loaded_tokens, False
         return self.instance.inbox.match(
             request, num_computed_tokens, is_busy=self.instance.is_busy
         )

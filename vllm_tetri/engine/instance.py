@@ -18,6 +18,7 @@ from vllm_tetri.engine.compat import Request, Scheduler
 from vllm_tetri.engine.inbox import Inbox
 from vllm_tetri.engine.load import CpuClock, read_load
 from vllm_tetri.engine.outbox import Outbox
+from vllm_tetri.engine.own import is_own
 from vllm_tetri.engine.step import WorkerShape
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeLeg, PrefillLeg, from_params
@@ -29,11 +30,14 @@ from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, TransferId
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_tetri.engine.profiling import Profiling
+
 logger = logging.getLogger(__name__)
 
 
 class Instance:
-    """One member of the cluster. Works from `start` on; `close` is idempotent."""
+    """One member of the cluster. Works from `start` on, is known from `join` on;
+    `close` is idempotent and right in any state."""
 
     outbox: Outbox
     inbox: Inbox
@@ -47,6 +51,9 @@ class Instance:
         self._rng = Random()
         self._cpu = CpuClock()
         self._info: InstanceInfo | None = None
+        self._shape: WorkerShape | None = None
+        self._has_joined = False
+        self.profiling: Profiling | None = None  # while the engine measures itself
         self.decodes_done = 0
         self.preemptions = 0
         self.bad_legs = 0
@@ -57,7 +64,7 @@ class Instance:
         self._scheduler = scheduler
 
     def start(self, shape: WorkerShape) -> None:
-        """Open the arena and join the cluster; the KV layout is known now."""
+        """Open the arena; the KV layout is known now. Nobody knows of it before `join`."""
         config, block_size = self.config, self._vllm_config.cache_config.block_size
         self._receiver = open_receiver(
             arena_bytes=config.arena_bytes,
@@ -90,12 +97,24 @@ class Instance:
             on_cancel=self._cancel,
             period_s=config.report_period_s,
         )
+        self._shape = shape
+
+    def join(self) -> None:
+        """Join the cluster: peers and routers may send work from now on. Idempotent."""
+        if self._has_joined:
+            return
+        assert self._agent is not None
+        assert self._receiver is not None
+        assert self._shape is not None
+        self._has_joined = True
         self._agent.start()
+        config = self.config
         logger.info(
-            "%s (%s) joins via %s: KV port %s, arena %d MiB, chunk %d tokens, push by %s, "
+            "%s (%s) joins via %s: KV port %s, arena %d MiB, chunk %s tokens, push by %s, "
             "link %s; %s",
             config.instance, config.role.value, ",".join(config.control), self._receiver.endpoint,
-            config.arena_bytes >> 20, config.chunk_size, config.push, config.link, shape.identity,
+            config.arena_bytes >> 20, config.chunk_size, config.push, config.link,
+            self._shape.identity,
         )  # fmt: skip
 
     def _describe(self, shape: WorkerShape, endpoint: str) -> InstanceInfo:
@@ -137,9 +156,16 @@ class Instance:
             case _:
                 pass
 
+    def is_arriving(self, request: Request) -> bool:
+        """Whether another instance computes the prompt of a request of this one."""
+        try:
+            return isinstance(from_params(request.kv_transfer_params), DecodeLeg)
+        except ProtocolError:
+            return False
+
     def count_finished(self, request: Request) -> None:
         """A request that this instance decoded has ended."""
-        if request.num_output_tokens > 0:
+        if request.num_output_tokens > 0 and not is_own(request.request_id):
             self.decodes_done += 1
 
     def _dispatch(

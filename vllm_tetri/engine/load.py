@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from vllm_tetri.engine.compat import Request, Scheduler
+from vllm_tetri.engine.own import is_own
 from vllm_tetri.transport.native import ReceiverStats
 from vllm_tetri.types import InstanceLoad
 
@@ -32,14 +33,16 @@ def read_load(
     cpu_s: float,
 ) -> InstanceLoad:
     """A consistent enough picture for placement; counters are exact at rest."""
-    requests, running = list(scheduler.requests.values()), list(scheduler.running)
+    # What the instance sends to itself is nobody's load.
+    requests = [each for each in list(scheduler.requests.values()) if not is_own(each.request_id)]
+    running = [each for each in list(scheduler.running) if not is_own(each.request_id)]
     pool = scheduler.kv_cache_manager.block_pool
     heavy = sum(is_heavy(request) for request in running)
     blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
     outbox, inbox = instance.outbox, instance.inbox
     return InstanceLoad(
         running=len(running),
-        waiting=scheduler.get_request_counts()[1],
+        waiting=scheduler.get_request_counts()[1] - scheduler.waiting.num_own,
         held=arena.slots,
         queued_prefill_tokens=sum(remaining_prompt_tokens(request) for request in requests),
         blocks_used=blocks_total - pool.get_num_free_blocks(),

@@ -8,13 +8,16 @@ file given with `--tetri-config`, and otherwise from `TetriConfig` itself.
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vllm_tetri.config import TetriConfig
+from vllm_tetri.config import TetriConfig, allowed_values, file_key_of, option_of
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
 
 # vLLM prints the group of this title for `--help=role`.
@@ -25,7 +28,14 @@ HELP: dict[str, str] = {
     "url": "base URL at which the router reaches this server; default: from --host and --port",
     "control": "router control address tcp://HOST:PORT, several separated by commas",
     "host": "address that the KV receiver binds; loopback only in this version",
-    "chunk_size": "tokens per prefill step; default: 256 on CPU, 512 elsewhere",
+    "prefill_policy": "order of waiting prompts: first come, shortest, longest, or shortest "
+    "remaining first (which may pause a started prompt)",
+    "sched_batch": "waiting prompts that are ordered together",
+    "chunk_size": "tokens per step of a prefill instance, or auto: measured at the first start, "
+    "then remembered; default: 256 on CPU, 512 elsewhere",
+    "pad": "fill up a chunk that is not full, as the paper does; costs compute",
+    "tbt_slo_s": "longest time between two tokens that decode and both aim at: bounds the prompt "
+    "tokens in a step; default: no bound",
     "push": "send KV after every chunk, or once per request when its prompt is done",
     "link": "how KV travels: shared memory, TCP, or whichever reaches the peer",
     "arena_bytes": "size of the receive arena in bytes; suffixes K, M, G",
@@ -35,7 +45,12 @@ HELP: dict[str, str] = {
     "hold_timeout_s": "longest time in seconds that arrived KV waits for its request",
     "load_budget_bytes": "KV loads above this do not share a step with running decodes",
 }
-CHOICES: dict[str, tuple[str, ...]] = {"push": ("chunk", "request"), "link": ("auto", "shm", "tcp")}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "prefill_policy": tuple(policy.value for policy in PrefillPolicy),
+    "push": ("chunk", "request"),
+    "link": ("auto", "shm", "tcp"),
+    "pad": ("off", "on"),
+}
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -47,6 +62,11 @@ def parse_bytes(text: str) -> int:
     if not digits.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 256M")
     return int(digits) * factor
+
+
+def parse_chunk_size(text: str) -> int | str:
+    """``auto`` or a number of tokens."""
+    return text if text == "auto" else int(text)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, text in HELP.items():
         default = _default_text(name)
         group.add_argument(
-            "--tetri-" + name.replace("_", "-").removesuffix("-s"),
+            option_of(name),
             dest="tetri_" + name,
             default=argparse.SUPPRESS,
             help=text if "default:" in text else f"{text}; default: {default}",
@@ -78,15 +98,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _argument_type(name: str) -> dict[str, Any]:
+    if name == "pad":  # a switch: `tetri-pad: on` in YAML is what `--tetri-pad` alone is
+        return {"choices": CHOICES[name], "nargs": "?", "const": "on"}
     if name in CHOICES:
         return {"choices": CHOICES[name]}
     if name.endswith("_bytes"):
         return {"type": parse_bytes, "metavar": "BYTES"}
     if name.endswith("_s"):
-        return {"type": float, "metavar": "SECONDS"}
-    if name in ("chunk_size", "streams"):
-        return {"type": int, "metavar": "N"}
+        return {"type": _number(float, name), "metavar": "SECONDS"}
+    if name == "chunk_size":
+        return {"type": _number(parse_chunk_size, name), "metavar": "N|auto"}
+    if name in ("sched_batch", "streams"):
+        return {"type": _number(int, name), "metavar": "N"}
     return {"type": str, "metavar": name.upper()}
+
+
+def _number(convert: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed_values(name)}") from None
+
+    return parse
 
 
 def _default_text(name: str) -> str:
@@ -98,7 +132,7 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """What the user set, from the file and then from the command line.
 
     Raises:
-        ConfigError: The file cannot be read or is not a mapping.
+        ConfigError: The file cannot be read, is not a mapping or has an unknown key.
     """
     path = getattr(namespace, "tetri_config", None)
     given = _read_file(path) if path else {}
@@ -108,9 +142,17 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
             given[name] = value
     if isinstance(given.get("control"), str):
         given["control"] = [part.strip() for part in given["control"].split(",") if part.strip()]
-    if isinstance(given.get("arena_bytes"), str):
-        given["arena_bytes"] = parse_bytes(given["arena_bytes"])
+    for name, value in given.items():
+        if name.endswith("_bytes") and isinstance(value, str):
+            given[name] = _size_in_file(name, value)
     return given
+
+
+def _size_in_file(name: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{option_of(name)}: {error}") from error
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -120,4 +162,19 @@ def _read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"--tetri-config {path}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"--tetri-config {path}: expected a mapping of option names to values")
-    return {str(key).replace("-", "_"): value for key, value in raw.items()}
+    fields = {file_key_of(name): name for name in HELP}
+    given = {}
+    for key, value in raw.items():
+        word = file_key_of(str(key))
+        if word not in fields:
+            raise ConfigError(f"--tetri-config {path}: {_unknown(str(key), fields)}")
+        if fields[word] == "pad" and isinstance(value, bool):  # YAML 1.1 reads on as true
+            value = "on" if value else "off"
+        given[fields[word]] = value
+    return given
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(file_key_of(key), known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    return f"there is no option {key}{hint}"

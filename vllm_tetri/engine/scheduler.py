@@ -1,6 +1,8 @@
 """The scheduler that `--role` installs: vLLM's own, with a thin mixin.
 
-Nothing of vLLM's `schedule` is copied. The mixin sets the chunk size, keeps an
+Nothing of vLLM's `schedule` is copied. Before every step the mixin sets how many
+tokens the step may take, puts decodes before prompts, and shares the step out
+among started prompts; the order of waiting prompts is its queue's. It keeps an
 engine that only waits for KV from spinning, and counts.
 """
 
@@ -9,9 +11,20 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm_tetri.engine.compat import AsyncScheduler, Scheduler, SchedulerOutput
+from vllm_tetri.engine.budget import StepBudget
+from vllm_tetri.engine.compat import (
+    AsyncScheduler,
+    Request,
+    RequestStatus,
+    Scheduler,
+    SchedulerOutput,
+)
 from vllm_tetri.engine.connector import TetriConnector
+from vllm_tetri.engine.own import OwnRequests, take_own_outputs
+from vllm_tetri.engine.profiling import Profiling, needs_profile
+from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
 
 # How long a step sleeps when its only work is KV that has not arrived. Bounds
@@ -22,17 +35,53 @@ ARRIVAL_WAIT_S = 0.002
 class TetriScheduler(Scheduler):
     """Synchronous variant; `make_scheduler` picks."""
 
+    max_num_scheduled_tokens: int
+    running: list[Request]
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         assert isinstance(self.connector, TetriConnector)
         self._instance = self.connector.instance
         self._instance.bind_scheduler(self)
-        if self._instance.config.role is Role.PREFILL:
-            self.max_num_scheduled_tokens = self._chunk_budget(self._instance.config.chunk_size)
+        config = self._instance.config
+        self._most_tokens = self.max_num_scheduled_tokens  # vLLM's own budget
+        self._budget: StepBudget | None = None
+        self._shares: dict[str, int] = {}  # tokens of this step per started prompt
+        self._own = OwnRequests(self)
+        self._pads = config.pad == "on" and config.role is Role.PREFILL
+        self._padding: Request | None = None
+        self._is_stuck = False
         self._step_started = 0.0
+        # A decode instance computes prompts only as a last resort: as they come.
+        is_decode = config.role is Role.DECODE
+        self.order_by(
+            PrefillPolicy.FCFS if is_decode else config.prefill_policy, config.sched_batch
+        )
+        if config.role is Role.PREFILL and config.chunk_size != "auto":
+            self.max_num_scheduled_tokens = self._chunk_budget(config.chunk_size)
+        self._profiling: Profiling | None = None
+        if needs_profile(config):
+            self._profiling = self._instance.profiling = Profiling(self, self._instance)
+            self._queue.is_open = False
+
+    def order_by(self, policy: PrefillPolicy, sched_batch: int) -> None:
+        """Order waiting prompts so from now on; nothing may be waiting or started."""
+        assert not self.requests
+        self.waiting = self._queue = PrefillQueue(
+            policy,
+            sched_batch,
+            remaining_of=self._remaining_tokens,
+            blocks_of=self._num_blocks,
+            is_arriving=self._instance.is_arriving,
+        )
 
     def _chunk_budget(self, chunk_size: int) -> int:
-        limit = self.scheduler_config.max_num_batched_tokens
+        limit, window = self.scheduler_config.max_num_batched_tokens, self.max_model_len
+        if chunk_size > window:
+            raise ConfigError(
+                f"--tetri-chunk-size {chunk_size}: must be between 1 and {window}, "
+                "the model's window"
+            )
         if chunk_size > limit:
             raise ConfigError(
                 f"--tetri-chunk-size {chunk_size} exceeds --max-num-batched-tokens {limit}; "
@@ -40,20 +89,137 @@ class TetriScheduler(Scheduler):
             )
         return chunk_size
 
+    def _remaining_tokens(self, request: Request) -> int:
+        """What is left to compute of a waiting request."""
+        return request.num_tokens - self.kv_cache_manager.get_computed_blocks(request)[1]
+
+    # -- a step -----------------------------------------------------------------
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        if not self.running and 0 < len(self.waiting) <= self._instance.inbox.num_waiting:
-            self._instance.inbox.wait(ARRIVAL_WAIT_S)
+        if self._profiling is not None and not self._is_profiled():
+            assert self._profiling is not None
+            self._profiling.before_step()
+        else:
+            self._prepare_step()
         output = super().schedule(throttle_prefills)
-        self._instance.preemptions += len(output.preempted_req_ids or ())
+        self._after_schedule(output)
         self._step_started = time.monotonic()
         return output
+
+    def _prepare_step(self) -> None:
+        if not self.running and 0 < len(self.waiting) <= self._instance.inbox.num_waiting:
+            self._instance.inbox.wait(ARRIVAL_WAIT_S)
+        for request_id in self.finished_req_ids:
+            self._queue.forget(request_id)
+        if self._instance.config.role is not Role.PREFILL:
+            self._put_decodes_first()
+        if self._budget is not None:
+            self.max_num_scheduled_tokens = self._budget.tokens(self.running, time.monotonic())
+        if self._queue.prompts.policy is PrefillPolicy.SRTF:
+            self._share_out()
+        if self._pads:
+            self._pad()
+
+    def _put_decodes_first(self) -> None:
+        """Decodes, then started prompts; new ones follow (Sarathi-Serve, algorithm 3)."""
+        prompts = [request for request in self.running if request.is_prefill_chunk]
+        if prompts:
+            decodes = [request for request in self.running if not request.is_prefill_chunk]
+            self.running = decodes + prompts
+
+    def _share_out(self) -> None:
+        """Decide what started prompts get of this step; the rest is for the queue."""
+        queue, prompts = self._queue, self._queue.prompts
+        # Interrupted prompts keep their blocks, so those that start beside them must
+        # leave them room to be finished.
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        started_blocks = sum(-(-tokens // self.block_size) for tokens in prompts.started_tokens())
+        queue.room_blocks = max(0, free_blocks - started_blocks)
+        if self._is_stuck or len(self.running) >= self.max_num_active_reqs:
+            queue.room_blocks = 0
+        queue.order_again()
+        chunk_tokens = self.max_num_scheduled_tokens
+        chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
+        self._shares = prompts.plan(chunk_tokens)
+        if len(prompts) and not queue.may_start():
+            self._shares = prompts.plan(chunk_tokens, only_started=True)
+        if self._is_stuck:
+            self._shares = {}
+
+    def _num_blocks(self, request: Request) -> int:
+        return -(-request.num_tokens // self.block_size)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        # vLLM lets this method lower what a request gets of a step.
+        num_new_tokens = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return min(num_new_tokens, self._shares.get(request.request_id, num_new_tokens))
+
+    def _pad(self) -> None:
+        missing_tokens = self.max_num_scheduled_tokens - self._queue.prompts.unfinished_tokens
+        if 0 < missing_tokens < self.max_num_scheduled_tokens:
+            self._padding = self._own.pad(missing_tokens)
+            self.add_request(self._padding)
+
+    def _after_schedule(self, output: SchedulerOutput) -> None:
+        prompts = self._queue.prompts
+        if self._budget is not None:
+            self._budget.scheduled(output.total_num_scheduled_tokens)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if request_id in prompts:
+                request = self.requests[request_id]
+                remaining_tokens = request.num_tokens - request.num_computed_tokens
+                prompts.computed(request_id, num_tokens, remaining_tokens)
+        # Whatever kept the head of the queue back, started prompts must go on.
+        self._is_stuck = not output.total_num_scheduled_tokens and prompts.num_started > 0
+        self._instance.preemptions += len(output.preempted_req_ids or ())
+        padding, self._padding = self._padding, None
+        if padding is not None and padding.request_id not in output.num_scheduled_tokens:
+            self.finish_requests(padding.request_id, RequestStatus.FINISHED_ABORTED)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         if scheduler_output.total_num_scheduled_tokens:
             self._instance.step_s = time.monotonic() - self._step_started
-        return super().update_from_output(scheduler_output, *args, **kwargs)
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        if self._profiling is not None:
+            self._profiling.after_step(outputs)
+        elif self._pads:
+            take_own_outputs(outputs)
+        return outputs
+
+    # -- measuring at start ------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        # The engine steps at once after its start, and so measures itself.
+        return self._profiling is not None or super().has_requests()
+
+    def _is_profiled(self) -> bool:
+        """Whether measuring is over; then what was found is put to use."""
+        assert self._profiling is not None
+        if not self._profiling.is_over:
+            return False
+        profile, config = self._profiling.profile, self._instance.config
+        self._profiling = self._instance.profiling = None
+        self._queue.is_open = True
+        if config.role is Role.PREFILL:
+            self.max_num_scheduled_tokens = profile.chunk_tokens
+        else:
+            self.max_num_scheduled_tokens = self._most_tokens
+            assert config.tbt_slo_s is not None
+            self._budget = StepBudget(
+                profile.cost,
+                config.tbt_slo_s,
+                self._most_tokens,
+                profile.tile_tokens,
+                lag_steps=int(self.scheduler_config.async_scheduling),
+            )
+        self._instance.join()
+        return True
 
 
 class TetriAsyncScheduler(TetriScheduler, AsyncScheduler):

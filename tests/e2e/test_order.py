@@ -1,0 +1,103 @@
+"""What steps really take, by vLLM's own account of every iteration."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import ask, ask_all
+from tests.e2e.cluster import CHUNK, Cluster, Stock
+from tests.e2e.prompts import chat, completion
+
+pytestmark = pytest.mark.e2e
+
+TILE = 16  # docs/chunk-size.md
+ITERATION = re.compile(
+    r"Iteration\((\d+)\): \d+ context requests, (\d+) context tokens, "
+    r"\d+ generation requests, (\d+) generation tokens"
+)
+
+
+class Iterations:
+    """What an instance logs from now on: (prompt tokens, decoded tokens) per step."""
+
+    def __init__(self, cluster: Cluster, instance: str) -> None:
+        self._log = cluster.logs / f"{instance}.log"
+        self._start = self._log.stat().st_size
+
+    def read(self) -> list[tuple[int, int]]:
+        with self._log.open("rb") as log:
+            log.seek(self._start)
+            found = ITERATION.findall(log.read().decode(errors="replace"))
+        return [(int(prompt), int(decoded)) for _, prompt, decoded in found]
+
+
+@pytest.fixture(scope="module")
+def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One instance that does everything, under a bound that no step can keep."""
+    cluster = Cluster(
+        tiny_llama,
+        tmp_path_factory.mktemp("both"),
+        roles=("--both", "1"),
+        serve=("--tetri-tbt-slo", "0.0001", "--tetri-prefill-policy", "srtf"),
+    )
+    try:
+        cluster.ready()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def both(started: Cluster) -> Iterator[Cluster]:
+    yield started
+    started.rest()
+
+
+async def test_prefill_steps_take_exactly_a_chunk_while_there_is_work(cluster: Cluster) -> None:
+    iterations = Iterations(cluster, "prefill-0")
+    lengths = (1500, 700, 400, 3, 90, 128, 50, 300)
+    answers = await ask_all(cluster.url, [completion(n) for n in lengths])
+    assert all(answer.status == 200 for answer in answers)
+    taken = [prompt for prompt, _ in iterations.read() if prompt]
+    assert max(taken) == CHUNK
+    # The long prompts alone are that many chunks; only what comes before or after
+    # the queue has formed may be less.
+    assert taken.count(CHUNK) >= sum(lengths) // CHUNK - len(lengths)
+    assert sum(taken) >= sum(lengths) - len(lengths)
+
+
+async def test_prompts_leave_room_for_decodes(both: Cluster, stock: Stock) -> None:
+    """The bound cannot be kept, so prompts get the least that a step gives them."""
+    iterations = Iterations(both, "both-0")
+    decoding = asyncio.create_task(ask(both.url, completion(5, max_tokens=400, ignore_eos=True)))
+    while not any(decoded for _, decoded in iterations.read()):
+        await asyncio.sleep(0.02)
+    asked = [completion(n) for n in (600, 40, 200)]
+    ours = await ask_all(both.url, asked)
+    beside = [prompt for prompt, decoded in iterations.read() if prompt and decoded]
+    assert beside
+    assert max(beside) <= 2 * TILE
+    assert (await decoding).status == 200
+    for mine, body in zip(ours, asked, strict=True):
+        assert mine.same_as(await ask(stock.url, body))
+
+
+async def test_equal_to_stock_while_prompts_interrupt_each_other(
+    both: Cluster, stock: Stock
+) -> None:
+    asked = [completion(n) for n in (1500, 900, 30, 128, 513, 3, 1000, 255)] + [chat(200)]
+    together = await ask_all(both.url, asked)
+    for mine, body in zip(together, asked, strict=True):
+        assert mine.same_as(await ask(stock.url, body))
+
+
+async def test_seeded_prompts_of_many_steps_equal_stock(both: Cluster, stock: Stock) -> None:
+    """Stock computes them in one step, which is all that it can do with a seed."""
+    asked = [completion(n, seed=n, temperature=1.0) for n in (3, 40, 200, 700)]
+    for mine, body in zip(await ask_all(both.url, asked), asked, strict=True):
+        assert mine.same_as(await ask(stock.url, body))

@@ -1,0 +1,244 @@
+"""The order of prompts in vLLM's own scheduler, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import BLOCK, Engine
+from vllm_tetri.engine.own import is_own
+from vllm_tetri.policy.order import PrefillPolicy
+from vllm_tetri.types import Role
+
+CHUNK = 64
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(
+        tmp_path_factory.mktemp("order"), Role.PREFILL, num_blocks=256, chunk_size=CHUNK
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    yield shared
+    for name in list(shared.scheduler.requests):
+        shared.abort(name)
+    shared.step()
+    assert shared.is_at_rest
+    assert shared.scheduler._queue.prompts.unfinished_tokens == 0
+    shared.scheduler.reset_prefix_cache()
+
+
+def prompt(seed: int | str, num_tokens: int) -> list[int]:
+    return Random(seed).choices(range(997), k=num_tokens)
+
+
+def add(engine: Engine, name: str, num_tokens: int, *, priority: int = 0) -> None:
+    engine.add(name, prompt(name, num_tokens), max_tokens=1, priority=priority)
+
+
+def steps(engine: Engine) -> list[dict[str, int]]:
+    """Tokens per request of every step until nothing is left to compute."""
+    taken = []
+    while engine.scheduler.has_unfinished_requests():
+        output = engine.step()
+        assert output.total_num_scheduled_tokens, "work is left and nothing is scheduled"
+        taken.append(dict(output.num_scheduled_tokens))
+    return taken
+
+
+def starts(taken: list[dict[str, int]]) -> list[str]:
+    return list(dict.fromkeys(name for step in taken for name in step))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("fcfs", ["a", "b", "c", "d"]),
+        ("sjf", ["b", "d", "a", "c"]),
+        ("ljf", ["c", "a", "d", "b"]),
+        ("srtf", ["b", "d", "a", "c"]),
+    ],
+)
+def test_prompts_start_in_the_order_of_the_policy(
+    engine: Engine, policy: str, expected: list[str]
+) -> None:
+    engine.scheduler.order_by(PrefillPolicy(policy), 16)
+    for name, num_tokens in (("a", 150), ("b", 20), ("c", 200), ("d", 90)):
+        add(engine, name, num_tokens)
+    assert starts(steps(engine)) == expected
+
+
+@pytest.mark.parametrize("policy", list(PrefillPolicy))
+def test_every_step_takes_exactly_a_chunk_while_there_is_work(
+    engine: Engine, policy: PrefillPolicy
+) -> None:
+    engine.scheduler.order_by(policy, 4)
+    lengths = [5, 300, 17, 64, 63, 65, 128, 1, 200, 90, 33, 40]
+    for index, num_tokens in enumerate(lengths):
+        add(engine, f"{policy}{index}", num_tokens)
+    taken = steps(engine)
+    totals = [sum(step.values()) for step in taken]
+    assert totals[:-1] == [CHUNK] * (len(totals) - 1)
+    assert sum(totals) == sum(lengths)
+
+
+def test_prompts_come_in_between_and_chunks_stay_full(engine: Engine) -> None:
+    engine.scheduler.order_by(PrefillPolicy.SRTF, 4)
+    totals = []
+    for index in range(40):
+        add(engine, f"r{index}", (index * 37) % 150 + 1)
+        totals.append(engine.step().total_num_scheduled_tokens)
+    waiting = False
+    for total in totals:
+        waiting = waiting or total == CHUNK
+    assert waiting
+    rest = [sum(step.values()) for step in steps(engine)]
+    assert rest[:-1] == [CHUNK] * (len(rest) - 1)
+
+
+def test_batches_are_ordered_one_after_the_other(engine: Engine) -> None:
+    engine.scheduler.order_by(PrefillPolicy.SJF, 2)
+    for name, num_tokens in (("a", 90), ("b", 80), ("c", 10), ("d", 20)):
+        add(engine, name, num_tokens)
+    assert starts(steps(engine)) == ["b", "a", "c", "d"]
+
+
+def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) -> None:
+    engine.scheduler.order_by(PrefillPolicy.SRTF, 16)
+    add(engine, "long", 400)
+    engine.step()
+    add(engine, "short", 40)
+    assert dict(engine.step().num_scheduled_tokens) == {"long": CHUNK - 40, "short": 40}
+    add(engine, "two chunks", 2 * CHUNK)
+    assert dict(engine.step().num_scheduled_tokens) == {"two chunks": CHUNK}
+    assert engine.holds(engine.scheduler.requests["long"], CHUNK + CHUNK - 40)
+    assert starts(steps(engine))[-1] == "long"
+
+
+def test_sjf_never_interrupts(engine: Engine) -> None:
+    engine.scheduler.order_by(PrefillPolicy.SJF, 16)
+    add(engine, "long", 400)
+    engine.step()
+    add(engine, "short", 40)
+    assert dict(engine.step().num_scheduled_tokens) == {"long": CHUNK}
+
+
+def test_what_the_prefix_cache_holds_counts_as_done(engine: Engine) -> None:
+    engine.scheduler.order_by(PrefillPolicy.SJF, 16)
+    tokens = prompt(1, 320)
+    engine.add("first", tokens, max_tokens=1)
+    steps(engine)
+    add(engine, "new", 100)
+    engine.add("known", [*tokens, 5, 6, 7], max_tokens=1)
+    taken = steps(engine)
+    assert starts(taken) == ["known", "new"]
+    assert taken[0]["known"] < BLOCK
+
+
+def test_priority_goes_first_within_a_batch(engine: Engine) -> None:
+    engine.scheduler.order_by(PrefillPolicy.SJF, 16)
+    add(engine, "short", 10)
+    add(engine, "urgent", 200, priority=-1)
+    add(engine, "late", 5, priority=3)
+    assert starts(steps(engine)) == ["urgent", "short", "late"]
+
+
+def test_aborts_leave_no_trace_in_the_order(engine: Engine) -> None:
+    engine.scheduler.order_by(PrefillPolicy.SRTF, 2)
+    for name in ("started", "scheduled", "raw"):
+        add(engine, name, 200)
+    add(engine, "kept", 30)
+    engine.step()
+    for name in ("started", "scheduled", "raw"):
+        engine.abort(name)
+    assert starts(steps(engine)) == ["kept"]
+
+
+@pytest.mark.parametrize("policy", list(PrefillPolicy))
+def test_a_small_kv_pool_blocks_nobody_for_ever(tmp_path: Path, policy: PrefillPolicy) -> None:
+    """Interrupted prompts hold blocks; others must not wait for those in a circle."""
+    engine = Engine(tmp_path, Role.PREFILL, num_blocks=24, chunk_size=CHUNK, prefill_policy=policy)
+    try:
+        for index in range(12):
+            add(engine, f"long{index}", 300 - index)
+            engine.step()
+            add(engine, f"short{index}", 100 + index)
+            engine.step()
+        steps(engine)
+        assert len(engine.finished) == 24
+    finally:
+        engine.close()
+
+
+def test_few_slots_block_nobody_for_ever(tmp_path: Path) -> None:
+    engine = Engine(
+        tmp_path, Role.PREFILL, num_blocks=256, chunk_size=CHUNK, prefill_policy="srtf",
+    )  # fmt: skip
+    engine.scheduler.max_num_active_reqs = 2
+    try:
+        for index in range(10):
+            add(engine, f"r{index}", 500 - 40 * index)
+            engine.step()
+        steps(engine)
+        assert len(engine.finished) == 10
+    finally:
+        engine.close()
+
+
+def test_padding_fills_the_last_chunk_and_nobody_sees_it(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.PREFILL, num_blocks=64, chunk_size=CHUNK, pad="on")
+    try:
+        add(engine, "a", 70)
+        taken = steps(engine)
+        assert [sum(step.values()) for step in taken] == [CHUNK, CHUNK]
+        assert taken[1]["a"] == 70 - CHUNK
+        assert not any(is_own(name) for name in engine.outputs)
+        engine.step()
+        assert engine.is_at_rest
+        assert load_of(engine).prefills_done == 0
+    finally:
+        engine.close()
+
+
+def test_padding_waits_for_nothing_when_the_pool_is_full(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.PREFILL, num_blocks=6, chunk_size=CHUNK, pad="on")
+    try:
+        add(engine, "a", 75)
+        steps(engine)
+        assert list(engine.finished) == ["a"]
+        engine.step()
+        assert engine.is_at_rest
+    finally:
+        engine.close()
+
+
+def test_an_instance_of_both_roles_puts_decodes_before_prompts(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.BOTH, num_blocks=256, prefill_policy="srtf")
+    scheduler = engine.scheduler
+    try:
+        scheduler.max_num_scheduled_tokens = CHUNK
+        for index in range(3):
+            engine.add(f"decode{index}", prompt(index, 4), max_tokens=50)
+        engine.step()
+        engine.add("long", prompt(9, 400), max_tokens=1)
+        engine.step()
+        engine.add("new", prompt(10, 30), max_tokens=50)
+        engine.step()  # the new one interrupts the long one and decodes from now on
+        taken = engine.step().num_scheduled_tokens
+        assert list(taken) == ["decode0", "decode1", "decode2", "new", "long"]
+        assert taken["long"] == CHUNK - 4
+    finally:
+        engine.close()
+
+
+def load_of(engine: Engine) -> Any:
+    return engine.instance._read_load()

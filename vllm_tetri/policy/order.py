@@ -1,0 +1,266 @@
+"""In which order a prefill instance computes its prompts (paper section 3.3.1).
+
+Two queues: *raw* holds prompts as they came, *scheduled* those that were taken
+from it, at most a batch at a time (PrefillSchedBatch), and ordered. A prompt is
+*started* once some of it was computed. `fcfs`, `sjf` and `ljf` never interrupt a
+started prompt, and take the next batch when the last one has been started: a
+prompt waits for at most one batch besides what came before it.
+
+`srtf` orders again at every chunk border what is scheduled and what is started,
+shortest remaining prompt first, and keeps that set filled up to a batch. Ageing
+keeps long prompts from starving. Measure time by the prompt tokens that the
+instance computes. Let A be the tokens that first come first served would compute
+until a prompt is done: what was unfinished when it came, and itself. The prompt
+is *due* as soon as later ones overtook it by (`SRTF_BOUND` - 1) * A tokens. Due
+prompts go first, in order of arrival, so nothing that came later overtakes them
+any more: among prompts of the same priority, every one is done after at most
+SRTF_BOUND * A tokens and two chunks (one in which it becomes due, and the last one,
+which it may share). `tests/policy/test_order.py` checks it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+
+SRTF_BOUND = 2
+
+
+class PrefillPolicy(StrEnum):
+    """Order of waiting prompts."""
+
+    FCFS = "fcfs"
+    SJF = "sjf"
+    LJF = "ljf"
+    SRTF = "srtf"
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt that is not computed to its end.
+
+    Attributes:
+        id: Its request.
+        arrival: Grows by one with every prompt.
+        remaining_tokens: What is still to be computed; prefix-cache hits do not count.
+        priority: Smaller goes first within a batch, as in vLLM.
+        fcfs_tokens: Tokens until it would be done under first come first served.
+        computed_before_tokens: What the instance had computed when it came.
+    """
+
+    id: str
+    arrival: int
+    remaining_tokens: int
+    priority: int
+    fcfs_tokens: int
+    computed_before_tokens: int
+
+
+class PrefillQueues:
+    """Raw and scheduled queue, and what is started.
+
+    One caller; calls come in the order of events. An unknown id is an error of
+    the caller (KeyError), `remove` excepted.
+
+    Args:
+        policy: Order within a batch.
+        sched_batch: How many prompts are ordered together; at least 1.
+    """
+
+    def __init__(self, policy: PrefillPolicy, sched_batch: int) -> None:
+        if sched_batch < 1:
+            raise ValueError(f"a batch holds at least 1 prompt, not {sched_batch}")
+        self.policy = policy
+        self.sched_batch = sched_batch
+        self._raw: dict[str, Prompt] = {}
+        self._scheduled: deque[Prompt] = deque()
+        self._started: dict[str, Prompt] = {}
+        self._all: dict[str, Prompt] = {}
+        self._arrivals = 0
+        self._computed_tokens = 0
+        self.unfinished_tokens = 0
+
+    # -- waiting prompts ------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Prompts of which nothing is computed."""
+        return len(self._raw) + len(self._scheduled)
+
+    def __iter__(self) -> Iterator[str]:
+        """Ids of those, the next one first as far as it is known."""
+        return (prompt.id for prompt in chain(self._scheduled, self._raw.values()))
+
+    def __contains__(self, prompt: str) -> bool:
+        return prompt in self._all
+
+    @property
+    def num_started(self) -> int:
+        """Prompts of which some, but not all, was computed."""
+        return len(self._started)
+
+    def started_tokens(self) -> Iterator[int]:
+        """What remains of each of those."""
+        return (entry.remaining_tokens for entry in self._started.values())
+
+    def is_started(self, prompt: str) -> bool:
+        """Whether some of it was computed, but not all."""
+        return prompt in self._started
+
+    def add(self, prompt: str, num_tokens: int, priority: int = 0) -> None:
+        """A prompt of so many tokens to compute came in."""
+        self.unfinished_tokens += num_tokens
+        self._arrivals += 1
+        entry = Prompt(
+            id=prompt,
+            arrival=self._arrivals,
+            remaining_tokens=num_tokens,
+            priority=priority,
+            fcfs_tokens=self.unfinished_tokens,
+            computed_before_tokens=self._computed_tokens,
+        )
+        self._raw[prompt] = self._all[prompt] = entry
+
+    def pull(self, *, is_chunk_open: bool = False) -> list[str]:
+        """Prompts that are to enter the scheduled queue now; pass them to `enter`.
+
+        Args:
+            is_chunk_open: Whether the current chunk has room after everything
+                started and scheduled; it is filled whatever the batch says.
+        """
+        room = self.sched_batch
+        if self.policy is PrefillPolicy.SRTF:
+            room -= len(self._scheduled) + len(self._started)
+            if is_chunk_open and not self._scheduled:
+                room = max(room, 1)
+        elif self._scheduled:
+            room = 0
+        return [prompt for prompt, _ in zip(self._raw, range(room), strict=False)]
+
+    def enter(self, batch: Iterable[tuple[str, int]]) -> None:
+        """Order a batch and append it to the scheduled queue.
+
+        Args:
+            batch: Ids that `pull` named, each with the tokens that remain to be
+                computed, which may be fewer than when it came.
+        """
+        entries = []
+        for prompt, remaining_tokens in batch:
+            entry = self._raw.pop(prompt)
+            self._set_remaining(entry, remaining_tokens)
+            entries.append(entry)
+        entries.sort(key=_KEYS[self.policy])
+        self._scheduled.extend(entries)
+
+    def head(self) -> str | None:
+        """The next prompt to start, if one is scheduled."""
+        return self._scheduled[0].id if self._scheduled else None
+
+    def start(self) -> str:
+        """Take the head out: it is about to be computed.
+
+        Raises:
+            IndexError: Nothing is scheduled.
+        """
+        entry = self._scheduled.popleft()
+        self._started[entry.id] = entry
+        return entry.id
+
+    def put_back(self, prompt: str, remaining_tokens: int | None = None) -> None:
+        """A started prompt waits again, before everything else that is scheduled.
+
+        Args:
+            remaining_tokens: What is left if its KV was lost; None if nothing was
+                computed since it was started.
+        """
+        entry = self._started.pop(prompt)
+        if remaining_tokens is not None:
+            self._set_remaining(entry, remaining_tokens)
+        self._scheduled.appendleft(entry)
+
+    # -- progress ---------------------------------------------------------------
+
+    def computed(self, prompt: str, num_tokens: int, remaining_tokens: int) -> None:
+        """A step computes `num_tokens` of a started prompt; it is forgotten when
+        nothing remains."""
+        self._computed_tokens += num_tokens
+        entry = self._started[prompt]
+        self._set_remaining(entry, remaining_tokens)
+        if remaining_tokens <= 0:
+            self.remove(prompt)
+
+    def remove(self, prompt: str) -> None:
+        """It is done or was aborted. An unknown id is nothing to remove."""
+        entry = self._all.pop(prompt, None)
+        if entry is None:
+            return
+        self.unfinished_tokens -= entry.remaining_tokens
+        if self._started.pop(prompt, None) is None and self._raw.pop(prompt, None) is None:
+            self._scheduled.remove(entry)
+
+    def _set_remaining(self, entry: Prompt, remaining_tokens: int) -> None:
+        self.unfinished_tokens += remaining_tokens - entry.remaining_tokens
+        entry.remaining_tokens = remaining_tokens
+
+    # -- shortest remaining first -------------------------------------------------
+
+    def plan(self, chunk_tokens: int, *, only_started: bool = False) -> dict[str, int]:
+        """Order again at a chunk border and share out the coming chunk.
+
+        Args:
+            chunk_tokens: Tokens of the chunk.
+            only_started: Whether nothing scheduled can start in it.
+
+        Returns:
+            Tokens per started prompt; 0 pauses it. What is not shared out is for
+            the scheduled queue. Empty under the other policies, which let started
+            prompts go on.
+        """
+        if self.policy is not PrefillPolicy.SRTF:
+            return {}
+        order = self._by_remaining(chain(self._scheduled, self._started.values()))
+        self._scheduled = deque(entry for entry in order if entry.id not in self._started)
+        shares = {}
+        for entry in order:
+            tokens = min(entry.remaining_tokens, chunk_tokens)
+            if entry.id in self._started:
+                shares[entry.id] = tokens
+            elif only_started:
+                continue
+            chunk_tokens -= tokens
+        return shares
+
+    def _by_remaining(self, entries: Iterable[Prompt]) -> list[Prompt]:
+        """Most urgent first: priority, then due ones by arrival, then the shortest.
+
+        What overtook a prompt is all that was computed since it came, less what
+        was computed of it and of those before it: `fcfs_tokens` less what of
+        them is left. Nothing outside `entries` came before one of them.
+        """
+        left_tokens = 0
+        keyed = []
+        for entry in sorted(entries, key=_arrival):
+            left_tokens += entry.remaining_tokens
+            since_tokens = self._computed_tokens - entry.computed_before_tokens
+            overtaken_tokens = since_tokens - (entry.fcfs_tokens - left_tokens)
+            if overtaken_tokens >= (SRTF_BOUND - 1) * entry.fcfs_tokens:
+                key = (entry.priority, 0, entry.arrival)
+            else:
+                key = (entry.priority, 1, entry.remaining_tokens)
+            keyed.append((key, entry.arrival, entry))
+        keyed.sort()
+        return [entry for *_, entry in keyed]
+
+
+def _arrival(entry: Prompt) -> int:
+    return entry.arrival
+
+
+_KEYS = {
+    PrefillPolicy.FCFS: lambda entry: (entry.priority, entry.arrival),
+    PrefillPolicy.SJF: lambda entry: (entry.priority, entry.remaining_tokens, entry.arrival),
+    PrefillPolicy.LJF: lambda entry: (entry.priority, -entry.remaining_tokens, entry.arrival),
+    PrefillPolicy.SRTF: lambda entry: (entry.priority, entry.remaining_tokens, entry.arrival),
+}
