@@ -24,6 +24,8 @@ KEY = "tetri"
 # A prefill instance may try a hand-over again; every try has a name of its own.
 MAX_ATTEMPTS = 4
 
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class PrefillLeg(msgspec.Struct, frozen=True, tag="prefill"):
     """Router → prefill instance: compute the prompt, hand its KV over."""
@@ -32,12 +34,24 @@ class PrefillLeg(msgspec.Struct, frozen=True, tag="prefill"):
     request: Annotated[RequestId, msgspec.Meta(max_length=128)]
 
 
+class Given(msgspec.Struct, frozen=True):
+    """Tokens of an answer that exist already; whoever goes on takes them as its own.
+
+    ``logprobs`` is what `encode_logprobs` made of vLLM's arrays, bit for bit, and
+    empty when the client wants none.
+    """
+
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    logprobs: str = ""
+
+
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     """Prefill instance → router, in the answer of the first leg.
 
     ``decode`` is empty when no decode instance took the KV; then any instance
-    may serve the request by computing the prompt again, and ``reason`` says why.
+    may go on by computing the prompt again, and ``reason`` says why.
     ``transfer`` is the name of the try that counts, ``digest`` that of the prompt.
+    ``is_final`` means that the first token was also the last: nothing follows.
     """
 
     transfer: TransferId
@@ -47,17 +61,23 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     num_chunks: int
     num_bytes: int
     reason: str
+    given: Given | None = None
+    is_final: bool = False
+    prompt_token_ids: list[TokenId] = []
 
 
 class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
     """Router → decode instance: the prompt's KV is in your arena (or will be).
 
-    Both sides make tokens of the body themselves; ``digest`` proves that they
-    made the same ones.
+    ``digest`` proves that both sides mean the same tokens. Without a ``transfer``
+    there is no KV: compute the prompt, and go on behind what is ``given``.
+    ``num_choices`` requests load the same KV (OpenAI's ``n``).
     """
 
-    transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=160)]
+    transfer: Annotated[TransferId, msgspec.Meta(max_length=160)]
     digest: str
+    given: Given | None = None
+    num_choices: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 Handover = PrefillLeg | Prefilled | DecodeLeg
