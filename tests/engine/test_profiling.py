@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +35,9 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class Computing(Engine):
@@ -70,7 +72,7 @@ class Computing(Engine):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(profiling, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(profiling, "time", clock)
     monkeypatch.setattr(profiling, "undisturbed_s", clock.monotonic)
     monkeypatch.setenv("VLLM_TETRI_CACHE", str(tmp_path / "cache"))
     return clock
@@ -179,6 +181,33 @@ def test_a_machine_too_slow_stops_at_the_deadline_with_what_it_has(both: Computi
     assert both.is_at_rest
 
 
+def test_an_engine_kept_from_its_core_waits_for_calm(
+    both: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Up to a moment somebody else has half of the core, which also spoils what is computed.
+    calm_at = both.clock.now + 3.0
+
+    def undisturbed_s() -> float:
+        return both.clock.now - min(both.clock.now, calm_at) / 2
+
+    monkeypatch.setattr(profiling, "undisturbed_s", undisturbed_s)
+    while both.is_measuring:
+        both.slower = 3.0 if both.clock.now < calm_at else 1.0
+        both.step()
+    (path,) = remembered()
+    assert read_file(path).profile.cost.base_s == pytest.approx(TRUTH.base_s, rel=0.05)
+
+
+def test_a_machine_that_never_calms_down_is_measured_all_the_same(
+    both: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "undisturbed_s", lambda: both.clock.now / 2)
+    both.measure()
+    (path,) = remembered()
+    assert read_file(path).profile.cost.base_s == pytest.approx(TRUTH.base_s / 2, rel=0.05)
+    assert both.clock.now - 1000.0 < profiling.DEADLINE_S
+
+
 def test_without_a_single_step_the_usual_chunk_is_taken(prefill: Computing) -> None:
     prefill.slower = 10_000.0
     prefill.measure()
@@ -198,7 +227,7 @@ def test_time_without_a_core_does_not_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(profiling, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(profiling, "time", clock)
     monkeypatch.setattr(profiling, "_SCHEDSTAT", tmp_path / "schedstat")
     assert profiling.undisturbed_s() == 1000.0  # a kernel without it
     (tmp_path / "schedstat").write_text("5000000000 2500000000 7")

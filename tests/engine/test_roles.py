@@ -15,7 +15,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine.llama import LLAMA
-from vllm_tetri.config import TetriConfig, decode_config
+from vllm_tetri.config import TetriConfig, decode_config, file_key_of, option_of
 from vllm_tetri.engine import roles
 from vllm_tetri.engine.options import HELP
 from vllm_tetri.engine.plugin import register
@@ -115,6 +115,128 @@ def test_wrong_values_are_one_clear_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "loopback" in refusal(capsys, "--role", "both", "--tetri-control", "tcp://10.0.0.1:1")
     assert "256M" in refusal(capsys, "--role", "both", "--tetri-arena-bytes", "lots")
     assert "streams" in refusal(capsys, "--role", "both", "--tetri-streams", "99")
+
+
+BAD_VALUES = {
+    "chunk_size": ("0", "-5", "1.5", "x", "", "a whole number of at least 1 or auto"),
+    "sched_batch": ("0", "-1", "x", "a whole number of at least 1"),
+    "prefill_policy": ("best", "SJF", "fcfs, sjf, ljf or srtf"),
+    "tbt_slo_s": ("0", "-1", "nan", "inf", "x", "a number above 0 and at most 86400 seconds"),
+    "pad": ("maybe", "1", "off or on"),
+    "streams": ("0", "17", "a whole number of at least 1 and at most 16"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+@pytest.mark.parametrize("where", ["command line", "file"])
+def test_a_bad_value_is_refused_with_what_is_allowed(
+    name: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option, file = option_of(name), tmp_path / "tetri.yaml"
+    *values, allowed = BAD_VALUES[name]
+    for value in values:
+        file.write_text(f"{file_key_of(name)}: {value}\n")
+        given = [f"{option}={value}"] if where == "command line" else ["--tetri-config", str(file)]
+        (line,) = (line for line in refusal(capsys, "--role", "prefill", *given).splitlines()
+                   if "error: " in line)  # fmt: skip
+        assert option in line
+        for word in allowed.replace(" or ", ", ").split(", "):
+            assert word in line
+
+
+def test_keys_of_the_file_are_those_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tetri.yaml"
+    file.write_text("tbt-slo: 0.2\nhold_timeout_s: 3\npad: on\nload-budget-bytes: 1M\n")
+    made = config(parse("--role", "both", "--tetri-config", str(file)))
+    assert (made.tbt_slo_s, made.hold_timeout_s, made.pad) == (0.2, 3.0, "on")
+    assert made.load_budget_bytes == 1 << 20
+    file.write_text("shed-batch: 3\n")
+    assert "did you mean sched-batch" in refusal(
+        capsys, "--role", "both", "--tetri-config", str(file)
+    )
+    file.write_text("arena_bytes: lots\n")
+    assert "--tetri-arena-bytes" in refusal(capsys, "--role", "both", "--tetri-config", str(file))
+
+
+def test_a_switch_in_vllms_own_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    for written, expected in (("on", "on"), ("'on'", "on"), ("off", "off"), ("'off'", "off")):
+        file.write_text(f"role: prefill\ntetri-pad: {written}\n")
+        merged = FlexibleArgumentParser()._pull_args_from_config(
+            ["serve", "m", "--config", str(file)]
+        )
+        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(merged[1:])
+        assert config(parsed).pad == expected
+
+
+def chunk(*arguments: str, model: Path | str = "m") -> int | str:
+    return config(parse("--role", "prefill", *arguments, "--model", str(model))).chunk_size
+
+
+def test_a_chunk_above_the_models_window_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str, role: str = "prefill") -> str:
+        return refusal(capsys, "--role", role, "--model", str(tmp_path), *arguments)
+
+    window = LLAMA["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for role in Role:
+        text = refused("--tetri-chunk-size", str(window + 1), role=role)
+        assert f"--tetri-chunk-size {window + 1}: must be auto or between 1 and {window}" in text
+    assert chunk("--tetri-chunk-size", str(window), model=tmp_path) == window
+    assert "between 1 and 100, the model's window" in refused(
+        "--max-model-len", "100", "--tetri-chunk-size", "101"
+    )
+    assert "between 1 and 64, the given --max-num-batched-tokens" in refused(
+        "--max-num-batched-tokens", "64", "--tetri-chunk-size", "65"
+    )
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"max_position_embeddings": "many"}', "{"])
+def test_a_window_that_is_not_known_yet_is_left_to_the_engine(tmp_path: Path, content: str) -> None:
+    assert chunk("--tetri-chunk-size", "99999") == 99999
+    (tmp_path / "config.json").write_text(content)
+    assert chunk("--tetri-chunk-size", "99999", model=tmp_path) == 99999
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "yarn"}, {"type": "linear"}, {"full": {"rope_type": "yarn"}}]
+)
+def test_scaled_positions_are_left_to_the_engine(tmp_path: Path, rope: dict[str, Any]) -> None:
+    scaled = {**LLAMA, "rope_scaling": {**rope, "factor": 64.0}}
+    (tmp_path / "config.json").write_text(json.dumps(scaled))
+    assert chunk("--tetri-chunk-size", "99999", model=tmp_path) == 99999
+
+
+def test_the_default_chunk_fits_whatever_is_given() -> None:
+    assert chunk() == roles.CPU_CHUNK_TOKENS
+    assert chunk("--max-model-len", "100") == 100
+    assert chunk("--max-num-batched-tokens", "64") == 64
+    assert chunk("--tetri-chunk-size", "auto", "--max-model-len", "100") == "auto"
+
+
+def test_only_a_prefill_instance_bounds_its_queue_by_itself() -> None:
+    def bound(role: str, *arguments: str) -> int | None:
+        found: int | None = parse("--role", role, *arguments).max_num_queued_tokens
+        return found
+
+    assert bound("prefill") == roles.QUEUED_TOKENS
+    assert bound("decode") is None
+    assert bound("both") is None
+    for role in Role:
+        assert bound(role, "--max-num-queued-tokens", "5k") == 5000
+    assert bound("prefill", "--max-num-queued-tokens", "0") == 0
+
+
+def test_an_slo_that_has_no_effect_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
+    for role in ("decode", "both"):
+        parse("--role", role, "--tetri-tbt-slo", "0.2")
+    assert caplog.text == ""
+    assert config(parse("--role", "prefill", "--tetri-tbt-slo", "0.2")).tbt_slo_s == 0.2
+    assert "--tetri-tbt-slo has no effect with --role prefill" in caplog.text
 
 
 def test_help_lists_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> None:

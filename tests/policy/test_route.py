@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.route import Route, Split, Submissions, Whole, choose_route
+from vllm_tetri.policy.route import Full, Route, Split, Submissions, Whole, choose_route
 from vllm_tetri.types import InstanceId, InstanceView
 
 
@@ -13,23 +13,27 @@ def route(
     splittable: bool = True,
     own: dict[str, int] | None = None,
     excluded: tuple[str, ...] = (),
+    full: tuple[str, ...] = (),
     model: str = "tiny",
-) -> Route | None:
+) -> Route | Full | None:
     return choose_route(
         view(*instances),
         model=model,
         splittable=splittable,
         own_tokens={InstanceId(name): tokens for name, tokens in (own or {}).items()},
         excluded=frozenset(map(InstanceId, excluded)),
+        full=frozenset(map(InstanceId, full)),
     )
 
 
-def target(*instances: InstanceView, **options) -> tuple[str, str] | None:
+def target(*instances: InstanceView, **options) -> tuple[str, ...] | None:
     match route(*instances, **options):
         case Split(prefill=prefill):
             return "split", prefill
         case Whole(instance=whole):
             return "whole", whole
+        case Full(instances=them):
+            return "full", *them
     return None
 
 
@@ -76,6 +80,32 @@ def test_an_instance_that_failed_is_not_asked_again() -> None:
     assert target(PREFILL, excluded=("p",)) is None
 
 
+def test_the_next_prefill_instance_is_asked_when_one_is_full() -> None:
+    many = PREFILL, instance("q", "prefill", queued_prefill_tokens=9), BOTH, DECODE
+    assert target(*many, full=("p", "b")) == ("split", "q")
+    assert target(*many, full=("p", "q")) == ("split", "b")
+
+
+def test_full_prefill_instances_never_send_a_prompt_to_a_decode_instance() -> None:
+    assert target(PREFILL, DECODE, full=("p",)) == ("full", "p")
+    assert target(PREFILL, DECODE, BOTH, full=("p", "b")) == ("full", "p", "b")
+    # One failed, the other is full: still no reason to disturb decoding.
+    two = PREFILL, instance("q", "prefill")
+    assert target(*two, DECODE, excluded=("q",), full=("p",)) == ("full", "p")
+
+
+def test_a_whole_request_stays_with_its_kind_when_that_is_full() -> None:
+    two = BOTH, instance("c", "both")
+    assert target(*two, DECODE, splittable=False, full=("b",)) == ("whole", "c")
+    assert target(*two, DECODE, splittable=False, full=("b", "c")) == ("full", "b", "c")
+    assert target(PREFILL, DECODE, splittable=False, full=("d",)) == ("full", "d")
+    assert target(BOTH, full=("b",)) == ("full", "b")
+
+
+def test_nobody_there_is_not_the_same_as_full() -> None:
+    assert target(PREFILL, excluded=("p",), full=("p",)) is None
+
+
 def test_the_least_loaded_prefill_instance_wins() -> None:
     pair = instance("p1", "prefill", queued_prefill_tokens=50), instance("p2", "prefill")
     assert target(*pair, DECODE) == ("split", "p2")
@@ -93,7 +123,7 @@ def test_whole_requests_spread_by_what_runs() -> None:
 
 def test_every_choice_says_why() -> None:
     for found in (route(PREFILL, DECODE), route(BOTH), route(BOTH, splittable=False)):
-        assert found is not None
+        assert isinstance(found, Split | Whole)
         assert found.reason
 
 
@@ -106,6 +136,25 @@ instances = st.builds(
     model=st.sampled_from(["tiny", "huge"]),
     queued_prefill_tokens=st.integers(0, 100),
 )
+
+
+@given(
+    st.lists(instances, unique_by=lambda each: each.info.id),
+    st.booleans(),
+    st.sets(st.sampled_from("abcde")),
+)
+def test_asking_one_full_instance_after_another_comes_to_an_end(
+    many: list[InstanceView], splittable: bool, full: set[str]
+) -> None:
+    asked: list[str] = []
+    while (found := target(*many, splittable=splittable, full=tuple(asked))) is not None:
+        kind, *names = found
+        if kind == "full" or names[0] not in full:
+            break
+        assert names[0] not in asked
+        asked.append(names[0])
+    if found is not None and found[0] == "full":
+        assert set(asked) == set(found[1:])
 
 
 @given(st.lists(instances, unique_by=lambda each: each.info.id), st.booleans())

@@ -6,8 +6,9 @@ from one step's end to the next one's, which is what a client sees between two
 tokens. Context need not be computed: the connector says that it was loaded.
 
 Whatever else runs on the machine only adds, and the API server starts at the
-same moment. So the time that this thread was kept from its core does not count,
-and of several rounds the best time of each trial does.
+same moment. So an engine that is kept from its core waits for calm, within
+reason; time without a core does not count, and of several rounds the best time
+of each trial does.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ logger = logging.getLogger(__name__)
 
 # A new round is started until this much time has passed; the first one runs to its end
 # unless that takes until the deadline.
-_ENOUGH_S = 6.0
+_ENOUGH_S = 4.0
 _ROUNDS = 4
+# A trial that lacked a core for more than this part of its time is repeated after a
+# pause, until all pauses together are this long.
+_CALM_PART = 0.05
+_PAUSE_S = 0.25
+_PATIENCE_S = 8.0
 DEADLINE_S = 30.0
 # Of the calling thread: nanoseconds that it ran, nanoseconds that it waited for a core.
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -77,6 +83,8 @@ class Profiling:
         self._loaded: dict[str, int] = {}
         self._times: list[float] = []
         self._last_s = 0.0
+        self._trial_started = 0.0, 0.0  # by the wall clock, and undisturbed
+        self._paused_s = 0.0
         self._started_s = 0.0
         self.is_over = False
         remembered = self._store.load()
@@ -99,8 +107,13 @@ class Profiling:
         if self._trial is not None:
             if self._is_running() and not self._is_late():
                 return
-            self._end_trial()
-        trial = None if self._is_late() else self._next_trial()
+            trial = self._end_trial()
+        else:
+            trial = None
+        if self._is_late():
+            trial = None
+        elif trial is None:
+            trial = self._next_trial()
         if trial is None:
             self._finish()
         else:
@@ -131,7 +144,8 @@ class Profiling:
 
     def _next_trial(self) -> Trial | None:
         trial = self._rounds.next()
-        if trial is None and self._elapsed_s() < _ENOUGH_S and self._rounds.num_done < _ROUNDS:
+        measured_s = self._elapsed_s() - self._paused_s
+        if trial is None and measured_s < _ENOUGH_S and self._rounds.num_done < _ROUNDS:
             self._rounds.start_over()
             trial = self._rounds.next()
         return trial
@@ -156,8 +170,10 @@ class Profiling:
             self._scheduler.add_request(request)
         self._scheduler.max_num_scheduled_tokens = trial.tokens
         self._last_s = undisturbed_s()
+        self._trial_started = time.monotonic(), self._last_s
 
-    def _end_trial(self) -> None:
+    def _end_trial(self) -> Trial | None:
+        """Take the result; the trial itself when it is to be repeated."""
         trial, times = self._trial, self._times
         assert trial is not None
         left = [each.request_id for each in self._requests if self._is_known(each)]
@@ -165,11 +181,21 @@ class Profiling:
             self._scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
         # In its first step a trial's requests enter the model runner.
         times = times[1:] or times
-        if times:
-            self._rounds.record(trial, min(times))
         self._trial = None
         self._requests = []
         self._loaded = {}
+        if self._paused_s < _PATIENCE_S and self._was_disturbed():
+            self._paused_s += _PAUSE_S
+            time.sleep(_PAUSE_S)
+            return trial
+        if times:
+            self._rounds.record(trial, min(times))
+        return None
+
+    def _was_disturbed(self) -> bool:
+        began_s, began_undisturbed_s = self._trial_started
+        wall_s = time.monotonic() - began_s
+        return wall_s - (undisturbed_s() - began_undisturbed_s) > _CALM_PART * wall_s
 
     def _is_known(self, request: Request) -> bool:
         return request.request_id in self._scheduler.requests

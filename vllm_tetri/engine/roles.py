@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import logging
 from typing import Any
 
-from vllm_tetri.config import TetriConfig, decode_config, encode_config
+from vllm_tetri.config import TetriConfig, decode_config, encode_config, option_of
 from vllm_tetri.engine.options import given_options
 from vllm_tetri.engine.versions import require_supported
+from vllm_tetri.engine.window import most_chunk_tokens, require_fitting_chunk
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.transport.leftovers import sweep_segments
 from vllm_tetri.types import Role
@@ -23,6 +25,10 @@ CONFIG_KEY = "tetri"
 # Where vLLM's prefill saturates (paper section 3.3.3 takes 512 on its GPUs).
 CPU_CHUNK_TOKENS = 256
 CHUNK_TOKENS = 512
+
+# Prompt tokens that a prefill instance takes before it answers 503: seconds of work for
+# a GPU, a few minutes for a CPU. vLLM's --max-num-queued-tokens overrides it.
+QUEUED_TOKENS = 131_072
 
 # Options that a role decides. A user's own value contradicts the role.
 OWNED = {
@@ -41,6 +47,8 @@ REFUSED = (
         "--decode-context-parallel-size",
     ),
 )
+
+_log = logging.getLogger(__name__)
 
 
 def expand_role(namespace: argparse.Namespace) -> None:
@@ -65,6 +73,9 @@ def expand_role(namespace: argparse.Namespace) -> None:
     require_supported(vllm.__version__)
     _refuse_conflicts(namespace, role)
     config = config_of(namespace, Role(role))
+    require_fitting_chunk(namespace, config)
+    _bound_queue(namespace, config)
+    _say_what_is_unused(config)
     namespace.scheduler_cls = SCHEDULER
     namespace.kv_transfer_config = _kv_transfer_config(config)
     # A new list: the argparse default is shared by all parsers.
@@ -83,14 +94,15 @@ def config_of(namespace: argparse.Namespace, role: Role) -> TetriConfig:
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
     given.setdefault("instance", f"{role.value}-{port}")
     given.setdefault("url", f"{scheme}://{reachable}:{port}")
-    given.setdefault("chunk_size", CPU_CHUNK_TOKENS if _is_cpu() else CHUNK_TOKENS)
+    usual_tokens = CPU_CHUNK_TOKENS if _is_cpu() else CHUNK_TOKENS
+    given.setdefault("chunk_size", min(usual_tokens, most_chunk_tokens(namespace)))
     return decode_config({**given, "role": role.value})
 
 
 def _refuse_orphans(namespace: argparse.Namespace) -> None:
     given = [name for name in vars(namespace) if name.startswith("tetri_")]
     if given:
-        option = "--" + given[0].replace("_", "-").removesuffix("-s")
+        option = option_of(given[0].removeprefix("tetri_"))
         raise ConfigError(f"{option} needs --role prefill, --role decode or --role both")
 
 
@@ -105,6 +117,23 @@ def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
             )
     if getattr(namespace, "headless", False):
         raise UnsupportedError(f"--headless cannot be combined with --role {role}")
+
+
+def _bound_queue(namespace: argparse.Namespace, config: TetriConfig) -> None:
+    """Let a prefill instance that has too much to do say so (503), for the router to go
+    elsewhere. Others may hold decodes that such a bound knows nothing of."""
+    if config.role is Role.PREFILL and getattr(namespace, "max_num_queued_tokens", None) is None:
+        namespace.max_num_queued_tokens = QUEUED_TOKENS
+
+
+def _say_what_is_unused(config: TetriConfig) -> None:
+    # No error: `vllm-tetri up` gives the same options to every instance.
+    if config.role is Role.PREFILL and config.tbt_slo_s is not None:
+        _log.warning(
+            "%s has no effect with --role prefill, which writes no answers; it applies to "
+            "--role decode and --role both",
+            option_of("tbt_slo_s"),
+        )
 
 
 def _kv_transfer_config(config: TetriConfig) -> Any:

@@ -27,6 +27,14 @@ class Whole:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Full:
+    """All `instances` that the request could go to have no room for it; `who` they are."""
+
+    instances: tuple[InstanceId, ...]
+    who: str
+
+
 Route = Split | Whole
 
 
@@ -37,8 +45,12 @@ def choose_route(
     splittable: bool,
     own_tokens: Mapping[InstanceId, int],
     excluded: Collection[InstanceId] = (),
-) -> Route | None:
+    full: Collection[InstanceId] = (),
+) -> Route | Full | None:
     """Least-loaded prefill instance if the request can be split, else one instance.
+
+    An instance that is full still counts as there: overload never sends a request
+    to instances of another kind, where it would disturb what they do.
 
     Args:
         view: The newest picture of the cluster.
@@ -46,9 +58,11 @@ def choose_route(
         splittable: Whether two instances may share this request.
         own_tokens: Prompt tokens sent to an instance that its report does not show yet.
         excluded: Instances that already failed this request.
+        full: Instances that just had no room for it.
 
     Returns:
-        The choice, or None when no ready instance serves the model.
+        The choice; `Full` when there is nobody but full ones to choose from; None
+        when no ready instance serves the model.
     """
     ready = [
         each
@@ -65,18 +79,23 @@ def choose_route(
 
     prefills = [each for each in ready if _can_split(each, ready)] if splittable else []
     if prefills:
-        best = min(prefills, key=lambda each: (tokens(each), each.info.role is Role.BOTH))
-        return Split(best.info.id, f"least of {len(prefills)}: {tokens(best)} tokens queued")
-    best = min(
-        ready,
-        key=lambda each: (
-            _LAST_RESORT[each.info.role],
-            tokens(each),
-            each.load.running + each.load.waiting,
-        ),
-    )
+        able = [each for each in prefills if each.info.id not in full]
+        if not able:
+            return Full(_ids(prefills), "prefill instances")
+        best = min(able, key=lambda each: (tokens(each), each.info.role is Role.BOTH))
+        return Split(best.info.id, f"least of {len(able)}: {tokens(best)} tokens queued")
+    first = min(_LAST_RESORT[each.info.role] for each in ready)
+    able = [each for each in ready if _LAST_RESORT[each.info.role] == first]
+    roomy = [each for each in able if each.info.id not in full]
+    if not roomy:
+        return Full(_ids(able), "instances that could serve it whole")
+    best = min(roomy, key=lambda each: (tokens(each), each.load.running + each.load.waiting))
     why = "no pair to split over" if splittable else "not split"
     return Whole(best.info.id, f"{why}: {best.info.role} with {tokens(best)} tokens queued")
+
+
+def _ids(instances: list[InstanceView]) -> tuple[InstanceId, ...]:
+    return tuple(each.info.id for each in instances)
 
 
 def _can_split(prefill: InstanceView, ready: list[InstanceView]) -> bool:

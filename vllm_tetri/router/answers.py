@@ -22,19 +22,35 @@ _TYPES = {
 }
 _TOO_LONG_PARAMS = {"input_tokens", "input_text"}
 _TOO_LONG_TEXT = "maximum context length"
-_RETRY_AFTER_S = "1"
+# How vLLM answers when a bound on its queue is reached (`GracefulHTTPError`: the type
+# is the status in words; errors of its other classes end in "Error").
+_BUSY_STATUS = 503
+_BUSY_TYPE = "Service Unavailable"
+_ERROR_EVENT = b'data: {"error":'
 
 
 class Refusal(Exception):
-    """A request that ends in an error made by the router."""
+    """A request that ends in an error made by the router.
+
+    Attributes:
+        retry_after_s: When the client may try again, in whole seconds; sent with
+            the statuses that invite it to.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = 1,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         """The JSON that the client reads."""
@@ -54,12 +70,24 @@ class Refusal(Exception):
         """The same as a whole answer."""
         all_headers = dict(headers or {})
         if self.status in (429, 503):
-            all_headers["Retry-After"] = _RETRY_AFTER_S
+            all_headers["Retry-After"] = str(self.retry_after_s)
         return web.Response(
             body=self.body(),
             status=self.status,
             headers=all_headers,
             content_type="application/json",
+        )
+
+
+class NoRoom(Refusal):
+    """Every instance that could begin with the request is full."""
+
+    def __init__(self, who: str, num_full: int, retry_after_s: int) -> None:
+        super().__init__(
+            503,
+            f"all {who} ({num_full}) are full; try again in {retry_after_s} s",
+            code="queue_full",
+            retry_after_s=retry_after_s,
         )
 
 
@@ -78,6 +106,41 @@ class LegFailed(Exception):
         self.instance = instance
         self.status = status
         self.is_final = is_final
+
+
+class LegBusy(Exception):
+    """An instance has no room for another prompt. Not a fault: it never took the request."""
+
+    def __init__(self, instance: InstanceId) -> None:
+        super().__init__(f"instance {instance} is full")
+        self.instance = instance
+
+
+def is_busy(status: int, body: bytes) -> bool:
+    """Whether an instance's answer says that a bound on its queue is reached.
+
+    vLLM: `--max-num-queued-tokens`, `--max-num-queued-reqs`.
+    """
+    return status == _BUSY_STATUS and _says_busy(body)
+
+
+def is_busy_event(chunk: bytes) -> bool:
+    """The same for the first bytes of a stream that began with status 200.
+
+    vLLM checks its bound twice, and the second time the stream has begun: that
+    happens to requests which arrive together.
+    """
+    if not chunk.startswith(_ERROR_EVENT):
+        return False
+    return _says_busy(chunk.partition(b"\n")[0].removeprefix(b"data: "))
+
+
+def _says_busy(body: bytes) -> bool:
+    try:
+        error: Any = msgspec.json.decode(body)["error"]
+        return bool(error["type"] == _BUSY_TYPE and error["code"] == _BUSY_STATUS)
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return False
 
 
 def mark_too_long(status: int, body: bytes) -> tuple[int, bytes]:

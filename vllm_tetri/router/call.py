@@ -20,7 +20,7 @@ _ONE_INSTANCE = ("best_of", "use_beam_search", "echo", "prompt_logprobs", "promp
 # also stays clear of a defect: vLLM 0.32's CPU runner dies on a seeded prompt that is
 # computed in more than one chunk (torch's CPU generator has no offset to rewind).
 _NOT_FOR_PREFILL = {"stream_options", "logprobs", "top_logprobs", "seed"}
-_FORWARDED = ("Authorization", "traceparent", "tracestate")
+_FORWARDED = ("Authorization", "X-Vllm-Priority", "traceparent", "tracestate")
 _BYTES_PER_TOKEN = 4
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

@@ -6,6 +6,7 @@ still waits and whether it has seen a byte.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -19,14 +20,19 @@ from aiohttp import web
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import FIELD, DecodeLeg, Prefilled, PrefillLeg, attempt_names, from_params
 from vllm_tetri.policy.lifecycle import Event, Phase
-from vllm_tetri.policy.route import Route, Split
-from vllm_tetri.router.answers import LegFailed, Refusal, mark_too_long
+from vllm_tetri.policy.route import Full, Route, Split
+from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, mark_too_long
 from vllm_tetri.router.call import Call
 from vllm_tetri.router.table import Entry
 from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 
-MAX_RETRIES = 2
+MAX_RETRIES = 2  # after failures; busy instances are asked until none is left
+# How long a full decode instance is asked again. Its arena holds the KV meanwhile
+# (--tetri-hold-timeout).
+DECODE_PATIENCE_S = 10.0
+_FIRST_WAIT_S = 0.02
+_LONGEST_WAIT_S = 0.5
 _EVENT_STREAM = "text/event-stream"
 
 _log = logging.getLogger(__name__)
@@ -37,15 +43,21 @@ class Hooks:
     """What a job needs from the global scheduler.
 
     Attributes:
-        route: Picks instances for (call, splittable, excluded).
+        route: Picks instances for (call, splittable, failed ones, full ones).
         info: What an instance said of itself, if it is in use.
         submitted: Told when prompt tokens go to an instance.
+        prefilled: Told how many were computed that were sent at a monotonic time.
+        busy: Told when an instance had no room.
+        no_room: The answer when all of these are full.
         cancel: Tells (prefill, decodes or all of them) to drop a transfer.
     """
 
-    route: Callable[[Call, bool, frozenset[InstanceId]], Route | None]
+    route: Callable[[Call, bool, frozenset[InstanceId], frozenset[InstanceId]], Route | Full | None]
     info: Callable[[InstanceId], InstanceInfo | None]
     submitted: Callable[[InstanceId, int], None]
+    prefilled: Callable[[InstanceId, int, float], None]
+    busy: Callable[[InstanceId], None]
+    no_room: Callable[[Full], NoRoom]
     cancel: Callable[[TransferId, InstanceId, frozenset[InstanceId]], None]
 
 
@@ -62,6 +74,8 @@ class Job:
         self._hooks = hooks
         self._prefill = InstanceId("")
         self._excluded: set[InstanceId] = set()
+        self._full: set[InstanceId] = set()
+        self._sent_s = 0.0
         self._headers = {
             **call.headers,
             "Content-Type": "application/json",
@@ -81,18 +95,21 @@ class Job:
             while len(self._excluded) <= MAX_RETRIES:
                 try:
                     answer = await self._attempt(is_splittable)
+                except LegBusy as busy:
+                    self._note_busy(busy)
+                    self._full.add(busy.instance)
                 except LegFailed as error:
                     _log.warning("request %s: %s", self._entry.id, error)
                     failure = error
-                    is_splittable = is_splittable and self._entry.phase is Phase.PREFILLING
                     self._excluded.add(error.instance)
-                    self._drop_transfer()
                     if error.is_final:
                         break
-                    continue
-                if answer is not None:
-                    return answer
-                is_splittable = False
+                else:
+                    if answer is not None:
+                        return answer
+                    is_splittable = False
+                is_splittable = is_splittable and self._entry.phase is Phase.PREFILLING
+                self._drop_transfer()
         except _NobodyLeft:
             pass
         finally:
@@ -102,20 +119,25 @@ class Job:
         raise Refusal(failure.status, f"{failure} (tried {len(self._excluded)})")
 
     async def _attempt(self, is_splittable: bool) -> web.StreamResponse | None:
-        route = self._hooks.route(self._call, is_splittable, frozenset(self._excluded))
+        route = self._hooks.route(
+            self._call, is_splittable, frozenset(self._excluded), frozenset(self._full)
+        )
+        if isinstance(route, Full):
+            raise self._hooks.no_room(route)
         instance = None if route is None else self._hooks.info(_target(route))
         if route is None or instance is None:
             raise _NobodyLeft
         if isinstance(route, Split):
             self.route_kind = "split"
             return await self._split(instance)
-        self.route_kind = "whole" if self.route_kind == "none" else "fallback"
+        is_first = self.route_kind in ("none", "whole") and not self._excluded
+        self.route_kind = "whole" if is_first else "fallback"
         return await self._whole(instance)
 
     async def _whole(self, instance: InstanceInfo) -> web.StreamResponse:
         self._entry.on(Event.WHOLE_SENT)
         self._entry.prefill = self._entry.decode = instance.id
-        self._hooks.submitted(instance.id, self._call.approx_tokens)
+        self._submitted(instance)
         return await self._answer(instance, self._call.raw)
 
     async def _split(self, instance: InstanceInfo) -> web.StreamResponse | None:
@@ -125,9 +147,13 @@ class Job:
         entry.dispatched.clear()
         entry.on(Event.PREFILL_SENT)
         entry.prefill, entry.decode = instance.id, ""
-        self._hooks.submitted(instance.id, self._call.approx_tokens)
+        self._submitted(instance)
         leg = PrefillLeg(entry.transfer, entry.id)
-        response = await self._post(instance, self._call.prefill_body(leg))
+        try:
+            response = await self._post(instance, self._call.prefill_body(leg))
+        except LegBusy:
+            entry.transfer = None  # nobody heard of it
+            raise
         try:
             body = await self._upstream.body(instance, response)
         finally:
@@ -148,17 +174,32 @@ class Job:
         entry.decode = prefilled.decode
         entry.dispatched.add(prefilled.decode)
         entry.prompt_tokens = prefilled.num_tokens
+        self._hooks.prefilled(self._prefill, prefilled.num_tokens, self._sent_s)
         instance = self._hooks.info(prefilled.decode)
         if instance is None:
             raise LegFailed(prefilled.decode, "holds the KV but is not in use", status=503)
         leg = DecodeLeg(prefilled.transfer, prefilled.digest)
-        answer = await self._answer(instance, self._call.decode_body(leg))
+        answer = await self._answer_when_free(instance, self._call.decode_body(leg))
         if answer.status == 200 and not entry.is_over:
             entry.transfer = None  # the decode instance consumed it
         return answer
 
     async def _post(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
         return await self._upstream.post(instance, self._call.path, body, self._headers)
+
+    async def _answer_when_free(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
+        """Leg 2. An instance that is full still holds the KV, so it is asked again."""
+        wait_s = _FIRST_WAIT_S
+        give_up_s = time.monotonic() + DECODE_PATIENCE_S
+        while True:
+            try:
+                return await self._answer(instance, body)
+            except LegBusy as busy:
+                if time.monotonic() + wait_s > give_up_s:
+                    raise
+                self._note_busy(busy)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _answer(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
         response = await self._post(instance, body)
@@ -176,6 +217,8 @@ class Job:
     ) -> web.StreamResponse:
         entry = self._entry
         chunk = await self._upstream.first_chunk(instance, response)
+        if entry.phase is Phase.SERVING and response.status == 200:
+            self._hooks.prefilled(instance.id, self._call.approx_tokens, self._sent_s)
         self._begin()
         answer = web.StreamResponse(status=response.status, headers=self._answer_headers())
         answer.headers["Content-Type"] = response.headers["Content-Type"]
@@ -196,6 +239,16 @@ class Job:
                 break
         await answer.write_eof()
         return answer
+
+    def _submitted(self, instance: InstanceInfo) -> None:
+        # It also counts when the instance turns out to be full: until its next report
+        # others then look less loaded.
+        self._sent_s = time.monotonic()
+        self._hooks.submitted(instance.id, self._call.approx_tokens)
+
+    def _note_busy(self, busy: LegBusy) -> None:
+        _log.debug("request %s: %s", self._entry.id, busy)
+        self._hooks.busy(busy.instance)
 
     def _begin(self) -> None:
         self._entry.on(Event.ANSWERING)

@@ -50,6 +50,12 @@ class Metrics:
             "Transfers that the router called off.",
             registry=self._registry,
         )
+        self._busy = Counter(
+            "tetri_instance_busy_answers",
+            "Times that an instance had no room for a prompt.",
+            ("instance",),
+            registry=self._registry,
+        )
         self._ttft = Histogram(
             "tetri_time_to_first_token_seconds",
             "Arrival to the first byte of a streamed answer.",
@@ -73,6 +79,10 @@ class Metrics:
     def cancelled(self) -> None:
         """Count a transfer that was called off."""
         self._cancels.inc()
+
+    def busy(self, instance: str) -> None:
+        """Count an instance's answer that it has no room."""
+        self._busy.labels(instance).inc()
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

@@ -11,9 +11,10 @@ from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import CancelTransfer
+from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.lifecycle import Event, Phase
-from vllm_tetri.policy.route import Route, Submissions, choose_route
-from vllm_tetri.router.answers import Refusal
+from vllm_tetri.policy.route import Full, Route, Submissions, choose_route
+from vllm_tetri.router.answers import NoRoom, Refusal
 from vllm_tetri.router.call import Call
 from vllm_tetri.router.job import Hooks, Job
 from vllm_tetri.router.metrics import Metrics
@@ -59,7 +60,16 @@ class GlobalScheduler:
         )
         self._first_byte_s = first_byte_s
         self._submissions = Submissions()
-        self._hooks = Hooks(self._route, self._info, self._submitted, self._cancel)
+        self._speeds = PrefillSpeeds()
+        self._hooks = Hooks(
+            route=self._route,
+            info=self._info,
+            submitted=self._submitted,
+            prefilled=self._prefilled,
+            busy=self.metrics.busy,
+            no_room=self._no_room,
+            cancel=self._cancel,
+        )
         self._upstream: Upstream | None = None
         self._probes: Probes | None = None
 
@@ -114,6 +124,7 @@ class GlobalScheduler:
             return answer
         except Refusal as refusal:
             entry.on(Event.FAIL)
+            outcome = "busy" if isinstance(refusal, NoRoom) else "error"
             return refusal.response({"x-request-id": entry.id})
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "cancelled"
@@ -156,8 +167,12 @@ class GlobalScheduler:
         return replace(call, model=next(iter(canonical)))
 
     def _route(
-        self, call: Call, is_splittable: bool, excluded: frozenset[InstanceId]
-    ) -> Route | None:
+        self,
+        call: Call,
+        is_splittable: bool,
+        excluded: frozenset[InstanceId],
+        full: frozenset[InstanceId],
+    ) -> Route | Full | None:
         view = self.monitor.view()
         return choose_route(
             view,
@@ -165,6 +180,7 @@ class GlobalScheduler:
             splittable=is_splittable,
             own_tokens=self._submissions.unreported(view, time.monotonic()),
             excluded=excluded,
+            full=full,
         )
 
     def _info(self, instance: InstanceId) -> InstanceInfo | None:
@@ -175,6 +191,13 @@ class GlobalScheduler:
 
     def _submitted(self, instance: InstanceId, num_tokens: int) -> None:
         self._submissions.add(instance, num_tokens, time.monotonic())
+
+    def _prefilled(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
+        self._speeds.answered(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
+
+    def _no_room(self, full: Full) -> NoRoom:
+        wait_s = retry_after_s(self.monitor.view(), full.instances, self._speeds)
+        return NoRoom(full.who, len(full.instances), wait_s)
 
     def _cancel(
         self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]

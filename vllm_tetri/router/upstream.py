@@ -6,7 +6,7 @@ import asyncio
 
 import aiohttp
 
-from vllm_tetri.router.answers import LegFailed
+from vllm_tetri.router.answers import LegBusy, LegFailed, is_busy, is_busy_event
 from vllm_tetri.types import InstanceInfo
 
 _KEEPALIVE_S = 3.0  # vLLM closes idle connections after 5 s
@@ -45,6 +45,7 @@ class Upstream:
 
         Raises:
             LegFailed: No answer, or one that says that the instance is in trouble.
+            LegBusy: The instance has no room; it has not taken the request.
         """
         url = instance.url + path
         try:
@@ -74,14 +75,18 @@ class Upstream:
 
         Raises:
             LegFailed: The stream broke or stays silent for too long.
+            LegBusy: All it says is that the instance has no room.
         """
         try:
             async with asyncio.timeout(self._first_byte_s):
-                return await response.content.readany()
+                chunk = await response.content.readany()
         except TimeoutError as error:
             raise self._late(instance) from error
         except aiohttp.ClientError as error:
             raise LegFailed(instance.id, f"connection lost: {error!r}") from error
+        if is_busy_event(chunk):
+            raise LegBusy(instance.id)
+        return chunk
 
     async def body(self, instance: InstanceInfo, response: aiohttp.ClientResponse) -> bytes:
         """All bytes of an answer.
@@ -117,13 +122,18 @@ class Upstream:
         return LegFailed(instance.id, reason, status=504, is_final=True)
 
 
-async def _trouble(instance: InstanceInfo, response: aiohttp.ClientResponse) -> LegFailed:
+async def _trouble(instance: InstanceInfo, response: aiohttp.ClientResponse) -> LegFailed | LegBusy:
+    text = bytearray()
     try:
         async with asyncio.timeout(_CONNECT_S):
-            text = (await response.content.read(_MAX_ERROR_BYTES)).decode(errors="replace")
+            while len(text) < _MAX_ERROR_BYTES and (chunk := await response.content.readany()):
+                text += chunk
     except (aiohttp.ClientError, TimeoutError):
-        text = ""
+        pass
     finally:
         response.close()
+    if is_busy(response.status, bytes(text)):
+        return LegBusy(instance.id)
     status = 503 if response.status == 503 else 502
-    return LegFailed(instance.id, f"HTTP {response.status} {text}".strip(), status=status)
+    words = text[:_MAX_ERROR_BYTES].decode(errors="replace")
+    return LegFailed(instance.id, f"HTTP {response.status} {words}".strip(), status=status)
