@@ -71,13 +71,12 @@ class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
 
     ``digest`` proves that both sides mean the same tokens. Without a ``transfer``
     there is no KV: compute the prompt, and go on behind what is ``given``.
-    ``num_choices`` requests load the same KV (OpenAI's ``n``).
+    Several requests may name the same transfer (OpenAI's ``n``): all load from it.
     """
 
     transfer: Annotated[TransferId, msgspec.Meta(max_length=160)]
     digest: str
     given: Given | None = None
-    num_choices: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 Handover = PrefillLeg | Prefilled | DecodeLeg

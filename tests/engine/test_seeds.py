@@ -9,15 +9,15 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_tetri.engine import seeds
 from vllm_tetri.engine.compat import CachedRequestState
+from vllm_tetri.engine.injection import make_runner_inject
 
 
 @pytest.fixture(autouse=True)
 def rewinding() -> Iterator[None]:
     stock = CachedRequestState.__post_init__
-    seeds.make_cpu_seeds_rewind()
-    seeds.make_cpu_seeds_rewind()
+    make_runner_inject()
+    make_runner_inject()
     yield
     CachedRequestState.__post_init__ = stock  # type: ignore[method-assign]
 

@@ -23,18 +23,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 __all__ = [
     "AsyncScheduler",
     "CachedRequestState",
+    "EngineCoreOutput",
     "EngineCoreOutputs",
     "FullAttentionSpec",
     "KVCacheConfig",
@@ -44,7 +46,9 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "LogprobsLists",
     "MLAAttentionSpec",
+    "NewRequestData",
     "Request",
     "RequestQueue",
     "RequestStatus",
@@ -79,6 +83,8 @@ SCHEDULER_ATTRIBUTES = (
     "kv_cache_manager",  # R: .block_pool.num_gpu_blocks, .block_pool.get_num_free_blocks(),
     # .get_computed_blocks(request)
     "max_num_scheduled_tokens",  # R, W: per-step token budget
+    "use_v2_model_runner",  # R
+    "structured_output_manager",  # R: .accept_tokens(request, token_ids)
     "scheduler_config",  # R: .max_num_batched_tokens
     "vllm_config",  # R
 )
@@ -94,6 +100,9 @@ REQUEST_ATTRIBUTES = (
     "num_computed_tokens",  # R
     "num_output_tokens",  # R
     "num_tokens",  # R
+    "all_token_ids",  # R
+    "append_output_token_ids",  # R: given tokens, before the request is queued
+    "sampling_params",  # R
     "num_preemptions",  # R
     "status",  # R
 )

@@ -27,9 +27,9 @@ from vllm_tetri.engine.compat import (
     share_logging,
 )
 from vllm_tetri.engine.identity import identity_of, require_carriable
+from vllm_tetri.engine.injection import make_runner_inject
 from vllm_tetri.engine.instance import Instance
 from vllm_tetri.engine.roles import CONFIG_KEY
-from vllm_tetri.engine.seeds import make_cpu_seeds_rewind
 from vllm_tetri.engine.step import StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.handover import to_params
@@ -68,7 +68,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tp_group
 
-        make_cpu_seeds_rewind()
+        make_runner_inject()
         tensors = list(kv_caches.values())
         group = get_tp_group()
         mover = mover_for(tensors, self._cache_config.num_blocks)

@@ -29,7 +29,7 @@ from vllm_tetri.types import TransferId
 logger = logging.getLogger(__name__)
 
 LOST_PREFIX = b"lost:"
-MAX_LOST = 4096
+MAX_REMEMBERED = 4096
 
 
 class _State(Enum):
@@ -41,6 +41,7 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Inbound:
+    request_id: str
     leg: DecodeLeg
     deadline: float
     state: _State = _State.WAITING
@@ -71,7 +72,10 @@ class Inbox:
         self._timeout_s = timeout_s
         self._load_budget_bytes = load_budget_bytes
         self._entries: dict[str, _Inbound] = {}
+        self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
+        self._slots: dict[str, Slot] = {}  # pinned
         self._lost: OrderedDict[str, None] = OrderedDict()
+        self._consumed: OrderedDict[str, None] = OrderedDict()
         self._loads: list[Load] = []
         self.loads_done = 0
         self.loads_failed = 0
@@ -82,7 +86,9 @@ class Inbox:
 
     def add(self, request: Request, leg: DecodeLeg) -> None:
         """A request with a decode leg entered the engine."""
-        self._entries[request.request_id] = _Inbound(leg, time.monotonic() + self._timeout_s)
+        request_id, deadline = request.request_id, time.monotonic() + self._timeout_s
+        self._entries[request_id] = _Inbound(request_id, leg, deadline)
+        self._users.setdefault(leg.transfer, set()).add(request_id)
 
     @property
     def num_waiting(self) -> int:
@@ -99,8 +105,8 @@ class Inbox:
         """How many tokens beyond the local prefix hit can be loaded, and whether
         the load runs beside the steps instead of inside one.
 
-        None: not known yet, ask again. The last prompt token is always left to
-        this engine, which samples the first token from it.
+        None: not known yet, ask again. Where the first token is not given, the last
+        prompt token is left to this engine, which samples the first token from it.
 
         Args:
             request: A request of vLLM's waiting queue.
@@ -114,7 +120,7 @@ class Inbox:
             return None, False  # preempted before its load was reported
         if entry.state is _State.WAITING and not self._try_take(request, entry):
             return (None if entry.state is _State.WAITING else 0), False
-        num_tokens = request.num_tokens - 1 - num_local_tokens
+        num_tokens = min(request.num_tokens - 1, request.num_prompt_tokens) - num_local_tokens
         if num_tokens <= 0:
             self._give_back(entry)
             return 0, False
@@ -127,10 +133,11 @@ class Inbox:
 
     def _try_take(self, request: Request, entry: _Inbound) -> bool:
         name = entry.leg.transfer
-        slot = self._receiver.take(name)
+        slot = self._slots.get(name) or self._receiver.take(name)
         if slot is None:
             self._check_lost(name, entry)
             return False
+        self._slots[name] = slot
         entry.slot, entry.state = slot, _State.TAKEN
         num_blocks = -(-request.num_prompt_tokens // self._block_size)
         num_bytes = num_blocks * self._bytes_per_block
@@ -154,9 +161,13 @@ class Inbox:
         self._drain_messages()
         seen = self._receiver.find(name)
         reason = ""
+        if name in self._consumed:
+            # Another choice of the same request was faster; what it loaded is in
+            # the prefix cache, except for the last block.
+            self._give_back(entry)
+            return
         if name in self._lost:
             reason = "its prefill instance gave up"
-            del self._lost[name]
         elif seen is not None and seen.state is SlotState.FAILED:
             reason = seen.error or "failed"
         elif time.monotonic() > entry.deadline:
@@ -164,15 +175,14 @@ class Inbox:
         if reason:
             logger.warning("transfer %s: %s; computing the prompt here", name, reason)
             self.loads_failed += 1
-            entry.state = _State.DONE
             self._receiver.cancel(name)
+            self._give_back(entry)
 
     def _drain_messages(self) -> None:
         while (message := self._receiver.receive(0.0)) is not None:
             if message.startswith(LOST_PREFIX):
                 self._lost[message[len(LOST_PREFIX) :].decode(errors="replace")] = None
-                if len(self._lost) > MAX_LOST:
-                    self._lost.popitem(last=False)
+                _trim(self._lost)
 
     def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """vLLM gave the request its blocks; order the load, or free the slot."""
@@ -226,7 +236,7 @@ class Inbox:
             entry.gone = True
             return
         del self._entries[request.request_id]
-        if entry.state is _State.WAITING:
+        if entry.state is _State.WAITING and len(self._users[entry.leg.transfer]) == 1:
             self._receiver.cancel(entry.leg.transfer)
         self._give_back(entry)
 
@@ -236,7 +246,22 @@ class Inbox:
             self._receiver.cancel(name)
 
     def _give_back(self, entry: _Inbound) -> None:
-        if entry.slot is not None:
-            self._receiver.release(entry.leg.transfer)
-            entry.slot = None
-        entry.state = _State.DONE
+        """This request needs the transfer no more; the last one frees its slot."""
+        entry.slot, entry.state = None, _State.DONE
+        name = entry.leg.transfer
+        users = self._users.get(name)
+        if users is None or entry.request_id not in users:
+            return
+        users.remove(entry.request_id)
+        if users:
+            return
+        del self._users[name]
+        if self._slots.pop(name, None) is not None:
+            self._receiver.release(name)
+            self._consumed[name] = None
+            _trim(self._consumed)
+
+
+def _trim(remembered: OrderedDict[str, None]) -> None:
+    while len(remembered) > MAX_REMEMBERED:
+        remembered.popitem(last=False)

@@ -25,7 +25,7 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.engine.seeds import RewindableGenerator
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import Given
+from vllm_tetri.handover import KEY, Given
 
 _HEAD = struct.Struct("<HH")  # tokens, log probabilities per token
 _MARK = "_tetri_injects"
@@ -92,6 +92,15 @@ def decode_logprobs(text: str) -> LogprobsLists:
         np.frombuffer(body[size : 2 * size], dtype="<f4").reshape(rows, columns),
         np.frombuffer(body[2 * size :], dtype="<i4"),
     )
+
+
+def pass_on_logprobs(outputs: list[EngineCoreOutput]) -> None:
+    """Add the log probabilities of a prefill instance's tokens to what it gives away."""
+    for output in outputs:
+        params = output.kv_transfer_params
+        prefilled = params.get(KEY) if params else None
+        if prefilled and prefilled.get("given") and output.new_logprobs is not None:
+            prefilled["given"]["logprobs"] = encode_logprobs(output.new_logprobs)
 
 
 @dataclass(slots=True)

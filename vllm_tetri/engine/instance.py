@@ -16,6 +16,7 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.engine.compat import Request, Scheduler
 from vllm_tetri.engine.inbox import Inbox
+from vllm_tetri.engine.injection import Injections
 from vllm_tetri.engine.load import CpuClock, read_load
 from vllm_tetri.engine.outbox import Outbox
 from vllm_tetri.engine.own import is_own
@@ -46,6 +47,7 @@ class Instance:
         self.config = config
         self._vllm_config = vllm_config
         self._scheduler: Scheduler | None = None
+        self.injections: Injections | None = None  # the scheduler's, for the load report
         self._receiver: Receiver | None = None
         self._agent: Agent | None = None
         self._rng = Random()
@@ -85,6 +87,7 @@ class Instance:
             config=config,
             block_size=block_size,
             bytes_per_block=shape.block_bytes * shape.num_ranks,
+            max_model_len=self._vllm_config.model_config.max_model_len,
             block_ids_of=self._block_ids_of,
             dispatch=self._dispatch,
             announce=self._announce,
@@ -151,17 +154,23 @@ class Instance:
         match leg:
             case PrefillLeg():
                 self.outbox.add(request, leg)
-            case DecodeLeg():
+            case DecodeLeg(transfer=transfer) if transfer:
                 self.inbox.add(request, leg)
             case _:
                 pass
 
-    def is_arriving(self, request: Request) -> bool:
-        """Whether another instance computes the prompt of a request of this one."""
+    def decode_leg(self, request: Request) -> DecodeLeg | None:
+        """The leg of a request that began on another instance."""
         try:
-            return isinstance(from_params(request.kv_transfer_params), DecodeLeg)
+            leg = from_params(request.kv_transfer_params)
         except ProtocolError:
-            return False
+            return None  # `add` says so
+        return leg if isinstance(leg, DecodeLeg) else None
+
+    def is_arriving(self, request: Request) -> bool:
+        """Whether a request's KV comes from another instance."""
+        leg = self.decode_leg(request)
+        return leg is not None and bool(leg.transfer)
 
     def count_finished(self, request: Request) -> None:
         """A request that this instance decoded has ended."""

@@ -23,6 +23,7 @@ from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput
 from vllm_tetri.engine.step import Open, StepMeta, WorkerReport, Write
 from vllm_tetri.handover import (
     MAX_ATTEMPTS,
+    Given,
     Prefilled,
     PrefillLeg,
     attempt_name,
@@ -70,6 +71,7 @@ class Outbox:
         config: TetriConfig,
         block_size: int,
         bytes_per_block: int,
+        max_model_len: int,
         block_ids_of: Callable[[str], list[int]],
         dispatch: Dispatcher,
         announce: Callable[[PrefillLeg, Dispatch], None],
@@ -77,6 +79,7 @@ class Outbox:
         self._config = config
         self._block_size = block_size
         self._bytes_per_block = bytes_per_block
+        self._max_model_len = max_model_len
         self._block_ids_of = block_ids_of
         self._dispatch = dispatch
         self._announce = announce
@@ -179,28 +182,33 @@ class Outbox:
             RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_STOPPED,
         )
+        is_final = handed_over and _is_final(request, self._max_model_len)
         if handed_over:
             self.prefills_done += 1
-            if self._choose(entry):
+            if not is_final and self._choose(entry):
                 entry.block_ids = block_ids[: self._num_blocks(request)]
                 entry.deadline = time.monotonic() + self._config.transfer_timeout_s
                 return True, self._prefilled(entry)
         if entry.is_open:
             self._free(entry, lost=False)
-            return True, None
+            return True, self._prefilled(entry, is_final=True) if is_final else None
         del self._entries[request.request_id]
-        return False, self._prefilled(entry) if handed_over else None
+        return False, self._prefilled(entry, is_final=is_final) if handed_over else None
 
-    def _prefilled(self, entry: _Outbound) -> Prefilled:
-        dispatch = entry.dispatch
+    def _prefilled(self, entry: _Outbound, *, is_final: bool = False) -> Prefilled:
+        request = entry.request
+        dispatch = None if is_final else entry.dispatch
         return Prefilled(
             transfer=entry.name,
             decode=dispatch.instance if dispatch else InstanceId(""),
-            num_tokens=entry.request.num_prompt_tokens,
-            digest=digest_of(entry.request.prompt_token_ids or ()),
+            num_tokens=request.num_prompt_tokens,
+            digest=digest_of(request.prompt_token_ids or ()),
             num_chunks=entry.num_chunks,
-            num_bytes=self._num_blocks(entry.request) * self._bytes_per_block,
+            num_bytes=self._num_blocks(request) * self._bytes_per_block,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",
+            given=Given(list(request.output_token_ids)) if request.output_token_ids else None,
+            is_final=is_final,
+            prompt_token_ids=[] if is_final else list(request.prompt_token_ids or ()),
         )
 
     def held(self) -> set[str]:
@@ -276,3 +284,13 @@ class Outbox:
             self._lost.append((entry.dispatch.kv_endpoint, entry.name))
         self._stops.append(request_id)
         self._frees.append(request_id)
+
+
+def _is_final(request: Request, max_model_len: int) -> bool:
+    """Whether the first token would have ended the answer on one instance, too."""
+    sampling = request.sampling_params
+    return (
+        request.status is RequestStatus.FINISHED_STOPPED
+        or (sampling is not None and sampling.max_tokens == 1)
+        or request.num_tokens >= max_model_len
+    )

@@ -8,6 +8,7 @@ engine that only waits for KV from spinning, and counts.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -20,12 +21,15 @@ from vllm_tetri.engine.compat import (
     SchedulerOutput,
 )
 from vllm_tetri.engine.connector import TetriConnector
+from vllm_tetri.engine.injection import Injections, pass_on_logprobs
 from vllm_tetri.engine.own import OwnRequests, take_own_outputs
 from vllm_tetri.engine.profiling import Profiling, needs_profile
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
+
+logger = logging.getLogger(__name__)
 
 # How long a step sleeps when its only work is KV that has not arrived. Bounds
 # the delay of a new request; the arrival itself wakes it at once.
@@ -45,6 +49,12 @@ class TetriScheduler(Scheduler):
         self._instance.bind_scheduler(self)
         config = self._instance.config
         self._most_tokens = self.max_num_scheduled_tokens  # vLLM's own budget
+        self._injections = Injections(
+            is_v2_runner=self.use_v2_model_runner,
+            is_async=self.scheduler_config.async_scheduling,
+            is_cpu=self.vllm_config.device_config.device_type == "cpu",
+        )
+        self._instance.injections = self._injections
         self._budget: StepBudget | None = None
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._own = OwnRequests(self)
@@ -93,6 +103,22 @@ class TetriScheduler(Scheduler):
         """What is left to compute of a waiting request."""
         return request.num_tokens - self.kv_cache_manager.get_computed_blocks(request)[1]
 
+    def add_request(self, request: Request) -> None:
+        leg = self._instance.decode_leg(request)
+        if leg is not None and leg.given is not None:
+            self._injections.begin(request, leg.given)
+        super().add_request(request)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        is_new_to_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        is_ready = super()._handle_blocked_waiting_request(request)
+        if is_ready and is_new_to_grammar:
+            # The grammar goes on behind what was given; that was sampled under it.
+            given = self._injections.tokens(request.request_id)
+            if given and not self.structured_output_manager.accept_tokens(request, given):
+                logger.error("request %s: its grammar refuses given tokens", request.request_id)
+        return is_ready
+
     # -- a step -----------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -102,6 +128,7 @@ class TetriScheduler(Scheduler):
         else:
             self._prepare_step()
         output = super().schedule(throttle_prefills)
+        self._injections.prepare(output.scheduled_new_reqs, self.requests)
         self._after_schedule(output)
         self._step_started = time.monotonic()
         return output
@@ -111,6 +138,7 @@ class TetriScheduler(Scheduler):
             self._instance.inbox.wait(ARRIVAL_WAIT_S)
         for request_id in self.finished_req_ids:
             self._queue.forget(request_id)
+            self._injections.forget(request_id)
         if self._instance.config.role is not Role.PREFILL:
             self._put_decodes_first()
         if self._budget is not None:
@@ -186,6 +214,9 @@ class TetriScheduler(Scheduler):
         if scheduler_output.total_num_scheduled_tokens:
             self._instance.step_s = time.monotonic() - self._step_started
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        for answer in outputs.values():
+            self._injections.show(answer.outputs)
+            pass_on_logprobs(answer.outputs)
         if self._profiling is not None:
             self._profiling.after_step(outputs)
         elif self._pads:

@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 
-from vllm_tetri.engine.compat import CachedRequestState
-
-_MARK = "_tetri_rewinds"
-
 
 class RewindableGenerator(torch.Generator):
     """A CPU generator that can go back to where its request's output stands.
@@ -28,16 +24,17 @@ class RewindableGenerator(torch.Generator):
 
     _state: weakref.ref[Any]
 
+    _seed: int
+
     @classmethod
-    def like(cls, generator: torch.Generator, state: Any) -> RewindableGenerator:
-        """One that continues `generator` for a runner's request state."""
+    def of(cls, generator: torch.Generator, state: Any) -> RewindableGenerator:
+        """A generator with the same seed that stands where the output of a runner's
+        request state ends."""
         made = cls(device="cpu")
-        made.set_state(generator.get_state())
         made._state = weakref.ref(state)
         made._seed = generator.initial_seed()
+        made.set_offset(0)
         return made
-
-    _seed: int
 
     def get_offset(self) -> int:
         return 0
@@ -49,18 +46,3 @@ class RewindableGenerator(torch.Generator):
         self.manual_seed(self._seed)
         for _ in range(num_draws):
             torch.randint(0, 2**31, (1,), generator=self, dtype=torch.long)
-
-
-def make_cpu_seeds_rewind() -> None:
-    """Give the request states of this process's model runner such generators. Idempotent."""
-    stock = CachedRequestState.__post_init__
-    if getattr(stock, _MARK, False):
-        return
-
-    def __post_init__(self: Any) -> None:
-        stock(self)
-        if self.generator is not None and self.generator.device.type == "cpu":
-            self.generator = RewindableGenerator.like(self.generator, self)
-
-    setattr(__post_init__, _MARK, True)
-    CachedRequestState.__post_init__ = __post_init__
