@@ -65,10 +65,38 @@ COMMANDS = (
         "doctor",
     ),
     Command(
+        "bench order",
+        "vllm_tetri.bench.order",
+        "measure prefill latency under every order of prompts",
+        "bench order --lengths sharegpt.csv --scale 0.25",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
+        "bench interference",
+        "vllm_tetri.bench.interference",
+        "measure how prompts that come together slow each other down",
+        "bench interference --counts 1,7,31",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
+        "bench budget",
+        "vllm_tetri.bench.budget",
+        "measure stalls and first tokens under an SLO beside fixed token budgets",
+        "bench budget MODEL --slo 0.15",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
         "bench transfer",
         "vllm_tetri.transport.bench",
         "measure KV transfer beside memcpy and plain sockets",
         "bench transfer",
+    ),
+    Command(
+        "bench saturation",
+        "vllm_tetri.bench.saturation",
+        "find the chunk that saturates this device, and draw it",
+        "bench saturation MODEL --output saturation.svg",
+        "OPTIONS OF vllm serve",
     ),
 )
 

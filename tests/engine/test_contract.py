@@ -41,6 +41,11 @@ SIGNATURES = {
         "hash_block_size",
         "caching_hash_fn",
     ],
+    "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": [
+        "self",
+        "reset_running_requests",
+        "reset_connector",
+    ],
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ["self", "request_id"],
     "vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor": ["self"],
     "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ["self"],

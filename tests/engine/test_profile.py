@@ -205,10 +205,10 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 
 
 def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_TETRI_CACHE", "/own")
+    monkeypatch.setenv("TETRI_CACHE", "/own")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     assert profile_folder() == Path("/own/profiles")
-    monkeypatch.delenv("VLLM_TETRI_CACHE")
+    monkeypatch.delenv("TETRI_CACHE")
     assert profile_folder() == Path("/xdg/vllm-tetri/profiles")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert profile_folder() == Path.home() / ".cache/vllm-tetri/profiles"

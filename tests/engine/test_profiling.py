@@ -74,7 +74,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
     clock = Clock()
     monkeypatch.setattr(profiling, "time", clock)
     monkeypatch.setattr(profiling, "undisturbed_s", clock.monotonic)
-    monkeypatch.setenv("VLLM_TETRI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TETRI_CACHE", str(tmp_path / "cache"))
     return clock
 
 

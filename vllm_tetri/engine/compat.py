@@ -97,6 +97,7 @@ REQUEST_ATTRIBUTES = (
     "max_tokens",  # W: 1 on the prefill side
     "num_prompt_tokens",  # R
     "prompt_token_ids",  # R
+    "skip_reading_prefix_cache",  # W: False where our context counts as loaded
     "num_computed_tokens",  # R
     "num_output_tokens",  # R
     "num_tokens",  # R

@@ -1,6 +1,6 @@
 """What an engine measured of itself, remembered from one start to the next.
 
-One JSON file per set of conditions, in `${VLLM_TETRI_CACHE}/profiles`, by
+One JSON file per set of conditions, in `${TETRI_CACHE}/profiles`, by
 default `~/.cache/vllm-tetri/profiles`. Deleting any of them only costs the
 seconds of measuring anew.
 """
@@ -77,7 +77,7 @@ class ProfileFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def profile_folder() -> Path:
     """Where profiles are kept; need not exist."""
-    own = os.environ.get("VLLM_TETRI_CACHE")
+    own = os.environ.get("TETRI_CACHE")
     if own:
         return Path(own) / "profiles"
     cache = os.environ.get("XDG_CACHE_HOME")

@@ -104,16 +104,10 @@ class Profiling:
             return
         if self._started_s == 0.0:
             self._begin()
-        if self._trial is not None:
-            if self._is_running() and not self._is_late():
-                return
-            trial = self._end_trial()
-        else:
-            trial = None
-        if self._is_late():
-            trial = None
-        elif trial is None:
-            trial = self._next_trial()
+        if self._trial is not None and self._is_running() and not self._is_late():
+            return
+        again = self._end_trial()
+        trial = None if self._is_late() else again or self._next_trial()
         if trial is None:
             self._finish()
         else:
@@ -175,7 +169,8 @@ class Profiling:
     def _end_trial(self) -> Trial | None:
         """Take the result; the trial itself when it is to be repeated."""
         trial, times = self._trial, self._times
-        assert trial is not None
+        if trial is None:
+            return None
         left = [each.request_id for each in self._requests if self._is_known(each)]
         if left:
             self._scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)

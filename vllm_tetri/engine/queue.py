@@ -165,7 +165,9 @@ class PrefillQueue(RequestQueue):
         raise IndexError("nothing to schedule")
 
     def _next(self) -> Request:
-        self._refill(is_chunk_open=True)
         name = self.prompts.head()
+        if name is None:
+            self._refill(is_chunk_open=True)
+            name = self.prompts.head()
         assert name is not None, "every prompt that waits can be ordered"
         return self._ordered[name]

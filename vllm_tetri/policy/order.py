@@ -11,19 +11,21 @@ shortest remaining prompt first, and keeps that set filled up to a batch. Ageing
 keeps long prompts from starving. Measure time by the prompt tokens that the
 instance computes. Let A be the tokens that first come first served would compute
 until a prompt is done: what was unfinished when it came, and itself. The prompt
-is *due* as soon as later ones overtook it by (`SRTF_BOUND` - 1) * A tokens. Due
-prompts go first, in order of arrival, so nothing that came later overtakes them
-any more: among prompts of the same priority, every one is done after at most
-SRTF_BOUND * A tokens and two chunks (one in which it becomes due, and the last one,
-which it may share). `tests/policy/test_order.py` checks it.
+is *due* as soon as later ones overtook it by (`SRTF_BOUND` - 1) * A tokens and a
+batch of chunks. Due prompts go first, in order of arrival, so nothing that came
+later overtakes them any more: among prompts of the same priority, every one is
+done after at most SRTF_BOUND * A tokens and `sched_batch` + 2 chunks (one in which
+it becomes due, and the last one, which it may share).
+`tests/policy/test_order.py` checks it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import merge
 from itertools import chain
 
 SRTF_BOUND = 2
@@ -49,6 +51,7 @@ class Prompt:
         priority: Smaller goes first within a batch, as in vLLM.
         fcfs_tokens: Tokens until it would be done under first come first served.
         computed_before_tokens: What the instance had computed when it came.
+        is_due: Whether nothing that came later may go before it any more.
     """
 
     id: str
@@ -57,6 +60,7 @@ class Prompt:
     priority: int
     fcfs_tokens: int
     computed_before_tokens: int
+    is_due: bool = False
 
 
 class PrefillQueues:
@@ -76,10 +80,12 @@ class PrefillQueues:
         self.policy = policy
         self.sched_batch = sched_batch
         self._raw: dict[str, Prompt] = {}
-        self._scheduled: deque[Prompt] = deque()
+        self._key = _KEYS[policy]
+        self._scheduled: list[Prompt] = []  # in order
         self._started: dict[str, Prompt] = {}
         self._all: dict[str, Prompt] = {}
         self._arrivals = 0
+        self._next_check_tokens = 0  # nobody becomes due before so many are computed
         self._computed_tokens = 0
         self.unfinished_tokens = 0
 
@@ -137,6 +143,8 @@ class PrefillQueues:
                 room = max(room, 1)
         elif self._scheduled:
             room = 0
+        if room <= 0 or not self._raw:
+            return []
         return [prompt for prompt, _ in zip(self._raw, range(room), strict=False)]
 
     def enter(self, batch: Iterable[tuple[str, int]]) -> None:
@@ -151,8 +159,14 @@ class PrefillQueues:
             entry = self._raw.pop(prompt)
             self._set_remaining(entry, remaining_tokens)
             entries.append(entry)
-        entries.sort(key=_KEYS[self.policy])
-        self._scheduled.extend(entries)
+        if self.policy is PrefillPolicy.SRTF:
+            for entry in entries:
+                insort(self._scheduled, entry, key=self._key)
+                # Nothing has overtaken it in the raw queue.
+                due_tokens = self._computed_tokens + (SRTF_BOUND - 1) * entry.fcfs_tokens
+                self._next_check_tokens = min(self._next_check_tokens, due_tokens)
+        else:
+            self._scheduled += sorted(entries, key=self._key)
 
     def head(self) -> str | None:
         """The next prompt to start, if one is scheduled."""
@@ -164,12 +178,13 @@ class PrefillQueues:
         Raises:
             IndexError: Nothing is scheduled.
         """
-        entry = self._scheduled.popleft()
+        entry = self._scheduled.pop(0)
         self._started[entry.id] = entry
         return entry.id
 
     def put_back(self, prompt: str, remaining_tokens: int | None = None) -> None:
-        """A started prompt waits again, before everything else that is scheduled.
+        """A started prompt waits again, first of what is scheduled unless `srtf` says
+        otherwise.
 
         Args:
             remaining_tokens: What is left if its KV was lost; None if nothing was
@@ -178,7 +193,11 @@ class PrefillQueues:
         entry = self._started.pop(prompt)
         if remaining_tokens is not None:
             self._set_remaining(entry, remaining_tokens)
-        self._scheduled.appendleft(entry)
+            self._next_check_tokens = 0
+        if self.policy is PrefillPolicy.SRTF:
+            insort(self._scheduled, entry, key=self._key)
+        else:
+            self._scheduled.insert(0, entry)
 
     # -- progress ---------------------------------------------------------------
 
@@ -220,47 +239,57 @@ class PrefillQueues:
         """
         if self.policy is not PrefillPolicy.SRTF:
             return {}
-        order = self._by_remaining(chain(self._scheduled, self._started.values()))
-        self._scheduled = deque(entry for entry in order if entry.id not in self._started)
-        shares = {}
-        for entry in order:
+        if self._computed_tokens >= self._next_check_tokens:
+            self._check_due(chunk_tokens)
+        shares = dict.fromkeys(self._started, 0)
+        started = sorted(self._started.values(), key=self._key)
+        scheduled = () if only_started else self._scheduled
+        for entry in merge(started, scheduled, key=self._key):
+            if chunk_tokens == 0:
+                break
             tokens = min(entry.remaining_tokens, chunk_tokens)
-            if entry.id in self._started:
-                shares[entry.id] = tokens
-            elif only_started:
-                continue
             chunk_tokens -= tokens
+            if entry.id in shares:
+                shares[entry.id] = tokens
         return shares
 
-    def _by_remaining(self, entries: Iterable[Prompt]) -> list[Prompt]:
-        """Most urgent first: priority, then due ones by arrival, then the shortest.
+    def _check_due(self, chunk_tokens: int) -> None:
+        """Find out who is due, and when to look again.
 
         What overtook a prompt is all that was computed since it came, less what
         was computed of it and of those before it: `fcfs_tokens` less what of
-        them is left. Nothing outside `entries` came before one of them.
+        them is left. Nothing in the raw queue came before a prompt outside it.
         """
-        left_tokens = 0
-        keyed = []
-        for entry in sorted(entries, key=_arrival):
+        left_tokens, slack_tokens, has_changed = 0, chunk_tokens * self.sched_batch, False
+        for entry in sorted(chain(self._scheduled, self._started.values()), key=_arrival):
             left_tokens += entry.remaining_tokens
             since_tokens = self._computed_tokens - entry.computed_before_tokens
             overtaken_tokens = since_tokens - (entry.fcfs_tokens - left_tokens)
-            if overtaken_tokens >= (SRTF_BOUND - 1) * entry.fcfs_tokens:
-                key = (entry.priority, 0, entry.arrival)
-            else:
-                key = (entry.priority, 1, entry.remaining_tokens)
-            keyed.append((key, entry.arrival, entry))
-        keyed.sort()
-        return [entry for *_, entry in keyed]
+            allowed_tokens = (SRTF_BOUND - 1) * entry.fcfs_tokens + self.sched_batch * chunk_tokens
+            is_due = overtaken_tokens >= allowed_tokens
+            has_changed |= is_due is not entry.is_due
+            entry.is_due = is_due
+            if not is_due:
+                slack_tokens = min(slack_tokens, allowed_tokens - overtaken_tokens)
+        if has_changed:
+            self._scheduled.sort(key=self._key)
+        # A step overtakes nobody by more than it computes.
+        self._next_check_tokens = self._computed_tokens + slack_tokens
 
 
 def _arrival(entry: Prompt) -> int:
     return entry.arrival
 
 
-_KEYS = {
+def _srtf(entry: Prompt) -> tuple[int, ...]:
+    if entry.is_due:
+        return (entry.priority, 0, entry.arrival)
+    return (entry.priority, 1, entry.remaining_tokens, entry.arrival)
+
+
+_KEYS: dict[PrefillPolicy, Callable[[Prompt], tuple[int, ...]]] = {
     PrefillPolicy.FCFS: lambda entry: (entry.priority, entry.arrival),
     PrefillPolicy.SJF: lambda entry: (entry.priority, entry.remaining_tokens, entry.arrival),
     PrefillPolicy.LJF: lambda entry: (entry.priority, -entry.remaining_tokens, entry.arrival),
-    PrefillPolicy.SRTF: lambda entry: (entry.priority, entry.remaining_tokens, entry.arrival),
+    PrefillPolicy.SRTF: _srtf,
 }

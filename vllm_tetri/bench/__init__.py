@@ -1,0 +1,1 @@
+"""Benchmarks of whole instances and clusters, and their pictures."""
