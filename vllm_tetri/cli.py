@@ -86,6 +86,13 @@ COMMANDS = (
         "OPTIONS OF vllm serve",
     ),
     Command(
+        "bench handover",
+        "vllm_tetri.bench.handover",
+        "measure first and second tokens beside a single instance",
+        "bench handover MODEL",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
         "bench transfer",
         "vllm_tetri.transport.bench",
         "measure KV transfer beside memcpy and plain sockets",

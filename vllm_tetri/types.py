@@ -48,6 +48,9 @@ class InstanceInfo:
         block_size: Tokens per KV block.
         pid: Process id of the engine, for operators.
         version: Version of this package in the instance.
+        injects: Whether it goes on behind tokens that another instance sampled.
+        injects_seeded: The same for requests with a seed of their own.
+        reasons: Whether its API server takes reasoning out of chat answers.
     """
 
     id: InstanceId
@@ -60,6 +63,9 @@ class InstanceInfo:
     block_size: int
     pid: int
     version: str
+    injects: bool = True
+    injects_seeded: bool = True
+    reasons: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ class InstanceLoad:
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
     kv_loads_failed: int = 0
+    injected: int = 0  # requests continued behind given tokens
+    recomputed: int = 0  # requests whose given tokens could not be taken
     dropped_messages: int = 0
     preemptions: int = 0
     flips: int = 0

@@ -26,6 +26,7 @@ ARENA_BYTES = 64 << 20
 SERVE = (
     "--served-model-name", MODEL, "--max-model-len", "2048", "--enforce-eager",
     "--dtype", "float32", "--kv-cache-memory-bytes", "134217728", "--max-num-seqs", "32",
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
 )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ def _started(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Stock, Cluster]]:
     folder = tmp_path_factory.mktemp("e2e")
-    with side_by_side(Stock(tiny_llama, folder), Cluster(tiny_llama, folder)) as both:
+    stock = Stock(tiny_llama, folder, serve=("--scheduling-policy", "priority"))  # as instances do
+    with side_by_side(stock, Cluster(tiny_llama, folder)) as both:
         yield both
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.test_handover import CHUNK, Pair, prompt
-from vllm_tetri.engine.inbox import MAX_LOST
+from vllm_tetri.engine.inbox import MAX_REMEMBERED
 from vllm_tetri.engine.step import StepMeta, WorkerReport
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, digest_of, from_params, to_params
-from vllm_tetri.router.job import _read_prefilled
+from vllm_tetri.router.first_token import read_first_token
 from vllm_tetri.types import InstanceId, RequestId, TransferId
 
 
@@ -102,7 +102,7 @@ def test_telling_a_hung_peer_does_not_hold_the_engine(pair: Pair) -> None:
 
 def test_old_losses_do_not_hide_new_ones(pair: Pair) -> None:
     inbox = pair.decode.instance.inbox
-    inbox._lost.update({f"old{i}": None for i in range(MAX_LOST)})
+    inbox._lost.update({f"old{i}": None for i in range(MAX_REMEMBERED)})
     tokens = prompt(100)
     request = pair.receive("a", tokens)
     inbox._entries["a"].deadline += 100.0
@@ -157,7 +157,8 @@ def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
 def test_a_retry_is_known_by_its_name(name: str, is_known: bool) -> None:
     leg = Prefilled(TransferId(name), InstanceId("d"), 10, digest_of([1]), 1, 1, "")
     answer = msgspec.json.encode({"kv_transfer_params": to_params(leg)})
-    assert (_read_prefilled(answer, TransferId("T")) is not None) == is_known
+    found = read_first_token(answer, TransferId("T"), is_chat=False)
+    assert (found is not None) == is_known
 
 
 def test_legs_round_trip_and_nonsense_is_refused() -> None:

@@ -36,6 +36,11 @@ def test_a_split_that_fails_can_be_served_whole() -> None:
     assert play(Event.PREFILL_SENT, Event.PREFILLED, Event.WHOLE_SENT) is Phase.SERVING
 
 
+def test_a_first_token_that_is_the_last_ends_at_the_prefill_instance() -> None:
+    assert play(Event.PREFILL_SENT, Event.ANSWERING) is Phase.SERVING
+    assert play(Event.PREFILL_SENT, Event.ANSWERING, Event.FINISH) is Phase.FINISHED
+
+
 @pytest.mark.parametrize(("event", "end"), [("fail", "failed"), ("cancel", "cancelled")])
 def test_a_request_can_end_early_from_every_phase_that_is_not_the_end(event: str, end: str) -> None:
     for phase in set(Phase) - ENDED:

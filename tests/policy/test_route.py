@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.route import Full, Route, Split, Submissions, Whole, choose_route
+from vllm_tetri.policy.route import (
+    Full,
+    Route,
+    Split,
+    Submissions,
+    Whole,
+    choose_keeper,
+    choose_route,
+)
 from vllm_tetri.types import InstanceId, InstanceView
 
 
@@ -190,3 +198,18 @@ def test_submissions_to_an_instance_that_is_gone_are_forgotten() -> None:
     sent = Submissions()
     sent.add(InstanceId("p"), 100, now=10.0)
     assert sent.unreported(view(), 11.0) == {}
+
+
+def test_answers_are_kept_by_the_same_instance_whatever_its_load() -> None:
+    busy, idle = instance("d1", "decode", running=9, waiting=9), instance("d2", "decode")
+    for order in ((PREFILL, busy, idle), (idle, PREFILL, busy)):
+        assert choose_keeper(view(*order), model="tiny") == "d1"
+    assert choose_keeper(view(busy, idle, BOTH), model="tiny") == "b"
+    assert choose_keeper(view(PREFILL), model="tiny") == "p"
+
+
+def test_another_one_keeps_answers_only_when_the_first_is_out_of_use() -> None:
+    silent = instance("d1", "decode", state="silent")
+    assert choose_keeper(view(silent, instance("d2", "decode")), model="tiny") == "d2"
+    assert choose_keeper(view(DECODE, BOTH), model="tiny", excluded={InstanceId("b")}) == "d"
+    assert choose_keeper(view(DECODE), model="another") is None

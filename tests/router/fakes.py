@@ -55,6 +55,7 @@ class FakeInstance:
         self.cancelled: list[TransferId] = []
         self.aborted = 0
         self.handler: Handler | None = None
+        self.abilities: dict[str, bool] = {}
         self.is_healthy = True
         self.chunk_gate = asyncio.Event()
         self.chunk_gate.set()
@@ -101,6 +102,7 @@ class FakeInstance:
             block_size=16,
             pid=4711,
             version="0",
+            **self.abilities,
         )
 
     def _read_load(self) -> InstanceLoad:

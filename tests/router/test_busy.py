@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
 from vllm_tetri.handover import DecodeLeg
-from vllm_tetri.router import job
+from vllm_tetri.router import legs as router_legs
 from vllm_tetri.router.answers import is_busy, is_busy_event
 from vllm_tetri.types import Role
 
@@ -190,7 +190,7 @@ async def test_a_full_decode_instance_is_asked_again_because_it_holds_the_kv(
 async def test_a_decode_instance_that_stays_full_hands_over_to_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job, "DECODE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(router_legs, "DECODE_PATIENCE_S", 0.1)
     async with cluster(*many_prefill(1), FakeInstance("d2", Role.DECODE)) as made:
         made["d"].handler = full
         status, answer, _ = await made.ask()
@@ -210,24 +210,24 @@ async def test_a_whole_request_goes_to_the_next_instance(busy: Any, is_streamed:
     both = FakeInstance("b1", Role.BOTH), FakeInstance("b2", Role.BOTH)
     async with cluster(*both) as made:
         made["b1"].handler = busy
-        status, answer, headers = await made.ask(stream=is_streamed, n=2)
+        status, answer, headers = await made.ask(stream=is_streamed, best_of=2)
         assert (status, headers["x-tetri-decode"]) == (200, "b2")
         assert b"Unavailable" not in answer if is_streamed else answer["by"] == "b2"
 
         made["b2"].handler = busy
-        status, answer, headers = await made.ask(stream=is_streamed, n=2)
+        status, answer, headers = await made.ask(stream=is_streamed, best_of=2)
         assert (status, headers["Retry-After"]) == (503, "1")
         assert "instances that could serve it whole (2)" in answer["error"]["message"]
         assert await metric(made, 'tetri_requests_total{outcome="busy",route="whole"}') == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("n", [1, 2])
-async def test_a_priority_reaches_every_instance_unchanged(path: str, n: int) -> None:
+@pytest.mark.parametrize("best_of", [None, 2])
+async def test_a_priority_reaches_every_instance_unchanged(path: str, best_of: int | None) -> None:
     async with cluster(*many_prefill(1)) as made:
-        await made.ask(path, messages=[], priority=-7, n=n)
+        await made.ask(path, messages=[], priority=-7, best_of=best_of)
         bodies = [call[1] for each in made.instances.values() for call in each.calls]
-        assert [body["priority"] for body in bodies] == [-7] * (2 if n == 1 else 1)
+        assert [body["priority"] for body in bodies] == [-7] * (1 if best_of else 2)
 
 
 async def test_a_wrong_priority_gets_the_instances_own_complaint() -> None:

@@ -10,6 +10,7 @@ output. The API server sees the tokens in front of the first one sampled here.
 from __future__ import annotations
 
 import base64
+import logging
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from vllm_tetri.engine.compat import (
 from vllm_tetri.engine.seeds import RewindableGenerator
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import KEY, Given
+
+logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<HH")  # tokens, log probabilities per token
 _MARK = "_tetri_injects"
@@ -132,6 +135,11 @@ class Injections:
         """Whether plain requests can be continued here at all."""
         return self._is_v2_runner or not self._is_async
 
+    @property
+    def is_seeded_supported(self) -> bool:
+        """The same for requests that sample with a seed of their own."""
+        return self.is_supported and (self._is_v2_runner or self._is_cpu)
+
     def begin(self, request: Request, given: Given) -> None:
         """Make given tokens the request's output; call it before it is queued.
 
@@ -144,6 +152,8 @@ class Injections:
         else:
             reason = self._reason_against(request, given, logprobs)
         if reason is not None:
+            if reason not in self.refused:
+                logger.info("the first token is computed again for some requests: %s", reason)
             self.refused[reason] = self.refused.get(reason, 0) + 1
             return
         request.append_output_token_ids(list(given.token_ids))
@@ -165,7 +175,7 @@ class Injections:
         ):
             return "logprobs_missing"
         is_seeded = sampling.seed is not None and sampling.temperature > 0
-        if is_seeded and not (self._is_v2_runner or self._is_cpu):
+        if is_seeded and not self.is_seeded_supported:
             return "seed_on_v1_runner"
         if len(given.token_ids) >= request.max_tokens:
             return "nothing_left"

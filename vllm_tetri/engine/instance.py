@@ -123,6 +123,7 @@ class Instance:
     def _describe(self, shape: WorkerShape, endpoint: str) -> InstanceInfo:
         model = self._vllm_config.model_config
         names = model.served_model_name
+        injections = self.injections
         return InstanceInfo(
             id=InstanceId(self.config.instance),
             url=self.config.url,
@@ -134,7 +135,15 @@ class Instance:
             block_size=self._vllm_config.cache_config.block_size,
             pid=os.getpid(),
             version=vllm_tetri.__version__,
+            injects=injections is not None and injections.is_supported,
+            injects_seeded=injections is not None and injections.is_seeded_supported,
+            reasons=self._takes_reasoning_out(),
         )
+
+    def _takes_reasoning_out(self) -> bool:
+        # Harmony's parser does so with any parser option.
+        parser = self._vllm_config.structured_outputs_config.reasoning_parser
+        return bool(parser) or self._vllm_config.model_config.hf_config.model_type == "gpt_oss"
 
     @property
     def is_busy(self) -> bool:

@@ -39,7 +39,7 @@ def read_load(
     pool = scheduler.kv_cache_manager.block_pool
     heavy = sum(is_heavy(request) for request in running)
     blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
-    outbox, inbox = instance.outbox, instance.inbox
+    outbox, inbox, injections = instance.outbox, instance.inbox, instance.injections
     return InstanceLoad(
         running=len(running),
         waiting=scheduler.get_request_counts()[1] - scheduler.waiting.num_own,
@@ -58,6 +58,8 @@ def read_load(
         kv_bytes_sent=outbox.sent_bytes,
         kv_bytes_received=inbox.loaded_bytes,
         kv_loads_failed=inbox.loads_failed,
+        injected=injections.num_injected if injections else 0,
+        recomputed=sum(injections.refused.values()) if injections else 0,
         dropped_messages=dropped_messages,
         preemptions=instance.preemptions,
         cpu_s=cpu_s,

@@ -41,6 +41,7 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = MappingProxyType(
         (Phase.PREFILLING, Event.PREFILL_SENT): Phase.PREFILLING,
         (Phase.PREFILLING, Event.PREFILLED): Phase.HANDING_OVER,
         (Phase.PREFILLING, Event.WHOLE_SENT): Phase.SERVING,
+        (Phase.PREFILLING, Event.ANSWERING): Phase.SERVING,  # the first token was the last
         (Phase.HANDING_OVER, Event.ANSWERING): Phase.DECODING,
         (Phase.HANDING_OVER, Event.WHOLE_SENT): Phase.SERVING,
         (Phase.SERVING, Event.WHOLE_SENT): Phase.SERVING,

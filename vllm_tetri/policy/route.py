@@ -94,6 +94,27 @@ def choose_route(
     return Whole(best.info.id, f"{why}: {best.info.role} with {tokens(best)} tokens queued")
 
 
+def choose_keeper(
+    view: ClusterView, *, model: str, excluded: Collection[InstanceId] = ()
+) -> InstanceId | None:
+    """The instance that keeps what clients may ask for again (vLLM's stored responses).
+
+    Whoever asks gets the same one while it is ready, without anything to remember, and
+    so from every router.
+
+    Returns:
+        None when no ready instance serves the model.
+    """
+    ready = [
+        (_LAST_RESORT[each.info.role], each.info.id)
+        for each in view.instances
+        if each.state is InstanceState.READY
+        and model in each.info.models
+        and each.info.id not in excluded
+    ]
+    return min(ready)[1] if ready else None
+
+
 def _ids(instances: list[InstanceView]) -> tuple[InstanceId, ...]:
     return tuple(each.info.id for each in instances)
 

@@ -29,6 +29,11 @@ _BUSY_TYPE = "Service Unavailable"
 _ERROR_EVENT = b'data: {"error":'
 
 
+def event(value: object) -> bytes:
+    """A server-sent event."""
+    return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
 class Refusal(Exception):
     """A request that ends in an error made by the router.
 
@@ -54,17 +59,20 @@ class Refusal(Exception):
 
     def body(self) -> bytes:
         """The JSON that the client reads."""
+        return msgspec.json.encode(self._plain())
+
+    def event(self) -> bytes:
+        """The same as a server-sent event, for an answer that has begun."""
+        return event(self._plain())
+
+    def _plain(self) -> dict[str, Any]:
         error = {
             "message": str(self),
             "type": _TYPES.get(self.status, "Error"),
             "param": self.param,
             "code": self.code or self.status,
         }
-        return msgspec.json.encode({"error": error})
-
-    def event(self) -> bytes:
-        """The same as a server-sent event, for an answer that has begun."""
-        return b"data: " + self.body() + b"\n\n"
+        return {"error": error}
 
     def response(self, headers: dict[str, str] | None = None) -> web.Response:
         """The same as a whole answer."""

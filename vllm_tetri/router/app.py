@@ -14,6 +14,8 @@ from aiohttp import web
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
 from vllm_tetri.router.metrics import LOAD_GAUGES
+from vllm_tetri.router.passthrough import Passthrough
+from vllm_tetri.router.routes import add_whole_routes
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.types import InstanceView
 
@@ -45,9 +47,12 @@ def build_app(scheduler: GlobalScheduler) -> web.Application:
     app.router.add_post(COMPLETIONS, door.generate)
     app.router.add_get("/v1/models", door.models)
     app.router.add_get("/health", door.health)
+    app.router.add_get("/ping", door.health)
+    app.router.add_post("/ping", door.health)
     app.router.add_get("/metrics", door.metrics)
     app.router.add_get("/tetri/v1/instances", door.instances)
     app.router.add_get("/tetri/v1/requests", door.requests)
+    add_whole_routes(app.router, Passthrough(scheduler))
 
     async def start(_: web.Application) -> None:
         await scheduler.start()

@@ -16,10 +16,12 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 _ONE_INSTANCE = ("best_of", "use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")
-# The first leg's token is drawn again by the second. Without its seed the first leg
-# also stays clear of a defect: vLLM 0.32's CPU runner dies on a seeded prompt that is
-# computed in more than one chunk (torch's CPU generator has no offset to rewind).
-_NOT_FOR_PREFILL = {"stream_options", "logprobs", "top_logprobs", "seed"}
+# What may keep text back or turn it into something else than text.
+_STRUCTURED = ("tools", "functions", "function_call", "tool_choice")
+_SHAPED = (*_STRUCTURED, "response_format", "structured_outputs", "stop")
+# Ends of an answer: choices draw their own first tokens, so leg 1 must not end with its own.
+_ENDS = {"stop", "stop_token_ids", "ignore_eos"}
+_PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
 _FORWARDED = ("Authorization", "X-Vllm-Priority", "traceparent", "tracestate")
 _BYTES_PER_TOKEN = 4
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -51,14 +53,70 @@ class Call:
     request_id: str
     sla: str
 
-    def prefill_body(self, leg: Handover) -> bytes:
-        """Body of leg 1: never streamed, nothing that only the answer needs."""
-        kept = {key: value for key, value in self.body.items() if key not in _NOT_FOR_PREFILL}
-        return msgspec.json.encode({**kept, "stream": False, FIELD: to_params(leg)})
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self.body.get("stream") is True
 
-    def decode_body(self, leg: Handover) -> bytes:
-        """Body of leg 2: what the client sent, and where the KV is."""
-        return msgspec.json.encode({**self.body, FIELD: to_params(leg)})
+    @property
+    def has_choices(self) -> bool:
+        """Whether several answers are wanted, each with a first token of its own."""
+        return self.body.get("n") not in (None, 1)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities belong to the answer."""
+        logprobs = self.body.get("logprobs")
+        return bool(logprobs) if self.path == CHAT else logprobs is not None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with an event that counts tokens."""
+        return bool(self._stream_options.get("include_usage"))
+
+    @property
+    def wants_usage_each(self) -> bool:
+        """Whether every event counts them."""
+        return self.wants_usage and bool(self._stream_options.get("continuous_usage_stats"))
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether it draws tokens with a seed of its own."""
+        return self.body.get("seed") is not None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether each token's text is the answer's, whole and at once or at the end."""
+        return not any(self.body.get(key) for key in _STRUCTURED)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether in addition the first token's text can be shown before the second is known."""
+        return self.is_text and not any(self.body.get(key) for key in _SHAPED)
+
+    @property
+    def _stream_options(self) -> dict[str, Any]:
+        options = self.body.get("stream_options")
+        return options if isinstance(options, dict) else {}
+
+    def prefill_body(self, leg: Handover) -> bytes:
+        """Body of leg 1: the same request for one choice, never streamed."""
+        body = {key: value for key, value in self.body.items() if key != "stream_options"}
+        body["stream"] = False
+        if self.has_choices:
+            body = {key: value for key, value in body.items() if key not in _ENDS}
+            body |= {"n": 1, "ignore_eos": True}
+        return msgspec.json.encode({**body, FIELD: to_params(leg)})
+
+    def decode_body(self, leg: Handover, prompt_token_ids: list[int]) -> bytes:
+        """Body of leg 2: what the client sent, where the KV is, and the prompt's tokens,
+        so that the text is not tokenised again."""
+        body, params = self.body, to_params(leg)
+        if prompt_token_ids and self.path == COMPLETIONS:
+            body = {**body, "prompt": prompt_token_ids}
+        elif prompt_token_ids and not body.get("return_prompt_text"):
+            params = {**params, _PROMPT_IDS: prompt_token_ids}
+        return msgspec.json.encode({**body, FIELD: params})
 
 
 def parse_call(path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
@@ -98,7 +156,7 @@ def parse_call(path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
 def _is_splittable(path: str, body: dict[str, Any]) -> bool:
     if any(body.get(key) for key in _ONE_INSTANCE) or body.get("prompt_logprobs") == 0:
         return False
-    if body.get("n") is not None and (not _is_int(body["n"]) or body["n"] != 1):
+    if body.get("n") is not None and (not _is_int(body["n"]) or body["n"] < 1):
         return False
     if body.get("stream") not in (None, True, False):
         return False

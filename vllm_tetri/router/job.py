@@ -1,64 +1,31 @@
 """The life of one request: legs, retries, and cancelling what nobody waits for.
 
 This is the only place that retries, because only it knows whether the client
-still waits and whether it has seen a byte.
+still waits and what it has seen.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
 
-import aiohttp
-import msgspec
 from aiohttp import web
 
-from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import FIELD, DecodeLeg, Prefilled, PrefillLeg, attempt_names, from_params
+from vllm_tetri.handover import DecodeLeg, PrefillLeg
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Split
-from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, mark_too_long
-from vllm_tetri.router.call import Call
+from vllm_tetri.router.answers import LegBusy, LegFailed, Refusal
+from vllm_tetri.router.call import CHAT, Call
+from vllm_tetri.router.first_token import FirstToken, read_first_token
+from vllm_tetri.router.legs import Hooks, Legs
 from vllm_tetri.router.table import Entry
 from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 
 MAX_RETRIES = 2  # after failures; busy instances are asked until none is left
-# How long a full decode instance is asked again. Its arena holds the KV meanwhile
-# (--tetri-hold-timeout).
-DECODE_PATIENCE_S = 10.0
-_FIRST_WAIT_S = 0.02
-_LONGEST_WAIT_S = 0.5
-_EVENT_STREAM = "text/event-stream"
+NO_TRANSFER = TransferId("")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a job needs from the global scheduler.
-
-    Attributes:
-        route: Picks instances for (call, splittable, failed ones, full ones).
-        info: What an instance said of itself, if it is in use.
-        submitted: Told when prompt tokens go to an instance.
-        prefilled: Told how many were computed that were sent at a monotonic time.
-        busy: Told when an instance had no room.
-        no_room: The answer when all of these are full.
-        cancel: Tells (prefill, decodes or all of them) to drop a transfer.
-    """
-
-    route: Callable[[Call, bool, frozenset[InstanceId], frozenset[InstanceId]], Route | Full | None]
-    info: Callable[[InstanceId], InstanceInfo | None]
-    submitted: Callable[[InstanceId, int], None]
-    prefilled: Callable[[InstanceId, int, float], None]
-    busy: Callable[[InstanceId], None]
-    no_room: Callable[[Full], NoRoom]
-    cancel: Callable[[TransferId, InstanceId, frozenset[InstanceId]], None]
 
 
 class Job:
@@ -69,18 +36,11 @@ class Job:
     ) -> None:
         self._call = call
         self._entry = entry
-        self._request = request
-        self._upstream = upstream
         self._hooks = hooks
+        self._legs = Legs(call=call, entry=entry, request=request, upstream=upstream, hooks=hooks)
         self._prefill = InstanceId("")
         self._excluded: set[InstanceId] = set()
         self._full: set[InstanceId] = set()
-        self._sent_s = 0.0
-        self._headers = {
-            **call.headers,
-            "Content-Type": "application/json",
-            "X-Request-Id": entry.id,
-        }
         self.route_kind = "none"
 
     async def run(self) -> web.StreamResponse:
@@ -89,6 +49,18 @@ class Job:
         Raises:
             Refusal: Nobody could; no byte has gone to the client.
         """
+        try:
+            return await self._serve()
+        except Refusal as refusal:
+            if not self._legs.outlet.has_begun:
+                raise
+            _log.warning("request %s: %s", self._entry.id, refusal)
+            self._entry.on(Event.FAIL)
+            return await self._legs.outlet.break_off(refusal)
+        finally:
+            self._drop_transfer()
+
+    async def _serve(self) -> web.StreamResponse:
         is_splittable = self._call.is_splittable
         failure: LegFailed | None = None
         try:
@@ -96,7 +68,7 @@ class Job:
                 try:
                     answer = await self._attempt(is_splittable)
                 except LegBusy as busy:
-                    self._note_busy(busy)
+                    self._legs.note_busy(busy)
                     self._full.add(busy.instance)
                 except LegFailed as error:
                     _log.warning("request %s: %s", self._entry.id, error)
@@ -112,13 +84,24 @@ class Job:
                 self._drop_transfer()
         except _NobodyLeft:
             pass
-        finally:
-            self._drop_transfer()
         if failure is None:
             raise Refusal(503, "no instance can serve this request now; try again")
         raise Refusal(failure.status, f"{failure} (tried {len(self._excluded)})")
 
     async def _attempt(self, is_splittable: bool) -> web.StreamResponse | None:
+        if self._legs.shown is not None:
+            self._hooks.fell_back("decode_failed")
+            return await self._go_on(self._legs.shown)
+        route, instance = self._route(is_splittable)
+        if isinstance(route, Split):
+            self.route_kind = "split"
+            return await self._split(instance)
+        is_first = self.route_kind in ("none", "whole") and not self._excluded
+        self.route_kind = "whole" if is_first else "fallback"
+        self._entry.prefill = instance.id
+        return await self._whole(instance, self._call.raw)
+
+    def _route(self, is_splittable: bool) -> tuple[Route, InstanceInfo]:
         route = self._hooks.route(
             self._call, is_splittable, frozenset(self._excluded), frozenset(self._full)
         )
@@ -127,18 +110,13 @@ class Job:
         instance = None if route is None else self._hooks.info(_target(route))
         if route is None or instance is None:
             raise _NobodyLeft
-        if isinstance(route, Split):
-            self.route_kind = "split"
-            return await self._split(instance)
-        is_first = self.route_kind in ("none", "whole") and not self._excluded
-        self.route_kind = "whole" if is_first else "fallback"
-        return await self._whole(instance)
+        return route, instance
 
-    async def _whole(self, instance: InstanceInfo) -> web.StreamResponse:
+    async def _whole(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
         self._entry.on(Event.WHOLE_SENT)
-        self._entry.prefill = self._entry.decode = instance.id
-        self._submitted(instance)
-        return await self._answer(instance, self._call.raw)
+        self._entry.decode = instance.id
+        self._legs.submit(instance)
+        return await self._legs.answer(instance, body)
 
     async def _split(self, instance: InstanceInfo) -> web.StreamResponse | None:
         entry = self._entry
@@ -147,125 +125,108 @@ class Job:
         entry.dispatched.clear()
         entry.on(Event.PREFILL_SENT)
         entry.prefill, entry.decode = instance.id, ""
-        self._submitted(instance)
+        self._legs.submit(instance)
         leg = PrefillLeg(entry.transfer, entry.id)
         try:
-            response = await self._post(instance, self._call.prefill_body(leg))
+            status, kind, body = await self._legs.prefill(instance, self._call.prefill_body(leg))
         except LegBusy:
             entry.transfer = None  # nobody heard of it
             raise
-        try:
-            body = await self._upstream.body(instance, response)
-        finally:
-            response.close()
-        if response.status != 200:
-            return self._plain(response.status, response.content_type, body)
-        prefilled = _read_prefilled(body, entry.transfer)
-        if prefilled is None or not prefilled.decode:
-            why = prefilled.reason if prefilled else "the prefill answer names no transfer"
-            _log.info("request %s: computed again by one instance: %s", entry.id, why)
-            self._drop_transfer()
+        if status != 200:
+            return self._legs.plain(status, kind, body)
+        first = read_first_token(body, entry.transfer, is_chat=self._call.path == CHAT)
+        if first is None:
+            self._again("no_transfer")
             return None
-        return await self._decode(prefilled)
+        entry.prompt_tokens = first.prefilled.num_tokens
+        self._legs.computed(instance.id, first.prefilled.num_tokens)
+        if first.is_last:
+            return await self._finish(first, instance)
+        if first.prefilled.decode:
+            return await self._decode(first)
+        _log.info("request %s: %s", entry.id, first.prefilled.reason)
+        self._drop_transfer()
+        if self._call.has_choices or first.prefilled.given is None:
+            self._again("no_decode_instance")
+            return None
+        self._hooks.fell_back("no_decode_instance")
+        return await self._go_on(first)
 
-    async def _decode(self, prefilled: Prefilled) -> web.StreamResponse:
-        entry = self._entry
+    def _again(self, reason: str) -> None:
+        """One instance is to compute everything anew; the client has seen nothing."""
+        _log.info("request %s: computed again by one instance: %s", self._entry.id, reason)
+        self._hooks.fell_back(reason)
+        self._drop_transfer()
+
+    async def _finish(self, first: FirstToken, instance: InstanceInfo) -> web.StreamResponse | None:
+        """The first token is the last, so leg 1 answered everything."""
+        if self._call.has_choices:
+            self._again("choices_that_end_at_once")
+            return None
+        is_text = self._call.is_text and first.text is not None
+        if self._call.is_streamed and (not is_text or self._is_parsed_by(instance)):
+            self._again("structured_and_ends_at_once")
+            return None
+        if first.prefilled.is_final and first.prefilled.num_chunks <= 1:
+            self._entry.transfer = None  # it was never opened
+        self._drop_transfer()
+        self._entry.decode = instance.id
+        self._hooks.first_token("last")
+        if self._call.is_streamed:
+            events = first.whole_stream(
+                wants_usage=self._call.wants_usage, counts_each=self._call.wants_usage_each
+            )
+            return await self._legs.stream(events)
+        self._legs.begin()
+        return self._legs.plain(200, "application/json", first.whole())
+
+    async def _decode(self, first: FirstToken) -> web.StreamResponse:
+        """Leg 2, where the KV is."""
+        entry, prefilled = self._entry, first.prefilled
         entry.on(Event.PREFILLED)
         entry.decode = prefilled.decode
         entry.dispatched.add(prefilled.decode)
-        entry.prompt_tokens = prefilled.num_tokens
-        self._hooks.prefilled(self._prefill, prefilled.num_tokens, self._sent_s)
         instance = self._hooks.info(prefilled.decode)
         if instance is None:
             raise LegFailed(prefilled.decode, "holds the KV but is not in use", status=503)
-        leg = DecodeLeg(prefilled.transfer, prefilled.digest)
-        answer = await self._answer_when_free(instance, self._call.decode_body(leg))
+        given = None if self._call.has_choices else prefilled.given
+        leg = DecodeLeg(prefilled.transfer, prefilled.digest, given)
+        body = self._call.decode_body(leg, prefilled.prompt_token_ids)
+        self._show(first, instance)
+        answer = await self._legs.answer_when_free(instance, body)
         if answer.status == 200 and not entry.is_over:
             entry.transfer = None  # the decode instance consumed it
         return answer
 
-    async def _post(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
-        return await self._upstream.post(instance, self._call.path, body, self._headers)
+    async def _go_on(self, first: FirstToken) -> web.StreamResponse:
+        """Leg 2 without KV: an instance computes the prompt and goes on behind the token."""
+        _, instance = self._route(False)
+        self.route_kind = "fallback"
+        prefilled = first.prefilled
+        leg = DecodeLeg(NO_TRANSFER, prefilled.digest, prefilled.given)
+        if self._legs.shown is None:
+            self._show(first, instance)
+        return await self._whole(instance, self._call.decode_body(leg, prefilled.prompt_token_ids))
 
-    async def _answer_when_free(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
-        """Leg 2. An instance that is full still holds the KV, so it is asked again."""
-        wait_s = _FIRST_WAIT_S
-        give_up_s = time.monotonic() + DECODE_PATIENCE_S
-        while True:
-            try:
-                return await self._answer(instance, body)
-            except LegBusy as busy:
-                if time.monotonic() + wait_s > give_up_s:
-                    raise
-                self._note_busy(busy)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-
-    async def _answer(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
-        response = await self._post(instance, body)
-        try:
-            if response.content_type == _EVENT_STREAM:
-                return await self._relay(instance, response)
-            answer = await self._upstream.body(instance, response)
-            self._begin()
-            return self._plain(response.status, response.content_type, answer)
-        finally:
-            response.close()  # goes back to the pool if it was read to its end
-
-    async def _relay(
-        self, instance: InstanceInfo, response: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
-        entry = self._entry
-        chunk = await self._upstream.first_chunk(instance, response)
-        if entry.phase is Phase.SERVING and response.status == 200:
-            self._hooks.prefilled(instance.id, self._call.approx_tokens, self._sent_s)
-        self._begin()
-        answer = web.StreamResponse(status=response.status, headers=self._answer_headers())
-        answer.headers["Content-Type"] = response.headers["Content-Type"]
-        answer.headers["Cache-Control"] = "no-cache"
-        await answer.prepare(self._request)
-        read, write = response.content.readany, answer.write
-        while chunk:
-            entry.generated += chunk.count(b"\n\n")
-            await write(chunk)
-            try:
-                chunk = await read()
-            except aiohttp.ClientError as error:
-                _log.warning("request %s: %s broke off: %r", entry.id, instance.id, error)
-                text = f"instance {instance.id} broke off in the middle of the answer"
-                await write(Refusal(502, text).event())
-                entry.on(Event.FAIL)
-                answer.force_close()
-                break
-        await answer.write_eof()
-        return answer
-
-    def _submitted(self, instance: InstanceInfo) -> None:
-        # It also counts when the instance turns out to be full: until its next report
-        # others then look less loaded.
-        self._sent_s = time.monotonic()
-        self._hooks.submitted(instance.id, self._call.approx_tokens)
-
-    def _note_busy(self, busy: LegBusy) -> None:
-        _log.debug("request %s: %s", self._entry.id, busy)
-        self._hooks.busy(busy.instance)
-
-    def _begin(self) -> None:
-        self._entry.on(Event.ANSWERING)
-        self._entry.first_byte_s = time.monotonic()
-
-    def _plain(self, status: int, content_type: str, body: bytes) -> web.Response:
-        status, body = mark_too_long(status, body)
-        return web.Response(
-            body=body, status=status, content_type=content_type, headers=self._answer_headers()
+    def _show(self, first: FirstToken, instance: InstanceInfo) -> None:
+        """Let the client have the token now if `instance` surely goes on behind it."""
+        call, given = self._call, first.prefilled.given
+        if call.has_choices or given is None:
+            return
+        is_sure = (
+            instance.injects
+            and (instance.injects_seeded or not call.is_seeded)
+            and (bool(given.logprobs) or not call.wants_logprobs)
         )
+        is_plain = call.is_streamed and call.is_plain and not self._is_parsed_by(instance)
+        if is_sure and is_plain and first.is_whole_text:
+            self._hooks.first_token("early")
+            self._legs.show(first)
+        else:
+            self._hooks.first_token("with_second")
 
-    def _answer_headers(self) -> dict[str, str]:
-        return {
-            "x-request-id": self._entry.id,
-            "x-tetri-prefill": self._entry.prefill,
-            "x-tetri-decode": self._entry.decode,
-        }
+    def _is_parsed_by(self, instance: InstanceInfo) -> bool:
+        return self._call.path == CHAT and instance.reasons
 
     def _drop_transfer(self) -> None:
         entry = self._entry
@@ -280,15 +241,3 @@ class _NobodyLeft(Exception):
 
 def _target(route: Route) -> InstanceId:
     return route.prefill if isinstance(route, Split) else route.instance
-
-
-def _read_prefilled(body: bytes, transfer: TransferId) -> Prefilled | None:
-    try:
-        answer = msgspec.json.decode(body)
-        leg = from_params(answer.get(FIELD)) if isinstance(answer, dict) else None
-    except (msgspec.DecodeError, ProtocolError, TypeError) as error:
-        _log.warning("a prefill answer cannot be read: %s", error)
-        return None
-    if isinstance(leg, Prefilled) and leg.transfer in attempt_names(transfer):
-        return leg
-    return None

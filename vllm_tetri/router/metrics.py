@@ -56,6 +56,19 @@ class Metrics:
             ("instance",),
             registry=self._registry,
         )
+        self._fallbacks = Counter(
+            "tetri_fallbacks",
+            "Times that work of one leg was done again, by reason.",
+            ("reason",),
+            registry=self._registry,
+        )
+        self._first_tokens = Counter(
+            "tetri_first_tokens",
+            "First tokens from prefill, by how they reached the client: early, with the "
+            "second, as the last; mismatch: the decode instance went on with another.",
+            ("how",),
+            registry=self._registry,
+        )
         self._ttft = Histogram(
             "tetri_time_to_first_token_seconds",
             "Arrival to the first byte of a streamed answer.",
@@ -83,6 +96,14 @@ class Metrics:
     def busy(self, instance: str) -> None:
         """Count an instance's answer that it has no room."""
         self._busy.labels(instance).inc()
+
+    def fell_back(self, reason: str) -> None:
+        """Count work that is done again."""
+        self._fallbacks.labels(reason).inc()
+
+    def first_token(self, how: str) -> None:
+        """Count a first token from prefill."""
+        self._first_tokens.labels(how).inc()
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

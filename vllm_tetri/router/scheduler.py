@@ -16,7 +16,8 @@ from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Submissions, choose_route
 from vllm_tetri.router.answers import NoRoom, Refusal
 from vllm_tetri.router.call import Call
-from vllm_tetri.router.job import Hooks, Job
+from vllm_tetri.router.job import Job
+from vllm_tetri.router.legs import Hooks
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.probe import Probes
 from vllm_tetri.router.table import Entry, RequestTable
@@ -69,6 +70,8 @@ class GlobalScheduler:
             busy=self.metrics.busy,
             no_room=self._no_room,
             cancel=self._cancel,
+            fell_back=self.metrics.fell_back,
+            first_token=self.metrics.first_token,
         )
         self._upstream: Upstream | None = None
         self._probes: Probes | None = None
@@ -94,6 +97,12 @@ class GlobalScheduler:
             await self._probes.close()
         if self._upstream is not None:
             await self._upstream.close()
+
+    @property
+    def upstream(self) -> Upstream:
+        """Connections to the instances; there once started."""
+        assert self._upstream is not None
+        return self._upstream
 
     def models(self) -> dict[str, InstanceInfo]:
         """Every model name that a ready instance serves, and one such instance."""

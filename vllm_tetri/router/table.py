@@ -13,7 +13,8 @@ from vllm_tetri.types import InstanceId, RequestId, TransferId
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `generated` counts streamed chunks; times are monotonic seconds."""
+    """One request. `generated` counts streamed events, an early first token included;
+    times are monotonic seconds."""
 
     id: RequestId
     arrival_s: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import aiohttp
 
@@ -40,22 +41,40 @@ class Upstream:
     ) -> aiohttp.ClientResponse:
         """Send a leg and wait for the head of its answer.
 
+        Raises:
+            LegFailed: No answer, or one that says that the instance is in trouble.
+            LegBusy: The instance has no room; it has not taken the request.
+        """
+        response = await self.send(instance, "POST", path, body, headers)
+        if response.status >= 500:
+            raise await _trouble(instance, response)
+        return response
+
+    async def send(
+        self,
+        instance: InstanceInfo,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+    ) -> aiohttp.ClientResponse:
+        """Send anything and wait for the head of the answer, whatever it says.
+
         A connection that the instance closed while it was idle is tried once
         more on a fresh one. The caller closes the response.
 
         Raises:
-            LegFailed: No answer, or one that says that the instance is in trouble.
-            LegBusy: The instance has no room; it has not taken the request.
+            LegFailed: No answer.
         """
         url = instance.url + path
         try:
             async with asyncio.timeout(self._first_byte_s):
                 try:
-                    response = await self._post(url, body, headers)
+                    return await self._send(method, url, body, headers)
                 except aiohttp.ClientConnectorError:
                     raise
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                    response = await self._post(url, body, headers)
+                    return await self._send(method, url, body, headers)
         except aiohttp.ServerTimeoutError as error:
             raise LegFailed(
                 instance.id, f"no connection in {_CONNECT_S:g} s", status=503
@@ -66,9 +85,6 @@ class Upstream:
             raise LegFailed(instance.id, f"cannot connect: {error}", status=503) from error
         except aiohttp.ClientError as error:
             raise LegFailed(instance.id, f"connection lost: {error!r}") from error
-        if response.status >= 500:
-            raise await _trouble(instance, response)
-        return response
 
     async def first_chunk(self, instance: InstanceInfo, response: aiohttp.ClientResponse) -> bytes:
         """The first bytes of a streamed answer; empty when it ends at once.
@@ -114,8 +130,12 @@ class Upstream:
         """Close every connection. Idempotent."""
         await self._session.close()
 
-    async def _post(self, url: str, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
+    async def _send(
+        self, method: str, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        return await self._session.request(
+            method, url, data=body or None, headers=headers, allow_redirects=False
+        )
 
     def _late(self, instance: InstanceInfo) -> LegFailed:
         reason = f"no answer within {self._first_byte_s:g} s"

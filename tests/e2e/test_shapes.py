@@ -1,0 +1,147 @@
+"""Whatever a client asks for, the cluster says what one stock instance says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.compare import (
+    Reply,
+    ask_raw,
+    difference,
+    event_keys,
+    merged,
+    role_events,
+    stripped,
+)
+from tests.e2e.prompts import token_prompt
+from tests.e2e.shapes import BOTH, SHAPES, WRONG, Plain, Shape, body_of, plain_body
+
+pytestmark = pytest.mark.e2e
+
+CASES = [
+    pytest.param(shape, kind, stream, id=f"{shape.name}-{kind}{'-streamed' if stream else ''}")
+    for table in (SHAPES, WRONG)
+    for shape in table
+    for kind in shape.kinds
+    for stream in shape.streams
+]
+# The router makes these answers itself, with a status or a text of its own.
+OWN_ANSWERS = (404, 413)
+
+_plain: dict[str, Plain] = {}
+
+
+async def plain_answer(stock: Stock, kind: str) -> Plain:
+    """What stock says to the plain request, as tokens."""
+    if kind not in _plain:
+        logprobs = {"logprobs": True} if kind == "chat" else {"logprobs": 0}
+        body = {**plain_body(kind), **logprobs, "return_token_ids": True}
+        (choice,) = (await ask_raw(stock.url, kind, body)).json["choices"]
+        said = choice["logprobs"]
+        pieces = [each["token"] for each in said["content"]] if kind == "chat" else said["tokens"]
+        assert len(pieces) == body["max_tokens"]
+        _plain[kind] = Plain(choice["token_ids"], pieces)
+    return _plain[kind]
+
+
+def test_the_table_is_large_enough() -> None:
+    assert len(CASES) >= 60
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+async def test_the_model_says_many_things(stock: Stock) -> None:
+    """Else equal answers would mean little."""
+    for kind in BOTH:
+        plain = await plain_answer(stock, kind)
+        assert len(set(plain.token_ids)) >= 6, plain
+        assert all(plain.pieces[:6]), plain
+
+
+@pytest.mark.parametrize(("shape", "kind", "stream"), CASES)
+async def test_equal_to_stock(
+    stock: Stock, cluster: Cluster, shape: Shape, kind: str, stream: bool
+) -> None:
+    body = body_of(shape, kind, stream, await plain_answer(stock, kind))
+    theirs = await ask_raw(stock.url, kind, body)
+    ours = await ask_raw(cluster.url, kind, body)
+
+    if shape.status != 200:
+        assert theirs.status != 200 or theirs.is_stream, theirs.raw
+        assert_equal_errors(ours, theirs, shape.status)
+        return
+    assert (theirs.status, theirs.is_stream) == (200, stream), theirs.raw
+    assert (ours.status, ours.content_type) == (200, theirs.content_type), ours.raw
+    said = merged(theirs)
+    assert shape.check(said), f"the shape is not about what it says: {said}"
+    assert not difference(merged(ours), said), (body, ours.raw, theirs.raw)
+    if stream:
+        mine, other = event_keys(ours.events), event_keys(theirs.events)
+        assert {about: mine[about] for about in mine.keys() & other} == {
+            about: other[about] for about in mine.keys() & other
+        }
+        assert mine.keys() ^ other.keys() <= {"text"}
+        assert role_events(ours.events) == role_events(theirs.events)
+    else:
+        assert not difference(stripped(ours.json), stripped(theirs.json))
+    if shape.is_split is not None:
+        assert shape.is_split == (ours.headers["x-tetri-prefill"] == "prefill-0")
+
+
+def assert_equal_errors(ours: Reply, theirs: Reply, status: int) -> None:
+    """The same status, and the same words; or an event, if the engine itself refused."""
+    assert (ours.content_type, ours.status) == (
+        theirs.content_type,
+        status if status in OWN_ANSWERS else theirs.status,
+    ), ours.raw
+    if theirs.is_stream:
+        assert ours.events == theirs.events
+        return
+    assert theirs.status == (400 if status == 413 else status)
+    mine, other = ours.json["error"], theirs.json["error"]
+    assert set(ours.json) == set(theirs.json)
+    assert set(mine) == set(other)
+    if status == 413:
+        assert {**mine, "code": 400} == other
+    elif status == 404:
+        assert mine["type"] == other["type"]
+    else:
+        assert mine == other
+
+
+async def test_a_second_leg_that_is_refused_leaves_nothing(cluster: Cluster) -> None:
+    """Greedy choices: leg 1 has one, so only the decode instance complains."""
+    for number in range(30):
+        body = {**plain_body("completion"), "prompt": token_prompt(100 + 7 * number), "n": 2}
+        reply = await ask_raw(cluster.url, "completion", {**body, "stream": number % 2 == 0})
+        assert reply.status == 400
+    cluster.rest()
+
+
+async def test_an_id_that_the_client_chose_is_in_every_answer(
+    stock: Stock, cluster: Cluster
+) -> None:
+    for kind, prefix in (("chat", "chatcmpl-"), ("completion", "cmpl-")):
+        for stream in (False, True):
+            for body, headers in (
+                ({}, {"X-Request-Id": f"mine-{stream}"}),
+                ({"request_id": f"mine-{stream}"}, {}),
+            ):
+                asked = {**plain_body(kind), "stream": stream, **body}
+                for url in (stock.url, cluster.url):
+                    reply = await ask_raw(url, kind, asked, headers)
+                    parts: list[Any] = reply.events if stream else [reply.json]
+                    assert {part["id"] for part in parts} == {f"{prefix}mine-{stream}"}
+                    assert len({part["created"] for part in parts}) == 1
+
+
+async def test_nothing_of_the_hand_over_is_in_an_answer(cluster: Cluster) -> None:
+    for kind in BOTH:
+        for stream in (False, True):
+            reply = await ask_raw(cluster.url, kind, {**plain_body(kind), "stream": stream})
+            assert b"tetri" not in reply.raw
+            for part in reply.events if stream else [reply.json]:
+                assert not part.get("kv_transfer_params"), json.dumps(part)

@@ -1,0 +1,260 @@
+"""Given tokens become output: in the scheduler, in the V1 runner's state, in what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from tests.engine.harness import BLOCK, Engine
+from tests.engine.test_handover import CHUNK, Pair
+from vllm_tetri.engine.compat import (
+    CachedRequestState,
+    EngineCoreOutput,
+    LogprobsLists,
+    RequestStatus,
+)
+from vllm_tetri.engine.injection import (
+    Injected,
+    Injections,
+    decode_logprobs,
+    encode_logprobs,
+    make_runner_inject,
+    pass_on_logprobs,
+)
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeLeg, Given, digest_of, to_params
+from vllm_tetri.types import TransferId
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, num_blocks=80, arena_bytes=1 << 20, transfer_timeout_s=5.0)
+    yield pair
+    pair.close()
+
+
+def continue_at(
+    engine: Engine, name: str, tokens: list[int], leg: DecodeLeg, **options: Any
+) -> Any:
+    return engine.add(name, tokens, params=to_params(leg), **options)
+
+
+def hand_over(pair: Pair, tokens: list[int], given: Given | None = None) -> DecodeLeg:
+    """Prefill a prompt and push all of its KV; returns how to go on."""
+    pair.send("a", tokens)
+    prefilled = pair.prefilled("a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    return DecodeLeg(prefilled.transfer, digest_of(tokens), given)
+
+
+def run(engine: Engine, name: str) -> list[int]:
+    engine.run_until(lambda: name in engine.finished)
+    return engine.outputs[name]
+
+
+# -- prefill side ------------------------------------------------------------------
+
+
+def test_the_prefill_answer_names_its_token_and_the_prompt(pair: Pair) -> None:
+    tokens = list(range(100))
+    pair.send("a", tokens)
+    prefilled = pair.prefilled("a")
+    assert prefilled.given == Given([7])  # what the harness samples
+    assert prefilled.prompt_token_ids == tokens
+    assert not prefilled.is_final
+
+
+@pytest.mark.parametrize(
+    "ends", [{"max_tokens": 1}, {"stop": [7]}, {"window": True}], ids=lambda ends: next(iter(ends))
+)
+def test_a_first_token_that_ends_the_answer_moves_no_kv(pair: Pair, ends: dict[str, Any]) -> None:
+    window = pair.prefill.config.model_config.max_model_len
+    tokens = list(range(window - 1 if "window" in ends else 3 * CHUNK))
+    pair.send("a", tokens)
+    sampling = pair.prefill.scheduler.requests["a"].sampling_params
+    sampling.max_tokens = ends.get("max_tokens", 4)
+    sampling.stop_token_ids = ends.get("stop", [])
+    prefilled = pair.prefilled("a")
+    assert prefilled.is_final
+    assert (prefilled.decode, prefilled.given) == ("", Given([7]))
+    pair.settle()
+
+
+def test_logprobs_of_the_token_travel_with_it() -> None:
+    logprobs = LogprobsLists(
+        np.array([[7, 3]], dtype=np.int32),
+        np.array([[-0.25, -np.inf]], dtype=np.float32),
+        np.array([1], dtype=np.int32),
+    )
+    output = EngineCoreOutput("a", [7], logprobs)
+    output.kv_transfer_params = {"tetri": {"given": {"token_ids": [7], "logprobs": ""}}}
+    pass_on_logprobs([output])
+    back = decode_logprobs(output.kv_transfer_params["tetri"]["given"]["logprobs"])
+    for mine, theirs in zip(back[:3], logprobs[:3], strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("text", ["!", "AAAA", encode_logprobs(LogprobsLists(
+    np.zeros((1, 2)), np.zeros((1, 2)), np.zeros(1)))[:-8]])  # fmt: skip
+def test_damaged_logprobs_are_noticed(text: str) -> None:
+    with pytest.raises(ProtocolError, match="log prob"):
+        decode_logprobs(text)
+
+
+# -- decode side --------------------------------------------------------------------
+
+
+def test_a_given_token_is_shown_first_and_only_the_next_is_computed(pair: Pair) -> None:
+    tokens = list(range(2 * CHUNK + 5))
+    leg = hand_over(pair, tokens, Given([42]))
+    request = continue_at(pair.decode, "b", tokens, leg, max_tokens=3)
+    taken: list[int] = []
+    while "b" not in pair.decode.finished:
+        taken += pair.decode.step().num_scheduled_tokens.values()
+        if request.status is RequestStatus.RUNNING:
+            assert pair.decode.holds(request, len(tokens))
+    assert pair.decode.outputs["b"] == [42, 7, 7]
+    assert taken == [1, 1]  # no prompt token again
+    pair.settle()
+
+
+def test_the_whole_prompt_is_loaded_when_it_fills_its_blocks(pair: Pair) -> None:
+    tokens = list(range(4 * BLOCK))
+    leg = hand_over(pair, tokens, Given([42]))
+    continue_at(pair.decode, "b", tokens, leg, max_tokens=2)
+    assert run(pair.decode, "b") == [42, 7]
+    pair.settle()
+
+
+def test_without_kv_the_prompt_is_computed_and_the_tokens_stay(pair: Pair) -> None:
+    tokens = list(range(90))
+    leg = DecodeLeg(TransferId(""), digest_of(tokens), Given([42, 43, 44]))
+    continue_at(pair.decode, "b", tokens, leg, max_tokens=5)
+    assert run(pair.decode, "b") == [42, 43, 44, 7, 7]
+    pair.settle()
+
+
+def test_lost_kv_costs_a_recomputation_and_no_token(pair: Pair) -> None:
+    tokens = list(range(90))
+    pair.decode.instance.inbox._timeout_s = 0.0
+    leg = DecodeLeg(TransferId("never sent"), digest_of(tokens), Given([42]))
+    continue_at(pair.decode, "b", tokens, leg, max_tokens=3)
+    assert run(pair.decode, "b") == [42, 7, 7]
+    pair.settle()
+
+
+def test_choices_share_one_transfer(pair: Pair) -> None:
+    tokens = list(range(3 * CHUNK))
+    leg = hand_over(pair, tokens)
+    requests = [continue_at(pair.decode, f"b{i}", tokens, leg, max_tokens=3) for i in range(4)]
+    pair.decode.run_until(lambda: len(pair.decode.finished) == 4)
+    assert all(pair.decode.outputs[request.request_id] == [7] * 3 for request in requests)
+    assert pair.decode.instance.inbox.loads_failed == 0
+    pair.settle()
+
+
+def test_a_choice_that_comes_late_computes_what_the_cache_lacks(pair: Pair) -> None:
+    tokens = list(range(3 * CHUNK))
+    leg = hand_over(pair, tokens)
+    continue_at(pair.decode, "b0", tokens, leg)
+    run(pair.decode, "b0")
+    continue_at(pair.decode, "b1", tokens, leg)
+    assert max(pair.decode.step().num_scheduled_tokens.values()) <= BLOCK
+    assert run(pair.decode, "b1")
+    assert pair.decode.instance.inbox.loads_failed == 0
+    pair.settle()
+
+
+def test_choices_that_leave_free_the_transfer(pair: Pair) -> None:
+    tokens = list(range(3 * CHUNK))
+    leg = hand_over(pair, tokens)
+    for i in range(3):
+        continue_at(pair.decode, f"b{i}", tokens, leg)
+    for i in range(3):
+        pair.decode.abort(f"b{i}")
+    pair.settle()
+
+
+# -- what cannot be continued exactly --------------------------------------------------
+
+
+def injections(**options: bool) -> Injections:
+    return Injections(**{"is_v2_runner": False, "is_async": False, "is_cpu": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "engine", "reason"),
+    [
+        ({"prompt_logprobs": 0}, {}, "prompt_logprobs"),
+        ({"logprobs": 2}, {}, "logprobs_missing"),
+        ({}, {"is_async": True}, "async_v1_runner"),
+        ({"seed": 1}, {"is_cpu": False}, "seed_on_v1_runner"),
+        ({"max_tokens": 1}, {}, "nothing_left"),
+    ],
+)
+def test_what_is_not_exact_is_computed_again_and_counted(
+    pair: Pair, sampling: dict[str, Any], engine: dict[str, bool], reason: str
+) -> None:
+    request = pair.decode.add("b", [1, 2, 3])
+    request.sampling_params = SamplingParams(**{"max_tokens": 9, **sampling})
+    request.max_tokens = request.sampling_params.max_tokens
+    asked = injections(**engine)
+    asked.begin(request, Given([42]))
+    assert request.num_output_tokens == 0
+    assert asked.refused == {reason: 1}
+    assert "b" not in asked
+
+
+def test_the_v2_runner_takes_everything_by_itself(pair: Pair) -> None:
+    request = pair.decode.add("b", [1, 2, 3])
+    request.sampling_params = SamplingParams(max_tokens=9, seed=1)
+    asked = injections(is_v2_runner=True, is_async=True, is_cpu=False)
+    asked.begin(request, Given([42]))
+    assert list(request.output_token_ids) == [42]
+
+
+# -- the V1 runner's state ---------------------------------------------------------------
+
+
+@pytest.fixture
+def runner() -> Iterator[None]:
+    stock = CachedRequestState.__post_init__
+    make_runner_inject()
+    yield
+    CachedRequestState.__post_init__ = stock
+
+
+def state(token_ids: list[int], seed: int | None = None) -> Any:
+    generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
+    return CachedRequestState(
+        req_id="r",
+        prompt_token_ids=token_ids,
+        mm_features=[],
+        sampling_params=SamplingParams(seed=seed),
+        generator=generator,
+        block_ids=([0],),
+        num_computed_tokens=0,
+        output_token_ids=[],
+    )
+
+
+def test_the_runner_sees_given_tokens_as_output(runner: None) -> None:
+    request = state(Injected.of([1, 2, 3, 8, 9], 2))
+    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [8, 9])
+    assert (request.num_prompt_tokens, request.num_tokens) == (3, 5)
+    assert state([1, 2, 3]).output_token_ids == []
+
+
+def test_the_next_draw_is_the_one_behind_the_given_tokens(runner: None) -> None:
+    def draw(generator: torch.Generator) -> int:
+        return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long))
+
+    fresh = state([1, 2, 3], seed=5).generator
+    draws = [draw(fresh) for _ in range(3)]
+    assert draw(state(Injected.of([1, 2, 3, 8, 9], 2), seed=5).generator) == draws[2]

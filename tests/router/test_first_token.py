@@ -1,0 +1,435 @@
+"""The first token goes to the client before the second exists, and only once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.router.answers import CHAT, Script, event
+from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually
+from vllm_tetri.handover import DecodeLeg, Given, Prefilled, PrefillLeg, from_params, to_params
+from vllm_tetri.types import InstanceId, Role
+
+COMPLETION = "/v1/completions"
+PATHS = [COMPLETION, CHAT]
+TEXTS = ("Ab", " cd", "", "é", "!")
+
+
+def script_of(path: str, body: dict[str, Any], request: web.Request, **changes: Any) -> Script:
+    options = body.get("stream_options") or {}
+    return replace(
+        Script(
+            TEXTS,
+            is_chat=path == CHAT,
+            has_logprobs=bool(body.get("logprobs")),
+            has_token_ids=bool(body.get("return_token_ids")),
+            has_usage=bool(options.get("include_usage")),
+            id=request.headers["X-Request-Id"],
+        ),
+        **changes,
+    )
+
+
+def prefill(
+    *, decode: str = "d1", is_final: bool = False, given: bool = True, **changes: Any
+) -> Handler:
+    """A prefill instance that answers a script's first token."""
+
+    async def handle(
+        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        leg = from_params(body.get("kv_transfer_params"))
+        if not isinstance(leg, PrefillLeg):
+            return await continuation(fake, request, body)
+        script = script_of(request.path, body, request)
+        first = replace(script, **{"texts": script.texts[:1], **changes})
+        tokens = Given(script.token_ids[:1], "AAAA" if script.has_logprobs else "")
+        prefilled = Prefilled(
+            leg.transfer, InstanceId("" if is_final else decode), 3, "d1", 1, 100, "why",
+            tokens if given else None, is_final, [] if is_final else [5, 6, 7],
+        )  # fmt: skip
+        return web.json_response(first.whole(**to_params(prefilled)))
+
+    return handle
+
+
+async def continuation(
+    fake: FakeInstance, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """An instance that goes on behind what it was given, or serves it whole."""
+    leg = from_params(body.get("kv_transfer_params"))
+    is_given = isinstance(leg, DecodeLeg) and leg.given is not None
+    script = script_of(request.path, body, request, created=1_800_000_000)
+    if not body.get("stream"):
+        return web.json_response(script.whole())
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await answer.prepare(request)
+    await fake.chunk_gate.wait()
+    for each in script.events(2 if is_given else 1):
+        await answer.write(each)
+    return answer
+
+
+async def failing(*_: Any) -> web.StreamResponse:
+    return web.Response(status=500, text="engine died")
+
+
+async def engine_dies(
+    fake: FakeInstance, request: web.Request, _: dict[str, Any]
+) -> web.StreamResponse:
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await answer.prepare(request)
+    await fake.chunk_gate.wait()
+    await answer.write(event({"error": {"message": "EngineCore died", "code": 500}}))
+    return answer
+
+
+async def breaks_after_the_role(
+    fake: FakeInstance, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    script = script_of(request.path, body, request)
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await answer.prepare(request)
+    await answer.write(script.events(2)[0][:60])
+    assert request.transport is not None
+    await asyncio.sleep(0.05)
+    request.transport.abort()
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def trio(first: Handler | None = None) -> tuple[FakeInstance, ...]:
+    found = (
+        FakeInstance("p", Role.PREFILL, decode="d1"),
+        FakeInstance("d1", Role.DECODE),
+        FakeInstance("d2", Role.DECODE),
+    )
+    found[0].handler = first or prefill()
+    for each in found[1:]:
+        each.handler = continuation
+    return found
+
+
+def body_of(path: str, **options: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt": "hello"}
+    if path == CHAT:
+        prompt = {"messages": [{"role": "user", "content": "hello"}]}
+    return {"model": "tiny", **prompt, "stream": True, **options}
+
+
+def pieces(raw: bytes) -> list[str]:
+    """The texts of a stream's events; role, usage and the end are left out."""
+    found = []
+    for line in raw.split(b"\n\n"):
+        if line and line != b"data: [DONE]":
+            for choice in json.loads(line.removeprefix(b"data: ")).get("choices", []):
+                delta = choice.get("delta", {})
+                if "role" not in delta:
+                    found.append(delta.get("content", choice.get("text")))
+    return found
+
+
+async def metric(made: Cluster, name: str) -> float:
+    async with made.client.get(made.url + "/metrics") as response:
+        for line in (await response.text()).splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[-1])
+    return 0.0
+
+
+async def ask(made: Cluster, path: str, **options: Any) -> bytes:
+    body = body_of(path, **options)
+    async with made.client.post(made.url + path, json=body) as response:
+        assert response.status == 200
+        return await response.read()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_token_is_there_while_the_decode_instance_is_silent(path: str) -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].chunk_gate.clear()
+        body = body_of(path)
+        async with made.client.post(made.url + path, json=body) as response:
+            seen = await response.content.readany()
+            assert pieces(seen) == ["Ab"]
+            assert response.headers["x-tetri-decode"] == "d1"
+            (entry,) = await made.table()
+            assert (entry["phase"], entry["generated"]) == ("handing_over", 1)
+            await eventually(lambda: made["d1"].calls)
+            made["d1"].chunk_gate.set()
+            seen += await response.content.read()
+        assert pieces(seen) == list(TEXTS)
+        assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 1
+        assert await metric(made, "tetri_time_to_first_token_seconds_count") == 1
+        assert made["p"].cancelled == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("seen", [{}, {"logprobs": 1, "return_token_ids": True}])
+async def test_the_stream_is_the_one_of_one_instance(path: str, seen: dict[str, Any]) -> None:
+    options = {"stream_options": {"include_usage": True}, **seen}
+    async with cluster(*trio()) as made:
+        raw = await ask(made, path, **options)
+
+    def normal(text: bytes) -> list[dict[str, Any]]:
+        lines = [line.removeprefix(b"data: ") for line in text.split(b"\n\n")]
+        return [json.loads(line) for line in lines if line and line != b"[DONE]"]
+
+    events = normal(raw)
+    assert len({each["created"] for each in events}) == 1
+    assert len({each["id"] for each in events}) == 1
+    expected = normal(b"".join(Script(
+        TEXTS, is_chat=path == CHAT, has_usage=True, has_logprobs="logprobs" in seen,
+        has_token_ids="return_token_ids" in seen,
+    ).events()))  # fmt: skip
+    for each in (*events, *expected):
+        del each["id"], each["created"]
+    assert events == expected
+    assert raw.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_second_leg_carries_token_and_prompt_ids(path: str) -> None:
+    async with cluster(*trio()) as made:
+        await ask(made, path, stream=False)
+        body = made["d1"].calls[0][1]
+        leg = made["d1"].leg()
+        assert isinstance(leg, DecodeLeg)
+        assert leg.given == Given([100])
+        if path == CHAT:
+            assert body["kv_transfer_params"]["prompt_token_ids"] == [5, 6, 7]
+            assert body["messages"] == body_of(path)["messages"]
+        else:
+            assert body["prompt"] == [5, 6, 7]
+
+
+async def test_the_rendered_prompt_is_rendered_again_where_it_is_wanted() -> None:
+    async with cluster(*trio()) as made:
+        await ask(made, CHAT, return_prompt_text=True)
+        assert "prompt_token_ids" not in made["d1"].calls[0][1]["kv_transfer_params"]
+
+
+KEPT: list[dict[str, Any]] = [
+    {"stop": ["x"]},
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}},
+    {"tools": [{}]},
+    {"tool_choice": "auto"},
+    {"n": 2},
+]
+
+
+@pytest.mark.parametrize("options", KEPT, ids=str)
+async def test_what_is_not_plain_text_waits_for_the_second_leg(options: dict[str, Any]) -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].chunk_gate.clear()
+        task = asyncio.create_task(ask(made, CHAT, **options))
+        await eventually(lambda: made["d1"].calls)
+        (entry,) = await made.table()
+        assert entry["generated"] == 0
+        made["d1"].chunk_gate.set()
+        assert "".join(pieces(await task)) == "".join(TEXTS)
+        assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        ({"injects": False}, {}),
+        ({"injects_seeded": False}, {"seed": 3}),
+        ({"reasons": True}, {}),
+    ],
+)
+async def test_an_instance_that_may_go_on_otherwise_shows_nothing_early(
+    change: dict[str, bool], options: dict[str, Any]
+) -> None:
+    fakes = trio()
+    fakes[1].abilities = change
+    async with cluster(*fakes) as made:
+        await ask(made, CHAT, **options)
+        assert await metric(made, 'tetri_first_tokens_total{how="with_second"}') == 1
+
+
+@pytest.mark.parametrize("text", ["", "\ufffd"])
+async def test_a_part_of_a_character_waits(text: str) -> None:
+    async with cluster(*trio(prefill(texts=(text,)))) as made:
+        await ask(made, COMPLETION)
+        assert await metric(made, 'tetri_first_tokens_total{how="with_second"}') == 1
+
+
+async def test_every_choice_draws_its_own_first_token() -> None:
+    async with cluster(*trio()) as made:
+        await ask(made, COMPLETION, n=3, temperature=1.0, stop=["x"], stop_token_ids=[3])
+        first, second = made["p"].calls[0][1], made["d1"].calls[0][1]
+        assert (first["n"], first["ignore_eos"]) == (1, True)
+        assert not {"stop", "stop_token_ids"} & set(first)
+        assert (second["n"], second["stop"], second["stop_token_ids"]) == (3, ["x"], [3])
+        leg = made["d1"].leg()
+        assert isinstance(leg, DecodeLeg)
+        assert leg.transfer
+        assert leg.given is None
+
+
+async def test_a_complaint_about_the_choices_passes_and_the_kv_is_dropped() -> None:
+    error = {"error": {"message": "n must be 1", "code": 400}}
+
+    async def complain(*_: Any) -> web.StreamResponse:
+        return web.json_response(error, status=400)
+
+    async with cluster(*trio()) as made:
+        made["d1"].handler = complain
+        assert (await made.ask(n=2))[:2] == (400, error)
+        await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("has_stop_string", [False, True])
+async def test_a_first_token_that_is_the_last_starts_no_second_leg(
+    path: str, is_streamed: bool, has_stop_string: bool
+) -> None:
+    handler = prefill(is_final=not has_stop_string, finish_reason="stop", texts=("Ab",))
+    async with cluster(*trio(handler)) as made:
+        body = body_of(path, stream=is_streamed)
+        async with made.client.post(made.url + path, json=body) as response:
+            raw = await response.read()
+            assert response.headers["x-tetri-decode"] == "p"
+        if is_streamed:
+            assert pieces(raw) == ["Ab"]
+            assert raw.endswith(b"data: [DONE]\n\n")
+        else:
+            answer = json.loads(raw)
+            assert answer["kv_transfer_params"] is None
+            assert answer["choices"][0]["finish_reason"] == "stop"
+        assert made["d1"].calls == made["d2"].calls == []
+        assert await made.table() == []
+        assert await metric(made, 'tetri_first_tokens_total{how="last"}') == 1
+        if has_stop_string:  # a transfer was opened
+            await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
+        else:
+            assert await metric(made, "tetri_transfers_cancelled_total") == 0
+
+
+@pytest.mark.parametrize("options", [{"tools": [{}]}, {"n": 2}])
+async def test_an_ending_first_token_that_cannot_be_the_answer_is_served_whole(
+    options: dict[str, Any],
+) -> None:
+    async with cluster(*trio(prefill(is_final=True, finish_reason="stop"))) as made:
+        assert pieces(await ask(made, CHAT, **options)) == list(TEXTS)
+        calls = [*made["d1"].calls, *made["d2"].calls]
+        assert [call[1].get("kv_transfer_params") for call in calls] == [None]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fault", [failing, engine_dies, breaks_after_the_role])
+async def test_after_the_token_another_instance_goes_on(path: str, fault: Handler) -> None:
+    async with cluster(*trio()) as made:
+        made["d1"].handler = fault
+        seen = await ask(made, path)
+        assert pieces(seen) == list(TEXTS)
+        leg = made["d2"].leg()
+        assert isinstance(leg, DecodeLeg)
+        assert (leg.transfer, leg.given) == ("", Given([100]))
+        await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
+        assert await metric(made, 'tetri_fallbacks_total{reason="decode_failed"}') == 1
+
+
+async def test_the_prefill_instance_goes_on_when_there_is_no_other() -> None:
+    async with cluster(*trio()[:2]) as made:
+        made["d1"].handler = failing
+        assert pieces(await ask(made, COMPLETION)) == list(TEXTS)
+        assert len(made["p"].calls) == 2
+
+
+async def test_a_busy_decode_instance_is_asked_again_behind_the_token() -> None:
+    busy = {"error": {"message": "m", "type": "Service Unavailable", "code": 503}}
+    asked = 0
+
+    async def busy_once(
+        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            return web.json_response(busy, status=503)
+        return await continuation(fake, request, body)
+
+    async with cluster(*trio()) as made:
+        made["d1"].handler = busy_once
+        assert pieces(await ask(made, COMPLETION)) == list(TEXTS)
+        legs = [made["d1"].leg(index) for index in range(2)]
+        assert legs[0] == legs[1]
+
+
+async def test_without_a_taker_for_the_kv_an_instance_goes_on_behind_the_token() -> None:
+    async with cluster(*trio(prefill(decode=""))) as made:
+        seen = await ask(made, COMPLETION)
+        assert pieces(seen) == list(TEXTS)
+        (call,) = [*made["d1"].calls, *made["d2"].calls]
+        leg = from_params(call[1]["kv_transfer_params"])
+        assert leg == DecodeLeg("", "d1", Given([100]))  # type: ignore[arg-type]
+        assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 1
+        assert await metric(made, 'tetri_fallbacks_total{reason="no_decode_instance"}') == 1
+
+
+async def test_when_nobody_goes_on_the_stream_ends_with_an_error() -> None:
+    async with cluster(*trio()) as made:
+        first = made["p"].handler
+        assert first is not None
+
+        async def once(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+            return await (first if len(fake.calls) == 1 else failing)(fake, request, body)
+
+        made["p"].handler = once
+        made["d1"].handler = made["d2"].handler = failing
+        seen = await ask(made, COMPLETION)
+        assert pieces(seen)[0] == "Ab"
+        assert b'data: {"error":{"message":"instance' in seen
+        assert b"DONE" not in seen
+        assert await made.table() == []
+
+
+async def test_a_decode_instance_that_goes_on_otherwise_is_an_error_not_a_wrong_text() -> None:
+    async def other(
+        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for each in Script(("other", "x")).events(2):
+            await answer.write(each)
+        return answer
+
+    async with cluster(*trio()) as made:
+        made["d1"].handler = other
+        seen = await ask(made, COMPLETION)
+        assert b"other" not in seen.split(b'"error"')[0]
+        assert b'"error"' in seen
+        assert await metric(made, 'tetri_first_tokens_total{how="mismatch"}') == 1
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+async def test_a_client_that_leaves_behind_the_token_takes_all_with_it(is_silent: bool) -> None:
+    async def hang(fake: FakeInstance, *_: Any) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async with cluster(*trio()) as made:
+        if is_silent:
+            made["d1"].handler = hang
+        else:
+            made["d1"].chunk_gate.clear()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(made.url + COMPLETION, json=body_of(COMPLETION)) as response,
+        ):
+            await response.content.readany()
+            response.close()
+        await eventually(lambda: made["d1"].aborted == 1)
+        await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
+        assert await made.table() == []

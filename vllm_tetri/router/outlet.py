@@ -1,0 +1,49 @@
+"""The client's end of a streamed answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from vllm_tetri.router.answers import Refusal
+
+EVENT_STREAM = "text/event-stream"
+
+
+class Outlet:
+    """Bytes to one client. Nothing is sent until `begin`, which can be called again.
+
+    Args:
+        request: The client's request.
+        headers: Headers of the answer, asked for when it begins.
+    """
+
+    def __init__(self, request: web.Request, headers: Callable[[], dict[str, str]]) -> None:
+        self._request = request
+        self._headers = headers
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has a status and maybe bytes already."""
+        return self._response is not None
+
+    async def begin(
+        self, status: int = 200, content_type: str = f"{EVENT_STREAM}; charset=utf-8"
+    ) -> web.StreamResponse:
+        """Send the head of the answer, unless that was done."""
+        if self._response is None:
+            self._response = web.StreamResponse(status=status, headers=self._headers())
+            self._response.headers["Content-Type"] = content_type
+            self._response.headers["Cache-Control"] = "no-cache"
+            await self._response.prepare(self._request)
+        return self._response
+
+    async def break_off(self, refusal: Refusal) -> web.StreamResponse:
+        """End a stream that has begun with an error event."""
+        response = await self.begin()
+        await response.write(refusal.event())
+        response.force_close()
+        await response.write_eof()
+        return response
