@@ -167,7 +167,8 @@ class TetriScheduler(Scheduler):
             queue.room_blocks = 0
         queue.order_again()
         chunk_tokens = self.max_num_scheduled_tokens
-        chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
+        if len(self.running) > prompts.num_started:
+            chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
         self._shares = prompts.plan(chunk_tokens)
         if len(prompts) and not queue.may_start():
             self._shares = prompts.plan(chunk_tokens, only_started=True)

@@ -25,7 +25,6 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from heapq import merge
 from itertools import chain
 
 SRTF_BOUND = 2
@@ -242,15 +241,18 @@ class PrefillQueues:
         if self._computed_tokens >= self._next_check_tokens:
             self._check_due(chunk_tokens)
         shares = dict.fromkeys(self._started, 0)
-        started = sorted(self._started.values(), key=self._key)
-        scheduled = () if only_started else self._scheduled
-        for entry in merge(started, scheduled, key=self._key):
-            if chunk_tokens == 0:
-                break
-            tokens = min(entry.remaining_tokens, chunk_tokens)
-            chunk_tokens -= tokens
-            if entry.id in shares:
-                shares[entry.id] = tokens
+        started = sorted(self._started.values(), key=self._key, reverse=True)
+        waiting = [] if only_started else self._scheduled
+        passed = 0  # of those that wait
+        while chunk_tokens > 0 and started:
+            entry, is_next = started[-1], passed < len(waiting)
+            if is_next and self._key(waiting[passed]) < self._key(entry):
+                chunk_tokens -= waiting[passed].remaining_tokens
+                passed += 1
+            else:
+                shares[entry.id] = min(entry.remaining_tokens, chunk_tokens)
+                chunk_tokens -= shares[entry.id]
+                started.pop()
         return shares
 
     def _check_due(self, chunk_tokens: int) -> None:
