@@ -22,7 +22,7 @@ _SHAPED = (*_STRUCTURED, "response_format", "structured_outputs", "stop")
 # Ends of an answer: choices draw their own first tokens, so leg 1 must not end with its own.
 _ENDS = {"stop", "stop_token_ids", "ignore_eos"}
 _PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
-_FORWARDED = ("Authorization", "X-Vllm-Priority", "traceparent", "tracestate")
+_FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate")
 _BYTES_PER_TOKEN = 4
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -148,7 +148,7 @@ def parse_call(path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
         is_splittable=_is_splittable(path, body),
         approx_tokens=_approx_tokens(body, raw),
         headers={name: headers[name] for name in _FORWARDED if name in headers},
-        request_id=_sane(headers.get("X-Request-Id", "")),
+        request_id=_sane(headers.get("X-Request-Id") or body.get("request_id")),
         sla=_sane(headers.get("x-tetri-sla", "")) or "default",
     )
 
@@ -179,5 +179,5 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _sane(name: str) -> str:
-    return name if _NAME.fullmatch(name) else ""
+def _sane(name: object) -> str:
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""

@@ -132,6 +132,11 @@ class Job:
         except LegBusy:
             entry.transfer = None  # nobody heard of it
             raise
+        if status != 200 and self._call.is_streamed:
+            # What vLLM's engine refuses is an event of a stream that began with 200:
+            # the same instance says it as it says it to its own clients.
+            self._drop_transfer()
+            return await self._whole(instance, self._call.raw)
         if status != 200:
             return self._legs.plain(status, kind, body)
         first = read_first_token(body, entry.transfer, is_chat=self._call.path == CHAT)
