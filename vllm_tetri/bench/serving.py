@@ -28,7 +28,7 @@ _TAIL_LINES = 15
 _VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 
 # Short words, most of which are one token of most tokenizers.
-_WORDS = (
+WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
     "school", "state", "family", "student", "group", "country", "problem", "hand", "part",
     "place", "case", "week", "company", "system", "program", "question", "work", "government",
@@ -135,7 +135,7 @@ def write_prompts(
     for _ in range(count):
         words = round(prompt[0] * (prompt[1] / prompt[0]) ** rng.random())
         entry = {
-            "prompt": " ".join(rng.choices(_WORDS, k=words)),
+            "prompt": " ".join(rng.choices(WORDS, k=words)),
             "output_tokens": rng.randint(*output),
         }
         lines.append(json.dumps(entry))
