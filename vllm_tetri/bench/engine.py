@@ -252,8 +252,8 @@ class Engine:
         if question.policy is not None:
             from vllm_tetri.policy.order import PrefillPolicy
 
-            self._scheduler.order_by(PrefillPolicy(question.policy), question.sched_batch)
-            self._scheduler._pads = question.pad
+            policy = PrefillPolicy(question.policy)
+            self._scheduler.order_by(policy, question.sched_batch, pads=question.pad)
 
     def _prompts(self, question: Question) -> list[list[int]]:
         vocabulary = self._llm.vllm_config.model_config.get_vocab_size()

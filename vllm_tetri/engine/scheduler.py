@@ -58,14 +58,15 @@ class TetriScheduler(Scheduler):
         self._budget: StepBudget | None = None
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._own = OwnRequests(self)
-        self._pads = config.pad == "on" and config.role is Role.PREFILL
         self._padding: Request | None = None
         self._is_stuck = False
         self._step_started = 0.0
         # A decode instance computes prompts only as a last resort: as they come.
         is_decode = config.role is Role.DECODE
         self.order_by(
-            PrefillPolicy.FCFS if is_decode else config.prefill_policy, config.sched_batch
+            PrefillPolicy.FCFS if is_decode else config.prefill_policy,
+            config.sched_batch,
+            pads=config.pad == "on" and config.role is Role.PREFILL,
         )
         if config.role is Role.PREFILL and config.chunk_size != "auto":
             self.max_num_scheduled_tokens = self._chunk_budget(config.chunk_size)
@@ -74,9 +75,11 @@ class TetriScheduler(Scheduler):
             self._profiling = self._instance.profiling = Profiling(self, self._instance)
             self._queue.is_open = False
 
-    def order_by(self, policy: PrefillPolicy, sched_batch: int) -> None:
-        """Order waiting prompts so from now on; nothing may be waiting or started."""
+    def order_by(self, policy: PrefillPolicy, sched_batch: int, *, pads: bool = False) -> None:
+        """Order waiting prompts so from now on, and fill up chunks if `pads`; nothing
+        may be waiting or started."""
         assert not self.requests
+        self._pads = pads
         self.waiting = self._queue = PrefillQueue(
             policy,
             sched_batch,
