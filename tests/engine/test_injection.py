@@ -95,16 +95,32 @@ def test_logprobs_of_the_token_travel_with_it() -> None:
     output = EngineCoreOutput("a", [7], logprobs)
     output.kv_transfer_params = {"tetri": {"given": {"token_ids": [7], "logprobs": ""}}}
     pass_on_logprobs([output])
-    back = decode_logprobs(output.kv_transfer_params["tetri"]["given"]["logprobs"])
+    back = decode_logprobs(output.kv_transfer_params["tetri"]["given"]["logprobs"], [7], 10)
     for mine, theirs in zip(back[:3], logprobs[:3], strict=True):
         assert np.array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("text", ["!", "AAAA", encode_logprobs(LogprobsLists(
-    np.zeros((1, 2)), np.zeros((1, 2)), np.zeros(1)))[:-8]])  # fmt: skip
-def test_damaged_logprobs_are_noticed(text: str) -> None:
+def text_of(ids: Any, values: Any, ranks: Any) -> str:
+    return encode_logprobs(LogprobsLists(*map(np.asarray, (ids, values, ranks))))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!",
+        "AAAA",
+        text_of([[7, 1]], [[0, 0]], [0])[:-8],
+        text_of([[6, 1]], [[0, 0]], [0]),  # another token's
+        text_of([[7, -1]], [[0, 0]], [0]),
+        text_of([[7, 10]], [[0, 0]], [0]),
+        text_of([[7, 1]], [[0, np.nan]], [0]),
+        text_of([[7, 1]], [[0, 0]], [-1]),
+        text_of(np.zeros((1, 0)), np.zeros((1, 0)), [0]),
+    ],
+)
+def test_wrong_logprobs_are_noticed(text: str) -> None:
     with pytest.raises(ProtocolError, match="log prob"):
-        decode_logprobs(text)
+        decode_logprobs(text, [7], 10)
 
 
 # -- decode side --------------------------------------------------------------------
@@ -185,7 +201,8 @@ def test_choices_that_leave_free_the_transfer(pair: Pair) -> None:
 
 
 def injections(**options: bool) -> Injections:
-    return Injections(**{"is_v2_runner": False, "is_async": False, "is_cpu": True, **options})
+    runner = {"is_v2_runner": False, "is_async": False, "is_cpu": True, **options}
+    return Injections(**runner, vocabulary=100, window=64)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +226,28 @@ def test_what_is_not_exact_is_computed_again_and_counted(
     assert request.num_output_tokens == 0
     assert asked.refused == {reason: 1}
     assert "b" not in asked
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "reason"),
+    [([1, 2], [100], "unknown_tokens"), ([1] * 60, [1, 2, 3, 4], "nothing_left")],
+)
+def test_what_no_instance_can_have_given_is_refused(
+    pair: Pair, prompt: list[int], given: list[int], reason: str
+) -> None:
+    request = pair.decode.add("b", prompt, max_tokens=50)
+    asked = injections()
+    asked.begin(request, Given(given))
+    assert (request.num_output_tokens, asked.refused) == (0, {reason: 1})
+
+
+def test_many_given_tokens_that_the_cache_knows_do_not_end_the_engine(pair: Pair) -> None:
+    tokens, given = list(range(30)), Given(list(range(40)))
+    for name in ("a", "b"):
+        leg = DecodeLeg(TransferId(""), digest_of(tokens), given)
+        continue_at(pair.decode, name, tokens, leg, max_tokens=42)
+        assert run(pair.decode, name) == [*range(40), 7, 7]
+    pair.settle()
 
 
 def test_the_v2_runner_takes_everything_by_itself(pair: Pair) -> None:

@@ -8,8 +8,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tests.engine.harness import BLOCK, Engine
+from vllm_tetri.engine.compat import RequestStatus
 from vllm_tetri.engine.own import is_own
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
@@ -161,6 +164,33 @@ def test_aborts_leave_no_trace_in_the_order(engine: Engine) -> None:
     for name in ("started", "scheduled", "raw"):
         engine.abort(name)
     assert starts(steps(engine)) == ["kept"]
+
+
+def test_a_name_that_is_used_again_at_once_is_another_prompt(engine: Engine) -> None:
+    add(engine, "same", 200)
+    engine.step()
+    engine.abort("same")
+    add(engine, "same", 100)
+    assert starts(steps(engine)) == ["same"]
+
+
+def test_a_prompt_that_cannot_start_holds_up_nobody(tmp_path: Path) -> None:
+    """Its grammar takes for ever; a decode keeps every step from being empty."""
+    engine = Engine(tmp_path, Role.BOTH, num_blocks=256, prefill_policy="srtf")
+    try:
+        engine.scheduler.max_num_scheduled_tokens = CHUNK
+        engine.add("decode", prompt(1, 4), max_tokens=500)
+        engine.add("long", prompt(2, 400), max_tokens=1)
+        engine.step()
+        add(engine, "blocked", 50)
+        blocked = engine.scheduler.requests["blocked"]
+        blocked.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        blocked.structured_output_request = StructuredOutputRequest(
+            StructuredOutputsParams(regex="a")
+        )
+        engine.run_until(lambda: "long" in engine.finished, max_steps=12)
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("policy", list(PrefillPolicy))

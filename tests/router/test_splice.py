@@ -132,3 +132,11 @@ def test_an_error_as_the_first_event_can_be_tried_elsewhere() -> None:
 def test_answers_of_other_transfers_are_not_read() -> None:
     body = json.dumps(Script(("a",)).whole()).encode()
     assert read_first_token(body, TRANSFER, is_chat=False) is None
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_what_only_keeps_the_connection_alive_is_no_event(is_chat: bool) -> None:
+    script = Script(("ab", "c"), is_chat=is_chat)
+    first, leg2 = first_of(script), b"".join(script.events(2))
+    alive = b": keep-alive\n\n"
+    assert spliced(first, 5, [alive, leg2]) == spliced(first, 5, [leg2])

@@ -104,6 +104,8 @@ REQUEST_ATTRIBUTES = (
     "all_token_ids",  # R
     "append_output_token_ids",  # R: given tokens, before the request is queued
     "sampling_params",  # R
+    "structured_output_request",  # R: .grammar, None until it is compiled
+    "skip_reading_prefix_cache",  # W
     "num_preemptions",  # R
     "status",  # R
 )

@@ -76,11 +76,11 @@ def encode_logprobs(logprobs: LogprobsLists) -> str:
     return base64.b64encode(b"".join(parts)).decode()
 
 
-def decode_logprobs(text: str) -> LogprobsLists:
-    """What `encode_logprobs` was given.
+def decode_logprobs(text: str, given: list[int], vocabulary: int) -> LogprobsLists:
+    """What `encode_logprobs` was given for these tokens.
 
     Raises:
-        ProtocolError: The text is something else.
+        ProtocolError: The text is something else, or says what no sampler says.
     """
     try:
         raw = base64.b64decode(text, validate=True)
@@ -90,11 +90,22 @@ def decode_logprobs(text: str) -> LogprobsLists:
             raise ValueError(f"{len(body)} bytes for {rows} x {columns}")
     except (ValueError, struct.error) as error:
         raise ProtocolError(f"log probabilities of given tokens: {error}") from error
-    return LogprobsLists(
+    found = LogprobsLists(
         np.frombuffer(body[:size], dtype="<i4").reshape(rows, columns),
         np.frombuffer(body[size : 2 * size], dtype="<f4").reshape(rows, columns),
         np.frombuffer(body[2 * size :], dtype="<i4"),
     )
+    ids, values, ranks, _ = found
+    is_sane = (
+        columns > 0
+        and ids[:, 0].tolist() == given
+        and bool(((ids >= 0) & (ids < vocabulary)).all())
+        and not bool(np.isnan(values).any())
+        and bool((ranks >= 0).all())
+    )
+    if not is_sane:
+        raise ProtocolError("log probabilities of given tokens: not those of these tokens")
+    return found
 
 
 def pass_on_logprobs(outputs: list[EngineCoreOutput]) -> None:
@@ -120,12 +131,18 @@ class Injections:
         is_v2_runner: Which model runner executes.
         is_async: Whether vLLM schedules ahead of results.
         is_cpu: Whether sampling happens on a CPU.
+        vocabulary: Number of token ids.
+        window: Longest prompt plus answer, in tokens.
     """
 
-    def __init__(self, *, is_v2_runner: bool, is_async: bool, is_cpu: bool) -> None:
+    def __init__(
+        self, *, is_v2_runner: bool, is_async: bool, is_cpu: bool, vocabulary: int, window: int
+    ) -> None:
         self._is_v2_runner = is_v2_runner
         self._is_async = is_async
         self._is_cpu = is_cpu
+        self._vocabulary = vocabulary
+        self._window = window
         self._entries: dict[str, _Entry] = {}
         self.num_injected = 0
         self.refused: dict[str, int] = {}  # reason → requests that are recomputed instead
@@ -145,8 +162,13 @@ class Injections:
 
         What cannot be continued exactly is left to be computed again.
         """
+        token_ids = list(given.token_ids)
         try:
-            logprobs = decode_logprobs(given.logprobs) if given.logprobs else None
+            logprobs = (
+                decode_logprobs(given.logprobs, token_ids, self._vocabulary)
+                if given.logprobs
+                else None
+            )
         except ProtocolError:
             reason: str | None = "bad_logprobs"
         else:
@@ -156,8 +178,11 @@ class Injections:
                 logger.info("the first token is computed again for some requests: %s", reason)
             self.refused[reason] = self.refused.get(reason, 0) + 1
             return
-        request.append_output_token_ids(list(given.token_ids))
-        self._entries[request.request_id] = _Entry(list(given.token_ids), logprobs)
+        if len(token_ids) > 1:
+            # vLLM does not expect a prefix hit beyond the prompt of a new request.
+            request.skip_reading_prefix_cache = True
+        request.append_output_token_ids(token_ids)
+        self._entries[request.request_id] = _Entry(token_ids, logprobs)
         self.num_injected += 1
 
     def _reason_against(
@@ -177,7 +202,10 @@ class Injections:
         is_seeded = sampling.seed is not None and sampling.temperature > 0
         if is_seeded and not self.is_seeded_supported:
             return "seed_on_v1_runner"
-        if len(given.token_ids) >= request.max_tokens:
+        if max(given.token_ids) >= self._vocabulary:
+            return "unknown_tokens"
+        num_given = len(given.token_ids)
+        if num_given >= request.max_tokens or request.num_tokens + num_given >= self._window:
             return "nothing_left"
         return None
 

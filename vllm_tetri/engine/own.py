@@ -8,6 +8,7 @@ are taken away before anybody sees them.
 from __future__ import annotations
 
 import itertools
+import secrets
 from random import Random
 
 from vllm_tetri.engine.compat import (
@@ -19,7 +20,8 @@ from vllm_tetri.engine.compat import (
     get_request_block_hasher,
 )
 
-OWN_PREFIX = "tetri-own-"
+# No client can guess it, so none can pass for one of ours.
+OWN_PREFIX = f"tetri-own-{secrets.token_hex(8)}-"
 _PADDING = OWN_PREFIX + "pad-"
 _MIN_VOCABULARY = 2
 

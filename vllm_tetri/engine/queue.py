@@ -54,6 +54,7 @@ class PrefillQueue(RequestQueue):
         self._first: deque[Request] = deque()
         self._ordered: dict[str, Request] = {}
         self._last: deque[Request] = deque()
+        self._skipped: set[str] = set()  # ordered ones that vLLM could not start
 
     # -- vLLM's interface -------------------------------------------------------
 
@@ -65,6 +66,7 @@ class PrefillQueue(RequestQueue):
             self._first.append(request)
         else:
             # What the prefix cache holds by then is looked up when it is ordered.
+            self.prompts.remove(name)  # of an aborted one that the last step still knew
             self.prompts.add(name, request.num_tokens, request.priority)
             self._ordered[name] = request
 
@@ -90,6 +92,8 @@ class PrefillQueue(RequestQueue):
             is_lost = request.status is RequestStatus.PREEMPTED
             self.prompts.put_back(name, self._remaining_of(request) if is_lost else None)
             self._ordered[name] = request
+            if not is_lost:
+                self._skipped.add(name)
         else:
             self._first.appendleft(request)
 
@@ -143,6 +147,15 @@ class PrefillQueue(RequestQueue):
             return bool(self._ordered)
         return self.room_blocks > 0 and self._blocks_of(self._next()) <= self.room_blocks
 
+    def unable(self) -> set[str]:
+        """Ordered prompts that cannot start yet: their grammar is being compiled."""
+        self._skipped = {
+            name
+            for name in self._skipped
+            if (request := self._ordered.get(name)) is not None and _waits_for_grammar(request)
+        }
+        return self._skipped
+
     def forget(self, request_id: str) -> None:
         """A request ended while it was running."""
         self.prompts.remove(request_id)
@@ -171,3 +184,12 @@ class PrefillQueue(RequestQueue):
             name = self.prompts.head()
         assert name is not None, "every prompt that waits can be ordered"
         return self._ordered[name]
+
+
+def _waits_for_grammar(request: Request) -> bool:
+    asked = request.structured_output_request
+    return (
+        request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        and asked is not None
+        and asked.grammar is None
+    )

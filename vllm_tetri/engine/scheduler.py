@@ -53,6 +53,8 @@ class TetriScheduler(Scheduler):
             is_v2_runner=self.use_v2_model_runner,
             is_async=self.scheduler_config.async_scheduling,
             is_cpu=self.vllm_config.device_config.device_type == "cpu",
+            vocabulary=self.vllm_config.model_config.get_vocab_size(),
+            window=self.max_model_len,
         )
         self._instance.injections = self._injections
         self._budget: StepBudget | None = None
@@ -108,6 +110,7 @@ class TetriScheduler(Scheduler):
 
     def add_request(self, request: Request) -> None:
         leg = self._instance.decode_leg(request)
+        self._injections.forget(request.request_id)
         if leg is not None and leg.given is not None:
             self._injections.begin(request, leg.given)
         super().add_request(request)
@@ -140,8 +143,10 @@ class TetriScheduler(Scheduler):
         if not self.running and 0 < len(self.waiting) <= self._instance.inbox.num_waiting:
             self._instance.inbox.wait(ARRIVAL_WAIT_S)
         for request_id in self.finished_req_ids:
-            self._queue.forget(request_id)
-            self._injections.forget(request_id)
+            known = self.requests.get(request_id)
+            if known is None or known.is_finished():  # else another one has its name now
+                self._queue.forget(request_id)
+                self._injections.forget(request_id)
         if self._instance.config.role is not Role.PREFILL:
             self._put_decodes_first()
         if self._budget is not None:
@@ -172,7 +177,7 @@ class TetriScheduler(Scheduler):
         chunk_tokens = self.max_num_scheduled_tokens
         if len(self.running) > prompts.num_started:
             chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
-        self._shares = prompts.plan(chunk_tokens)
+        self._shares = prompts.plan(chunk_tokens, unable=queue.unable())
         if len(prompts) and not queue.may_start():
             self._shares = prompts.plan(chunk_tokens, only_started=True)
         if self._is_stuck:
@@ -200,13 +205,15 @@ class TetriScheduler(Scheduler):
         prompts = self._queue.prompts
         if self._budget is not None:
             self._budget.scheduled(output.total_num_scheduled_tokens)
+        is_idle = True
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in prompts:
+                is_idle = False
                 request = self.requests[request_id]
                 remaining_tokens = request.num_tokens - request.num_computed_tokens
                 prompts.computed(request_id, num_tokens, remaining_tokens)
         # Whatever kept the head of the queue back, started prompts must go on.
-        self._is_stuck = not output.total_num_scheduled_tokens and prompts.num_started > 0
+        self._is_stuck = is_idle and prompts.num_started > 0
         self._instance.preemptions += len(output.preempted_req_ids or ())
         padding, self._padding = self._padding, None
         if padding is not None and padding.request_id not in output.num_scheduled_tokens:

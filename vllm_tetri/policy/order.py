@@ -22,7 +22,7 @@ it becomes due, and the last one, which it may share).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -224,12 +224,19 @@ class PrefillQueues:
 
     # -- shortest remaining first -------------------------------------------------
 
-    def plan(self, chunk_tokens: int, *, only_started: bool = False) -> dict[str, int]:
+    def plan(
+        self,
+        chunk_tokens: int,
+        *,
+        only_started: bool = False,
+        unable: Collection[str] = (),
+    ) -> dict[str, int]:
         """Order again at a chunk border and share out the coming chunk.
 
         Args:
             chunk_tokens: Tokens of the chunk.
             only_started: Whether nothing scheduled can start in it.
+            unable: Scheduled prompts that cannot start in it.
 
         Returns:
             Tokens per started prompt; 0 pauses it. What is not shared out is for
@@ -243,6 +250,8 @@ class PrefillQueues:
         shares = dict.fromkeys(self._started, 0)
         started = sorted(self._started.values(), key=self._key, reverse=True)
         waiting = [] if only_started else self._scheduled
+        if unable and waiting:
+            waiting = [entry for entry in waiting if entry.id not in unable]
         passed = 0  # of those that wait
         while chunk_tokens > 0 and started:
             entry, is_next = started[-1], passed < len(waiting)

@@ -233,11 +233,12 @@ class Legs:
                     await answer.write(events)
                 if not chunk:
                     break
-                chunk = await response.content.readany()
-        except aiohttp.ClientError as error:
-            if not has_begun:
-                raise LegFailed(instance.id, f"connection lost: {error!r}") from error
-            return await self._broke_off(instance, error)
+                try:
+                    chunk = await response.content.readany()
+                except aiohttp.ClientError as error:
+                    if not has_begun:
+                        raise LegFailed(instance.id, f"connection lost: {error!r}") from error
+                    return await self._broke_off(instance, error)
         except SpliceRefused as error:
             raise LegFailed(instance.id, str(error)) from error
         except SpliceMismatch as error:

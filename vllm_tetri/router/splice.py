@@ -15,6 +15,7 @@ from vllm_tetri.router.first_token import FirstToken
 
 _END = b"\n\n"
 _DATA = b"data: "
+_COMMENT = b":"
 _CREATED = b'"created":%d,'
 # Lists with one entry per token in the log probabilities of a completion.
 _PER_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
@@ -84,6 +85,8 @@ class Splice:
 
     def _take(self, raw: bytes) -> bytes:
         """One event; what goes on behind the shown token, once that was seen in full."""
+        if raw.startswith(_COMMENT):
+            return b""  # keeps a connection alive
         try:
             chunk: Any = msgspec.json.decode(raw.removeprefix(_DATA))
             if "error" in chunk:

@@ -96,6 +96,8 @@ class Upstream:
         try:
             async with asyncio.timeout(self._first_byte_s):
                 chunk = await response.content.readany()
+                while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
+                    chunk = await response.content.readany()  # it only keeps alive
         except TimeoutError as error:
             raise self._late(instance) from error
         except aiohttp.ClientError as error:
