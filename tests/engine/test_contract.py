@@ -36,6 +36,13 @@ SIGNATURES = {
         "num_computed_tokens",
         "num_new_tokens",
     ],
+    "vllm.v1.core.sched.scheduler:Scheduler._handle_blocked_waiting_request": ["self", "request"],
+    "vllm.v1.structured_output:StructuredOutputManager.accept_tokens": [
+        "self",
+        "request",
+        "new_token_ids",
+    ],
+    "vllm.v1.request:Request.append_output_token_ids": ["self", "token_ids"],
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ["self", "request"],
     "vllm.v1.core.kv_cache_utils:get_request_block_hasher": [
         "hash_block_size",
@@ -103,6 +110,18 @@ def test_runner_rewinds_a_generator_by_its_offset() -> None:
 
     assert "set_offset(gen.get_offset() - 4)" in inspect.getsource(GPUModelRunner)
     assert "generator" in inspect.signature(compat.CachedRequestState).parameters
+
+
+def test_runner_makes_request_states_from_what_the_scheduler_says_is_new() -> None:
+    """What `engine/injection.py` builds on: the prompt's list arrives as it is."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(GPUModelRunner._update_states)
+    assert "prompt_token_ids=new_req_data.prompt_token_ids" in source
+    assert "output_token_ids=[]" in source
+    assert hasattr(compat.CachedRequestState, "__post_init__")
+    names = inspect.signature(compat.NewRequestData).parameters
+    assert {"req_id", "prompt_token_ids"} <= set(names)
 
 
 def test_waiting_queue_has_no_new_duty() -> None:
