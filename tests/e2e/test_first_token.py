@@ -71,7 +71,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
         "first": {k: v for k, v in chunks[0].items() if k not in (*OF_ITS_OWN, *GROUPED)},
         "prompts": [each for each in choices if each.get("prompt_token_ids")][1:],
         "keys": [(*each, *each["choices"][0]) for each in (chunks[0], last)],
-        "usage": {k: v for k, v in chunks[-1].items() if k not in OF_ITS_OWN},
+        "end": {k: v for k, v in chunks[-1].items() if k not in (*OF_ITS_OWN, "choices")},
     }
 
 
