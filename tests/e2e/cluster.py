@@ -141,6 +141,16 @@ class Cluster(Process):
 
 
 @contextmanager
+def running(cluster: Cluster) -> Iterator[Cluster]:
+    """Ready; gone afterwards."""
+    try:
+        cluster.ready()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@contextmanager
 def side_by_side(stock: Stock, cluster: Cluster) -> Iterator[tuple[Stock, Cluster]]:
     """Both ready; both gone afterwards."""
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Answer, ask, ask_all
-from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.cluster import Cluster, Stock, running
 from tests.e2e.prompts import chat, completion
 
 pytestmark = pytest.mark.e2e
@@ -24,12 +24,8 @@ PROMPT_TOKENS = (700, 900, 1100, 1300)
 @pytest.fixture(scope="module")
 def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     options = ("--max-num-queued-tokens", str(BOUND_TOKENS))
-    cluster = Cluster(tiny_llama, tmp_path_factory.mktemp("bounded"), serve=options)
-    try:
-        cluster.ready()
+    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("bounded"), serve=options)) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.client import TIMEOUT, Answer, ask
-from tests.e2e.cluster import Cluster, Stock
+from tests.e2e.cluster import Cluster, Stock, running
 from tests.e2e.prompts import LENGTHS, chat, completion
 
 pytestmark = pytest.mark.e2e
@@ -231,12 +231,8 @@ async def test_the_first_token_does_not_wait_for_the_decode_instance(
 @pytest.fixture(scope="module")
 def mortal(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of this module's own, whose decode instance dies."""
-    cluster = Cluster(tiny_llama, tmp_path_factory.mktemp("mortal"))
-    try:
-        cluster.ready()
+    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("mortal"))) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 async def test_when_the_decode_instance_dies_behind_the_token_the_text_is_the_same(

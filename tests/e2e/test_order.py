@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from tests.e2e.client import ask, ask_all
-from tests.e2e.cluster import CHUNK, Cluster, Stock
+from tests.e2e.cluster import CHUNK, Cluster, Stock, running
 from tests.e2e.prompts import chat, completion
 
 pytestmark = pytest.mark.e2e
@@ -45,17 +45,15 @@ def unseen(num_tokens: int) -> list[int]:
 @pytest.fixture(scope="module")
 def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One instance that does everything, under a bound that no step can keep."""
-    cluster = Cluster(
-        tiny_llama,
-        tmp_path_factory.mktemp("both"),
-        roles=("--both", "1"),
-        serve=("--tetri-tbt-slo", "0.0001", "--tetri-prefill-policy", "srtf"),
-    )
-    try:
-        cluster.ready()
+    with running(
+        Cluster(
+            tiny_llama,
+            tmp_path_factory.mktemp("both"),
+            roles=("--both", "1"),
+            serve=("--tetri-tbt-slo", "0.0001", "--tetri-prefill-policy", "srtf"),
+        )
+    ) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.client import ask, ask_all
-from tests.e2e.cluster import SERVE, Cluster, Process, Stock, answers, free_port, get
+from tests.e2e.cluster import SERVE, Cluster, Process, Stock, answers, free_port, get, running
 from tests.e2e.prompts import chat, completion
 
 pytestmark = pytest.mark.e2e
@@ -23,12 +23,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     options = ("--tetri-link", "tcp", "--tetri-push", "request", "--tetri-load-budget-bytes", "1")
-    cluster = Cluster(tiny_llama, tmp_path_factory.mktemp("variant"), serve=options)
-    try:
-        cluster.ready()
+    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("variant"), serve=options)) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture
