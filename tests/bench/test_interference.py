@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -39,16 +40,9 @@ def test_places_are_spread_over_the_repeats() -> None:
 
 @pytest.mark.parametrize("words", [["--counts", "0"], ["--light", "0"], ["--batches", "-1"]])
 def test_wrong_values_are_refused_before_an_engine_starts(
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], refuses: Callable[[list[str], str], None]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "interference", *words]) == 2
-    error = capsys.readouterr().err
-    assert words[0] in error
-    assert error.count("\n") == 1
+    refuses(["interference", *words], words[0])
 
 
 @pytest.mark.slow

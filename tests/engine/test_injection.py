@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 
 from tests.engine.harness import BLOCK, Engine
+from tests.engine.runner_state import draw, injecting, state
 from tests.engine.test_handover import CHUNK, Pair
 from vllm_tetri.engine.compat import (
-    CachedRequestState,
     EngineCoreOutput,
     LogprobsLists,
     RequestStatus,
@@ -24,7 +23,6 @@ from vllm_tetri.engine.injection import (
     Injections,
     decode_logprobs,
     encode_logprobs,
-    make_runner_inject,
     pass_on_logprobs,
 )
 from vllm_tetri.errors import ProtocolError
@@ -263,24 +261,8 @@ def test_the_v2_runner_takes_everything_by_itself(pair: Pair) -> None:
 
 @pytest.fixture
 def runner() -> Iterator[None]:
-    stock = CachedRequestState.__post_init__
-    make_runner_inject()
-    yield
-    CachedRequestState.__post_init__ = stock
-
-
-def state(token_ids: list[int], seed: int | None = None) -> Any:
-    generator = None if seed is None else torch.Generator(device="cpu").manual_seed(seed)
-    return CachedRequestState(
-        req_id="r",
-        prompt_token_ids=token_ids,
-        mm_features=[],
-        sampling_params=SamplingParams(seed=seed),
-        generator=generator,
-        block_ids=([0],),
-        num_computed_tokens=0,
-        output_token_ids=[],
-    )
+    with injecting():
+        yield
 
 
 def test_the_runner_sees_given_tokens_as_output(runner: None) -> None:
@@ -291,9 +273,6 @@ def test_the_runner_sees_given_tokens_as_output(runner: None) -> None:
 
 
 def test_the_next_draw_is_the_one_behind_the_given_tokens(runner: None) -> None:
-    def draw(generator: torch.Generator) -> int:
-        return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long))
-
     fresh = state([1, 2, 3], seed=5).generator
     draws = [draw(fresh) for _ in range(3)]
     assert draw(state(Injected.of([1, 2, 3, 8, 9], 2), seed=5).generator) == draws[2]

@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.costs import COST as TRUTH
 from vllm_tetri.engine.fit import fit
 from vllm_tetri.engine.profile import Profile, ProfileStore, profile_folder, read_file
 from vllm_tetri.engine.trials import Room, Rounds, Trial, plan
-from vllm_tetri.policy.cost import CurvePoint, StepCost
+from vllm_tetri.policy.cost import StepCost
 
-TRUTH = StepCost(
-    tuple(CurvePoint(n, 0.005 + 0.0006 * n) for n in (16, 32, 64, 128, 256, 512, 1024, 2048)),
-    context_s=3.5e-7,
-    base_s=0.013,
-    request_s=0.0006,
-    token_s=2.9e-6,
-    shared_s=0.004,
-)
 ROOM = Room(step=2048, requests=128, window=4096, kv=200 * 128, block=128)
 CONDITIONS = {"model": "m", "device": "d"}
 

@@ -63,7 +63,7 @@ class Computing(Engine):
 
     @property
     def is_measuring(self) -> bool:
-        return self.scheduler._profiling is not None
+        return self.instance.profiling is not None
 
     def measure(self) -> None:
         self.run_until(lambda: not self.is_measuring)

@@ -72,8 +72,7 @@ class EngineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            tail = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-            raise UnsupportedError("\n".join(["the engine ended; its log ends with", *tail]))
+            raise failed("the engine ended", self._log)
         answer = json.loads(line)
         assert isinstance(answer, dict)
         return answer
@@ -117,6 +116,12 @@ class Nowhere:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def failed(what: str, log: Path) -> UnsupportedError:
+    """The error about a child, with the last lines of its log."""
+    tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return UnsupportedError("\n".join([f"{what}; its log ends with", *tail]))
 
 
 def guard(cores: Sequence[int]) -> list[str]:

@@ -18,13 +18,12 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from vllm_tetri.bench.process import Nowhere, engine_environment, guard
+from vllm_tetri.bench.process import Nowhere, engine_environment, failed, guard
 from vllm_tetri.errors import UnsupportedError
 from vllm_tetri.launch.machine import free_port
 
 _START_S = 300.0
 _POLL_S = 0.2
-_TAIL_LINES = 15
 _VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 
 # Short words, most of which are one token of most tokenizers.
@@ -76,7 +75,7 @@ class Server:
         try:
             while not _answers(f"{self.url}/health"):
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise _failed("vllm serve did not start", self._log)
+                    raise failed("vllm serve did not start", self._log)
                 time.sleep(_POLL_S)
         except BaseException:
             self._stop()
@@ -170,7 +169,7 @@ def send(server: Server, model: str, load: Load, cores: Sequence[int], folder: P
             check=False,
         )
     if done.returncode != 0 or not result.exists():
-        raise _failed("vllm bench serve failed", log)
+        raise failed("vllm bench serve failed", log)
     found: dict[str, Any] = json.loads(result.read_text())
     if wrong := [error for error in found["errors"] if error]:
         raise UnsupportedError(f"{len(wrong)} of {load.count} requests failed: {wrong[0][:200]}")
@@ -182,11 +181,6 @@ def send(server: Server, model: str, load: Load, cores: Sequence[int], folder: P
         output_tokens=found["output_lens"],
         took_s=found["duration"],
     )
-
-
-def _failed(what: str, log: Path) -> UnsupportedError:
-    tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return UnsupportedError("\n".join([f"{what}; its log ends with", *tail]))
 
 
 def _answers(url: str) -> bool:

@@ -23,6 +23,7 @@ from vllm_tetri.engine.compat import (
 from vllm_tetri.engine.connector import TetriConnector
 from vllm_tetri.engine.injection import Injections, pass_on_logprobs
 from vllm_tetri.engine.own import OwnRequests, take_own_outputs
+from vllm_tetri.engine.profile import Profile
 from vllm_tetri.engine.profiling import Profiling, needs_profile
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.errors import ConfigError
@@ -72,9 +73,8 @@ class TetriScheduler(Scheduler):
         )
         if config.role is Role.PREFILL and config.chunk_size != "auto":
             self.max_num_scheduled_tokens = self._chunk_budget(config.chunk_size)
-        self._profiling: Profiling | None = None
         if needs_profile(config):
-            self._profiling = self._instance.profiling = Profiling(self, self._instance)
+            self._instance.profiling = Profiling(self, self._instance)
             self._queue.is_open = False
 
     def order_by(self, policy: PrefillPolicy, sched_batch: int, *, pads: bool = False) -> None:
@@ -128,9 +128,10 @@ class TetriScheduler(Scheduler):
     # -- a step -----------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        if self._profiling is not None and not self._is_profiled():
-            assert self._profiling is not None
-            self._profiling.before_step()
+        if self._instance.profiling is not None and self._instance.profiling.is_over:
+            self._use(self._instance.profiling.profile)
+        if self._instance.profiling is not None:
+            self._instance.profiling.before_step()
         else:
             self._prepare_step()
         output = super().schedule(throttle_prefills)
@@ -166,12 +167,15 @@ class TetriScheduler(Scheduler):
     def _share_out(self) -> None:
         """Decide what started prompts get of this step; the rest is for the queue."""
         queue, prompts = self._queue, self._queue.prompts
+        if self._is_stuck:
+            queue.room_blocks, self._shares = 0, {}  # started prompts go on as in vLLM
+            return
         # Interrupted prompts keep their blocks, so those that start beside them must
         # leave them room to be finished.
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         started_blocks = sum(-(-tokens // self.block_size) for tokens in prompts.started_tokens())
         queue.room_blocks = max(0, free_blocks - started_blocks)
-        if self._is_stuck or len(self.running) >= self.max_num_active_reqs:
+        if len(self.running) >= self.max_num_active_reqs:
             queue.room_blocks = 0
         queue.order_again()
         chunk_tokens = self.max_num_scheduled_tokens
@@ -180,8 +184,6 @@ class TetriScheduler(Scheduler):
         self._shares = prompts.plan(chunk_tokens, unable=queue.unable())
         if len(prompts) and not queue.may_start():
             self._shares = prompts.plan(chunk_tokens, only_started=True)
-        if self._is_stuck:
-            self._shares = {}
 
     def _num_blocks(self, request: Request) -> int:
         return -(-request.num_tokens // self.block_size)
@@ -228,8 +230,8 @@ class TetriScheduler(Scheduler):
         for answer in outputs.values():
             self._injections.show(answer.outputs)
             pass_on_logprobs(answer.outputs)
-        if self._profiling is not None:
-            self._profiling.after_step(outputs)
+        if self._instance.profiling is not None:
+            self._instance.profiling.after_step(outputs)
         elif self._pads:
             take_own_outputs(outputs)
         return outputs
@@ -238,15 +240,12 @@ class TetriScheduler(Scheduler):
 
     def has_requests(self) -> bool:
         # The engine steps at once after its start, and so measures itself.
-        return self._profiling is not None or super().has_requests()
+        return self._instance.profiling is not None or super().has_requests()
 
-    def _is_profiled(self) -> bool:
-        """Whether measuring is over; then what was found is put to use."""
-        assert self._profiling is not None
-        if not self._profiling.is_over:
-            return False
-        profile, config = self._profiling.profile, self._instance.config
-        self._profiling = self._instance.profiling = None
+    def _use(self, profile: Profile) -> None:
+        """Measuring is over: put what was found to use, and take requests."""
+        config = self._instance.config
+        self._instance.profiling = None
         self._queue.is_open = True
         if config.role is Role.PREFILL:
             self.max_num_scheduled_tokens = profile.chunk_tokens
@@ -261,7 +260,6 @@ class TetriScheduler(Scheduler):
                 lag_steps=int(self.scheduler_config.async_scheduling),
             )
         self._instance.join()
-        return True
 
 
 class TetriAsyncScheduler(TetriScheduler, AsyncScheduler):
