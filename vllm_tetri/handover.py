@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.types import InstanceId, RequestId, TransferId
+from vllm_tetri.types import InstanceId, Prediction, RequestId, TransferId
 
 FIELD = "kv_transfer_params"
 KEY = "tetri"
@@ -64,6 +64,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     given: Given | None = None
     is_final: bool = False
     prompt_token_ids: list[TokenId] = []
+    predicted: Prediction | None = None
 
 
 class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
@@ -77,6 +78,7 @@ class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
     transfer: Annotated[TransferId, msgspec.Meta(max_length=160)]
     digest: str
     given: Given | None = None
+    predicted: Prediction | None = None
 
 
 Handover = PrefillLeg | Prefilled | DecodeLeg

@@ -17,6 +17,7 @@ from vllm_tetri.types import (
     InstanceId,
     InstanceInfo,
     InstanceLoad,
+    Prediction,
     RequestId,
     TransferId,
 )
@@ -47,6 +48,7 @@ class Dispatched(msgspec.Struct, frozen=True, tag=True):
     transfer: TransferId
     decode: InstanceId
     reason: str
+    predicted: Prediction | None = None
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):

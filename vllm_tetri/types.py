@@ -23,6 +23,25 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A guess of how many tokens an answer will have (paper section 3.3.2).
+
+    Bucket k of n, g tokens wide, means [k·g, (k+1)·g) tokens; the last one is open.
+
+    Raises:
+        ValueError: There is no such bucket.
+    """
+
+    bucket: int
+    num_buckets: int
+    granularity_tokens: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.bucket < self.num_buckets and self.granularity_tokens > 0):
+            raise ValueError(f"no bucket: {self}")
+
+
 class InstanceState(StrEnum):
     """Where an instance is in its life, as the cluster monitor sees it."""
 
