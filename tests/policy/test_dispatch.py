@@ -1,5 +1,8 @@
+"""Which decode instance takes over a prefilled request."""
+
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -7,27 +10,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import info, instance, view
-from vllm_tetri.policy.dispatch import Dispatch, choose_decode
+from vllm_tetri.policy.dispatch import Dispatch, DispatchPolicy, choose_decode
+from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
 from vllm_tetri.types import ClusterView, InstanceId, InstanceView
 
 ME = info("me", "prefill")
+NOW = 100.0
+
+
+def need(
+    num_tokens: int = 100,
+    num_bytes: int = 1000,
+    total_tokens: int | None = None,
+    *,
+    is_heavy: bool = False,
+) -> Need:
+    total_tokens = num_tokens if total_tokens is None else total_tokens
+    return Need(num_tokens, num_bytes, total_tokens, is_heavy)
 
 
 def choose(
     cluster: ClusterView,
     *,
     me=ME,
-    num_tokens: int = 100,
-    num_bytes: int = 1000,
+    need: Need = need(),  # noqa: B008
     refused: tuple[str, ...] = (),
+    own: OwnDispatches | None = None,
+    policy: str = "power-of-two",
     seed: int = 0,
 ) -> Dispatch | None:
     return choose_decode(
-        cluster,
-        me=me,
-        num_tokens=num_tokens,
-        num_bytes=num_bytes,
+        Peers(cluster, me, NOW),
+        need=need,
         refused=frozenset(map(InstanceId, refused)),
+        own=own or OwnDispatches(),
+        policy=DispatchPolicy(policy),
         rng=Random(seed),
     )
 
@@ -37,14 +54,28 @@ def chosen(*instances: InstanceView, **options) -> str | None:
     return dispatch.instance if dispatch else None
 
 
+def chosen_by_seeds(*instances: InstanceView, **options) -> set[str | None]:
+    return {chosen(*instances, seed=seed, **options) for seed in range(20)}
+
+
+def sent(*instances: str, at_s: float = NOW, **options) -> OwnDispatches:
+    own = OwnDispatches()
+    for each in instances:
+        own.add(InstanceId(each), need(**options), at_s)
+    return own
+
+
+# -- who is asked at all ---------------------------------------------------------
+
+
 def test_the_only_decode_instance_is_chosen_with_its_endpoint() -> None:
     dispatch = choose(view(instance("p", "prefill"), instance("d", "decode")))
     assert dispatch is not None
-    assert (dispatch.instance, dispatch.kv_endpoint) == ("d", "d:1")
+    assert (dispatch.instance, dispatch.kv_endpoint, dispatch.has_room) == ("d", "d:1", True)
     assert dispatch.reason
 
 
-@pytest.mark.parametrize("state", ["starting", "silent", "refused"])
+@pytest.mark.parametrize("state", ["starting", "silent", "refused", "leaving"])
 def test_an_instance_that_is_not_ready_is_never_chosen(state: str) -> None:
     assert chosen(instance("d", "decode", state=state)) is None
 
@@ -61,58 +92,215 @@ def test_an_instance_that_refused_is_not_asked_again() -> None:
 
 def test_an_instance_hands_over_to_itself_only_when_it_is_alone_and_does_both() -> None:
     me = info("me", "both")
-    assert chosen(instance("me", "both"), instance("d", "decode"), me=me) == "d"
+    pair = instance("me", "both"), instance("d", "decode")
+    assert chosen(*pair, me=me) == "d"
+    assert chosen(*pair, me=me, refused=("d",)) == "me"
+    assert chosen(*pair, me=me, refused=("d", "me")) is None
     assert chosen(instance("me", "both"), me=me) == "me"
     assert chosen(instance("me", "decode"), me=info("me", "decode")) is None
 
 
-def test_the_lighter_of_two_probes_wins_whatever_the_order_of_probes() -> None:
-    pair = instance("d1", "decode", heavy=3, light=1), instance("d2", "decode", heavy=1, light=3)
-    assert {chosen(*pair, seed=seed) for seed in range(20)} == {"d2"}
+# -- room ------------------------------------------------------------------------
 
 
-def test_equally_light_probes_are_told_apart_by_free_blocks() -> None:
-    pair = instance("d1", "decode", blocks_used=50), instance("d2", "decode", blocks_used=10)
-    assert {chosen(*pair, seed=seed) for seed in range(20)} == {"d2"}
-
-
-@pytest.mark.parametrize("full", [{"blocks_used": 94}, {"arena_used_bytes": 9_500}])
+@pytest.mark.parametrize(
+    "full",
+    [
+        {"blocks_used": 94},
+        {"blocks_used": 50, "reserved_blocks": 44},
+        {"arena_used_bytes": 9_500},
+    ],
+)
 def test_an_instance_without_room_is_not_probed(full: dict[str, int]) -> None:
-    pair = instance("d1", "decode", **full), instance("d2", "decode", heavy=9)
-    assert {chosen(*pair, seed=seed) for seed in range(20)} == {"d2"}
+    pair = instance("d1", "decode", **full), instance("d2", "decode", light=9)
+    assert chosen_by_seeds(*pair) == {"d2"}
 
 
 def test_exactly_enough_room_is_room() -> None:
     exact = instance("d1", "decode", blocks_used=93, arena_used_bytes=9_000)
-    assert chosen(exact, instance("d2", "decode", heavy=1), num_tokens=112) == "d1"
+    assert chosen(exact, instance("d2", "decode", light=1), need=need(112)) == "d1"
 
 
-def test_when_nobody_has_room_the_freest_arena_is_taken() -> None:
+def test_room_is_for_the_predicted_answer_too() -> None:
+    pair = instance("d1", "decode", blocks_used=50), instance("d2", "decode", light=9)
+    assert chosen(*pair, need=need(100, total_tokens=800)) == "d1"
+    assert chosen(*pair, need=need(100, total_tokens=801)) == "d2"
+
+
+def test_when_nobody_has_room_the_freest_arena_is_named_and_the_caller_told() -> None:
     full = {"blocks_used": 100}
     pair = (
         instance("d1", "decode", arena_used_bytes=500, **full),
         instance("d2", "decode", arena_used_bytes=400, **full),
     )
-    assert chosen(*pair) == "d2"
+    dispatch = choose(view(*pair))
+    assert dispatch is not None
+    assert (dispatch.instance, dispatch.has_room) == ("d2", False)
+    assert chosen(*pair, refused=("d2",)) == "d1"
+
+
+def test_when_nobody_has_room_own_dispatches_move_on_to_the_next() -> None:
+    cluster = [instance(f"d{index}", "decode", blocks_used=100) for index in range(3)]
+    own = OwnDispatches()
+    taken = []
+    for _ in range(6):
+        choice = chosen(*cluster, own=own)
+        assert choice is not None
+        taken.append(choice)
+        own.add(InstanceId(choice), need(), NOW)
+    assert Counter(taken) == {"d0": 2, "d1": 2, "d2": 2}
+
+
+# -- which of two ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_heavy", "better"), [(True, "d2"), (False, "d1")])
+def test_the_probe_with_fewer_of_the_same_kind_wins(is_heavy: bool, better: str) -> None:
+    pair = instance("d1", "decode", heavy=3, light=1), instance("d2", "decode", heavy=1, light=3)
+    assert chosen_by_seeds(*pair, need=need(is_heavy=is_heavy)) == {better}
+
+
+def test_equal_probes_are_told_apart_by_the_other_kind_then_by_free_blocks() -> None:
+    pair = instance("d1", "decode", heavy=2, light=5), instance("d2", "decode", heavy=2, light=4)
+    assert chosen_by_seeds(*pair, need=need(is_heavy=True)) == {"d2"}
+    pair = instance("d1", "decode", blocks_used=50), instance("d2", "decode", blocks_used=10)
+    assert chosen_by_seeds(*pair) == {"d2"}
+
+
+def test_the_ratio_of_the_paper_counts_the_request_in() -> None:
+    def better(one: tuple[int, int], other: tuple[int, int], *, is_heavy: bool) -> set[str | None]:
+        pair = [
+            instance(name, "decode", heavy=heavy, light=light)
+            for name, (heavy, light) in (("d1", one), ("d2", other))
+        ]
+        return chosen_by_seeds(*pair, need=need(is_heavy=is_heavy), policy="power-of-two-ratio")
+
+    assert better((1, 3), (1, 1), is_heavy=True) == {"d1"}
+    assert better((5, 4), (10, 10), is_heavy=True) == {"d2"}  # why it is not the default
+    assert better((1, 0), (0, 1), is_heavy=False) == {"d2"}
+    assert better((2, 0), (1, 0), is_heavy=True) == {"d2"}  # no lights: fewer heavy ones
+    assert better((0, 0), (0, 3), is_heavy=False) == {"d1"}  # no heavy ones: fewer lights
 
 
 def test_two_probes_spread_over_equal_instances() -> None:
-    many = [instance(f"d{index}", "decode") for index in range(8)]
-    assert len({chosen(*many, seed=seed) for seed in range(200)}) == 8
+    for count in (3, 8, 40):
+        many = [instance(f"d{index}", "decode") for index in range(count)]
+        seen = Counter(chosen(*many, seed=seed) for seed in range(count * 40))
+        assert len(seen) == count
+        assert max(seen.values()) < 3 * min(seen.values())
 
 
-def test_nothing_to_hand_over_is_an_error() -> None:
-    with pytest.raises(ValueError, match="0 tokens"):
-        choose(view(), num_tokens=0)
+def test_the_few_with_room_among_many_are_found() -> None:
+    for full in ({"arena_used_bytes": 9_500}, {"blocks_used": 100}):
+        many = [instance(f"d{index:03}", "decode", **full) for index in range(200)]
+        many[77] = instance("d077", "decode", light=7)
+        assert chosen_by_seeds(*many) == {"d077"}
+    half = [
+        instance(f"d{index:03}", "decode", **({"blocks_used": 100} if index < 100 else full))
+        for index, full in enumerate([{"arena_used_bytes": 9_500}] * 200)
+    ]
+    half[123] = instance("d123", "decode")
+    assert chosen_by_seeds(*half) == {"d123"}
+
+
+# -- own dispatches ----------------------------------------------------------------
+
+
+def test_what_was_sent_since_the_report_counts_as_there() -> None:
+    pair = instance("d1", "decode"), instance("d2", "decode", light=1)
+    assert chosen(*pair) == "d1"
+    assert chosen(*pair, own=sent("d1", "d1")) == "d2"
+    assert chosen(*pair, own=sent("d1", num_tokens=1550)) == "d2"  # blocks
+    assert chosen(*pair, own=sent("d1", num_bytes=9_500)) == "d2"  # arena
+    assert chosen(*pair, need=need(is_heavy=True), own=sent("d1", is_heavy=True)) == "d2"
+
+
+def test_a_burst_on_one_stale_view_does_not_run_into_one_instance() -> None:
+    peers = Peers(view(*(instance(f"d{index}", "decode") for index in range(4))), ME, NOW)
+    own, rng = OwnDispatches(), Random(0)
+    taken: Counter[str] = Counter()
+    for _ in range(40):
+        dispatch = choose_decode(peers, need=need(112), own=own, rng=rng)
+        assert dispatch is not None
+        assert dispatch.has_room
+        own.add(dispatch.instance, need(112), NOW)
+        taken[dispatch.instance] += 1
+    assert max(taken.values()) - min(taken.values()) <= 2
+
+
+@pytest.mark.parametrize(("age_s", "is_there"), [(0.3, True), (0.05, False)])
+def test_a_dispatch_is_forgotten_when_a_later_report_came(age_s: float, is_there: bool) -> None:
+    own = OwnDispatches(grace_s=0.1)
+    own.add(InstanceId("d"), need(), NOW - 0.2)
+    own.drop_reported(Peers(view(instance("d", "decode", age_s=age_s)), ME, NOW))
+    assert bool(own.instances()) is is_there
+
+
+def test_dispatches_to_instances_that_are_gone_are_forgotten() -> None:
+    own = sent("d1", "d2")
+    own.drop_reported(Peers(view(instance("d2", "decode")), ME, NOW))
+    assert list(own.instances()) == ["d2"]
+
+
+def test_own_dispatches_are_bounded() -> None:
+    own = sent(*["d"] * 6000, num_tokens=1, num_bytes=1)
+    peer = Peers(view(instance("d", "decode")), ME, NOW).others[0]
+    assert own.on_top(peer, 16).light == 4096
+    assert own.num_sent == 6000
+
+
+# -- baselines -----------------------------------------------------------------------
+
+
+def test_round_robin_takes_turns_among_those_with_room() -> None:
+    cluster = [instance(f"d{index}", "decode", heavy=index) for index in range(4)]
+    cluster[2] = instance("d2", "decode", blocks_used=100)
+    own = OwnDispatches()
+    taken = []
+    for _ in range(5):
+        choice = chosen(*cluster, own=own, policy="round-robin")
+        assert choice is not None
+        taken.append(choice)
+        own.add(InstanceId(choice), need(1, 1), NOW)
+    assert taken == ["d0", "d1", "d3", "d3", "d0"]
+
+
+def test_least_loaded_has_the_fewest_decodes_of_all() -> None:
+    cluster = [instance(f"d{index}", "decode", heavy=3, light=index % 5 + 1) for index in range(40)]
+    cluster[17] = instance("d17", "decode", heavy=2, light=1)
+    assert chosen_by_seeds(*cluster, policy="least-loaded") == {"d17"}
+
+
+def test_imbalance_sends_heavy_decodes_to_the_same_while_it_has_room() -> None:
+    cluster = [instance(f"d{index}", "decode", heavy=9 - index) for index in range(3)]
+    assert chosen_by_seeds(*cluster, need=need(is_heavy=True), policy="imbalance") == {"d0"}
+    assert len(chosen_by_seeds(*cluster, policy="imbalance")) == 3
+    cluster[0] = instance("d0", "decode", blocks_used=100)
+    assert chosen_by_seeds(*cluster, need=need(is_heavy=True), policy="imbalance") == {"d1"}
+
+
+def test_random_knows_no_load() -> None:
+    pair = instance("d1", "decode", heavy=9, light=9), instance("d2", "decode")
+    assert chosen_by_seeds(*pair, policy="random") == {"d1", "d2"}
+
+
+# -- contracts -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [(0, 0, 0), (5, -1, 5), (5, 0, 4)])
+def test_nothing_to_hand_over_is_an_error(values: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="nothing to hand over"):
+        Need(*values, is_heavy=False)
 
 
 loads = st.builds(
     instance,
-    st.sampled_from(["a", "b", "c", "d", "e"]),
-    st.sampled_from(["prefill", "decode", "both"]),
-    state=st.sampled_from(["starting", "ready", "silent", "refused"]),
-    layout=st.sampled_from(["a", "b"]),
+    st.sampled_from([f"d{index}" for index in range(40)]),
+    st.sampled_from(["prefill", "decode", "decode", "both"]),
+    state=st.sampled_from(["starting", "ready", "ready", "silent", "refused", "leaving"]),
+    layout=st.sampled_from(["a", "a", "b"]),
     blocks_used=st.integers(0, 100),
+    reserved_blocks=st.integers(0, 30),
     arena_used_bytes=st.integers(0, 10_000),
     heavy=st.integers(0, 5),
     light=st.integers(0, 5),
@@ -120,24 +308,48 @@ loads = st.builds(
 
 
 @given(
-    st.lists(loads, unique_by=lambda each: each.info.id),
-    st.integers(1, 2000),
-    st.integers(0, 20_000),
+    st.lists(loads, unique_by=lambda each: each.info.id, max_size=40),
+    st.integers(1, 1000),
+    st.integers(0, 800),
+    st.integers(0, 12_000),
+    st.booleans(),
+    st.sampled_from(DispatchPolicy),
+    st.lists(st.sampled_from(["d1", "d2", "d3"]), max_size=4),
     st.integers(),
 )
-def test_the_choice_is_always_able_and_none_only_if_nobody_is(
-    instances: list[InstanceView], num_tokens: int, num_bytes: int, seed: int
+def test_the_choice_has_room_whenever_anybody_has_and_none_only_if_nobody_is_able(
+    instances: list[InstanceView],
+    num_tokens: int,
+    answer_tokens: int,
+    num_bytes: int,
+    is_heavy: bool,
+    policy: str,
+    already: list[str],
+    seed: int,
 ) -> None:
+    asked = need(num_tokens, num_bytes, num_tokens + answer_tokens, is_heavy=is_heavy)
+    own = sent(*already)
     dispatch = choose(
-        view(*instances), num_tokens=num_tokens, num_bytes=num_bytes, seed=seed, refused=("e",)
+        view(*instances), need=asked, own=own, policy=policy, seed=seed, refused=("d5", "d6")
     )
     able = {
-        each.info.id
+        each.info.id: each.load
         for each in instances
         if each.state == "ready"
         and each.info.role != "prefill"
         and each.info.identity == ME.identity
-        and each.info.id != "e"
+        and each.info.id not in ("d5", "d6")
     }
-    assert (dispatch is None) == (not able)
-    assert dispatch is None or dispatch.instance in able
+    roomy = {
+        name
+        for name, load in able.items()
+        if load.blocks_total - load.blocks_used - load.reserved_blocks
+        - -(-100 * already.count(name) // 16) >= -(-asked.total_tokens // 16)
+        and load.arena_total_bytes - load.arena_used_bytes - 1000 * already.count(name) >= num_bytes
+    }  # fmt: skip
+    if not able:
+        assert dispatch is None
+        return
+    assert dispatch is not None
+    assert dispatch.has_room == bool(roomy)
+    assert dispatch.instance in (roomy or able)

@@ -22,6 +22,7 @@ def route(
     own: dict[str, int] | None = None,
     excluded: tuple[str, ...] = (),
     full: tuple[str, ...] = (),
+    crowded: tuple[str, ...] = (),
     model: str = "tiny",
 ) -> Route | Full | None:
     return choose_route(
@@ -31,6 +32,7 @@ def route(
         own_tokens={InstanceId(name): tokens for name, tokens in (own or {}).items()},
         excluded=frozenset(map(InstanceId, excluded)),
         full=frozenset(map(InstanceId, full)),
+        crowded=frozenset(map(InstanceId, crowded)),
     )
 
 
@@ -100,6 +102,37 @@ def test_full_prefill_instances_never_send_a_prompt_to_a_decode_instance() -> No
     # One failed, the other is full: still no reason to disturb decoding.
     two = PREFILL, instance("q", "prefill")
     assert target(*two, DECODE, excluded=("q",), full=("p",)) == ("full", "p")
+
+
+def test_one_with_as_many_requests_as_it_may_have_is_passed_over() -> None:
+    two = PREFILL, instance("q", "prefill", queued_prefill_tokens=9)
+    assert target(*two, DECODE, crowded=("p",)) == ("split", "q")
+    assert target(*two, DECODE, crowded=("p",), full=("q",)) == ("full", "p", "q")
+    assert target(BOTH, instance("c", "both"), splittable=False, crowded=("b",)) == ("whole", "c")
+    assert target(BOTH, splittable=False, crowded=("b",)) == ("full", "b")
+
+
+def test_prompts_wait_outside_while_all_that_decode_are_crowded() -> None:
+    two = DECODE, instance("e", "decode")
+    assert target(PREFILL, *two, crowded=("d",)) == ("split", "p")
+    assert target(PREFILL, *two, crowded=("d", "e")) == ("full", "d", "e")
+    # A decode instance that was busy once is asked again by who holds KV for it.
+    assert target(PREFILL, *two, full=("d", "e")) == ("split", "p")
+
+
+def test_one_that_leaves_gets_nothing_new() -> None:
+    leaving = instance("q", "prefill", state="leaving")
+    assert target(leaving, PREFILL, DECODE) == ("split", "p")
+    assert target(leaving, DECODE) == ("whole", "d")
+    assert target(PREFILL, instance("d", "decode", state="leaving")) == ("whole", "p")
+    assert choose_keeper(view(instance("b", "both", state="leaving"), DECODE), model="tiny") == "d"
+
+
+def test_identities_pair_up_each_with_its_own() -> None:
+    other = instance("p2", "prefill", layout="b"), instance("d2", "decode", layout="b")
+    assert target(PREFILL, *other, DECODE, excluded=("p",)) == ("split", "p2")
+    assert target(PREFILL, *other, DECODE, excluded=("d2",)) == ("split", "p")
+    assert target(instance("x", layout="c"), *other, excluded=("p2",)) == ("whole", "x")
 
 
 def test_a_whole_request_stays_with_its_kind_when_that_is_full() -> None:

@@ -46,6 +46,7 @@ def choose_route(
     own_tokens: Mapping[InstanceId, int],
     excluded: Collection[InstanceId] = (),
     full: Collection[InstanceId] = (),
+    crowded: Collection[InstanceId] = (),
 ) -> Route | Full | None:
     """Least-loaded prefill instance if the request can be split, else one instance.
 
@@ -59,6 +60,7 @@ def choose_route(
         own_tokens: Prompt tokens sent to an instance that its report does not show yet.
         excluded: Instances that already failed this request.
         full: Instances that just had no room for it.
+        crowded: Instances that have as many requests in flight as they may.
 
     Returns:
         The choice; `Full` when there is nobody but full ones to choose from; None
@@ -77,16 +79,21 @@ def choose_route(
     def tokens(each: InstanceView) -> int:
         return each.load.queued_prefill_tokens + own_tokens.get(each.info.id, 0)
 
-    prefills = [each for each in ready if _can_split(each, ready)] if splittable else []
+    taken = {*full, *crowded}
+    prefills = _prefills(ready) if splittable else []
     if prefills:
-        able = [each for each in prefills if each.info.id not in full]
+        able = [each for each in prefills if each.info.id not in taken]
         if not able:
             return Full(_ids(prefills), "prefill instances")
+        if crowded:
+            decodes = [each for each in ready if each.info.role is not Role.PREFILL]
+            if all(each.info.id in crowded for each in decodes):
+                return Full(_ids(decodes), "decode instances")
         best = min(able, key=lambda each: (tokens(each), each.info.role is Role.BOTH))
         return Split(best.info.id, f"least of {len(able)}: {tokens(best)} tokens queued")
     first = min(_LAST_RESORT[each.info.role] for each in ready)
     able = [each for each in ready if _LAST_RESORT[each.info.role] == first]
-    roomy = [each for each in able if each.info.id not in full]
+    roomy = [each for each in able if each.info.id not in taken]
     if not roomy:
         return Full(_ids(able), "instances that could serve it whole")
     best = min(roomy, key=lambda each: (tokens(each), each.load.running + each.load.waiting))
@@ -119,13 +126,25 @@ def _ids(instances: list[InstanceView]) -> tuple[InstanceId, ...]:
     return tuple(each.info.id for each in instances)
 
 
-def _can_split(prefill: InstanceView, ready: list[InstanceView]) -> bool:
-    return prefill.info.role is not Role.DECODE and any(
-        decode.info.role is not Role.PREFILL
-        and decode.info.id != prefill.info.id
-        and decode.info.identity == prefill.info.identity
-        for decode in ready
-    )
+def _prefills(ready: list[InstanceView]) -> list[InstanceView]:
+    """Those that can hand over to another one. A cluster has few identities, mostly one."""
+    takers: list[tuple[dict[str, str], list[InstanceId]]] = []
+    for each in ready:
+        if each.info.role is not Role.PREFILL:
+            ids = next((ids for key, ids in takers if key == each.info.identity), None)
+            if ids is None:
+                takers.append((each.info.identity, [each.info.id]))
+            else:
+                ids.append(each.info.id)
+    return [
+        each
+        for each in ready
+        if each.info.role is not Role.DECODE
+        and any(
+            identity == each.info.identity and (len(ids) > 1 or ids[0] != each.info.id)
+            for identity, ids in takers
+        )
+    ]
 
 
 class Submissions:
