@@ -71,7 +71,8 @@ class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
     """Router → decode instance: the prompt's KV is in your arena (or will be).
 
     ``digest`` proves that both sides mean the same tokens. Without a ``transfer``
-    there is no KV: compute the prompt, and go on behind what is ``given``.
+    there is no KV: compute the prompt, and go on behind what is ``given``. With
+    ``is_early`` the prompt is still being computed: what is given follows its KV.
     Several requests may name the same transfer (OpenAI's ``n``): all load from it.
     """
 
@@ -79,6 +80,7 @@ class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
     digest: str
     given: Given | None = None
     predicted: Prediction | None = None
+    is_early: bool = False
 
 
 Handover = PrefillLeg | Prefilled | DecodeLeg

@@ -7,7 +7,7 @@ reports nouns. KV bytes never travel here.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_type_hints
 
 import msgspec
 
@@ -17,6 +17,7 @@ from vllm_tetri.types import (
     InstanceId,
     InstanceInfo,
     InstanceLoad,
+    InstanceState,
     Prediction,
     RequestId,
     TransferId,
@@ -34,27 +35,48 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router, every report period."""
+    """Instance → router, every report period. `is_leaving`: it was asked to leave."""
 
     instance: InstanceId
     seq: int
     load: InstanceLoad
+    is_leaving: bool = False
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What a second leg needs that is opened while the prompt is still computed.
+
+    ``transfer`` is the name of the try, ``digest`` that of the prompt.
+    """
+
+    transfer: TransferId
+    digest: str
+    prompt_token_ids: list[int]
 
 
 class Dispatched(msgspec.Struct, frozen=True, tag=True):
-    """Prefill instance → router: which decode instance a request goes to."""
+    """Prefill instance → router: which decode instance a request goes to.
+
+    Comes again with an ``opening`` when the last chunk begins.
+    """
 
     request: RequestId
     transfer: TransferId
     decode: InstanceId
     reason: str
     predicted: Prediction | None = None
+    opening: Opening | None = None
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router: I am going away in good order."""
+    """Instance → router: I am going away in good order.
+
+    `was_asked`: because of `Leave`. `cut_off` says what a deadline left unfinished.
+    """
 
     instance: InstanceId
+    was_asked: bool = False
+    cut_off: str = ""
 
 
 class Introduce(msgspec.Struct, frozen=True, tag=True):
@@ -70,9 +92,54 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class View(msgspec.Struct, frozen=True, tag=True):
-    """Router → every instance, every report period."""
+    """Router → every instance that dispatches, when instances came or went: report now,
+    and these are the instances that decode. `roster` is another number every time."""
 
     view: ClusterView
+    roster: int = 0
+
+
+if TYPE_CHECKING:
+    LoadRow = InstanceLoad
+else:  # the same fields, without their names on the wire and made by msgspec's decoder
+    LoadRow = msgspec.defstruct(
+        "LoadRow", list(get_type_hints(InstanceLoad).items()), frozen=True, array_like=True
+    )
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """What changes all the time of an `InstanceView`."""
+
+    state: InstanceState
+    age_s: float
+    seq: int
+    load: LoadRow
+
+
+class Loads(msgspec.Struct, frozen=True, tag=True):
+    """Router → every instance that dispatches, in every other report period: report now,
+    and this is new of the instances of the `View` with that roster, in its order."""
+
+    roster: int
+    seq: int
+    rows: list[Row]
+
+
+class Cue(msgspec.Struct, frozen=True, tag=True):
+    """Router → every instance that gets no `View` or leaves, every report period:
+    report now. `in_flight` tells one that leaves how many requests of this router it
+    has or may still get."""
+
+    in_flight: int = 0
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Router → instance: finish what you have and go; repeated until a report says so.
+
+    After `deadline_s` (seconds from now) it goes in any case; None waits for ever.
+    """
+
+    deadline_s: float | None = None
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +149,7 @@ class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRouter = Hello | LoadReport | Dispatched | Left
-ToInstance = Introduce | Refused | View | CancelTransfer
+ToInstance = Introduce | Refused | View | Loads | Cue | Leave | CancelTransfer
 
 Message = TypeVar("Message")
 

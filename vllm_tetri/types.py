@@ -41,6 +41,11 @@ class Prediction:
         if not (0 <= self.bucket < self.num_buckets and self.granularity_tokens > 0):
             raise ValueError(f"no bucket: {self}")
 
+    @property
+    def lower_tokens(self) -> int:
+        """Where the bucket begins."""
+        return self.bucket * self.granularity_tokens
+
 
 class InstanceState(StrEnum):
     """Where an instance is in its life, as the cluster monitor sees it."""
@@ -49,6 +54,7 @@ class InstanceState(StrEnum):
     READY = "ready"
     SILENT = "silent"  # no report for longer than the limit; not used
     REFUSED = "refused"  # its KV layout or version does not fit the cluster
+    LEAVING = "leaving"  # finishes what it has, gets nothing new
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,10 @@ class InstanceLoad:
     """What an instance reports every period.
 
     ``blocks_used`` leaves out blocks that only the prefix cache holds. ``held``
-    counts transfers that occupy the receive arena. ``heavy`` and ``light``
-    count running decodes by expected length (paper section 3.3.4). Counters
+    counts slots of the receive arena: KV that arrives or waits for its request, and
+    KV of preempted requests. ``heavy`` and ``light`` count the requests that decode
+    here, running or waiting, by expected length (paper section 3.3.4).
+    ``reserved_blocks`` are kept for running requests beyond what they hold. Counters
     (``*_done``, ``preemptions``, ``flips``, ``cpu_s``) only grow.
     """
 
@@ -119,19 +127,33 @@ class InstanceLoad:
     recomputed: int = 0  # requests whose given tokens could not be taken
     dropped_messages: int = 0
     preemptions: int = 0
+    swapped_out: int = 0  # of those: whose KV was kept in the arena
+    swapped_in: int = 0  # of those: whose KV came back
+    preemptions_recomputed: int = 0  # whose KV was not kept, or lost
     flips: int = 0
     cpu_s: float = 0.0
     threads: int = 0
+    predictions_made: int = 0
+    predictions_missed: int = 0  # not there when the first chunk was done
+    predictions_refused: int = 0  # the predictor's queue was full
+    predictions_failed: int = 0  # the predictor was away, died or erred
+    # Tokens of an answer by predicted bucket, at the end without a prediction, as seen
+    # here; empty before the first answer ended.
+    bucket_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """An instance as others see it: what it said, and how old that is."""
+    """An instance as others see it: what it said, and how old that is.
+
+    ``seq`` numbers the load report; it grows by one with every report of an agent.
+    """
 
     info: InstanceInfo
     state: InstanceState
     load: InstanceLoad
     age_s: float
+    seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)

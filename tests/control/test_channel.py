@@ -1,4 +1,4 @@
-"""Agents and a monitor over real sockets on the loopback interface."""
+"""Messages between agents and a monitor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import gc
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,80 +15,27 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.control.channel import (
+    DISPATCHED,
+    INFO,
+    PERIOD_S,
+    Joined,
+    eventually,
+    joined,
+    monitor,
+    states,
+)
 from vllm_tetri import messages
 from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.messages import CancelTransfer, Dispatched, Hello, LoadReport
-from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, RequestId, Role, TransferId
-
-PERIOD_S = 0.02
-INFO = InstanceInfo(
-    InstanceId("i"),
-    "http://127.0.0.1:1",
-    Role.BOTH,
-    ("m",),
-    "127.0.0.1:2",
-    {"a": "b"},
-    9,
-    16,
-    1,
-    "0",
+from vllm_tetri.types import (
+    InstanceId,
+    InstanceInfo,
+    InstanceLoad,
+    TransferId,
 )
-DISPATCHED = Dispatched(RequestId("r"), TransferId("t"), InstanceId("d"), "why")
-
-
-async def eventually(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
-
-
-class Joined:
-    """An agent with everything that it was told."""
-
-    def __init__(self, *addresses: str, info: InstanceInfo = INFO, **options: Any) -> None:
-        self.cancelled: list[TransferId] = []
-        defaults = {
-            "read_load": lambda: InstanceLoad(running=1),
-            "on_cancel": self.cancelled.append,
-        }
-        self.agent = Agent(
-            routers=addresses, info=info, period_s=PERIOD_S, **{**defaults, **options}
-        )
-        self.agent.start()
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self.agent.close)
-
-    def sees(self) -> list[tuple[str, str]]:
-        return [(each.info.id, each.state) for each in self.agent.view().instances]
-
-
-@asynccontextmanager
-async def monitor(bind: str = "tcp://127.0.0.1:0", **options: Any) -> AsyncIterator[Monitor]:
-    made = Monitor(bind, "router", period_s=PERIOD_S, **{"silent_after_s": 0.3, **options})
-    made.start()
-    try:
-        yield made
-    finally:
-        made.close()
-        made.close()
-
-
-@asynccontextmanager
-async def joined(*addresses: str, **options: Any) -> AsyncIterator[Joined]:
-    made = Joined(*addresses, **options)
-    try:
-        yield made
-    finally:
-        await made.close()
-        await made.close()
-
-
-def states(made: Monitor) -> dict[str, str]:
-    return {each.info.id: each.state.value for each in made.view().instances}
 
 
 async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
@@ -103,18 +48,6 @@ async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
             await eventually(lambda: one.sees() == [("i", "ready")])
             await eventually(lambda: router.view().instances[0].load.running == 1)
         await eventually(lambda: states(router) == {}, timeout_s=0.25)
-
-
-async def test_ages_grow_with_local_time() -> None:
-    async with monitor() as router:
-        one = Joined(router.address)
-        await eventually(one.sees)
-    try:
-        before = one.agent.view().instances[0].age_s
-        await asyncio.sleep(0.05)
-        assert one.agent.view().instances[0].age_s >= before + 0.04
-    finally:
-        await one.close()
 
 
 async def test_messages_travel_both_ways() -> None:

@@ -3,7 +3,9 @@
 ``python fake_child.py serve|router ... --port P``. What it does besides comes
 from the folder in ``FAKE_DIR``: each start adds a line to ``NAME.starts``; with a
 file ``NAME.dies`` it ends with the status in there before it answers; with
-``NAME.stubborn`` it ignores SIGTERM. An instance has a child process of its own.
+``NAME.stubborn`` it ignores SIGTERM. SIGUSR1 ends it with status 0; the router says
+of those with a file ``NAME.departed`` that they left in good order. An instance has a
+child process of its own.
 """
 
 import json
@@ -33,6 +35,7 @@ def main() -> None:
         sys.exit(int(dies.read_text()))
     if (folder / f"{name}.stubborn").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
     if name != "router":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (folder / f"{name}.below").write_text(str(child.pid))
@@ -40,9 +43,11 @@ def main() -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             ids = [path.stem for path in folder.glob("*.starts") if path.stem != "router"]
+            departed = {path.stem: "" for path in folder.glob("*.departed")}
+            listed = [{"id": i, "state": "ready"} for i in ids]
             bodies = {
                 "/health": {},
-                "/tetri/v1/instances": {"instances": [{"id": i, "state": "ready"} for i in ids]},
+                "/tetri/v1/instances": {"instances": listed, "departed": departed},
                 "/v1/models": {"data": [{"id": "fake-model"}]},
             }
             body = json.dumps(bodies.get(self.path, {})).encode()

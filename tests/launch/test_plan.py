@@ -72,6 +72,26 @@ def test_sizes_are_passed_on() -> None:
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(2 << 30)
 
 
+def test_many_instances_share_two_cores_and_have_names_of_their_own() -> None:
+    plan = make_plan(options("--prefill=2", "--decode=2"), CPU)
+
+    assert [spec.name for spec in plan.instances] == [
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+    ]
+    assert {spec.placement.cores for spec in plan.instances} == {(0, 1)}
+    assert [spec.placement.nice > 0 for spec in plan.instances] == [True, True, False, False]
+
+
+def test_a_bound_on_requests_goes_to_the_router() -> None:
+    words = make_plan(options("--max-in-flight=7"), CPU).specs[-1].command(1)
+
+    assert words[words.index("--max-in-flight") + 1] == "7"
+    assert "--max-in-flight" not in make_plan(options(), CPU).specs[-1].command(1)
+
+
 @pytest.mark.parametrize("word", ["--port=1", "--role", "--tetri-control=x", "--tetri_instance=x"])
 def test_what_up_sets_itself_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="cannot be given after --"):
@@ -100,3 +120,10 @@ def test_only_both_instances_make_a_cluster() -> None:
 
 def test_option_names_are_found_however_they_are_written() -> None:
     assert given_options(["--a-b", "1", "--c_d=2", "plain", "-O3"]) == {"a-b", "c-d", "O3"}
+
+
+def test_a_predictor_is_for_every_instance() -> None:
+    specs = make_plan(options("--predictor", "folder"), CPU).instances
+    for spec in specs:
+        words = spec.command(1234)
+        assert words[words.index("--tetri-predictor") + 1] == "folder"

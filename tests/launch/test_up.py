@@ -100,6 +100,36 @@ def test_dead_child_is_restarted_and_its_tree_removed(fake_up: FakeUp, name: str
     until(lambda: not any(map(is_alive, below)), "what it had started is gone")
 
 
+def test_instance_that_left_in_good_order_is_not_started_again(fake_up: FakeUp) -> None:
+    process = fake_up.start("--decode=2")
+    fake_up.ready()
+    below = int((fake_up.folder / "decode-1.below").read_text())
+
+    (fake_up.folder / "decode-1.departed").touch()
+    os.kill(fake_up.starts("decode-1")[0]["pid"], signal.SIGUSR1)
+    until(lambda: not is_alive(below), "what it had started is gone")
+    os.kill(fake_up.starts("decode-0")[0]["pid"], signal.SIGUSR1)  # ended all by itself
+    until(lambda: len(fake_up.starts("decode-0")) == 2, "the other one was started again")
+
+    process.send_signal(signal.SIGINT)
+    status, output = fake_up.end()
+    assert (status, len(fake_up.starts("decode-1"))) == (0, 1)
+    assert "decode-1  left" in output
+    assert "decode-1  ended" not in output
+    assert "decode-0  ended (exit status 0)" in output
+    fake_up.nothing_left()
+
+
+def test_a_crash_after_it_was_asked_to_leave_is_a_crash(fake_up: FakeUp) -> None:
+    fake_up.start()
+    fake_up.ready()
+
+    (fake_up.folder / "decode-0.departed").touch()
+    os.kill(fake_up.starts("decode-0")[0]["pid"], signal.SIGKILL)
+
+    until(lambda: len(fake_up.starts("decode-0")) == 2, "it was started again")
+
+
 def test_instance_that_never_gets_ready_is_given_up_with_its_last_words(fake_up: FakeUp) -> None:
     (fake_up.folder / "prefill-0.dies").write_text("1")
     fake_up.start()

@@ -60,6 +60,8 @@ class FakeInstance:
         self.chunk_gate = asyncio.Event()
         self.chunk_gate.set()
         self.num_chunks = 3
+        self.unfinished = ""
+        self.has_left = threading.Event()
         self.speaks = threading.Event()
         self.speaks.set()
         self.agent: Agent | None = None
@@ -87,6 +89,8 @@ class FakeInstance:
             read_load=self._read_load,
             on_cancel=self.cancelled.append,
             period_s=PERIOD_S,
+            unfinished=lambda: self.unfinished,
+            on_left=self.has_left.set,
         )
         self.agent.start()
 
@@ -220,9 +224,11 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(*instances: FakeInstance, first_byte_s: float = 5.0) -> AsyncIterator[Cluster]:
+async def cluster(
+    *instances: FakeInstance, first_byte_s: float = 5.0, **options: Any
+) -> AsyncIterator[Cluster]:
     async with (
-        router(first_byte_s=first_byte_s) as (scheduler, url),
+        router(first_byte_s=first_byte_s, **options) as (scheduler, url),
         aiohttp.ClientSession() as client,
     ):
         made = Cluster(scheduler, url, client, {})
@@ -237,10 +243,10 @@ async def cluster(*instances: FakeInstance, first_byte_s: float = 5.0) -> AsyncI
 
 @contextlib.asynccontextmanager
 async def router(
-    control: str = "tcp://127.0.0.1:0", first_byte_s: float = 5.0
+    control: str = "tcp://127.0.0.1:0", first_byte_s: float = 5.0, **options: Any
 ) -> AsyncIterator[tuple[GlobalScheduler, str]]:
     scheduler = GlobalScheduler(
-        control, first_byte_s=first_byte_s, period_s=PERIOD_S, silent_after_s=0.5
+        control, first_byte_s=first_byte_s, period_s=PERIOD_S, silent_after_s=0.5, **options
     )
     runner = web.AppRunner(
         build_app(scheduler), handler_cancellation=True, access_log=None, shutdown_timeout=0.5

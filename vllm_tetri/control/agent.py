@@ -9,19 +9,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import zmq
 
 from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_loopback
-from vllm_tetri.control.views import Received, merge_views
+from vllm_tetri.control.link import Link
+from vllm_tetri.control.views import Picture, Sights
 from vllm_tetri.errors import ProtocolError
+from vllm_tetri.policy.leaving import Leaving, Verdict
 from vllm_tetri.types import ClusterView, InstanceInfo, InstanceLoad, TransferId
 
 MAX_QUEUED = 4096
 _CLOSE_S = 2.0
-_LINGER_MS = 200  # long enough for a last `Left` on a live connection
 _MAX_DRAIN = 256  # frames of one router per wake-up, so that no peer can starve the rest
 
 _log = logging.getLogger(__name__)
@@ -31,16 +32,17 @@ class Agent:
     """Announces an instance to its routers, reports its load and keeps their views.
 
     Every public method may be called from any thread and none of them waits for
-    the network; `close` waits at most two seconds. `read_load` and `on_cancel`
-    run on the agent's thread and should only take microseconds.
+    the network; `close` waits at most two seconds. The callables run on the agent's
+    thread and should only take microseconds.
 
     Args:
         routers: Addresses of the routers, ``tcp://HOST:PORT``; they need not be up.
         info: What this instance says of itself.
         read_load: Gives the numbers of the next report.
         on_cancel: Called for every transfer that nobody waits for any more.
-        period_s: Seconds between two reports. The views of a router set the pace, which
-            it lowers while nothing happens.
+        period_s: Seconds between two reports. A router's views and cues set the pace.
+        unfinished: What the instance still has, in words; empty when it has nothing.
+        on_left: Called once, when the instance was asked to leave and has left.
 
     Raises:
         ConfigError: An address is malformed or not on the loopback interface.
@@ -54,6 +56,8 @@ class Agent:
         read_load: Callable[[], InstanceLoad],
         on_cancel: Callable[[TransferId], None],
         period_s: float,
+        unfinished: Callable[[], str] = lambda: "",
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         for address in routers:
             require_loopback("--tetri-control", control_host(address))
@@ -62,8 +66,12 @@ class Agent:
         self._read_load = read_load
         self._on_cancel = on_cancel
         self._period_s = period_s
+        self._unfinished = unfinished
+        self._on_left = on_left
+        self._leaving = Leaving()
+        self._verdict = Verdict.STAY
         self._outbox: deque[messages.Dispatched] = deque()
-        self._received: dict[int, Received] = {}
+        self._sights = Sights()
         self._logged: set[str] = set()
         self._dropped = 0
         self._seq = 0
@@ -95,8 +103,12 @@ class Agent:
             self._thread.start()
 
     def view(self) -> ClusterView:
-        """The newest picture of the cluster over all routers; ages are as of now."""
-        return merge_views(tuple(self._received.values()), time.monotonic())
+        """Who decodes, over all routers; ages are as of now."""
+        return self._sights.view(time.monotonic())
+
+    def picture(self) -> Picture:
+        """The same as of when something new came: the same object until then, and cheap."""
+        return self._sights.picture(time.monotonic())
 
     def publish(self, message: messages.Dispatched) -> None:
         """Queue a message for every router; dropped and counted when the queue is full."""
@@ -135,12 +147,11 @@ class Agent:
 
     def _run(self) -> None:
         context = zmq.Context()
-        links: list[_Link] = []
+        links: list[Link] = []
         try:
-            links = [_Link.open(context, address) for address in self._routers]
+            links = [Link.open(context, address) for address in self._routers]
             self._loop(links)
-            for link in links:
-                link.send(messages.encode(messages.Left(self._info.id)))
+            self._part(links)
         except Exception:
             _log.exception("the control agent of %s died", self._info.id)
         finally:
@@ -150,14 +161,25 @@ class Agent:
             with self._lock:
                 os.close(self._wake)
                 self._wake = -1
+        if self._verdict is not Verdict.STAY:
+            self._on_left()
 
-    def _loop(self, links: list[_Link]) -> None:
+    def _part(self, links: list[Link]) -> None:
+        was_asked = self._verdict is not Verdict.STAY
+        cut_off = self._read_unfinished() if self._verdict is Verdict.CUT_OFF else ""
+        if was_asked:
+            left_over = f"; cut off: {cut_off}" if cut_off else ""
+            _log.info("%s leaves the cluster%s", self._info.id, left_over)
+        for link in links:
+            link.send(messages.encode(messages.Left(self._info.id, was_asked, cut_off)))
+
+    def _loop(self, links: list[Link]) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         for link in links:
             poller.register(link.socket, zmq.POLLIN)
             poller.register(link.connected, zmq.POLLIN)
-        while not self._stop.is_set():
+        while not self._stop.is_set() and self._verdict is Verdict.STAY:
             since_s = time.monotonic() - self._reported_s
             # A view that just came in is the cue to report: one wake-up instead of two.
             if since_s >= self._late_s or (self._is_cued and since_s >= self._period_s / 2):
@@ -173,19 +195,24 @@ class Agent:
                 if link.socket in ready:
                     self._drain(index, link)
             self._flush(links)
+            if self._leaving.is_asked:
+                is_at_rest = not self._read_unfinished()
+                self._verdict = self._leaving.look(is_at_rest=is_at_rest, now=time.monotonic())
 
-    def _introduce(self, link: _Link) -> None:
+    def _introduce(self, link: Link) -> None:
         link.connected.recv_multipart()
         link.send(messages.encode(messages.Hello(self._info)))
         self._reported_s = float("-inf")  # a report follows at once
 
-    def _report(self, links: list[_Link]) -> None:
+    def _report(self, links: list[Link]) -> None:
         self._refresh_load()
         self._reported_s = time.monotonic()
         self._seq += 1
-        report = messages.encode(messages.LoadReport(self._info.id, self._seq, self._load))
+        is_leaving = self._leaving.is_asked
+        report = messages.LoadReport(self._info.id, self._seq, self._load, is_leaving)
+        frame = messages.encode(report)
         for link in links:
-            link.send(report)
+            link.send(frame)
 
     def _refresh_load(self) -> None:
         try:
@@ -193,14 +220,21 @@ class Agent:
         except Exception:  # the engine's trouble must not make the instance look dead
             self._log_once("load", "reading the load failed: reporting the last", exc_info=True)
 
-    def _flush(self, links: list[_Link]) -> None:
+    def _read_unfinished(self) -> str:
+        try:
+            return self._unfinished()
+        except Exception:
+            self._log_once("unfinished", "looking at what is unfinished failed", exc_info=True)
+            return "unknown"
+
+    def _flush(self, links: list[Link]) -> None:
         while self._outbox:
             frame = messages.encode(self._outbox.popleft())
             delivered = [link.send(frame) for link in links]
             if not any(delivered):
                 self._count_drop()
 
-    def _drain(self, index: int, link: _Link) -> None:
+    def _drain(self, index: int, link: Link) -> None:
         for _ in range(_MAX_DRAIN):
             if not link.is_readable():
                 return
@@ -213,11 +247,21 @@ class Agent:
                 self._count_drop()
                 self._log_once("frame", "dropped a control frame: %s", error)
 
-    def _take(self, index: int, link: _Link, message: messages.ToInstance) -> None:
+    def _take(self, index: int, link: Link, message: messages.ToInstance) -> None:
         match message:
-            case messages.View(view=view):
-                self._received = {**self._received, index: Received(view, time.monotonic())}
+            case messages.View(view=view, roster=roster):
+                self._sights.see(index, view, roster, time.monotonic())
                 self._is_cued = True
+            case messages.Loads():
+                self._is_cued = True
+                if not self._sights.refresh(index, message, time.monotonic()):
+                    # Its view got lost. It sends one to everybody after a `Hello`.
+                    link.send(messages.encode(messages.Hello(self._info)))
+            case messages.Cue(in_flight=in_flight):
+                self._leaving.told(index, in_flight, time.monotonic())
+                self._is_cued = True
+            case messages.Leave(deadline_s=deadline_s):
+                self._leaving.ask(deadline_s, time.monotonic())
             case messages.Introduce():
                 link.send(messages.encode(messages.Hello(self._info)))
             case messages.CancelTransfer(transfer=transfer):
@@ -232,41 +276,3 @@ class Agent:
             self._on_cancel(transfer)
         except Exception:
             self._log_once("cancel", "cancelling %s failed", transfer, exc_info=True)
-
-
-class _Link(NamedTuple):
-    """The socket to one router, and the one that tells when it is connected."""
-
-    socket: zmq.Socket[bytes]
-    connected: zmq.Socket[bytes]
-
-    @classmethod
-    def open(cls, context: zmq.Context[zmq.Socket[bytes]], address: str) -> _Link:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a router that is down
-        socket.setsockopt(zmq.SNDHWM, 1000)
-        socket.setsockopt(zmq.RCVHWM, 1000)
-        socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        socket.setsockopt(zmq.IPV6, int("[" in address))
-        connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        socket.connect(address)
-        return cls(socket, connected)
-
-    def send(self, frame: bytes) -> bool:
-        try:
-            self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:  # that router is down, or does not read
-            return False
-        return True
-
-    def is_readable(self) -> bool:
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.connected.close(linger=0)
-        self.socket.close()

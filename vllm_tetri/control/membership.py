@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 
 from vllm_tetri.control.views import GONE_AFTER_S
 from vllm_tetri.errors import ProtocolError
+from vllm_tetri.messages import Leave, Left, LoadReport
 from vllm_tetri.types import (
     InstanceId,
     InstanceInfo,
     InstanceLoad,
     InstanceState,
     InstanceView,
+    Role,
 )
 
 MAX_INSTANCES = 1024
+MAX_DEPARTED = 256
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_FACTS = 256
@@ -27,7 +30,15 @@ class _Member:
     sender: bytes
     heard_s: float
     load: InstanceLoad = field(default_factory=InstanceLoad)
+    seq: int = 0
     ready: bool = False
+    says_leaving: bool = False
+    is_asked: bool = False  # to leave
+    leave_by_s: float | None = None
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.is_asked or self.says_leaving
 
     def is_same_process(self, info: InstanceInfo) -> bool:
         return (self.info.pid, self.info.url) == (info.pid, info.url)
@@ -41,6 +52,8 @@ class Membership:
         self._members: dict[InstanceId, _Member] = {}
         self._ids: dict[bytes, InstanceId] = {}
         self._replaced: OrderedDict[bytes, None] = OrderedDict()
+        self._departed: OrderedDict[InstanceId, str] = OrderedDict()
+        self.roster = 0  # another number whenever an instance came, spoke up again or went
 
     def join(self, sender: bytes, info: InstanceInfo, now: float) -> bytes | None:
         """Take an instance in, or renew what it said.
@@ -61,28 +74,57 @@ class Membership:
         if known is not None:
             self._ids.pop(known.sender, None)
             if known.is_same_process(info):
-                member.load, member.ready = known.load, known.ready
+                member = known
+                member.info, member.sender, member.heard_s = info, sender, now
             elif known.sender != sender:
                 replaced = known.sender
                 self._remember_replaced(replaced)
         self._members[info.id] = member
+        self.roster += 1
+        self._departed.pop(info.id, None)
         self._ids[sender] = info.id
         self._replaced.pop(sender, None)
         return replaced
 
-    def report(self, sender: bytes, instance: InstanceId, load: InstanceLoad, now: float) -> bool:
-        """Note a load; False when this sender did not introduce itself as `instance`."""
-        if self._ids.get(sender) != instance:
+    def report(self, sender: bytes, report: LoadReport, now: float) -> bool:
+        """Note a load; False when this sender did not introduce itself by that name."""
+        if self._ids.get(sender) != report.instance:
             return False
-        member = self._members[instance]
-        member.load = load
-        member.heard_s = now
+        member = self._members[report.instance]
+        member.load, member.seq, member.heard_s = report.load, report.seq, now
+        member.says_leaving = report.is_leaving
         return True
 
-    def leave(self, sender: bytes, instance: InstanceId) -> None:
-        """Forget an instance that goes in good order."""
-        if self._ids.get(sender) == instance:
-            del self._ids[sender], self._members[instance]
+    def ask_to_leave(self, instance: InstanceId, by_s: float | None) -> None:
+        """Want a member gone, at the latest at the monotonic time `by_s`."""
+        member = self._members[instance]
+        member.is_asked, member.says_leaving, member.leave_by_s = True, False, by_s
+
+    def leave_for(self, instance: InstanceId, now: float) -> Leave | None:
+        """What to tell a member that has not understood yet that it is to leave. vLLM's
+        server ends in good order only when it has started."""
+        member = self._members[instance]
+        if not member.is_asked or member.says_leaving or not member.ready:
+            return None
+        return Leave(None if member.leave_by_s is None else max(0.0, member.leave_by_s - now))
+
+    def left(self, sender: bytes, message: Left) -> bool:
+        """Forget an instance that goes in good order; False if it is no member."""
+        if self._ids.get(sender) != message.instance:
+            return False
+        del self._ids[sender], self._members[message.instance]
+        self.roster += 1
+        if message.was_asked:
+            self._departed[message.instance] = message.cut_off
+            while len(self._departed) > MAX_DEPARTED:
+                self._departed.popitem(last=False)
+        return True
+
+    @property
+    def departed(self) -> dict[InstanceId, str]:
+        """Who left because it was asked to, and what a deadline cut off there. Until it
+        joins again; the newest few."""
+        return dict(self._departed)
 
     def forget_gone(self, now: float) -> None:
         """Forget instances that have been silent for a minute."""
@@ -90,6 +132,7 @@ class Membership:
             if now - member.heard_s >= GONE_AFTER_S:
                 self._ids.pop(member.sender, None)
                 del self._members[instance]
+                self.roster += 1
 
     def mark_ready(self, info: InstanceInfo) -> None:
         """Its HTTP server answered; ignored for a process that is no member any more."""
@@ -122,20 +165,41 @@ class Membership:
         member = self._members.get(instance)
         return None if member is None else member.sender
 
-    def senders(self) -> list[bytes]:
-        """The ZeroMQ addresses of all instances."""
-        return list(self._ids)
+    def dispatchers(self) -> list[bytes]:
+        """The ZeroMQ addresses of the instances that choose where KV goes."""
+        return [
+            member.sender
+            for member in self._members.values()
+            if member.info.role is not Role.DECODE
+        ]
+
+    def cued(self) -> list[tuple[bytes, InstanceId, bool]]:
+        """Address and name of those that get no view, or leave (then True)."""
+        return [
+            (member.sender, instance, member.is_leaving)
+            for instance, member in self._members.items()
+            if member.is_leaving or member.info.role is Role.DECODE
+        ]
 
     def views(self, now: float) -> tuple[InstanceView, ...]:
         """Every instance as of `now`."""
-        return tuple(
-            InstanceView(member.info, self._state(member, now), member.load, now - member.heard_s)
-            for member in self._members.values()
+        return tuple(self._view(member, now) for member in self._members.values())
+
+    def view_of(self, instance: InstanceId, now: float) -> InstanceView | None:
+        """One instance as of `now`."""
+        member = self._members.get(instance)
+        return None if member is None else self._view(member, now)
+
+    def _view(self, member: _Member, now: float) -> InstanceView:
+        return InstanceView(
+            member.info, self._state(member, now), member.load, now - member.heard_s, member.seq
         )
 
     def _state(self, member: _Member, now: float) -> InstanceState:
         if self._is_silent(member, now):
             return InstanceState.SILENT
+        if member.is_leaving:
+            return InstanceState.LEAVING
         return InstanceState.READY if member.ready else InstanceState.STARTING
 
     def _is_silent(self, member: _Member, now: float) -> bool:

@@ -18,8 +18,9 @@ import zmq
 from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_loopback
 from vllm_tetri.control.membership import Membership
+from vllm_tetri.control.views import row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
-from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceView, Role
 
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
 _HANDSHAKE_FAILED = (
@@ -42,7 +43,7 @@ class MonitorCounters:
 
 
 class Monitor:
-    """Keeps the table of instances and broadcasts it to all of them.
+    """Keeps the table of instances and broadcasts who can decode to who dispatches.
 
     Args:
         bind: Address to listen on, ``tcp://HOST:PORT``; port 0 takes a free one.
@@ -51,6 +52,9 @@ class Monitor:
         silent_after_s: An instance that says nothing for so long is not used.
         on_hello: Called for every instance that is not known to be ready.
         on_dispatched: Called when a prefill instance names a decode instance.
+        on_cut_off: Called when an instance left before it had finished.
+        in_flight: Requests that an instance has or may still get from this router;
+            asked for those that leave.
 
     Raises:
         ConfigError: The address is malformed or not on the loopback interface.
@@ -65,6 +69,8 @@ class Monitor:
         silent_after_s: float = 1.0,
         on_hello: Callable[[InstanceInfo], None] = lambda _: None,
         on_dispatched: Callable[[messages.Dispatched], None] = lambda _: None,
+        on_cut_off: Callable[[InstanceId], None] = lambda _: None,
+        in_flight: Callable[[InstanceId], int] = lambda _: 0,
     ) -> None:
         require_loopback("--control", control_host(bind))
         self.counters = MonitorCounters()
@@ -73,8 +79,11 @@ class Monitor:
         self._period_s = period_s
         self._on_hello = on_hello
         self._on_dispatched = on_dispatched
+        self._on_cut_off = on_cut_off
+        self._in_flight = in_flight
         self._members = Membership(silent_after_s)
         self._seq = 0
+        self._told_roster = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
@@ -108,6 +117,27 @@ class Monitor:
     def view(self) -> ClusterView:
         """Every instance that is not gone, as of now."""
         return ClusterView(self._name, self._seq, self._members.views(time.monotonic()))
+
+    def view_of(self, instance: InstanceId) -> InstanceView | None:
+        """One instance as of now; None when it is gone."""
+        return self._members.view_of(instance, time.monotonic())
+
+    @property
+    def departed(self) -> dict[InstanceId, str]:
+        """Who left because it was asked to, and what a deadline cut off there."""
+        return self._members.departed
+
+    def ask_to_leave(self, instance: InstanceId, deadline_s: float | None) -> None:
+        """Tell a member to finish what it has and go, at the latest in `deadline_s`.
+
+        Raises:
+            KeyError: There is no such member.
+        """
+        now = time.monotonic()
+        self._members.ask_to_leave(instance, None if deadline_s is None else now + deadline_s)
+        leave = self._members.leave_for(instance, now)
+        if leave is not None:
+            self.send(instance, leave)
 
     def mark_ready(self, info: InstanceInfo) -> None:
         """Its HTTP server answers. Ignored if the instance changed meanwhile."""
@@ -151,14 +181,33 @@ class Monitor:
         self._broadcast()
 
     def _broadcast(self) -> None:
-        senders = self._members.senders()
-        if not senders:
-            return
         self._seq += 1
-        frame = messages.encode(messages.View(self.view()))
-        for sender in senders:
-            self._send(sender, frame)
+        dispatchers = self._members.dispatchers()
+        if dispatchers:
+            frame = messages.encode(self._picture())
+            for sender in dispatchers:
+                self._send(sender, frame)
+        frame = messages.encode(messages.Cue())
+        now = time.monotonic()
+        for sender, instance, is_leaving in self._members.cued():
+            self._send(sender, self._cue(instance) if is_leaving else frame)
+            leave = self._members.leave_for(instance, now)
+            if leave is not None:
+                self._send(sender, messages.encode(leave))
         self._drain()
+
+    def _picture(self) -> messages.View | messages.Loads:
+        """Who decodes; only what is new while the same instances are there."""
+        roster = self._members.roster
+        views = self._members.views(time.monotonic())
+        decoders = tuple(each for each in views if each.info.role is not Role.PREFILL)
+        if roster == self._told_roster:
+            return messages.Loads(roster, self._seq, [row_of(each) for each in decoders])
+        self._told_roster = roster
+        return messages.View(ClusterView(self._name, self._seq, decoders), roster)
+
+    def _cue(self, instance: InstanceId) -> bytes:
+        return messages.encode(messages.Cue(self._in_flight(instance)))
 
     def _drain(self) -> None:
         # ZeroMQ signals an edge, so read until nothing is left or ask to be called again.
@@ -183,11 +232,11 @@ class Monitor:
         match message:
             case messages.Hello(info=info):
                 self._greet(sender, info, now)
-            case messages.LoadReport(instance=instance, load=load):
-                if not self._members.report(sender, instance, load, now):
+            case messages.LoadReport():
+                if not self._members.report(sender, message, now):
                     self._introduce(sender)
-            case messages.Left(instance=instance):
-                self._members.leave(sender, instance)
+            case messages.Left():
+                self._part(sender, message)
             case messages.Dispatched():
                 if self._members.is_member(sender):
                     self._on_dispatched(message)
@@ -207,6 +256,13 @@ class Monitor:
             self._send(replaced, messages.encode(messages.Refused(reason)))
         if not self._members.is_ready(info):
             self._on_hello(info)
+
+    def _part(self, sender: bytes, message: messages.Left) -> None:
+        if self._members.left(sender, message) and message.was_asked:
+            left_over = f"; cut off: {message.cut_off}" if message.cut_off else ""
+            _log.info("%s has left%s", message.instance, left_over)
+            if message.cut_off:
+                self._on_cut_off(message.instance)
 
     def _introduce(self, sender: bytes) -> None:
         if not self._members.was_replaced(sender):

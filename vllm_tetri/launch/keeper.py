@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +63,8 @@ class Keeper:
     """Owns one child at a time. Used by one event loop.
 
     Attributes:
-        ready: Set while the child answers.
+        ready: Set while the child answers, and when it has left.
+        has_left: It ended because the router had asked it to leave, and is not kept.
         restarts: Starts after the first.
     """
 
@@ -75,15 +76,18 @@ class Keeper:
         *,
         start_timeout_s: float,
         log_dir: Path | None = None,
+        was_asked_to_leave: Callable[[str], Awaitable[bool]],
     ) -> None:
         self.spec = spec
         self.ready = asyncio.Event()
+        self.has_left = False
         self.restarts = 0
         self.port = spec.port
         self._was_ready = False
         self._display = display
         self._session = session
         self._start_timeout_s = start_timeout_s
+        self._was_asked_to_leave = was_asked_to_leave
         self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
         self._child: Child | None = None
 
@@ -99,7 +103,7 @@ class Keeper:
         return self._child.pid if self._child else None
 
     async def run(self) -> None:
-        """Keep it running until cancelled.
+        """Keep it running until cancelled, or until it has left in good order.
 
         Raises:
             LaunchError: It ended repeatedly, or took too long, before it was ready once.
@@ -107,6 +111,8 @@ class Keeper:
         deaths = 0
         while True:
             ready_at = await self._start_and_watch()
+            if self.has_left:
+                return
             if ready_at is not None and time.monotonic() - ready_at >= HEALTHY_S:
                 deaths = 0
             deaths += 1
@@ -153,7 +159,13 @@ class Keeper:
             for task in (readiness, death):
                 task.cancel()
             await asyncio.gather(readiness, death, return_exceptions=True)
-        self._report_death(status)
+        # vLLM also ends with status 0 when its engine died, so the router has to say.
+        self.has_left = status == 0 and await self._was_asked_to_leave(self.spec.name)
+        if self.has_left:
+            self.ready.set()
+            self._display.phase(self.spec.name, "left")
+        else:
+            self._report_death(status)
         return ready_at
 
     def _on_started(

@@ -67,6 +67,8 @@ def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
     serve = [*SERVE, options.model, *options.tail]
     if options.arena_bytes is not None:
         serve += ["--tetri-arena-bytes", str(options.arena_bytes)]
+    if options.predictor is not None:
+        serve += ["--tetri-predictor", options.predictor]
     serve += ["--tetri-control", control, "--host", HOST]
     specs = [
         _instance(
@@ -193,6 +195,8 @@ def _instance(name: str, role: Role, serve: list[str], placement: Placement) -> 
 
 def _router(options: argparse.Namespace, control: str) -> Spec:
     words = [*ROUTER, "--host", options.host, "--control", control]
+    if options.max_in_flight is not None:
+        words += ["--max-in-flight", str(options.max_in_flight)]
     return Spec(
         ROUTER_NAME,
         None,

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--placement", choices=[way.value for way in Sharing], default="auto", help=_TEXT["place"]
     )
+    parser.add_argument("--max-in-flight", type=_count, metavar="N", help=_TEXT["in_flight"])
     parser.add_argument("--arena-bytes", type=_bytes, metavar="BYTES", help=_TEXT["arena"])
+    parser.add_argument("--predictor", metavar="FOLDER", help=_TEXT["predictor"])
     parser.add_argument("--kv-bytes", type=_bytes, metavar="BYTES", help=_TEXT["kv"])
     parser.add_argument(
         "--start-timeout", type=float, default=900.0, metavar="SECONDS", help=_TEXT["start"]
@@ -56,7 +58,10 @@ _TEXT = {
     "port": "port of the router's HTTP server, 0 for any free one; default: 8000",
     "place": "CPU hosts: cores of its own for every instance (split), or all cores for all with "
     "prefill at a low priority (shared); default: auto",
+    "in_flight": "most requests that the router gives one instance at a time; default: 1024",
     "arena": "receive arena of every instance; suffixes K, M, G; default: that of vllm serve",
+    "predictor": "length predictor beside every instance that computes prompts: a folder that "
+    "predictor train wrote, or oracle; default: none",
     "kv": "KV cache of every instance; suffixes K, M, G; default: vLLM's own on GPUs, at most 1G "
     "on a CPU host",
     "start": "longest time until an instance is ready; default: 900",
@@ -109,6 +114,7 @@ class _Cluster:
                     session,
                     start_timeout_s=self._options.start_timeout,
                     log_dir=self._options.log_dir,
+                    was_asked_to_leave=lambda name: self._has_departed(session, name),
                 )
                 for spec in self._plan.specs
             ]
@@ -136,6 +142,10 @@ class _Cluster:
             await self._end([announcing, stopping, *keeping])
         return INTERRUPTED if self._forced else status
 
+    async def _has_departed(self, session: aiohttp.ClientSession, name: str) -> bool:
+        answer = await _get_json(session, self._keepers[-1].url + "/tetri/v1/instances")
+        return name in (answer or {}).get("departed", ())
+
     async def _announce(self, session: aiohttp.ClientSession) -> None:
         for keeper in self._keepers:
             await keeper.ready.wait()
@@ -154,7 +164,7 @@ class _Cluster:
 
     async def _until_joined(self, session: aiohttp.ClientSession) -> None:
         """Wait until the router counts every instance as ready."""
-        wanted = {spec.name for spec in self._plan.instances}
+        wanted = {keeper.spec.name for keeper in self._keepers[:-1] if not keeper.has_left}
         states: dict[str, str] = {}
         loop = asyncio.get_running_loop()
         deadline = loop.time() + JOIN_TIMEOUT_S

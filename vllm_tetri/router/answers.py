@@ -13,6 +13,7 @@ _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
     405: "MethodNotAllowed",
+    409: "ConflictError",
     413: "BadRequestError",
     429: "RateLimitError",
     500: "InternalServerError",

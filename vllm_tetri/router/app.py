@@ -6,28 +6,34 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
 
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
-from vllm_tetri.router.metrics import LOAD_GAUGES
+from vllm_tetri.router.metrics import LOAD_COUNTERS, LOAD_GAUGES
 from vllm_tetri.router.passthrough import Passthrough
 from vllm_tetri.router.routes import add_whole_routes
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.types import InstanceView
+from vllm_tetri.types import InstanceId, InstanceState, InstanceView
 
 MAX_BODY_BYTES = 64 << 20
-_LOAD_FIELDS = (
+MAX_DEADLINE_S = 86_400.0
+_DOCUMENTED = (
     *LOAD_GAUGES,
     "prefills_done",
     "decodes_done",
     "preemptions",
     "flips",
     "cpu_s",
-    # Beyond the documented shape: who did what.
+)
+# Beyond the documented shape: who did what.
+_OTHERS = (
+    "reserved_blocks",
+    "step_s",
+    *LOAD_COUNTERS,
     "chunks_done",
     "kv_bytes_sent",
     "kv_bytes_received",
@@ -35,6 +41,14 @@ _LOAD_FIELDS = (
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class LeaveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /tetri/v1/instances/{id}/leave`, all of it optional."""
+
+    force: bool = False
+    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)] | None = None
+
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +65,7 @@ def build_app(scheduler: GlobalScheduler) -> web.Application:
     app.router.add_post("/ping", door.health)
     app.router.add_get("/metrics", door.metrics)
     app.router.add_get("/tetri/v1/instances", door.instances)
+    app.router.add_post("/tetri/v1/instances/{id}/leave", door.leave)
     app.router.add_get("/tetri/v1/requests", door.requests)
     add_whole_routes(app.router, Passthrough(scheduler))
 
@@ -100,8 +115,19 @@ class _Door:
         )
 
     async def instances(self, _: web.Request) -> web.Response:
-        view = self._scheduler.monitor.view()
-        return _json({"instances": [_plain_instance(each) for each in view.instances]})
+        monitor = self._scheduler.monitor
+        workers = self._scheduler.table.workers()
+        rows = [_plain_instance(each, workers[each.info.id]) for each in monitor.view().instances]
+        return _json({"instances": rows, "departed": monitor.departed})
+
+    async def leave(self, request: web.Request) -> web.Response:
+        name = InstanceId(request.match_info["id"])
+        try:
+            order = msgspec.json.decode(await request.read() or b"{}", type=LeaveOrder)
+        except msgspec.DecodeError as error:
+            raise Refusal(400, f"the body is no order to leave: {error}") from error
+        self._scheduler.leave(name, force=order.force, deadline_s=order.deadline_s)
+        return _json({"id": name, "state": InstanceState.LEAVING}, status=202)
 
     async def requests(self, _: web.Request) -> web.Response:
         return _json(self._scheduler.table.plain(time.monotonic()))
@@ -136,7 +162,7 @@ def _describe(error: web.HTTPException, request: web.Request) -> str:
     return f"{request.method} {request.path}: {error.reason}"
 
 
-def _plain_instance(each: InstanceView) -> dict[str, Any]:
+def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:
     load = asdict(each.load)
     return {
         "id": each.info.id,
@@ -144,9 +170,13 @@ def _plain_instance(each: InstanceView) -> dict[str, Any]:
         "role": each.info.role,
         "state": each.state,
         "age_s": round(each.age_s, 3),
-        **{name: load[name] for name in _LOAD_FIELDS},
+        **{name: load[name] for name in _DOCUMENTED},
+        "seq": each.seq,
+        "in_flight": in_flight,
+        **{name: load[name] for name in _OTHERS},
     }
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+def _json(value: object, *, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(value)
+    return web.Response(status=status, body=body, content_type="application/json")

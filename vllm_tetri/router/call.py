@@ -95,6 +95,11 @@ class Call:
         return self.is_text and not any(self.body.get(key) for key in _SHAPED)
 
     @property
+    def may_open_early(self) -> bool:
+        """Whether all that leg 2 needs of leg 1 is its token."""
+        return self.is_plain and not self.has_choices and not self.wants_logprobs
+
+    @property
     def _stream_options(self) -> dict[str, Any]:
         options = self.body.get("stream_options")
         return options if isinstance(options, dict) else {}

@@ -14,7 +14,7 @@ from aiohttp import web
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.router.app import build_app
-from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.router.scheduler import MAX_IN_FLIGHT_EACH, GlobalScheduler
 
 _STOP_S = 5.0
 
@@ -47,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="an instance that reports nothing for so long is not used (%(default)s)",
     )
+    parser.add_argument(
+        "--max-in-flight",
+        type=_count,
+        default=MAX_IN_FLIGHT_EACH,
+        metavar="N",
+        help="most requests that one instance gets at a time; more go to the next, or are "
+        "answered with 503 (%(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             args.control,
             first_byte_s=args.first_byte_timeout,
             silent_after_s=args.silent_after,
+            max_in_flight_each=args.max_in_flight,
         )
         uvloop.run(_serve(scheduler, args.host, args.port))
     except (ConfigError, OSError) as error:
@@ -92,4 +101,11 @@ def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of requests")
     return value

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import uuid
+from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
@@ -16,6 +18,7 @@ from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Split
 from vllm_tetri.router.answers import LegBusy, LegFailed, Refusal
 from vllm_tetri.router.call import CHAT, Call
+from vllm_tetri.router.early import EarlyLeg
 from vllm_tetri.router.first_token import FirstToken, read_first_token
 from vllm_tetri.router.legs import Hooks, Legs
 from vllm_tetri.router.table import Entry
@@ -39,6 +42,7 @@ class Job:
         self._hooks = hooks
         self._legs = Legs(call=call, entry=entry, request=request, upstream=upstream, hooks=hooks)
         self._prefill = InstanceId("")
+        self._early: EarlyLeg | None = None
         self._excluded: set[InstanceId] = set()
         self._full: set[InstanceId] = set()
         self.route_kind = "none"
@@ -126,12 +130,16 @@ class Job:
         entry.on(Event.PREFILL_SENT)
         entry.prefill, entry.decode = instance.id, ""
         self._legs.submit(instance)
+        self._early = early = EarlyLeg(self._call, self._hooks.info, self._legs.post)
+        entry.on_opening = early.open
         leg = PrefillLeg(entry.transfer, entry.id)
         try:
             status, kind, body = await self._legs.prefill(instance, self._call.prefill_body(leg))
         except LegBusy:
             entry.transfer = None  # nobody heard of it
             raise
+        finally:
+            entry.on_opening = None
         if status != 200 and self._call.is_streamed:
             # What vLLM's engine refuses is an event of a stream that began with 200:
             # the same instance says it as it says it to its own clients.
@@ -143,6 +151,7 @@ class Job:
         if first is None:
             self._again("no_transfer")
             return None
+        first = replace(first, prefilled=early.with_prompt(first.prefilled))
         entry.prompt_tokens = first.prefilled.num_tokens
         self._legs.computed(instance.id, first.prefilled.num_tokens)
         if first.is_last:
@@ -195,10 +204,11 @@ class Job:
         if instance is None:
             raise LegFailed(prefilled.decode, "holds the KV but is not in use", status=503)
         given = None if self._call.has_choices else prefilled.given
-        leg = DecodeLeg(prefilled.transfer, prefilled.digest, given)
-        body = self._call.decode_body(leg, prefilled.prompt_token_ids)
+        leg = DecodeLeg(prefilled.transfer, prefilled.digest, given, prefilled.predicted)
+        body = partial(self._call.decode_body, leg, prefilled.prompt_token_ids)
         self._show(first, instance)
-        answer = await self._legs.answer_when_free(instance, body)
+        opened = self._early.take(prefilled) if self._early is not None else None
+        answer = await self._legs.answer_when_free(instance, body, opened)
         if answer.status == 200 and not entry.is_over:
             entry.transfer = None  # the decode instance consumed it
         return answer
@@ -208,7 +218,7 @@ class Job:
         _, instance = self._route(False)
         self.route_kind = "fallback"
         prefilled = first.prefilled
-        leg = DecodeLeg(NO_TRANSFER, prefilled.digest, prefilled.given)
+        leg = DecodeLeg(NO_TRANSFER, prefilled.digest, prefilled.given, prefilled.predicted)
         if self._legs.shown is None:
             self._show(first, instance)
         return await self._whole(instance, self._call.decode_body(leg, prefilled.prompt_token_ids))
@@ -235,6 +245,9 @@ class Job:
 
     def _drop_transfer(self) -> None:
         entry = self._entry
+        if self._early is not None:
+            self._early.close()
+            self._early = None
         if entry.transfer is not None:
             self._hooks.cancel(entry.transfer, self._prefill, frozenset(entry.dispatched))
             entry.transfer = None

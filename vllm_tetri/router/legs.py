@@ -15,6 +15,7 @@ from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route
 from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, mark_too_long
 from vllm_tetri.router.call import Call
+from vllm_tetri.router.early import Answer
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.outlet import EVENT_STREAM, Outlet
 from vllm_tetri.router.splice import Splice, SpliceMismatch, SpliceRefused
@@ -97,7 +98,7 @@ class Legs:
 
     async def prefill(self, instance: InstanceInfo, body: bytes) -> tuple[int, str, bytes]:
         """Leg 1: its status, content type and answer."""
-        response = await self._post(instance, body)
+        response = await self.post(instance, body)
         try:
             answer = await self._upstream.body(instance, response)
         finally:
@@ -109,23 +110,29 @@ class Legs:
         self.shown, self._is_unsent = first, True
         self._created = int(time.time())
 
-    async def answer_when_free(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
-        """Leg 2. An instance that is full still holds the KV, so it is asked again."""
+    async def answer_when_free(
+        self, instance: InstanceInfo, body: Callable[[], bytes], opened: Answer | None
+    ) -> web.StreamResponse:
+        """Leg 2, which may have been opened before. An instance that is full still holds
+        the KV, so it is asked again."""
         wait_s = _FIRST_WAIT_S
         give_up_s = time.monotonic() + DECODE_PATIENCE_S
         while True:
             try:
-                return await self.answer(instance, body)
+                return await self.answer(instance, b"" if opened else body(), opened)
             except LegBusy as busy:
+                opened = None
                 if time.monotonic() + wait_s > give_up_s:
                     raise
                 self.note_busy(busy)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    async def answer(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
-        """Send a leg and pass on what it answers."""
-        response = await self._post_and_show(instance, body)
+    async def answer(
+        self, instance: InstanceInfo, body: bytes, opened: Answer | None = None
+    ) -> web.StreamResponse:
+        """Send a leg, unless it was opened before, and pass on what it answers."""
+        response = await self._post_and_show(instance, body, opened)
         try:
             if response.content_type == EVENT_STREAM:
                 return await self._relay(instance, response)
@@ -165,18 +172,22 @@ class Legs:
         _log.debug("request %s: %s", self._entry.id, busy)
         self._hooks.busy(busy.instance)
 
-    async def _post(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
+    async def post(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
+        """Send a leg and wait for the head of its answer."""
         return await self._upstream.post(instance, self._call.path, body, self._headers)
 
-    async def _post_and_show(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
+    async def _post_and_show(
+        self, instance: InstanceInfo, body: bytes, opened: Answer | None
+    ) -> aiohttp.ClientResponse:
+        posting = opened if opened is not None else self.post(instance, body)
         if not self._is_unsent:
-            return await self._post(instance, body)
+            return await posting
         # The leg goes first, but the token does not wait for its answer.
         self._is_unsent = False
         showing = asyncio.create_task(self._show())
         response = None
         try:
-            response = await self._post(instance, body)
+            response = await posting
         finally:
             try:
                 await showing

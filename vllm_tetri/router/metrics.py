@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,6 +25,15 @@ LOAD_GAUGES = (
     "heavy",
     "light",
 )
+LOAD_COUNTERS = (
+    "swapped_out",
+    "swapped_in",
+    "preemptions_recomputed",
+    "predictions_made",
+    "predictions_missed",
+    "predictions_refused",
+    "predictions_failed",
+)
 
 
 class Metrics:
@@ -36,9 +45,10 @@ class Metrics:
         view: Callable[[], ClusterView],
         counters: MonitorCounters,
         in_flight: Callable[[], int],
+        workers: Callable[[], Mapping[str, int]],
     ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Scraped(view, counters, in_flight))
+        self._registry.register(_Scraped(view, counters, in_flight, workers))
         self._requests = Counter(
             "tetri_requests",
             "Requests that ended, by how they were served and how they ended.",
@@ -116,10 +126,12 @@ class _Scraped(Collector):
         view: Callable[[], ClusterView],
         counters: MonitorCounters,
         in_flight: Callable[[], int],
+        workers: Callable[[], Mapping[str, int]],
     ) -> None:
         self._view = view
         self._counters = counters
         self._in_flight = in_flight
+        self._workers = workers
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -144,6 +156,33 @@ class _Scraped(Collector):
             for each in view.instances:
                 gauge.add_metric((each.info.id,), getattr(each.load, name))
             yield gauge
+        for name in LOAD_COUNTERS:
+            counter = CounterMetricFamily(
+                f"tetri_instance_{name}", f"Load report: {name}.", labels=("instance",)
+            )
+            for each in view.instances:
+                counter.add_metric((each.info.id,), getattr(each.load, name))
+            yield counter
+        yield from self._of_instances(view)
+
+    def _of_instances(self, view: ClusterView) -> Iterator[Metric]:
+        in_flight = GaugeMetricFamily(
+            "tetri_instance_in_flight", "Requests of this router there.", labels=("instance",)
+        )
+        reserved = GaugeMetricFamily(
+            "tetri_instance_reserved_blocks",
+            "Blocks kept for running requests beyond what they hold.",
+            labels=("instance",),
+        )
+        step = GaugeMetricFamily(
+            "tetri_instance_step_seconds", "Duration of its last step.", labels=("instance",)
+        )
+        workers = self._workers()
+        for each in view.instances:
+            in_flight.add_metric((each.info.id,), workers.get(each.info.id, 0))
+            reserved.add_metric((each.info.id,), each.load.reserved_blocks)
+            step.add_metric((each.info.id,), each.load.step_s)
+        yield from (in_flight, reserved, step)
 
     def _control(self) -> Iterator[Metric]:
         counters = self._counters

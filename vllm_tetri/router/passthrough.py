@@ -191,9 +191,10 @@ class Passthrough:
 
     def _choose_for(self, model: str, job: _Attempts) -> InstanceId | None:
         view = self._scheduler.monitor.view()
+        crowded = self._scheduler.crowded() if job.manner.generates else frozenset()
         if job.manner.is_kept:
             keeper = choose_keeper(view, model=model, excluded=job.excluded)
-            if keeper in job.full:
+            if keeper in job.full or keeper in crowded:
                 raise NoRoom("instances that may keep the answer", 1, 1)
             return keeper
         route = choose_route(
@@ -203,6 +204,7 @@ class Passthrough:
             own_tokens=self._in_flight,
             excluded=job.excluded,
             full=job.full,
+            crowded=crowded,
         )
         if isinstance(route, Full):
             raise NoRoom(route.who, len(route.instances), 1)

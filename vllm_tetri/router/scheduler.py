@@ -12,6 +12,7 @@ from aiohttp import web
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
+from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Submissions, choose_route
 from vllm_tetri.router.answers import NoRoom, Refusal
@@ -25,6 +26,9 @@ from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, Role, TransferId
 
 MAX_IN_FLIGHT = 4096
+# Several times what a GPU decodes at once; what waits beyond that is better refused.
+MAX_IN_FLIGHT_EACH = 1024
+_IN_USE = (InstanceState.READY, InstanceState.LEAVING)  # may answer what it has
 
 
 class GlobalScheduler:
@@ -35,6 +39,7 @@ class GlobalScheduler:
         first_byte_s: Longest wait for an instance's answer to begin, in seconds.
         period_s: Seconds between two broadcasts.
         silent_after_s: An instance that says nothing for so long is not used.
+        max_in_flight_each: Most requests that one instance gets at a time.
     """
 
     def __init__(
@@ -44,8 +49,10 @@ class GlobalScheduler:
         first_byte_s: float = 300.0,
         period_s: float = 0.1,
         silent_after_s: float = 1.0,
+        max_in_flight_each: int = MAX_IN_FLIGHT_EACH,
     ) -> None:
         self.table = RequestTable()
+        self._max_in_flight_each = max_in_flight_each
         self.monitor = Monitor(
             control,
             f"router-{os.getpid()}",
@@ -53,11 +60,14 @@ class GlobalScheduler:
             silent_after_s=silent_after_s,
             on_hello=self._on_hello,
             on_dispatched=self.table.note_dispatch,
+            on_cut_off=self._on_cut_off,
+            in_flight=self.table.num_reaching,
         )
         self.metrics = Metrics(
             view=self.monitor.view,
             counters=self.monitor.counters,
             in_flight=self.table.__len__,
+            workers=self.table.workers,
         )
         self._first_byte_s = first_byte_s
         self._submissions = Submissions()
@@ -112,6 +122,28 @@ class GlobalScheduler:
                 for name in each.info.models:
                     names.setdefault(name, each.info)
         return names
+
+    def leave(self, instance: InstanceId, *, force: bool, deadline_s: float | None) -> None:
+        """Tell an instance to finish what it has and go.
+
+        Raises:
+            Refusal: 404 if there is no such instance; 409 if the cluster needs it and
+                `force` is not set.
+        """
+        one = self.monitor.view_of(instance)
+        if one is None:
+            raise Refusal(404, f"there is no instance {instance!r}")
+        why = why_needed(self.monitor.view(), one)
+        if why and not force and one.state is not InstanceState.LEAVING:
+            raise Refusal(409, f'{why}; {{"force": true}} lets it go all the same')
+        self.monitor.ask_to_leave(instance, deadline_s)
+
+    def crowded(self) -> frozenset[InstanceId]:
+        """Instances that have as many requests as they may."""
+        if len(self.table) < self._max_in_flight_each:
+            return frozenset()
+        workers = self.table.workers().items()
+        return frozenset(InstanceId(name) for name, n in workers if n >= self._max_in_flight_each)
 
     async def serve(self, call: Call, request: web.Request) -> web.StreamResponse:
         """Answer a request.
@@ -190,13 +222,12 @@ class GlobalScheduler:
             own_tokens=self._submissions.unreported(view, time.monotonic()),
             excluded=excluded,
             full=full,
+            crowded=self.crowded(),
         )
 
     def _info(self, instance: InstanceId) -> InstanceInfo | None:
-        for each in self.monitor.view().instances:
-            if each.info.id == instance and each.state is InstanceState.READY:
-                return each.info
-        return None
+        one = self.monitor.view_of(instance)
+        return one.info if one is not None and one.state in _IN_USE else None
 
     def _submitted(self, instance: InstanceId, num_tokens: int) -> None:
         self._submissions.add(instance, num_tokens, time.monotonic())
@@ -219,6 +250,10 @@ class GlobalScheduler:
         }
         for instance in targets | {prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))
+
+    def _on_cut_off(self, instance: InstanceId) -> None:
+        if self._upstream is not None:
+            self._upstream.hang_up(instance)
 
     def _on_hello(self, info: InstanceInfo) -> None:
         if self._probes is not None:

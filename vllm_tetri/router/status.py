@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-_TIMEOUT_S = 5.0
-_COLUMNS = ("id", "role", "state", "age", "running", "waiting", "held", "blocks", "arena", "url")
+from vllm_tetri.router import admin
+
+Row = dict[str, Any]
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "id": lambda row: str(row["id"]),
+    "role": lambda row: str(row["role"]),
+    "state": lambda row: str(row["state"]),
+    "age": lambda row: f"{row['age_s']:.1f}s",
+    "in flight": lambda row: str(row["in_flight"]),
+    "running": lambda row: str(row["running"]),
+    "waiting": lambda row: str(row["waiting"]),
+    "held": lambda row: str(row["held"]),
+    "heavy:light": lambda row: f"{row['heavy']}:{row['light']}",
+    "prompt tokens": lambda row: str(row["queued_prefill_tokens"]),
+    "blocks": lambda row: _blocks(row),
+    "arena": lambda row: f"{row['arena_used_bytes'] >> 20}/{row['arena_total_bytes'] >> 20} MiB",
+    "step": lambda row: f"{row['step_s'] * 1000:.0f}ms" if row["step_s"] else "-",
+    "url": lambda row: str(row["url"]),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="base URL of the router (%(default)s)"
-    )
+    admin.add_url(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
-    url = f"{args.url.rstrip('/')}/tetri/v1/instances"
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            instances = json.load(response)["instances"]
-    except (urllib.error.URLError, OSError, ValueError, LookupError, TypeError) as error:
-        print(f"vllm-tetri status: no router answers at {args.url}: {error}", file=sys.stderr)
+        rows = admin.instances(args.url)["instances"]
+        text = table_of(rows) if rows else "no instances"
+    except (admin.AdminError, LookupError, TypeError) as error:
+        print(f"vllm-tetri status: {error}", file=sys.stderr)
         return 1
-    rows = [_row(each) for each in instances]
-    print(format_table(_COLUMNS, rows) if rows else "no instances")
+    print(text)
     return 0
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """What ``GET /tetri/v1/instances`` says, by role and name."""
+    ordered = sorted(rows, key=lambda row: (row["role"], row["id"]))
+    return format_table(
+        tuple(COLUMNS), [[show(row) for show in COLUMNS.values()] for row in ordered]
+    )
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -45,16 +64,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _row(instance: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        str(instance["id"]),
-        str(instance["role"]),
-        str(instance["state"]),
-        f"{instance['age_s']:.1f}s",
-        str(instance["running"]),
-        str(instance["waiting"]),
-        str(instance["held"]),
-        f"{instance['blocks_used']}/{instance['blocks_total']}",
-        f"{instance['arena_used_bytes'] >> 20}/{instance['arena_total_bytes'] >> 20} MiB",
-        str(instance["url"]),
-    )
+def _blocks(row: Row) -> str:
+    """Used, what is reserved on top for what runs, and all."""
+    reserved = f"+{row['reserved_blocks']}" if row["reserved_blocks"] else ""
+    return f"{row['blocks_used']}{reserved}/{row['blocks_total']}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,8 @@ from vllm_tetri.types import InstanceId, RequestId, TransferId
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `generated` counts streamed events, an early first token included;
+    """One request. `predicted` is where the predicted bucket of its answer's length begins,
+    in tokens. `generated` counts streamed events, an early first token included;
     times are monotonic seconds."""
 
     id: RequestId
@@ -28,6 +31,7 @@ class Entry:
     predicted: int | None = None
     generated: int = 0
     first_byte_s: float | None = None
+    on_opening: Callable[[Dispatched], None] | None = None  # told when the last chunk begins
 
     def on(self, event: Event) -> None:
         """Move to the next phase.
@@ -41,6 +45,16 @@ class Entry:
     def is_over(self) -> bool:
         """Whether it finished, failed or was cancelled."""
         return self.phase in ENDED
+
+    @property
+    def worker(self) -> str:
+        """The instance that has the request now; empty before it is sent."""
+        return self.prefill if self.phase is Phase.PREFILLING else self.decode
+
+    def may_reach(self, instance: InstanceId) -> bool:
+        """Whether an instance has the request, or its KV and with it maybe the rest."""
+        is_handed_over = self.phase in (Phase.PREFILLING, Phase.HANDING_OVER)
+        return instance == self.worker or (is_handed_over and instance in self.dispatched)
 
     def plain(self, now: float) -> dict[str, Any]:
         """The entry as the outside sees it."""
@@ -78,12 +92,24 @@ class RequestTable:
         """Forget a request. Idempotent."""
         self._entries.pop(entry.id, None)
 
+    def workers(self) -> Counter[str]:
+        """How many requests every instance has."""
+        return Counter(entry.worker for entry in self._entries.values())
+
+    def num_reaching(self, instance: InstanceId) -> int:
+        """How many requests an instance has or may still get the rest of."""
+        return sum(entry.may_reach(instance) for entry in self._entries.values())
+
     def note_dispatch(self, message: Dispatched) -> None:
         """The prefill instance named a decode instance; late messages are ignored."""
         entry = self._entries.get(message.request)
         if entry is not None and entry.transfer == message.transfer:
             entry.decode = message.decode
             entry.dispatched.add(message.decode)
+            if message.predicted is not None:
+                entry.predicted = message.predicted.lower_tokens
+            if message.opening is not None and entry.on_opening is not None:
+                entry.on_opening(message)
 
     def plain(self, now: float) -> dict[str, Any]:
         """The whole table as the outside sees it."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Mapping
+from weakref import WeakSet
 
 import aiohttp
 
 from vllm_tetri.router.answers import LegBusy, LegFailed, is_busy, is_busy_event
-from vllm_tetri.types import InstanceInfo
+from vllm_tetri.types import InstanceId, InstanceInfo
 
 _KEEPALIVE_S = 3.0  # vLLM closes idle connections after 5 s
 _CONNECT_S = 5.0
 _MAX_CONNECTIONS = 8192
 _MAX_ERROR_BYTES = 4096
+_AT_ONCE = 0.0
 
 
 class Upstream:
@@ -25,6 +28,10 @@ class Upstream:
 
     def __init__(self, first_byte_s: float) -> None:
         self._first_byte_s = first_byte_s
+        self._waiting: defaultdict[InstanceId, WeakSet[asyncio.Timeout]] = defaultdict(WeakSet)
+        self._answers: defaultdict[InstanceId, WeakSet[aiohttp.ClientResponse]] = defaultdict(
+            WeakSet
+        )
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=_MAX_CONNECTIONS, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S
@@ -67,24 +74,41 @@ class Upstream:
             LegFailed: No answer.
         """
         url = instance.url + path
+        limit = asyncio.timeout(self._first_byte_s)
+        self._waiting[instance.id].add(limit)
         try:
-            async with asyncio.timeout(self._first_byte_s):
+            async with limit:
                 try:
-                    return await self._send(method, url, body, headers)
+                    response = await self._send(method, url, body, headers)
                 except aiohttp.ClientConnectorError:
                     raise
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                    return await self._send(method, url, body, headers)
+                    response = await self._send(method, url, body, headers)
         except aiohttp.ServerTimeoutError as error:
             raise LegFailed(
                 instance.id, f"no connection in {_CONNECT_S:g} s", status=503
             ) from error
         except TimeoutError as error:
+            if limit.when() == _AT_ONCE:
+                raise LegFailed(instance.id, "has left", status=503) from error
             raise self._late(instance) from error
         except aiohttp.ClientConnectorError as error:
             raise LegFailed(instance.id, f"cannot connect: {error}", status=503) from error
         except aiohttp.ClientError as error:
             raise LegFailed(instance.id, f"connection lost: {error!r}") from error
+        finally:
+            self._waiting[instance.id].discard(limit)
+        self._answers[instance.id].add(response)
+        return response
+
+    def hang_up(self, instance: InstanceId) -> None:
+        """Wait no longer for anything of an instance that left before it had finished: its
+        server ends only when nobody is connected any more."""
+        for limit in self._waiting.pop(instance, ()):
+            if not limit.expired():
+                limit.reschedule(_AT_ONCE)
+        for response in self._answers.pop(instance, ()):
+            response.close()
 
     async def first_chunk(self, instance: InstanceInfo, response: aiohttp.ClientResponse) -> bytes:
         """The first bytes of a streamed answer; empty when it ends at once.

@@ -1,0 +1,52 @@
+"""An instance's sockets to one router."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import zmq
+
+from vllm_tetri import messages
+
+_LINGER_MS = 200  # long enough for a last `Left` on a live connection
+
+
+class Link(NamedTuple):
+    """The socket to one router, and the one that tells when it is connected."""
+
+    socket: zmq.Socket[bytes]
+    connected: zmq.Socket[bytes]
+
+    @classmethod
+    def open(cls, context: zmq.Context[zmq.Socket[bytes]], address: str) -> Link:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a router that is down
+        socket.setsockopt(zmq.SNDHWM, 1000)
+        socket.setsockopt(zmq.RCVHWM, 1000)
+        socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.connect(address)
+        return cls(socket, connected)
+
+    def send(self, frame: bytes) -> bool:
+        """Whether the frame was queued; False when the router is down or does not read."""
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def is_readable(self) -> bool:
+        """Whether a frame is there."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.socket.disable_monitor()
+        self.connected.close(linger=0)
+        self.socket.close()

@@ -1,0 +1,66 @@
+"""What operators' commands say to a running router, over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from vllm_tetri.errors import TetriError
+
+_TIMEOUT_S = 5.0
+
+
+class AdminError(TetriError):
+    """No router answered, or it refused."""
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """The option that says which router."""
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="base URL of the router (%(default)s)"
+    )
+
+
+def instances(url: str) -> dict[str, Any]:
+    """What ``GET /tetri/v1/instances`` answers.
+
+    Raises:
+        AdminError: There is no router.
+    """
+    return _call(url, "/tetri/v1/instances", None)
+
+
+def order(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """POST an order.
+
+    Raises:
+        AdminError: There is no router, or it refuses; with its words.
+    """
+    return _call(url, path, json.dumps(body).encode())
+
+
+def _call(url: str, path: str, body: bytes | None) -> dict[str, Any]:
+    base = url.rstrip("/")
+    try:
+        request = urllib.request.Request(
+            base + path, data=body, headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise AdminError(_words(error)) from error
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise AdminError(f"no router answers at {base}: {error}") from error
+    if not isinstance(answer, dict):
+        raise AdminError(f"no router answers at {base}: it says {answer!r}")
+    return answer
+
+
+def _words(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError, OSError):
+        return f"HTTP {error.code} {error.reason}"

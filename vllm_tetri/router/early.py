@@ -1,0 +1,90 @@
+"""A second leg that finds its way while the prompt is still computed.
+
+HTTP, parsing and the way into the decode engine take milliseconds that nobody has to
+wait for: the prefill instance says when the last chunk begins, the leg is opened then,
+and the decode engine goes on as soon as the KV and the first token have arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import msgspec
+
+from vllm_tetri.handover import DecodeLeg, Prefilled
+from vllm_tetri.messages import Dispatched, Opening
+from vllm_tetri.router.call import Call
+from vllm_tetri.types import InstanceId, InstanceInfo
+
+Answer = asyncio.Task[aiohttp.ClientResponse]
+
+
+class EarlyLeg:
+    """The second leg of one try. Owner: the job; close it.
+
+    Args:
+        call: What the client asked for.
+        info: What an instance said of itself, if it is in use.
+        post: Sends a body to an instance and returns the head of its answer.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        info: Callable[[InstanceId], InstanceInfo | None],
+        post: Callable[[InstanceInfo, bytes], Awaitable[aiohttp.ClientResponse]],
+    ) -> None:
+        self._call = call
+        self._info = info
+        self._post = post
+        self._opening: Opening | None = None
+        self._decode = InstanceId("")
+        self._answer: Answer | None = None
+
+    def open(self, message: Dispatched) -> None:
+        """The last chunk begins: send the leg, unless one is on its way."""
+        opening, instance = message.opening, self._info(message.decode)
+        if opening is None or instance is None or self._answer is not None:
+            return
+        self._opening, self._decode = opening, message.decode
+        if not self._call.may_open_early:
+            return
+        leg = DecodeLeg(
+            opening.transfer, opening.digest, predicted=message.predicted, is_early=True
+        )
+        body = self._call.decode_body(leg, opening.prompt_token_ids)
+        self._answer = asyncio.ensure_future(self._send(instance, body))
+
+    def with_prompt(self, prefilled: Prefilled) -> Prefilled:
+        """With the prompt's tokens, which leg 1 does not repeat after an opening."""
+        opening = self._opening
+        if prefilled.prompt_token_ids or opening is None or opening.digest != prefilled.digest:
+            return prefilled
+        return msgspec.structs.replace(prefilled, prompt_token_ids=opening.prompt_token_ids)
+
+    def take(self, prefilled: Prefilled) -> Answer | None:
+        """The answer to come, if the leg went where the KV is; it is the caller's then.
+        Else the leg is left."""
+        transfer = self._opening.transfer if self._opening is not None else ""
+        if (transfer, self._decode) != (prefilled.transfer, prefilled.decode):
+            self.close()
+            return None
+        answer, self._answer = self._answer, None
+        return answer
+
+    def close(self) -> None:
+        """Leave, so that the decode instance drops the request. Idempotent."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.cancel()
+            answer.add_done_callback(_discard)
+
+    async def _send(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
+        return await self._post(instance, body)
+
+
+def _discard(answer: Answer) -> None:
+    if not answer.cancelled() and answer.exception() is None:
+        answer.result().close()
