@@ -28,6 +28,9 @@ from msgspec.inspect import (
 )
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.admission import DecodePolicy
+from vllm_tetri.policy.dispatch import DispatchPolicy
+from vllm_tetri.policy.lengths import End
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
 
@@ -67,6 +70,15 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         report_period_s: Seconds between load reports.
         transfer_timeout_s: Longest wait for progress of one transfer.
         hold_timeout_s: Longest time that arrived KV waits for its request.
+        decode_policy: When a request enters the decode batch (section 3.4).
+        reserve_end: Which end of a predicted bucket is reserved for an answer.
+        dispatch_policy: Which decode instance with room gets a request (section 3.3.4).
+        predictor: Folder of a length predictor (section 3.3.2), "oracle" for the truth
+            where it is known, or "none".
+        predictor_accuracy: Share of prompts that the oracle is right about.
+        predictor_mode: Whether prompts are computed while they are predicted, or after.
+        granularity: Width of a predicted bucket, in tokens; None means the
+            predictor's own, and the paper's 200 where it has none.
         load_budget_bytes: A load larger than this does not run inside a step
             that other requests wait for.
     """
@@ -88,6 +100,13 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     report_period_s: Seconds = 0.1  # paper section 3.4: every 100 ms
     transfer_timeout_s: Seconds = 30.0
     hold_timeout_s: Seconds = 60.0
+    decode_policy: DecodePolicy = DecodePolicy.RESERVE_DYNAMIC  # paper section 5.2.3
+    reserve_end: End = End.EXPECTED
+    dispatch_policy: DispatchPolicy = DispatchPolicy.POWER_OF_TWO
+    predictor: Annotated[str, msgspec.Meta(min_length=1)] = "none"
+    predictor_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    predictor_mode: Literal["parallel", "sequential"] = "parallel"
+    granularity: Positive | None = None
     load_budget_bytes: Positive = 64 << 20
 
     def __post_init__(self) -> None:

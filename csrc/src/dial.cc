@@ -30,7 +30,7 @@ std::optional<Segment> shared_arena(const Welcome& welcome, std::string* why_not
     return std::nullopt;
   }
   try {
-    Segment segment = Segment::attach(welcome.segment, Segment::Access::kReadWrite);
+    Segment segment = Segment::attach(welcome.segment);
     const Nonce nonce = segment.nonce();
     if (welcome.nonce.size() == nonce.size() &&
         std::memcmp(nonce.data(), welcome.nonce.data(), nonce.size()) == 0) {

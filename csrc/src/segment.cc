@@ -163,7 +163,7 @@ Segment Segment::create(uint64_t arena_bytes) {
   if (::ftruncate(segment.fd_.get(), static_cast<off_t>(size)) != 0) {
     fail("cannot size the receive arena", errno);
   }
-  segment.map(Access::kReadWrite);
+  segment.map();
   segment.use_huge_pages();
   const int error = ::posix_fallocate(segment.fd_.get(), 0, static_cast<off_t>(size));
   if (error != 0) {
@@ -171,7 +171,7 @@ Segment Segment::create(uint64_t arena_bytes) {
              " bytes; lower arena_bytes or enlarge /dev/shm",
          error);
   }
-  segment.touch(Access::kReadWrite);
+  segment.touch();
   auto* header = new (segment.data_) Header{};
   header->magic = kMagic;
   header->arena_bytes = size - kHeaderBytes;
@@ -183,13 +183,12 @@ Segment Segment::create(uint64_t arena_bytes) {
   return segment;
 }
 
-Segment Segment::attach(const std::string& path, Access access) {
+Segment Segment::attach(const std::string& path) {
   const size_t directory = sizeof(kDirectory) - 1;
   if (path.compare(0, directory, kDirectory) != 0 || !is_segment_name(path.substr(directory))) {
     throw std::runtime_error("not the path of a receive arena: " + path);
   }
-  const int mode = access == Access::kRead ? O_RDONLY : O_RDWR;
-  Fd fd(::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW));
+  Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
   if (!fd) fail("cannot open the receive arena " + path, errno);
   struct stat info{};
   if (::fstat(fd.get(), &info) != 0) fail("cannot inspect the receive arena " + path, errno);
@@ -198,8 +197,8 @@ Segment Segment::attach(const std::string& path, Access access) {
     throw std::runtime_error("not a receive arena: " + path);
   }
   Segment segment(path, std::move(fd), size, false);
-  segment.map(access);
-  segment.touch(access);
+  segment.map();
+  segment.touch();
   const auto* header = reinterpret_cast<const Header*>(segment.data_);
   if (header->magic != kMagic || header->arena_bytes != segment.arena_bytes()) {
     throw std::runtime_error("not a receive arena of this version: " + path);
@@ -208,7 +207,7 @@ Segment Segment::attach(const std::string& path, Access access) {
 }
 
 // Maps at a multiple of a huge page, without which the kernel maps small ones.
-void Segment::map(Access access) {
+void Segment::map() {
   void* room = ::mmap(nullptr, size_ + kHugePage, PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) fail("cannot map the receive arena " + path_, errno);
@@ -217,8 +216,8 @@ void Segment::map(Access access) {
   if (skip > 0) ::munmap(room, skip);
   if (skip < kHugePage) ::munmap(aligned + size_, kHugePage - skip);
   data_ = aligned;  // from here on `close` unmaps it
-  const int protection = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-  if (::mmap(data_, size_, protection, MAP_SHARED | MAP_FIXED, fd_.get(), 0) == MAP_FAILED) {
+  if (::mmap(data_, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_.get(), 0) ==
+      MAP_FAILED) {
     fail("cannot map the receive arena " + path_, errno);
   }
 }
@@ -236,10 +235,8 @@ void Segment::use_huge_pages() const {
 }
 
 // Faults now rather than under the first transfer. Adding zero leaves other writers' bytes alone.
-void Segment::touch(Access access) const {
-  const bool writes = access == Access::kReadWrite;
-  if (::madvise(data_, size_, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0) return;
-  if (!writes) return;
+void Segment::touch() const {
+  if (::madvise(data_, size_, MADV_POPULATE_WRITE) == 0) return;
   for (uint64_t offset = 0; offset < size_; offset += kPage) {
     __atomic_fetch_add(data_ + offset, 0, __ATOMIC_RELAXED);
   }

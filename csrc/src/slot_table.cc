@@ -45,7 +45,16 @@ SlotTable::SlotTable(uint64_t arena_bytes, ControlWord* control, Duration fill_t
 Opened SlotTable::open(const Open& wanted, const WriterId& writer, TimePoint now) {
   if (auto refused = refusal(wanted, writer, now)) return *refused;
   const auto named = names_.find(wanted.transfer);
-  Record* record = named != names_.end() ? &slots_.at(named->second) : create(wanted, writer, now);
+  Record* record = nullptr;
+  if (named != names_.end()) {
+    record = &slots_.at(named->second);
+  } else {
+    record = create(wanted.transfer, wanted.num_blocks, wanted.block_bytes, writer.num_ranks);
+    if (record != nullptr) {
+      record->deadline = now + fill_timeout_;
+      schedule(record->deadline);
+    }
+  }
   if (record == nullptr) {
     ++counters_.refused_full;
     return answer(wanted, Status::kFull,
@@ -72,10 +81,7 @@ std::optional<Opened> SlotTable::refusal(const Open& wanted, const WriterId& wri
   if (wanted.transfer.empty() || wanted.transfer.size() > kMaxNameBytes) {
     return answer(wanted, Status::kRefused, "a transfer's name has 1 to 1024 bytes");
   }
-  uint64_t bytes = 0;
-  if (wanted.num_blocks == 0 || wanted.block_bytes == 0 ||
-      __builtin_mul_overflow(wanted.num_blocks, wanted.block_bytes, &bytes) ||
-      __builtin_mul_overflow(bytes, writer.num_ranks, &bytes) || bytes > total_bytes()) {
+  if (!can_ever_fit(wanted.num_blocks, wanted.block_bytes, writer.num_ranks)) {
     return refuse(std::to_string(wanted.num_blocks) + " blocks of " +
                   std::to_string(wanted.block_bytes) + " bytes from " +
                   std::to_string(writer.num_ranks) + " ranks can never fit an arena of " +
@@ -106,31 +112,37 @@ std::optional<Opened> SlotTable::refusal(const Open& wanted, const WriterId& wri
   return std::nullopt;
 }
 
-SlotTable::Record* SlotTable::create(const Open& wanted, const WriterId& writer, TimePoint now) {
+bool SlotTable::can_ever_fit(uint64_t num_blocks, uint64_t block_bytes, uint32_t num_ranks) const {
+  uint64_t bytes = 0;
+  return num_blocks > 0 && block_bytes > 0 && num_ranks > 0 &&
+         !__builtin_mul_overflow(num_blocks, block_bytes, &bytes) &&
+         !__builtin_mul_overflow(bytes, num_ranks, &bytes) && bytes <= total_bytes();
+}
+
+SlotTable::Record* SlotTable::create(const std::string& name, uint64_t num_blocks,
+                                     uint64_t block_bytes, uint32_t num_ranks) {
   if (free_controls_.empty()) return nullptr;
-  const uint64_t rank_bytes = wanted.num_blocks * wanted.block_bytes;
-  const auto place = allocator_.allocate(rank_bytes * writer.num_ranks);
+  const uint64_t rank_bytes = num_blocks * block_bytes;
+  const auto place = allocator_.allocate(rank_bytes * num_ranks);
   if (!place) return nullptr;
   Record record;
-  record.slot.transfer = wanted.transfer;
+  record.slot.transfer = name;
   record.slot.offset = kHeaderBytes + *place;
-  record.slot.num_blocks = wanted.num_blocks;
+  record.slot.num_blocks = num_blocks;
   record.slot.rank_bytes = rank_bytes;
-  record.slot.num_ranks = writer.num_ranks;
+  record.slot.num_ranks = num_ranks;
   record.slot.generation = next_generation();
   record.place = *place;
   record.bytes = allocator_.size_of(*place);
   record.control = free_controls_.back();
   free_controls_.pop_back();
-  record.deadline = now + fill_timeout_;
-  record.writers.resize(writer.num_ranks);
+  record.writers.resize(num_ranks);
   ControlWord& word = control_[record.control];
   word.progress.store(0, std::memory_order_relaxed);
   word.live.store(record.slot.generation, std::memory_order_release);
-  schedule(record.deadline);
-  notes_.erase(wanted.transfer);
-  unwanted_.erase(wanted.transfer);
-  names_[wanted.transfer] = record.slot.generation;
+  notes_.erase(name);
+  unwanted_.erase(name);
+  names_[name] = record.slot.generation;
   return &slots_.emplace(record.slot.generation, std::move(record)).first->second;
 }
 
@@ -265,6 +277,18 @@ std::optional<Slot> SlotTable::take(const std::string& transfer) {
   if (record.slot.state != SlotState::kArrived) return std::nullopt;
   record.slot.state = SlotState::kTaken;
   return record.slot;
+}
+
+std::optional<Slot> SlotTable::claim(const std::string& name, uint64_t num_blocks,
+                                     uint64_t block_bytes, uint32_t num_ranks) {
+  if (name.empty() || name.size() > kMaxNameBytes || names_.count(name) > 0 ||
+      !can_ever_fit(num_blocks, block_bytes, num_ranks)) {
+    return std::nullopt;
+  }
+  Record* record = create(name, num_blocks, block_bytes, num_ranks);
+  if (record == nullptr) return std::nullopt;
+  record->slot.state = SlotState::kTaken;
+  return record->slot;
 }
 
 void SlotTable::release(const std::string& transfer) {

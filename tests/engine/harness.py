@@ -9,6 +9,7 @@ into the cache, and "samples" a token. KV bytes really travel.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.llama import LLAMA
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
+from vllm_tetri.control.views import Picture
 from vllm_tetri.engine import roles
 from vllm_tetri.engine.compat import KVConnectorRole
 from vllm_tetri.engine.connector import TetriConnector
@@ -49,7 +51,9 @@ PAGE = 64  # bytes that stand for one token of one layer
 def vllm_config(folder: Path, role: Role, **options: Any) -> Any:
     """A real VllmConfig for a model that exists only as a config.json."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    tetri = TetriConfig(role=role, instance=f"{role}-x", url="http://127.0.0.1:1", **options)
+    # At that address nobody listens: no cluster on this machine shall see it.
+    own = {"instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",)}
+    tetri = TetriConfig(role=role, **{**own, **options})
     return EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -128,7 +132,8 @@ class Engine:
         )
         agent = self.instance._agent
         assert isinstance(agent, Agent)
-        agent.view = lambda: view  # type: ignore[method-assign]
+        picture = Picture(view, time.monotonic())
+        agent.picture = lambda: picture  # type: ignore[method-assign]
 
     def add(
         self,
@@ -220,8 +225,6 @@ class Engine:
 
     def run_until(self, condition: Any, *, max_steps: int = 3000) -> None:
         """Step until the condition holds; fails after `max_steps`."""
-        import time
-
         for _ in range(max_steps):
             if condition():
                 return

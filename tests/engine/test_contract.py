@@ -53,6 +53,12 @@ SIGNATURES = {
         "reset_running_requests",
         "reset_connector",
     ],
+    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": [
+        "self",
+        "request",
+        "timestamp",
+        "drop_stale_output",
+    ],
     "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ["self", "request_id"],
     "vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor": ["self"],
     "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ["self"],
@@ -134,6 +140,29 @@ def test_waiting_queue_has_no_new_duty() -> None:
 def test_every_request_passes_the_method_that_lowers_its_tokens() -> None:
     """Running and waiting ones: once each in `schedule` (docs/adr/0004)."""
     assert inspect.getsource(Scheduler.schedule).count("self._reserve_prefill_lookahead(") == 2
+
+
+def test_blocks_of_preempted_requests_are_whole_when_the_connector_hears_of_them() -> None:
+    """What `engine/swap.py` copies then: nothing was written, zeroed or copied yet."""
+    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    v1 = inspect.getsource(GPUModelRunner.execute_model)
+    assert v1.index("handle_preemptions(") < v1.index("self._update_states(scheduler_output)")
+    v2 = inspect.getsource(ActiveKVConnector.pre_forward)
+    assert v2.index("handle_preemptions(") < v2.index("_start_load_kv()")
+    # No copy on write in a step that preempts: nobody new is admitted, so nobody hits a prefix.
+    schedule = inspect.getsource(Scheduler.schedule)
+    assert "if not preempted_reqs and self._pause_state" in schedule
+
+
+def test_the_connector_is_asked_about_every_request_that_enters() -> None:
+    """Where requests are held back (`engine/admission.py`)."""
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("self.connector.get_num_new_matched_tokens(") == 1
+    asked = source.index("if ext_tokens is None:")
+    assert asked < source.index("self.kv_cache_manager.allocate_slots(", asked)
+    assert "skip_request(request_queue)" in source[asked : asked + 400]
 
 
 def test_plugins_load_before_the_arguments_are_added() -> None:

@@ -14,10 +14,19 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.test_handover import CHUNK, Pair, prompt
+from vllm_tetri.engine import notes
 from vllm_tetri.engine.inbox import MAX_REMEMBERED
 from vllm_tetri.engine.step import StepMeta, WorkerReport
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, digest_of, from_params, to_params
+from vllm_tetri.handover import (
+    DecodeLeg,
+    Given,
+    Prefilled,
+    PrefillLeg,
+    digest_of,
+    from_params,
+    to_params,
+)
 from vllm_tetri.router.first_token import read_first_token
 from vllm_tetri.types import InstanceId, RequestId, TransferId
 
@@ -48,11 +57,13 @@ def test_kv_of_another_prompt_is_never_loaded(pair: Pair) -> None:
 
 
 def test_a_kv_endpoint_that_is_none_is_survived(pair: Pair) -> None:
-    view = pair.prefill.instance._agent.view()
+    picture = pair.prefill.instance._agent.picture()
     bad = tuple(
-        replace(each, info=replace(each.info, kv_endpoint="nonsense")) for each in view.instances
+        replace(each, info=replace(each.info, kv_endpoint="nonsense"))
+        for each in picture.view.instances
     )
-    pair.prefill.instance._agent.view = lambda: replace(view, instances=bad)
+    changed = picture._replace(view=replace(picture.view, instances=bad))
+    pair.prefill.instance._agent.picture = lambda: changed
     pair.send("a", prompt(100))
     pair.prefilled("a")
     pair.settle()
@@ -76,7 +87,10 @@ def test_failed_transfers_leave_no_entry(pair: Pair) -> None:
 
 
 def test_abort_after_a_full_arena_leaves_no_entry(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, arena_bytes=24 * BLOCK * 64 * 2, transfer_timeout_s=5.0)
+    # A prompt that nobody has room for waits for a report period before it tries.
+    pair = Pair(
+        tmp_path, arena_bytes=24 * BLOCK * 64 * 2, transfer_timeout_s=5.0, report_period_s=0.001
+    )
     pair.send("big", prompt(20 * BLOCK))
     pair.prefilled("big")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
@@ -95,8 +109,8 @@ def test_telling_a_hung_peer_does_not_hold_the_engine(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
-        lost = [(endpoint, f"t{i}") for i in range(50)]
-        worker_of(pair.prefill).begin_step(StepMeta(lost=lost))
+        lost = [(endpoint, notes.encode(notes.Lost(f"t{i}"))) for i in range(50)]
+        worker_of(pair.prefill).begin_step(StepMeta(notes=lost))
         assert time.monotonic() - start < 1.0
 
 
@@ -106,7 +120,9 @@ def test_old_losses_do_not_hide_new_ones(pair: Pair) -> None:
     tokens = prompt(100)
     request = pair.receive("a", tokens)
     inbox._entries["a"].deadline += 100.0
-    worker_of(pair.prefill).begin_step(StepMeta(lost=[(pair.decode.info.kv_endpoint, "t-a")]))
+    worker_of(pair.prefill).begin_step(
+        StepMeta(notes=[(pair.decode.info.kv_endpoint, notes.encode(notes.Lost("t-a")))])
+    )
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
     assert inbox.loads_failed == 1
@@ -169,3 +185,20 @@ def test_legs_round_trip_and_nonsense_is_refused() -> None:
     for bad in ("tetri", {"tetri": 5}, {"tetri": {"type": "decode"}}):
         with pytest.raises(ProtocolError):
             from_params(bad)  # type: ignore[arg-type]
+
+
+def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
+    endpoint = pair.decode.info.kv_endpoint
+    good = notes.encode(notes.FirstTokens("t-a", Given([5])))
+    huge = notes.encode(notes.FirstTokens("t-b", Given([1] * notes.MAX_BYTES)))
+    bad = [b"", b"lost:t-a", good[:-1], huge, msgspec.msgpack.encode({"type": "first"})]
+    worker = worker_of(pair.prefill)
+    worker.begin_step(StepMeta(notes=[(endpoint, note) for note in [*bad, good]]))
+    inbox = pair.decode.instance.inbox
+    tokens = prompt(100)
+    leg = DecodeLeg(TransferId("t-a"), digest_of(tokens), is_early=True)
+    pair.decode.add("a", tokens, params=to_params(leg))
+    pair.decode.run_until(lambda: not inbox._entries["a"].awaits_given)
+    assert not inbox._given
+    pair.decode.abort("a")
+    pair.settle()

@@ -123,6 +123,12 @@ BAD_VALUES = {
     "prefill_policy": ("best", "SJF", "fcfs, sjf, ljf or srtf"),
     "tbt_slo_s": ("0", "-1", "nan", "inf", "x", "a number above 0 and at most 86400 seconds"),
     "pad": ("maybe", "1", "off or on"),
+    "decode_policy": ("vllm", "Greedy", "greedy, reserve-static or reserve-dynamic"),
+    "reserve_end": ("middle", "1", "lower, expected or upper"),
+    "dispatch_policy": ("best", "power-of-two, random, round-robin, least-loaded or imbalance"),
+    "predictor_mode": ("both", "parallel or sequential"),
+    "predictor_accuracy": ("-0.1", "1.1", "nan", "x", "a number of at least 0 and at most 1"),
+    "granularity": ("0", "-5", "x", "a whole number of at least 1"),
     "streams": ("0", "17", "a whole number of at least 1 and at most 16"),
 }
 

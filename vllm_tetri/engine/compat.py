@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -58,7 +59,9 @@ __all__ = [
     "SupportsHMA",
     "UniProcExecutor",
     "get_hash_fn_by_name",
+    "get_kv_transfer_group",
     "get_request_block_hasher",
+    "has_kv_transfer_group",
     "share_logging",
 ]
 
@@ -77,6 +80,9 @@ SCHEDULER_ATTRIBUTES = (
     "running",  # R, W: list of Request; decodes are moved before prompts
     "waiting",  # W: our RequestQueue, once, before the first request
     "finished_req_ids",  # R: ended since the last step
+    "kv_holding_waiting",  # R: requests whose KV is loaded beside the steps
+    "needs_kv_cache_zeroing",  # R
+    "block_size",  # R
     "max_num_active_reqs",  # R
     "hash_block_size",  # R
     "connector",  # R
@@ -100,6 +106,7 @@ REQUEST_ATTRIBUTES = (
     "skip_reading_prefix_cache",  # W: False where our context counts as loaded
     "num_computed_tokens",  # R
     "num_output_tokens",  # R
+    "num_output_placeholders",  # R: outputs of steps under way
     "num_tokens",  # R
     "all_token_ids",  # R
     "append_output_token_ids",  # R: given tokens, before the request is queued

@@ -24,6 +24,8 @@ from vllm_tetri.engine.compat import (
     Request,
     SchedulerOutput,
     SupportsHMA,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
     share_logging,
 )
 from vllm_tetri.engine.identity import identity_of, require_carriable
@@ -87,8 +89,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMeta)
-        if self._worker is not None and kv_connector_metadata.stops:
+        if self._worker is not None:
             self._worker.stop_preempted(kv_connector_metadata)
+            self._worker.save(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -116,6 +119,11 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, StepMeta)
+        self._worker.push_tails(meta)
+        if meta.is_empty:
+            self._worker.wait_for_sent()
         loaded, failed = self._worker.take_background_loads()
         return KVConnectorTransferResults(
             finished_sending=self._worker.take_sent(),
@@ -156,9 +164,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             loaded_tokens = self.instance.profiling.loaded_tokens(request.request_id)
             if loaded_tokens is not None:
                 return loaded_tokens, False
-        return self.instance.inbox.match(
-            request, num_computed_tokens, is_busy=self.instance.is_busy
-        )
+        return self.instance.match(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._cache_config.transfer_group_ids
@@ -166,11 +172,15 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.instance.inbox.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+        block_ids = blocks.get_block_ids()[0]
+        self.instance.inbox.admitted(request, block_ids, num_external_tokens)
+        self.instance.swap.admitted(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        meta = StepMeta(loads=self.instance.inbox.take_loads())
+        inbox, swap = self.instance.inbox, self.instance.swap
+        meta = StepMeta(loads=inbox.take_loads() + swap.take_loads(), saves=swap.take_saves())
         self.instance.outbox.fill(meta, scheduler_output)
+        meta.is_empty = not scheduler_output.total_num_scheduled_tokens
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -178,9 +188,11 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(report, WorkerReport):
             self.instance.inbox.report(report)
             self.instance.outbox.report(report)
+            self.instance.swap.report(report)
         if connector_output.finished_sending:
             # vLLM asserts on an id that it does not hold; never hand it one.
-            connector_output.finished_sending &= self.instance.outbox.held()
+            outbox = self.instance.outbox
+            connector_output.finished_sending &= outbox.freeable(connector_output.finished_sending)
             for request_id in connector_output.finished_sending:
                 self.instance.outbox.sent(request_id)
 
@@ -188,15 +200,26 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self.instance.inbox.finished(request)
+        self.instance.swap.forget(request)
         must_stay, prefilled = self.instance.outbox.finished(request, block_ids)
+        self._tell_at_once()
         if prefilled is None:
             self.instance.count_finished(request)
+        self.instance.ended(request)
         return must_stay, to_params(prefilled) if prefilled is not None else None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def _tell_at_once(self) -> None:
+        """Notes need not wait for the next step if the worker is in this process."""
+        if has_kv_transfer_group():
+            other = get_kv_transfer_group()
+            if isinstance(other, TetriConnector) and other._worker is not None:
+                for endpoint, note in self.instance.outbox.take_notes():
+                    other._worker.tell(endpoint, note)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -15,20 +15,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import numpy as np
 
+from vllm_tetri.engine import notes
 from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.step import Load, WorkerReport
-from vllm_tetri.handover import DecodeLeg, attempt_names, digest_of
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeLeg, Given, attempt_names, digest_of
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
 from vllm_tetri.types import TransferId
 
 logger = logging.getLogger(__name__)
 
-LOST_PREFIX = b"lost:"
 MAX_REMEMBERED = 4096
 
 
@@ -44,6 +47,7 @@ class _Inbound:
     request_id: str
     leg: DecodeLeg
     deadline: float
+    awaits_given: bool
     state: _State = _State.WAITING
     slot: Slot | None = None
     local_tokens: int = 0
@@ -74,6 +78,7 @@ class Inbox:
         self._entries: dict[str, _Inbound] = {}
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
+        self._given: OrderedDict[str, Given] = OrderedDict()  # nobody asked for it yet
         self._lost: OrderedDict[str, None] = OrderedDict()
         self._consumed: OrderedDict[str, None] = OrderedDict()
         self._loads: list[Load] = []
@@ -87,8 +92,13 @@ class Inbox:
     def add(self, request: Request, leg: DecodeLeg) -> None:
         """A request with a decode leg entered the engine."""
         request_id, deadline = request.request_id, time.monotonic() + self._timeout_s
-        self._entries[request_id] = _Inbound(request_id, leg, deadline)
+        self._entries[request_id] = _Inbound(request_id, leg, deadline, leg.is_early)
         self._users.setdefault(leg.transfer, set()).add(request_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request's KV is here or on its way."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.state is not _State.DONE
 
     @property
     def num_waiting(self) -> int:
@@ -96,8 +106,46 @@ class Inbox:
         return sum(entry.state is _State.WAITING for entry in self._entries.values())
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something arrives (GIL released), at most `timeout_s`."""
-        self._receiver.wait(timeout_s)
+        """Sleep until a waiting request may go on (GIL released), at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not self._has_arrived() and (left_s := deadline - time.monotonic()) > 0:
+            self._receiver.wait(left_s)
+
+    def _has_arrived(self) -> bool:
+        self._drain_notes()
+        for entry in self._entries.values():
+            name = entry.leg.transfer
+            if entry.state is not _State.WAITING:
+                continue
+            if name in self._lost:
+                return True
+            if entry.awaits_given and name not in self._given:
+                continue
+            seen = self._receiver.find(name)
+            if seen is not None and seen.state is not SlotState.FILLING:
+                return True
+        return False
+
+    def pin_arrived(self, requests: Mapping[str, Request]) -> None:
+        """Take what has arrived for requests that nobody asks about, so that it stays
+        for as long as they wait."""
+        waiting = [each for each in self._entries.values() if each.state is _State.WAITING]
+        for entry in waiting:
+            self._try_take(requests[entry.request_id], entry)
+
+    def take_given(self) -> list[tuple[str, Given]]:
+        """Requests that came before their first token, and that token, each once."""
+        awaiting = [entry for entry in self._entries.values() if entry.awaits_given]
+        if not awaiting:
+            return []
+        self._drain_notes()
+        found = []
+        for entry in awaiting:
+            given = self._given.pop(entry.leg.transfer, None)
+            if given is not None:
+                entry.awaits_given = False
+                found.append((entry.request_id, given))
+        return found
 
     def match(
         self, request: Request, num_local_tokens: int, *, is_busy: bool
@@ -133,7 +181,9 @@ class Inbox:
 
     def _try_take(self, request: Request, entry: _Inbound) -> bool:
         name = entry.leg.transfer
-        slot = self._slots.get(name) or self._receiver.take(name)
+        slot = None
+        if not entry.awaits_given:
+            slot = self._slots.get(name) or self._receiver.take(name)
         if slot is None:
             self._check_lost(name, entry)
             return False
@@ -158,7 +208,7 @@ class Inbox:
         return True
 
     def _check_lost(self, name: str, entry: _Inbound) -> None:
-        self._drain_messages()
+        self._drain_notes()
         seen = self._receiver.find(name)
         reason = ""
         if name in self._consumed:
@@ -178,11 +228,20 @@ class Inbox:
             self._receiver.cancel(name)
             self._give_back(entry)
 
-    def _drain_messages(self) -> None:
+    def _drain_notes(self) -> None:
         while (message := self._receiver.receive(0.0)) is not None:
-            if message.startswith(LOST_PREFIX):
-                self._lost[message[len(LOST_PREFIX) :].decode(errors="replace")] = None
-                _trim(self._lost)
+            try:
+                note = notes.decode(message)
+            except ProtocolError as error:
+                logger.warning("dropped a message: %s", error)
+                continue
+            match note:
+                case notes.Lost(transfer=transfer):
+                    self._lost[transfer] = None
+                    _trim(self._lost)
+                case notes.FirstTokens(transfer=transfer, given=given):
+                    self._given[transfer] = given
+                    _trim(self._given)
 
     def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """vLLM gave the request its blocks; order the load, or free the slot."""
@@ -236,6 +295,7 @@ class Inbox:
             entry.gone = True
             return
         del self._entries[request.request_id]
+        self._given.pop(entry.leg.transfer, None)
         if entry.state is _State.WAITING and len(self._users[entry.leg.transfer]) == 1:
             self._receiver.cancel(entry.leg.transfer)
         self._give_back(entry)
@@ -262,6 +322,6 @@ class Inbox:
             _trim(self._consumed)
 
 
-def _trim(remembered: OrderedDict[str, None]) -> None:
+def _trim(remembered: OrderedDict[str, Any]) -> None:
     while len(remembered) > MAX_REMEMBERED:
         remembered.popitem(last=False)

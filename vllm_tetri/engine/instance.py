@@ -8,25 +8,41 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from random import Random
 from typing import TYPE_CHECKING
 
 import vllm_tetri
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
+from vllm_tetri.control.views import Picture
+from vllm_tetri.engine.admission import Answers, DecodeGate
+from vllm_tetri.engine.cache import cache_folder
 from vllm_tetri.engine.compat import Request, Scheduler
+from vllm_tetri.engine.departure import end_server, unfinished
+from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.inbox import Inbox
 from vllm_tetri.engine.injection import Injections
+from vllm_tetri.engine.lengths_store import LengthsStore, Subject, tells_length
 from vllm_tetri.engine.load import CpuClock, read_load
 from vllm_tetri.engine.outbox import Outbox
 from vllm_tetri.engine.own import is_own
+from vllm_tetri.engine.prediction import Predictions, buckets_of, make_predictor
 from vllm_tetri.engine.step import WorkerShape
+from vllm_tetri.engine.swap import Swap
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeLeg, PrefillLeg, from_params
-from vllm_tetri.messages import Dispatched
-from vllm_tetri.policy.dispatch import Dispatch, choose_decode
+from vllm_tetri.messages import Dispatched, Opening
+from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.transport.native import Receiver, open_receiver
-from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, TransferId
+from vllm_tetri.types import (
+    InstanceId,
+    InstanceInfo,
+    InstanceLoad,
+    Prediction,
+    TransferId,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +58,9 @@ class Instance:
 
     outbox: Outbox
     inbox: Inbox
+    swap: Swap
+    answers: Answers  # the scheduler's
+    gate: DecodeGate | None  # the scheduler's
 
     def __init__(self, config: TetriConfig, vllm_config: VllmConfig) -> None:
         self.config = config
@@ -50,9 +69,19 @@ class Instance:
         self.injections: Injections | None = None  # the scheduler's, for the load report
         self._receiver: Receiver | None = None
         self._agent: Agent | None = None
-        self._rng = Random()
+        self._dispatcher: Dispatcher | None = None
         self._cpu = CpuClock()
         self._info: InstanceInfo | None = None
+        model = vllm_config.model_config
+        buckets = buckets_of(config, model.max_model_len)
+        self.predictions = Predictions(
+            make_predictor(config, vllm_config, buckets),
+            is_sequential=config.predictor_mode == "sequential",
+        )
+        self._lengths_store = LengthsStore(
+            cache_folder("lengths"),
+            Subject(model.model, buckets),
+        )
         self._shape: WorkerShape | None = None
         self._has_joined = False
         self.profiling: Profiling | None = None  # while the engine measures itself
@@ -83,6 +112,14 @@ class Instance:
             timeout_s=config.transfer_timeout_s,
             load_budget_bytes=config.load_budget_bytes,
         )
+        self.swap = Swap(
+            receiver=self._receiver,
+            block_size=block_size,
+            block_bytes=shape.block_bytes,
+            num_ranks=shape.num_ranks,
+            arena_bytes=config.arena_bytes,
+            budget_bytes=config.load_budget_bytes,
+        )
         self.outbox = Outbox(
             config=config,
             block_size=block_size,
@@ -91,6 +128,7 @@ class Instance:
             block_ids_of=self._block_ids_of,
             dispatch=self._dispatch,
             announce=self._announce,
+            prediction_of=self.prediction_of,
         )
         self._info = self._describe(shape, self._receiver.endpoint)
         self._agent = Agent(
@@ -99,6 +137,16 @@ class Instance:
             read_load=self._read_load,
             on_cancel=self._cancel,
             period_s=config.report_period_s,
+            unfinished=self._unfinished,
+            on_left=end_server,
+        )
+        self._dispatcher = Dispatcher(
+            config=config,
+            look=self._look,
+            me=self._info,
+            lengths=self.lengths,
+            predict=self._due_prediction,
+            rng=Random(),
         )
         self._shape = shape
 
@@ -151,6 +199,21 @@ class Instance:
         assert self._scheduler is not None
         return bool(self._scheduler.running)
 
+    def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        """As `Inbox.match`, also for KV of preempted requests; None as well for a request
+        that may not enter the batch yet."""
+        is_background = False
+        if request.request_id in self.swap:
+            num_tokens = self.swap.match(request, num_local_tokens)
+        else:
+            num_tokens, is_background = self.inbox.match(
+                request, num_local_tokens, is_busy=self.is_busy
+            )
+        if num_tokens is None or self.gate is None or is_own(request.request_id):
+            return num_tokens, is_background
+        missing_tokens = request.num_tokens - 1 - num_local_tokens - num_tokens
+        return (num_tokens if self.gate.lets_in(request, missing_tokens) else None), is_background
+
     def add(self, request: Request) -> None:
         """Sort a new request by the leg that it carries, if any."""
         try:
@@ -163,8 +226,11 @@ class Instance:
         match leg:
             case PrefillLeg():
                 self.outbox.add(request, leg)
+                self.predictions.begin(request)
             case DecodeLeg(transfer=transfer) if transfer:
                 self.inbox.add(request, leg)
+            case None:
+                self.predictions.begin(request)
             case _:
                 pass
 
@@ -185,25 +251,63 @@ class Instance:
         """A request that this instance decoded has ended."""
         if request.num_output_tokens > 0 and not is_own(request.request_id):
             self.decodes_done += 1
+            if self.gate is not None:
+                self.gate.ended(request)  # judged by what was known before it ended
+            self._learn_length(request)
+
+    def ended(self, request: Request) -> None:
+        """A request ended, on whatever side and in whatever way."""
+        self.predictions.end(request.request_id)
+        if self._dispatcher is not None:
+            self._dispatcher.forget(request.request_id)
+
+    @property
+    def lengths(self) -> Lengths:
+        """What answers that ended here turned out to be."""
+        return self._lengths_store.lengths
+
+    def bucket_tokens(self) -> tuple[int, ...]:
+        """Agent thread. Tokens of an answer by bucket, then without a prediction, as far as
+        answers ended here; empty before."""
+        return self._lengths_store.bucket_tokens()
+
+    def _learn_length(self, request: Request) -> None:
+        prediction = self.prediction_of(request)
+        if tells_length(request, self.lengths, prediction):
+            self.lengths.observe(prediction, request.num_output_tokens)
+            self._lengths_store.changed(time.monotonic())
+
+    def prediction_of(self, request: Request) -> Prediction | None:
+        """How long the answer to a request will be, as far as is known."""
+        leg = self.decode_leg(request)
+        return leg.predicted if leg is not None else self.predictions.get(request.request_id)
 
     def _dispatch(
-        self, num_tokens: int, num_bytes: int, refused: frozenset[InstanceId]
+        self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool
     ) -> Dispatch | None:
-        assert self._agent is not None
-        assert self._info is not None
-        return choose_decode(
-            self._agent.view(),
-            me=self._info,
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-            refused=refused,
-            rng=self._rng,
-        )
+        assert self._dispatcher is not None
+        return self._dispatcher.choose(request, num_bytes, refused, may_wait)
 
-    def _announce(self, leg: PrefillLeg, dispatch: Dispatch) -> None:
+    def _due_prediction(self, request: Request) -> Prediction | None:
+        return self.predictions.get(request.request_id, is_due=True)
+
+    def _look(self) -> Picture:
+        assert self._agent is not None
+        return self._agent.picture()
+
+    def _announce(
+        self, request: Request, leg: PrefillLeg, dispatch: Dispatch, opening: Opening | None
+    ) -> None:
         assert self._agent is not None
         self._agent.publish(
-            Dispatched(leg.request, leg.transfer, dispatch.instance, dispatch.reason)
+            Dispatched(
+                leg.request,
+                leg.transfer,
+                dispatch.instance,
+                dispatch.reason,
+                self.prediction_of(request),
+                opening,
+            )
         )
 
     def _block_ids_of(self, request_id: str) -> list[int]:
@@ -228,8 +332,16 @@ class Instance:
             cpu_s=self._cpu.read_s(),
         )
 
+    def _unfinished(self) -> str:
+        """Agent thread."""
+        assert self._scheduler is not None
+        assert self._receiver is not None
+        return unfinished(self._scheduler, self.outbox, self._receiver.stats())
+
     def close(self) -> None:
         """Leave the cluster and free the arena."""
+        self.predictions.close()
+        self._lengths_store.close()
         if self._agent is not None:
             self._agent.close()
         if self._receiver is not None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from vllm_tetri.engine.admission import Answers
 from vllm_tetri.engine.compat import Request, Scheduler
 from vllm_tetri.engine.own import is_own
+from vllm_tetri.policy.lengths import End
 from vllm_tetri.transport.native import ReceiverStats
 from vllm_tetri.types import InstanceLoad
 
@@ -37,20 +39,26 @@ def read_load(
     requests = [each for each in list(scheduler.requests.values()) if not is_own(each.request_id)]
     running = [each for each in list(scheduler.running) if not is_own(each.request_id)]
     pool = scheduler.kv_cache_manager.block_pool
-    heavy = sum(is_heavy(request) for request in running)
-    blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
     outbox, inbox, injections = instance.outbox, instance.inbox, instance.injections
+    decodes = [each for each in requests if each.request_id not in outbox]
+    heavy = sum(is_heavy(request, instance.answers) for request in decodes)
+    blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
     return InstanceLoad(
         running=len(running),
         waiting=scheduler.get_request_counts()[1] - scheduler.waiting.num_own,
         held=arena.slots,
-        queued_prefill_tokens=sum(remaining_prompt_tokens(request) for request in requests),
+        queued_prefill_tokens=sum(
+            remaining_prompt_tokens(each)
+            for each in requests
+            if each.request_id not in inbox and each.request_id not in instance.swap
+        ),
         blocks_used=blocks_total - pool.get_num_free_blocks(),
         blocks_total=blocks_total,
         arena_used_bytes=arena.arena_used_bytes,
         arena_total_bytes=arena.arena_total_bytes,
         heavy=heavy,
-        light=len(running) - heavy,
+        light=len(decodes) - heavy,
+        reserved_blocks=instance.gate.reserved_blocks if instance.gate and running else 0,
         step_s=instance.step_s,
         prefills_done=outbox.prefills_done,
         decodes_done=instance.decodes_done,
@@ -62,22 +70,31 @@ def read_load(
         recomputed=sum(injections.refused.values()) if injections else 0,
         dropped_messages=dropped_messages,
         preemptions=instance.preemptions,
+        swapped_out=instance.swap.swapped_out,
+        swapped_in=instance.swap.swapped_in,
+        preemptions_recomputed=instance.swap.recomputed,
         cpu_s=cpu_s,
         threads=threading.active_count(),
+        predictions_made=instance.predictions.tally.made,
+        predictions_missed=instance.predictions.missed,
+        predictions_refused=instance.predictions.tally.refused,
+        predictions_failed=instance.predictions.tally.failed,
+        bucket_tokens=instance.bucket_tokens(),
     )
 
 
 def remaining_prompt_tokens(request: Request) -> int:
-    """Prompt tokens that no step has computed or loaded yet."""
+    """Prompt tokens that no step has computed yet."""
     return max(0, request.num_prompt_tokens - request.num_computed_tokens)
 
 
-def is_heavy(request: Request) -> bool:
-    """Whether a running request is expected to write a long answer.
-
-    Without a prediction, what it has written already is all there is to go by.
-    """
-    return request.num_output_tokens > HEAVY_TOKENS
+def is_heavy(request: Request, answers: Answers) -> bool:
+    """Whether a request is expected to write a long answer."""
+    produced_tokens = request.num_output_tokens
+    if produced_tokens > HEAVY_TOKENS:
+        return True
+    total = answers.total_tokens(request, End.EXPECTED, produced_tokens=produced_tokens)
+    return total > HEAVY_TOKENS
 
 
 class CpuClock:

@@ -17,6 +17,9 @@ import yaml
 
 from vllm_tetri.config import TetriConfig, allowed_values, file_key_of, option_of
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.admission import DecodePolicy
+from vllm_tetri.policy.dispatch import DispatchPolicy
+from vllm_tetri.policy.lengths import End
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
 
@@ -43,6 +46,16 @@ HELP: dict[str, str] = {
     "report_period_s": "seconds between load reports",
     "transfer_timeout_s": "longest wait in seconds for progress of one KV transfer",
     "hold_timeout_s": "longest time in seconds that arrived KV waits for its request",
+    "decode_policy": "when a request enters the decode batch: as vLLM does, when its whole answer "
+    "has room, or when everything has room until each answer ends",
+    "reserve_end": "which end of a predicted length is reserved",
+    "dispatch_policy": "which decode instance with room gets a request; all but power-of-two are "
+    "there to be compared with",
+    "predictor": "what predicts lengths of answers: a folder, oracle (the true length, where a "
+    "client fixes it) or none",
+    "predictor_accuracy": "share of prompts that the oracle is right about",
+    "predictor_mode": "compute a prompt while its answer is predicted, or after",
+    "granularity": "width of a predicted bucket in tokens; default: the predictor's own, or 200",
     "load_budget_bytes": "KV loads above this do not share a step with running decodes",
 }
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -50,6 +63,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "push": ("chunk", "request"),
     "link": ("auto", "shm", "tcp"),
     "pad": ("off", "on"),
+    "predictor_mode": ("parallel", "sequential"),
+    "decode_policy": tuple(policy.value for policy in DecodePolicy),
+    "reserve_end": tuple(end.value for end in End),
+    "dispatch_policy": tuple(policy.value for policy in DispatchPolicy),
 }
 _SUFFIX = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -108,7 +125,9 @@ def _argument_type(name: str) -> dict[str, Any]:
         return {"type": _number(float, name), "metavar": "SECONDS"}
     if name == "chunk_size":
         return {"type": _number(parse_chunk_size, name), "metavar": "N|auto"}
-    if name in ("sched_batch", "streams"):
+    if name == "predictor_accuracy":
+        return {"type": _number(float, name), "metavar": "SHARE"}
+    if name in ("sched_batch", "streams", "granularity"):
         return {"type": _number(int, name), "metavar": "N"}
     return {"type": str, "metavar": name.upper()}
 

@@ -4,7 +4,8 @@ Owner: the engine thread. Only `cancel` may be called from another thread; it
 puts the name into a queue that the next step drains.
 
 Blocks that a step completes are pushed at the start of the next one, so they
-travel while the next chunk is computed. The decode instance is chosen after
+travel while the next chunk is computed; those of the last chunk right behind its
+forward pass, while the first token is sampled. The decode instance is chosen after
 the first chunk (paper section 3.3.4), when a predicted length may be known.
 """
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine import notes
 from vllm_tetri.engine.compat import Request, RequestStatus, SchedulerOutput
 from vllm_tetri.engine.step import Open, StepMeta, WorkerReport, Write
 from vllm_tetri.handover import (
@@ -29,15 +31,19 @@ from vllm_tetri.handover import (
     attempt_name,
     digest_of,
 )
+from vllm_tetri.messages import Opening
 from vllm_tetri.policy.dispatch import Dispatch
-from vllm_tetri.types import InstanceId, TransferId
+from vllm_tetri.types import InstanceId, Prediction, TransferId
 
 logger = logging.getLogger(__name__)
 
 FULL_RETRY_S = 0.02
+# A longer prompt takes so long that opening its second leg early gains nothing.
+MAX_EARLY_TOKENS = 16_384
 
-Dispatcher = Callable[[int, int, frozenset[InstanceId]], Dispatch | None]
-"""(tokens, bytes, refused) → the decode instance, or None when nobody can."""
+Dispatcher = Callable[[Request, int, frozenset[InstanceId], bool], Dispatch | None]
+"""(request, bytes, refused, may wait) → the decode instance, or None when nobody can
+take it, or nobody has room and it may wait."""
 
 
 @dataclass(slots=True)
@@ -48,13 +54,16 @@ class _Outbound:
     dispatch: Dispatch | None = None
     attempt: int = 0
     is_open: bool = False
+    is_told: bool = False  # its router may open the second leg
     pushed_blocks: int = 0
     num_chunks: int = 0
     retry_at: float = 0.0
     gave_up: bool = False
     refused: set[InstanceId] = field(default_factory=set)
+    full: set[InstanceId] = field(default_factory=set)  # of those asked in this round
     block_ids: list[int] | None = None  # set when the prompt is done
     all_pushed: bool = False
+    is_sent: bool = False
     freeing: bool = False
 
     @property
@@ -74,7 +83,8 @@ class Outbox:
         max_model_len: int,
         block_ids_of: Callable[[str], list[int]],
         dispatch: Dispatcher,
-        announce: Callable[[PrefillLeg, Dispatch], None],
+        announce: Callable[[Request, PrefillLeg, Dispatch, Opening | None], None],
+        prediction_of: Callable[[Request], Prediction | None],
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -83,10 +93,11 @@ class Outbox:
         self._block_ids_of = block_ids_of
         self._dispatch = dispatch
         self._announce = announce
+        self._prediction_of = prediction_of
         self._entries: dict[str, _Outbound] = {}
         self._stops: list[str] = []
         self._frees: list[str] = []
-        self._lost: list[tuple[str, str]] = []
+        self._notes: list[tuple[str, bytes]] = []
         self._cancelled: queue.SimpleQueue[TransferId] = queue.SimpleQueue()
         self.prefills_done = 0
         self.chunks_done = 0
@@ -94,6 +105,9 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
 
     def add(self, request: Request, leg: PrefillLeg) -> None:
         """A request with a prefill leg entered the engine: it stops after its
@@ -120,11 +134,14 @@ class Outbox:
         for entry in list(self._entries.values()):
             if entry.block_ids is not None:
                 self._push_finished(meta, entry, now)
-            elif entry.request.request_id in output.num_scheduled_tokens:
+            elif num_tokens := output.num_scheduled_tokens.get(entry.request.request_id):
                 self._push_chunk(meta, entry, now)
+                if entry.request.num_computed_tokens + num_tokens >= entry.request.num_tokens:
+                    self._push_tail(meta, entry)
+                    self._tell_router(entry)
         meta.stops, self._stops = self._stops, []
         meta.frees, self._frees = self._frees, []
-        meta.lost, self._lost = self._lost, []
+        meta.notes = self.take_notes()
 
     def _push_chunk(self, meta: StepMeta, entry: _Outbound, now: float) -> None:
         is_due = entry.num_chunks > 0 and now >= entry.retry_at
@@ -132,19 +149,34 @@ class Outbox:
             num_full = entry.request.num_computed_tokens // self._block_size
             if num_full > entry.pushed_blocks:
                 block_ids = self._block_ids_of(entry.request.request_id)[:num_full]
-                self._push(meta, entry, block_ids, is_last=False)
+                self._push(meta, meta.writes, entry, block_ids, is_last=False)
         entry.num_chunks += 1
         self.chunks_done += 1
+
+    def _push_tail(self, meta: StepMeta, entry: _Outbound) -> None:
+        """The last chunk is being computed: the rest leaves behind its forward pass."""
+        if entry.dispatch is None or self._config.push != "chunk" or _is_short(entry.request):
+            return
+        block_ids = self._block_ids_of(entry.request.request_id)
+        num_blocks = self._num_blocks(entry.request)
+        self._push(meta, meta.tails, entry, block_ids[:num_blocks], is_last=True)
+        entry.all_pushed = True
 
     def _push_finished(self, meta: StepMeta, entry: _Outbound, now: float) -> None:
         if entry.freeing or entry.all_pushed or now < entry.retry_at:
             return
         assert entry.block_ids is not None
-        self._push(meta, entry, entry.block_ids, is_last=True)
+        self._push(meta, meta.writes, entry, entry.block_ids, is_last=True)
         entry.all_pushed = True
 
     def _push(
-        self, meta: StepMeta, entry: _Outbound, block_ids: list[int], *, is_last: bool
+        self,
+        meta: StepMeta,
+        writes: list[Write],
+        entry: _Outbound,
+        block_ids: list[int],
+        *,
+        is_last: bool,
     ) -> None:
         assert entry.dispatch is not None
         request_id = entry.request.request_id
@@ -154,18 +186,32 @@ class Outbox:
             entry.is_open = True
         first = entry.pushed_blocks
         ids = np.asarray(block_ids[first:], dtype=np.int32)
-        meta.writes.append(Write(request_id, first, ids, is_last))
+        writes.append(Write(request_id, first, ids, is_last))
         entry.pushed_blocks = len(block_ids)
 
     def _choose(self, entry: _Outbound) -> bool:
         """Make sure that a decode instance is chosen; False when nobody can."""
         if entry.dispatch is None and not entry.gave_up:
-            num_tokens = entry.request.num_prompt_tokens
             num_bytes = self._num_blocks(entry.request) * self._bytes_per_block
-            entry.dispatch = self._dispatch(num_tokens, num_bytes, frozenset(entry.refused))
+            refused, may_wait = frozenset(entry.refused), not entry.request.is_finished()
+            entry.dispatch = self._dispatch(
+                entry.request, num_bytes, refused | entry.full, may_wait
+            )
+            if entry.dispatch is None and entry.full:
+                entry.full.clear()  # all said so: begin again
+                entry.dispatch = self._dispatch(entry.request, num_bytes, refused, may_wait)
             if entry.dispatch is not None:
-                self._announce(entry.leg, entry.dispatch)
+                self._announce(entry.request, entry.leg, entry.dispatch, None)
         return entry.dispatch is not None
+
+    def _tell_router(self, entry: _Outbound) -> None:
+        """The last chunk begins: the second leg may find its way meanwhile."""
+        token_ids = entry.request.prompt_token_ids or []
+        is_worth = len(token_ids) <= MAX_EARLY_TOKENS and not _is_short(entry.request)
+        if entry.dispatch is not None and is_worth:
+            opening = Opening(entry.name, digest_of(token_ids), list(token_ids))
+            self._announce(entry.request, entry.leg, entry.dispatch, opening)
+            entry.is_told = True
 
     def _num_blocks(self, request: Request) -> int:
         return -(-request.num_prompt_tokens // self._block_size)
@@ -188,8 +234,15 @@ class Outbox:
             if not is_final and self._choose(entry):
                 entry.block_ids = block_ids[: self._num_blocks(request)]
                 entry.deadline = time.monotonic() + self._config.transfer_timeout_s
-                return True, self._prefilled(entry)
-        if entry.is_open:
+                prefilled = self._prefilled(entry)
+                if entry.is_told and entry.dispatch is not None and prefilled.given is not None:
+                    note = notes.FirstTokens(entry.name, prefilled.given)
+                    self._notes.append((entry.dispatch.kv_endpoint, notes.encode(note)))
+                if not entry.is_sent:
+                    return True, prefilled
+                del self._entries[request.request_id]
+                return False, prefilled
+        if entry.is_open and not entry.is_sent:
             self._free(entry, lost=False)
             return True, self._prefilled(entry, is_final=True) if is_final else None
         del self._entries[request.request_id]
@@ -198,26 +251,40 @@ class Outbox:
     def _prefilled(self, entry: _Outbound, *, is_final: bool = False) -> Prefilled:
         request = entry.request
         dispatch = None if is_final else entry.dispatch
+        token_ids = request.prompt_token_ids or ()
         return Prefilled(
             transfer=entry.name,
             decode=dispatch.instance if dispatch else InstanceId(""),
             num_tokens=request.num_prompt_tokens,
-            digest=digest_of(request.prompt_token_ids or ()),
+            digest=digest_of(token_ids),
             num_chunks=entry.num_chunks,
             num_bytes=self._num_blocks(request) * self._bytes_per_block,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",
             given=Given(list(request.output_token_ids)) if request.output_token_ids else None,
             is_final=is_final,
-            prompt_token_ids=[] if is_final else list(request.prompt_token_ids or ()),
+            # Long lists are slow in vLLM's answers; the announcement had them already.
+            prompt_token_ids=[] if is_final or entry.is_told else list(token_ids),
+            predicted=self._prediction_of(request),
         )
 
-    def held(self) -> set[str]:
-        """Requests that ended and whose blocks vLLM keeps for us."""
-        return {
-            request_id
-            for request_id, entry in self._entries.items()
-            if entry.block_ids is not None or entry.freeing
-        }
+    def take_notes(self) -> list[tuple[str, bytes]]:
+        """(endpoint, note) pairs since the last call."""
+        taken, self._notes = self._notes, []
+        return taken
+
+    def freeable(self, sent: set[str]) -> set[str]:
+        """Nothing reads the blocks of these requests any more; vLLM keeps those of the
+        returned ones for us, who need them no longer."""
+        found = set()
+        for request_id in sent & self._entries.keys():
+            entry = self._entries[request_id]
+            if entry.block_ids is None and not entry.freeing:
+                entry.is_sent = True  # before vLLM said that it ended
+            elif self._notes:
+                self._frees.append(request_id)  # an engine without requests leaves no notes
+            else:
+                found.add(request_id)
+        return found
 
     def sent(self, request_id: str) -> None:
         """Workers reported that nothing reads the blocks of this request."""
@@ -245,8 +312,9 @@ class Outbox:
             else:
                 self._free(entry, lost=True)
             return
+        if entry.dispatch is not None:
+            (entry.full if is_full else entry.refused).add(entry.dispatch.instance)
         if not is_full and entry.dispatch is not None:
-            entry.refused.add(entry.dispatch.instance)
             entry.gave_up = entry.attempt + 1 >= MAX_ATTEMPTS
             entry.attempt = min(entry.attempt + 1, MAX_ATTEMPTS - 1)
         entry.dispatch = None
@@ -281,16 +349,21 @@ class Outbox:
         entry.freeing = True
         request_id = entry.request.request_id
         if lost and entry.dispatch is not None:
-            self._lost.append((entry.dispatch.kv_endpoint, entry.name))
+            note = notes.encode(notes.Lost(entry.name))
+            self._notes.append((entry.dispatch.kv_endpoint, note))
         self._stops.append(request_id)
         self._frees.append(request_id)
 
 
+def _is_short(request: Request) -> bool:
+    """Whether the client asked for one token only."""
+    return request.sampling_params is not None and request.sampling_params.max_tokens == 1
+
+
 def _is_final(request: Request, max_model_len: int) -> bool:
     """Whether the first token would have ended the answer on one instance, too."""
-    sampling = request.sampling_params
     return (
         request.status is RequestStatus.FINISHED_STOPPED
-        or (sampling is not None and sampling.max_tokens == 1)
+        or _is_short(request)
         or request.num_tokens >= max_model_len
     )

@@ -7,18 +7,16 @@ seconds of measuring anew.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from vllm_tetri.engine.cache import cache_folder, replace_file
 from vllm_tetri.policy.cost import CurvePoint, StepCost
 
 logger = logging.getLogger(__name__)
@@ -77,11 +75,7 @@ class ProfileFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def profile_folder() -> Path:
     """Where profiles are kept; need not exist."""
-    own = os.environ.get("TETRI_CACHE")
-    if own:
-        return Path(own) / "profiles"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "vllm-tetri" / "profiles"
+    return cache_folder("profiles")
 
 
 class ProfileStore:
@@ -114,8 +108,7 @@ class ProfileStore:
         """Remember a profile, or log why that was not possible."""
         content = ProfileFile(FORMAT, self._conditions, profile).encode()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, content)
+            replace_file(self.path, content)
         except OSError as error:
             logger.warning("the profile cannot be remembered: %s", error)
 
@@ -148,19 +141,6 @@ def _is_sane(profile: Profile) -> bool:
         and all(math.isfinite(value) and value > 0 for value in seconds)
         and all(math.isfinite(value) and value >= 0 for value in rates)
     )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all: another instance may read or write it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
 
 
 def summary(profile: Profile) -> str:

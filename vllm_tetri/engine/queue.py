@@ -28,9 +28,11 @@ class PrefillQueue(RequestQueue):
         remaining_of: Tokens of a request that its prefix-cache hit leaves to compute.
         blocks_of: KV blocks of its whole prompt.
         is_arriving: Whether a request's KV comes from another instance.
+        is_shut: Whether nobody but own requests may be taken any more in this step.
 
     Attributes:
         is_open: Whether anything but own requests may be scheduled.
+        awaits_predictions: Whether new prompts stay aside until `let_in`.
         room_blocks: KV blocks that the ordered prompts started in this step may need
             until they are done; None means that vLLM's own check is enough.
     """
@@ -43,15 +45,19 @@ class PrefillQueue(RequestQueue):
         remaining_of: Callable[[Request], int],
         blocks_of: Callable[[Request], int],
         is_arriving: Callable[[Request], bool],
+        is_shut: Callable[[], bool],
     ) -> None:
         self.prompts = PrefillQueues(policy, sched_batch)
         self.is_open = True
+        self.awaits_predictions = False
         self.room_blocks: int | None = None
         self._remaining_of = remaining_of
         self._blocks_of = blocks_of
         self._is_arriving = is_arriving
+        self._is_shut = is_shut
         self._own: deque[Request] = deque()
         self._first: deque[Request] = deque()
+        self._unpredicted: dict[str, Request] = {}
         self._ordered: dict[str, Request] = {}
         self._last: deque[Request] = deque()
         self._skipped: set[str] = set()  # ordered ones that vLLM could not start
@@ -64,11 +70,17 @@ class PrefillQueue(RequestQueue):
             (self._last if is_padding(name) else self._own).append(request)
         elif self._is_arriving(request):
             self._first.append(request)
+        elif self.awaits_predictions:
+            self._unpredicted[name] = request
         else:
-            # What the prefix cache holds by then is looked up when it is ordered.
-            self.prompts.remove(name)  # of an aborted one that the last step still knew
-            self.prompts.add(name, request.num_tokens, request.priority)
-            self._ordered[name] = request
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        # What the prefix cache holds by then is looked up when it is ordered.
+        name = request.request_id
+        self.prompts.remove(name)  # of an aborted one that the last step still knew
+        self.prompts.add(name, request.num_tokens, request.priority)
+        self._ordered[name] = request
 
     def peek_request(self) -> Request:
         lane = self._lane()
@@ -103,6 +115,8 @@ class PrefillQueue(RequestQueue):
 
     def remove_request(self, request: Request) -> None:
         self.prompts.remove(request.request_id)
+        if self._unpredicted.pop(request.request_id, None) is not None:
+            return
         if self._ordered.pop(request.request_id, None) is None:
             for lane in (self._own, self._first, self._last):
                 if request in lane:
@@ -115,16 +129,29 @@ class PrefillQueue(RequestQueue):
     def __bool__(self) -> bool:
         if not self.is_open:
             return bool(self._own)
+        if self._is_shut():
+            return bool(self._own or self._last)
         return bool(self._own or self._first or self._last) or self.may_start()
 
     def __len__(self) -> int:
-        return len(self._own) + len(self._first) + len(self._ordered) + len(self._last)
+        lanes = (self._own, self._first, self._unpredicted, self._ordered, self._last)
+        return sum(map(len, lanes))
 
     def __iter__(self) -> Iterator[Request]:
         ordered = (self._ordered[name] for name in self.prompts)
-        return chain(self._own, self._first, ordered, self._last)
+        return chain(self._own, self._first, self._unpredicted.values(), ordered, self._last)
 
     # -- ours -------------------------------------------------------------------
+
+    @property
+    def num_unpredicted(self) -> int:
+        """Prompts that wait for their prediction."""
+        return len(self._unpredicted)
+
+    def let_in(self, holds: Callable[[str], bool]) -> None:
+        """Prompts that are not held any more may start, by arrival."""
+        for name in [name for name in self._unpredicted if not holds(name)]:
+            self._enter(self._unpredicted.pop(name))
 
     @property
     def num_own(self) -> int:

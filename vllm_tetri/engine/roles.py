@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_tetri.config import TetriConfig, decode_config, encode_config, option_of
 from vllm_tetri.engine.options import given_options
+from vllm_tetri.engine.prediction import require_predictor
 from vllm_tetri.engine.versions import require_supported
 from vllm_tetri.engine.window import most_chunk_tokens, require_fitting_chunk
 from vllm_tetri.errors import ConfigError, UnsupportedError
@@ -74,6 +75,7 @@ def expand_role(namespace: argparse.Namespace) -> None:
     _refuse_conflicts(namespace, role)
     config = config_of(namespace, Role(role))
     require_fitting_chunk(namespace, config)
+    require_predictor(config)
     _bound_queue(namespace, config)
     _say_what_is_unused(config)
     namespace.scheduler_cls = SCHEDULER

@@ -12,6 +12,7 @@ import logging
 import time
 from typing import Any
 
+from vllm_tetri.engine.admission import Answers, DecodeGate
 from vllm_tetri.engine.budget import StepBudget
 from vllm_tetri.engine.compat import (
     AsyncScheduler,
@@ -22,11 +23,12 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.engine.connector import TetriConnector
 from vllm_tetri.engine.injection import Injections, pass_on_logprobs
-from vllm_tetri.engine.own import OwnRequests, take_own_outputs
+from vllm_tetri.engine.own import OwnRequests, is_own, take_own_outputs
 from vllm_tetri.engine.profile import Profile
 from vllm_tetri.engine.profiling import Profiling, needs_profile
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.types import Role
 
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # How long a step sleeps when its only work is KV that has not arrived. Bounds
 # the delay of a new request; the arrival itself wakes it at once.
-ARRIVAL_WAIT_S = 0.002
+ARRIVAL_WAIT_S = 0.005
 
 
 class TetriScheduler(Scheduler):
@@ -58,6 +60,11 @@ class TetriScheduler(Scheduler):
             window=self.max_model_len,
         )
         self._instance.injections = self._injections
+        self._instance.answers = self._answers = Answers(
+            self._instance.lengths, self._instance.predictions.get, self.max_model_len
+        )
+        self._instance.gate = self._gate = self._make_gate()
+        self._keeps_preempted = not self.needs_kv_cache_zeroing
         self._budget: StepBudget | None = None
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._own = OwnRequests(self)
@@ -88,6 +95,20 @@ class TetriScheduler(Scheduler):
             remaining_of=self._remaining_tokens,
             blocks_of=self._num_blocks,
             is_arriving=self._instance.is_arriving,
+            is_shut=self._is_gate_shut,
+        )
+        self._queue.awaits_predictions = self._instance.predictions.is_sequential
+
+    def _make_gate(self) -> DecodeGate | None:
+        config = self._instance.config
+        if config.role is Role.PREFILL or config.decode_policy is DecodePolicy.GREEDY:
+            return None
+        return DecodeGate(
+            config.decode_policy,
+            config.reserve_end,
+            answers=self._answers,
+            block_size=self.block_size,
+            total_blocks=self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
         )
 
     def _chunk_budget(self, chunk_size: int) -> int:
@@ -113,6 +134,8 @@ class TetriScheduler(Scheduler):
         self._injections.forget(request.request_id)
         if leg is not None and leg.given is not None:
             self._injections.begin(request, leg.given)
+        if leg is not None and leg.predicted is not None:
+            self._answers.add(request.request_id, leg.predicted)
         super().add_request(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -141,21 +164,51 @@ class TetriScheduler(Scheduler):
         return output
 
     def _prepare_step(self) -> None:
+        self._let_predicted_in()
         if not self.running and 0 < len(self.waiting) <= self._instance.inbox.num_waiting:
             self._instance.inbox.wait(ARRIVAL_WAIT_S)
+        for request_id, given in self._instance.inbox.take_given():
+            request = self.requests[request_id]
+            if request.structured_output_request is None:  # its grammar may be on already
+                self._injections.begin(request, given)
         for request_id in self.finished_req_ids:
             known = self.requests.get(request_id)
             if known is None or known.is_finished():  # else another one has its name now
                 self._queue.forget(request_id)
                 self._injections.forget(request_id)
+                self._answers.forget(request_id)
+                if self._gate is not None:
+                    self._gate.forget(request_id)
         if self._instance.config.role is not Role.PREFILL:
             self._put_decodes_first()
         if self._budget is not None:
             self.max_num_scheduled_tokens = self._budget.tokens(self.running, time.monotonic())
+        if self._gate is not None:
+            self._open_gate(self._gate)
         if self._queue.prompts.policy is PrefillPolicy.SRTF:
             self._share_out()
         if self._pads:
             self._pad()
+
+    def _let_predicted_in(self) -> None:
+        predictions, queue = self._instance.predictions, self._queue
+        if 0 < queue.num_unpredicted == len(queue) and not self.running:
+            predictions.wait(ARRIVAL_WAIT_S)
+        predictions.exchange()
+        queue.let_in(predictions.holds)
+
+    def _open_gate(self, gate: DecodeGate) -> None:
+        if gate.is_shut:  # nobody asks for the KV of those who are behind the gate
+            self._instance.inbox.pin_arrived(self.requests)
+        gate.begin_step(
+            time.monotonic(),
+            running=lambda: [*self.running, *self.kv_holding_waiting],
+            free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            tokens_per_step=self.max_num_scheduled_tokens,
+        )
+
+    def _is_gate_shut(self) -> bool:
+        return self._gate is not None and self._gate.is_shut
 
     def _put_decodes_first(self) -> None:
         """Decodes, then started prompts; new ones follow (Sarathi-Serve, algorithm 3)."""
@@ -182,7 +235,9 @@ class TetriScheduler(Scheduler):
         if len(self.running) > prompts.num_started:
             chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
         self._shares = prompts.plan(chunk_tokens, unable=queue.unable())
-        if len(prompts) and not queue.may_start():
+        # Who was refused in the last step most likely is again.
+        was_refused = self._gate is not None and self._gate.was_shut
+        if len(prompts) and (was_refused or not queue.may_start()):
             self._shares = prompts.plan(chunk_tokens, only_started=True)
 
     def _num_blocks(self, request: Request) -> int:
@@ -202,6 +257,29 @@ class TetriScheduler(Scheduler):
         if 0 < missing_tokens < self.max_num_scheduled_tokens:
             self._padding = self._own.pad(missing_tokens)
             self.add_request(self._padding)
+
+    # -- preempted requests --------------------------------------------------------
+
+    def _preempt_request(
+        self, request: Request, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        # A prompt for another instance is sent anew from its first block.
+        is_worth_it = self._keeps_preempted and request.request_id not in self._instance.outbox
+        if is_worth_it and not is_own(request.request_id):
+            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+            self._instance.swap.keep(request, block_ids)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        # Whoever asks for it has changed what blocks mean: weights, most often.
+        keeps_preempted, self._keeps_preempted = self._keeps_preempted, False
+        try:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            self._keeps_preempted = keeps_preempted
+            self._instance.swap.forget_all()
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
         prompts = self._queue.prompts

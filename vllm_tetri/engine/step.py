@@ -7,7 +7,7 @@ of their own, so they hold plain values and one NumPy array per entry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,8 @@ class Load:
     """Copy slot blocks from `first_block` on into paged blocks `block_ids`.
 
     `offset` is rank 0's; rank r's part follows `r * rank_bytes` later. A
-    background load does not hold the step that orders it.
+    background load does not hold the step that orders it. `swapped` names the slot
+    of a preempted request that comes back; it is empty for KV that arrived.
     """
 
     request_id: str
@@ -56,6 +57,21 @@ class Load:
     first_block: int
     block_ids: BlockIds
     is_background: bool
+    swapped: str = ""
+
+
+@dataclass(slots=True)
+class Save:
+    """Copy paged blocks `block_ids` of a preempted request to the start of `slot`.
+
+    `offset` and `rank_bytes` as in `Load`.
+    """
+
+    slot: str
+    segment: str
+    offset: int
+    rank_bytes: int
+    block_ids: BlockIds
 
 
 @dataclass
@@ -65,19 +81,25 @@ class StepMeta(KVConnectorMetadata):
     Attributes:
         stops: Requests whose transfer ends now; their blocks may be gone
             after this step, so the worker waits until nothing reads them.
+        saves: Blocks to copy before this step's forward pass reuses them.
         opens: Transfers to open.
         writes: Blocks that earlier steps completed.
-        lost: (endpoint, transfer) pairs whose receiver must not wait longer.
+        tails: Blocks that this step completes, pushed behind its forward pass.
+        notes: (endpoint, bytes) pairs that tell a receiver about a transfer.
         frees: Finished requests to report once nothing reads their blocks.
         loads: Blocks to fill before this step's forward pass.
+        is_empty: Nothing is computed in this step.
     """
 
     stops: list[str] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
     opens: list[Open] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
-    lost: list[tuple[str, str]] = field(default_factory=list)
+    tails: list[Write] = field(default_factory=list)
+    notes: list[tuple[str, bytes]] = field(default_factory=list)
     frees: list[str] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    is_empty: bool = False
 
 
 @dataclass
@@ -86,6 +108,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         loaded: Ranks that have executed the load of a request.
+        saved: Ranks that have filled a slot of a preempted request, by its name.
+        unsaved: Ranks that could not.
+        restored: Ranks that have executed the load from such a slot.
         failed: Why the transfer of a request failed: (status name, text).
         sent_bytes: KV bytes sent by transfers that completed.
         loaded_bytes: KV bytes copied from the arena into blocks.
@@ -93,6 +118,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
+    unsaved: dict[str, int] = field(default_factory=dict)
+    restored: dict[str, int] = field(default_factory=dict)
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
     sent_bytes: int = 0
     loaded_bytes: int = 0
@@ -101,11 +129,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Sum over ranks (vLLM's `KVOutputAggregator`)."""
         assert isinstance(other, WorkerReport)
-        loaded = dict(self.loaded)
-        for request_id, ranks in other.loaded.items():
-            loaded[request_id] = loaded.get(request_id, 0) + ranks
         return WorkerReport(
-            loaded=loaded,
+            loaded=_sum(self.loaded, other.loaded),
+            saved=_sum(self.saved, other.saved),
+            unsaved=_sum(self.unsaved, other.unsaved),
+            restored=_sum(self.restored, other.restored),
             failed={**self.failed, **other.failed},
             sent_bytes=self.sent_bytes + other.sent_bytes,
             loaded_bytes=self.loaded_bytes + other.loaded_bytes,
@@ -113,9 +141,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
     def __bool__(self) -> bool:
-        return bool(
-            self.loaded or self.failed or self.sent_bytes or self.loaded_bytes or self.load_errors
-        )
+        return any(getattr(self, name) for name in _REPORTED)
+
+
+def _sum(ranks: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: ranks.get(name, 0) + other.get(name, 0) for name in ranks.keys() | other.keys()}
+
+
+_REPORTED = tuple(each.name for each in fields(WorkerReport))
 
 
 @dataclass

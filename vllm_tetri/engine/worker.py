@@ -1,19 +1,20 @@
 """Worker half of the connector: executes the orders of one step.
 
 Owner: the worker's main thread. The native sender owns its own threads; they
-never call Python. One loader thread, started on first use, runs background
-loads; it touches only the mover and the arena.
+never call Python. One copier thread, started on first use, does what need not be done
+inside a step; it touches only the mover and the arena.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.inbox import LOST_PREFIX
 from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
 from vllm_tetri.errors import TransferError
 from vllm_tetri.kv.mover import BlockMover, Gathered, pieces
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 # A copy between two checks of the cancel flag takes microseconds; a writer that
 # needs longer than this to stop is stuck in a dead machine.
 STOP_DEADLINE_S = 5.0
+# How long a step without tokens waits for the end of a transfer. It leaves the core to
+# the API server, which is just then giving the first token away.
+SENT_WAIT_S = 0.002
 
 
 @dataclass(slots=True)
@@ -60,8 +64,9 @@ class KVWorker:
         )
         self._sending: dict[str, _Sending] = {}
         self._arenas: dict[str, Arena] = {}
-        self._loader: ThreadPoolExecutor | None = None
+        self._copier: ThreadPoolExecutor | None = None
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
+        self._saving: dict[str, Future[None]] = {}  # by slot
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
         self._freed_at_once: set[str] = set()
@@ -81,10 +86,27 @@ class KVWorker:
                 self._sender.wait(0.001)
             self._sending.pop(request_id, None)
 
+    def save(self, meta: StepMeta) -> None:
+        """Copy blocks that this step's forward pass reuses; they are free to be written
+        by any work submitted later."""
+        for order in meta.saves:
+            try:
+                arena = self._arena(order.segment)
+                offset = order.offset + self._rank * order.rank_bytes
+                rest = self._mover.save(arena, offset, order.block_ids)
+            except (ValueError, OSError, RuntimeError):
+                logger.exception("keeping KV of a preempted request failed")
+                self._report.unsaved[order.slot] = 1
+                continue
+            if rest is None:
+                self._report.saved[order.slot] = 1
+            else:
+                self._saving[order.slot] = self._beside_the_steps(rest)
+
     def begin_step(self, meta: StepMeta) -> None:
         """Open and feed transfers; blocks named here are complete."""
-        for endpoint, transfer in meta.lost:
-            self._tell_lost(endpoint, transfer)
+        for endpoint, note in meta.notes:
+            self.tell(endpoint, note)
         for opening in meta.opens:
             self._open(opening)
         for write in meta.writes:
@@ -97,12 +119,15 @@ class KVWorker:
         of the loads that are not in the background."""
         for order in meta.loads:
             if order.is_background:
-                if self._loader is None:
-                    self._loader = ThreadPoolExecutor(1, thread_name_prefix="tetri-load")
-                future = self._loader.submit(self._scatter_and_settle, order)
+                future = self._beside_the_steps(partial(self._scatter_and_settle, order))
                 self._loading[order.request_id] = order, future
             else:
                 self._load_now(order)
+
+    def _beside_the_steps(self, work: Callable[[], None]) -> Future[None]:
+        if self._copier is None:
+            self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
+        return self._copier.submit(work)
 
     def _stop(self, request_id: str) -> _Sending | None:
         sending = self._sending.get(request_id)
@@ -110,13 +135,12 @@ class KVWorker:
             sending.transfer.cancel()
         return sending
 
-    def _tell_lost(self, endpoint: str, transfer: str) -> None:
-        """Spare the receiver its time-out. Queued, not waited for: a receiver
-        that does not listen is the likely reason."""
+    def tell(self, endpoint: str, note: bytes) -> None:
+        """Leave a note. Queued, not waited for: the receiver may not listen."""
         try:
-            self._sender.send(endpoint, LOST_PREFIX + transfer.encode(), 0.0)
+            self._sender.send(endpoint, note, 0.0)
         except ValueError:
-            logger.exception("cannot tell %s that %s is lost", endpoint, transfer)
+            logger.exception("cannot leave a note at %s", endpoint)
 
     def _open(self, order: Open) -> None:
         if (old := self._sending.pop(order.request_id, None)) is not None:
@@ -172,11 +196,14 @@ class KVWorker:
         self._mover.scatter(arena, offset, order.first_block, order.block_ids)
 
     def _scatter_and_settle(self, order: Load) -> None:
-        """Loader thread."""
+        """Copier thread."""
         self._scatter(order)
         self._mover.settle()
 
     def _count_load(self, order: Load) -> None:
+        if order.swapped:
+            self._report.restored[order.swapped] = 1
+            return
         self._report.loaded_bytes += len(order.block_ids) * self._mover.block_bytes
         self._report.loaded[order.request_id] = 1
 
@@ -186,6 +213,16 @@ class KVWorker:
         return self._arenas[segment]
 
     # -- after the forward pass ---------------------------------------------
+
+    def push_tails(self, meta: StepMeta) -> None:
+        """Push what this step's forward pass, done or ordered by now, completes."""
+        for write in meta.tails:
+            self._write(write)
+
+    def wait_for_sent(self) -> None:
+        """Wait a moment for the last transfer under way (GIL released)."""
+        if any(sending.is_finished or sending.free for sending in self._sending.values()):
+            self._sender.wait(SENT_WAIT_S)
 
     def take_sent(self) -> set[str]:
         """Finished requests whose blocks nothing reads any more, each once."""
@@ -230,13 +267,17 @@ class KVWorker:
 
     def take_report(self) -> WorkerReport | None:
         """What happened since the last call; None when nothing did."""
+        for slot, future in list(self._saving.items()):
+            if future.done():
+                del self._saving[slot]
+                (self._report.unsaved if future.exception() else self._report.saved)[slot] = 1
         report, self._report = self._report, WorkerReport()
         return report or None
 
     def close(self) -> None:
         """Stop all transfers. Idempotent."""
-        if self._loader is not None:
-            self._loader.shutdown(cancel_futures=True)
+        if self._copier is not None:
+            self._copier.shutdown(cancel_futures=True)
         self._sender.close()
         for arena in self._arenas.values():
             arena.close()

@@ -5,6 +5,7 @@ it sees every block that was complete when `gather` was called; a helper stream
 copies the blocks together and down to pinned memory. Scatter: arena to pinned
 memory on the host, up to the device on the side stream; the compute stream
 waits for the event of the last copy, so the next forward pass reads the blocks.
+Save: as gather, but the compute stream waits until the blocks were copied together.
 
 Threads: the worker's main thread only. Buffers are owned here and reused when
 the event of their last use has passed.
@@ -12,7 +13,7 @@ the event of their last use has passed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -35,14 +36,7 @@ class CudaMover:
         return sum(self._sizes)
 
     def gather(self, block_ids: BlockIds) -> Gathered:
-        pinned = self._pinned(len(block_ids))
-        ready = torch.cuda.current_stream(self._device).record_event()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            rows = self._rows(block_ids)
-            staged = torch.cat([page.index_select(0, rows) for page in self._pages], dim=1)
-            pinned.copy_(staged, non_blocking=True)
-            done = self._stream.record_event()
+        pinned, _, done = self._stage(block_ids)
         order = np.arange(len(block_ids), dtype=np.int32)
         return Gathered(staging_layout(pinned), order, is_ready=done.query)
 
@@ -63,6 +57,31 @@ class CudaMover:
                 page.index_copy_(0, rows, part)
             done = self._stream.record_event()
         torch.cuda.current_stream(self._device).wait_event(done)
+
+    def save(self, arena: Arena, offset: int, block_ids: BlockIds) -> Callable[[], None]:
+        pinned, is_read, done = self._stage(block_ids)
+        torch.cuda.current_stream(self._device).wait_event(is_read)
+
+        def rest() -> None:
+            done.synchronize()
+            order = np.arange(len(block_ids), dtype=np.int32)
+            arena.save(offset, 0, staging_layout(pinned), order)
+
+        return rest
+
+    def _stage(
+        self, block_ids: BlockIds
+    ) -> tuple[torch.Tensor, torch.cuda.Event, torch.cuda.Event]:
+        """Blocks on their way to a pinned buffer; when they were read, when they are there."""
+        pinned = self._pinned(len(block_ids))
+        ready = torch.cuda.current_stream(self._device).record_event()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            rows = self._rows(block_ids)
+            staged = torch.cat([page.index_select(0, rows) for page in self._pages], dim=1)
+            is_read = self._stream.record_event()
+            pinned.copy_(staged, non_blocking=True)
+            return pinned, is_read, self._stream.record_event()
 
     def settle(self) -> None:
         self._stream.synchronize()

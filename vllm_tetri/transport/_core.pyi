@@ -102,6 +102,12 @@ class Receiver:
         """(waits) True when a slot became ARRIVED or FAILED since the last wait."""
     def take(self, transfer: str) -> Slot | None:
         """Pin an ARRIVED slot; None in any other state."""
+    def claim(
+        self, name: str, num_blocks: int, block_bytes: int, num_ranks: int = 1
+    ) -> Slot | None:
+        """A slot that this side fills itself (`Arena.save`): TAKEN from the start, so
+        it stays until it is released. None when the name is in use or there is no
+        room now; nothing else is evicted."""
     def release(self, transfer: str) -> None:
         """Give a TAKEN slot back. Idempotent."""
     def cancel(self, transfer: str) -> None:
@@ -115,7 +121,7 @@ class Receiver:
 
 class Arena:
     """A mapping of a receiver's segment in this process (or in a worker
-    process beside it). Load copies out of it into paged blocks."""
+    process beside it). Load copies out of it into paged blocks, save the other way."""
     def __init__(self, segment: str) -> None: ...
     def load(
         self,
@@ -128,6 +134,11 @@ class Arena:
         """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a
         slot (offset already includes the rank) to block_ids of `layout`.
         Raises ValueError when anything is out of range."""
+    def save(
+        self, slot_offset: int, first_block: int, layout: Layout, block_ids: NDArray[np.int32]
+    ) -> None:
+        """(waits) Copy block_ids of `layout` to the slot's blocks from first_block on.
+        Raises ValueError as `load`. The caller owns the slot."""
     def close(self) -> None: ...
 
 class TransferState(Enum):

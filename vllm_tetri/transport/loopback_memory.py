@@ -81,7 +81,7 @@ def copy_blocks(
 
 
 class Arena:
-    """Reads a receiver's memory."""
+    """A receiver's memory."""
 
     def __init__(self, segment: str) -> None:
         if segment not in segments:
@@ -96,14 +96,26 @@ class Arena:
         block_ids: NDArray[np.int32],
         threads: int = 1,
     ) -> None:
+        if threads < 1:
+            raise ValueError("threads is out of range")
+        layout.scatter(block_ids, self._blocks_at(slot_offset, first_block, layout, block_ids))
+
+    def save(
+        self, slot_offset: int, first_block: int, layout: Layout, block_ids: NDArray[np.int32]
+    ) -> None:
+        self._blocks_at(slot_offset, first_block, layout, block_ids)[:] = layout.gather(block_ids)
+
+    def _blocks_at(
+        self, slot_offset: int, first_block: int, layout: Layout, block_ids: NDArray[np.int32]
+    ) -> NDArray[np.uint8]:
         layout.check_ids(block_ids)
         begin = slot_offset + first_block * layout.block_bytes
         end = begin + len(block_ids) * layout.block_bytes
-        if self._memory is None or threads < 1 or first_block < 0:
-            raise ValueError("the arena is closed, or threads or first_block is out of range")
+        if self._memory is None or first_block < 0:
+            raise ValueError("the arena is closed, or first_block is out of range")
         if slot_offset < HEADER_BYTES or end > self._memory.size:
             raise ValueError(f"bytes {begin} to {end} are outside the arena")
-        layout.scatter(block_ids, self._memory[begin:end])
+        return self._memory[begin:end]
 
     def close(self) -> None:
         self._memory = None

@@ -120,6 +120,22 @@ class Receiver:
             record.slot = replace(record.slot, state=SlotState.TAKEN)
             return record.slot
 
+    def claim(
+        self, name: str, num_blocks: int, block_bytes: int, num_ranks: int = 1
+    ) -> Slot | None:
+        with self.lock:
+            self._expire()
+            size = num_blocks * block_bytes
+            place = self._place(size * num_ranks)
+            if not name or name in self._slots or size * num_ranks <= 0 or place is None:
+                return None
+            slot = Slot(
+                name, SlotState.TAKEN, place, num_blocks, size, num_ranks, next(_generations)
+            )
+            self._slots[name] = _Record(slot, 0.0)
+            self._notes.pop(name, None)
+            return slot
+
     def release(self, transfer: str) -> None:
         with self.lock:
             self._notes.pop(transfer, None)

@@ -1,4 +1,4 @@
-// A reader's mapping of a receiver's arena, in any process of its user.
+// A worker's mapping of its own instance's receive arena, in any process of its user.
 #pragma once
 
 #include <optional>
@@ -11,19 +11,25 @@
 
 namespace tetri {
 
-// Thread-safe. Loads run side by side; `close` waits for them.
+// Thread-safe. Copies run side by side; `close` waits for them.
 class Arena {
  public:
-  explicit Arena(const std::string& segment)
-      : segment_(Segment::attach(segment, Segment::Access::kRead)) {}
+  explicit Arena(const std::string& segment) : segment_(Segment::attach(segment)) {}
 
   // Blocks. Copies slot blocks [first_block, first_block + ids.size()) to `ids` of the layout.
   // Throws std::invalid_argument when anything is out of range or the arena is closed.
   void load(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
             const std::vector<int32_t>& ids, int threads);
+  // The other way round: `ids` of the layout to the blocks of a slot that was claimed.
+  void save(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
+            const std::vector<int32_t>& ids);
   void close();
 
  private:
+  // Where those blocks are. Throws as above; `mutex_` is held.
+  uint8_t* blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
+                     size_t num_blocks) const;
+
   std::shared_mutex mutex_;
   std::optional<Segment> segment_;
 };

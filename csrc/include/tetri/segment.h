@@ -31,12 +31,10 @@ constexpr uint64_t kHeaderBytes = 4096 + kMaxSlots * sizeof(ControlWord);
 // A mapping of one segment. Owns the mapping and the descriptor; the owner also the file.
 class Segment {
  public:
-  enum class Access { kRead, kReadWrite };
-
   // A new segment with every page present. Throws std::runtime_error, also when /dev/shm is full.
   static Segment create(uint64_t arena_bytes);
   // An existing segment. Throws std::runtime_error when it is missing, foreign or malformed.
-  static Segment attach(const std::string& path, Access access);
+  static Segment attach(const std::string& path);
   // Removes segments in /dev/shm whose owner is gone. Best effort, never throws.
   static void sweep() noexcept;
 
@@ -54,9 +52,9 @@ class Segment {
 
  private:
   Segment(std::string path, Fd fd, uint64_t size, bool owner);
-  void map(Access access);
+  void map();
   void use_huge_pages() const;
-  void touch(Access access) const;
+  void touch() const;
 
   std::string path_;
   Fd fd_;

@@ -6,6 +6,8 @@
 //                        v                             v
 //                     FAILED (no memory, only a note) <-
 //
+// A slot that this side fills itself (`claim`) is TAKEN from the start.
+//
 // Memory of a slot that ends while a shared-memory writer may still be writing is quarantined: it
 // stays allocated, under no name, until that writer says that it stopped or its connection is gone.
 //
@@ -86,6 +88,9 @@ class SlotTable {
   // The engine's side.
   std::optional<Slot> find(const std::string& transfer) const;
   std::optional<Slot> take(const std::string& transfer);
+  // Nothing when the name is in use or there is no room.
+  std::optional<Slot> claim(const std::string& name, uint64_t num_blocks, uint64_t block_bytes,
+                            uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer, TimePoint now);
 
@@ -124,7 +129,9 @@ class SlotTable {
   };
 
   std::optional<Opened> refusal(const Open& wanted, const WriterId& writer, TimePoint now);
-  Record* create(const Open& wanted, const WriterId& writer, TimePoint now);
+  bool can_ever_fit(uint64_t num_blocks, uint64_t block_bytes, uint32_t num_ranks) const;
+  Record* create(const std::string& name, uint64_t num_blocks, uint64_t block_bytes,
+                 uint32_t num_ranks);
   Record* filling(uint64_t generation);
   Writer* writer_of(Record& record, const WriterId& id);
   void finish_if_complete(Record& record, Writer& writer, TimePoint now);

@@ -1,0 +1,343 @@
+"""When requests enter the decode batch of vLLM's own scheduler, without a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import BLOCK, Engine
+from tests.engine.test_handover import Pair, prompt
+from vllm_tetri.engine.admission import Answers, DecodeGate
+from vllm_tetri.handover import DecodeLeg, digest_of, to_params
+from vllm_tetri.policy.admission import DecodePolicy
+from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.types import Prediction, Role, TransferId
+
+NUM_BLOCKS = 33
+WIDTH = 16  # of a predicted bucket
+
+RESERVE = ["reserve-static", "reserve-dynamic"]
+
+
+def predicted(answer_tokens: int) -> Prediction:
+    return Prediction(answer_tokens // WIDTH, 64, WIDTH)
+
+
+class Cluster(Pair):
+    """A prefill instance and a small decode instance."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.prefill = Engine(folder, Role.PREFILL, num_blocks=200, chunk_size=64)
+        wanted = {"arena_bytes": 4 << 20, "reserve_end": "upper", "num_blocks": NUM_BLOCKS}
+        self.decode = Engine(folder, Role.DECODE, **(wanted | options))
+        self.prefill.sees(self.prefill, self.decode)
+
+    def arrives(
+        self, name: str, tokens: list[int], max_tokens: int, guess: Prediction | None
+    ) -> Any:
+        """Its KV is in the arena, its request in the queue."""
+        self.send(name, tokens)
+        self.prefilled(name)
+        self.prefill.run_until(lambda: self.prefill.is_at_rest)
+        leg = DecodeLeg(TransferId(f"t-{name}"), digest_of(tokens), predicted=guess)
+        return self.decode.add(name, tokens, max_tokens=max_tokens, params=to_params(leg))
+
+    def run(self, *names: str) -> None:
+        self.decode.run_until(lambda: all(name in self.decode.finished for name in names))
+        self.settle()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+def load(engine: Engine) -> Any:
+    return engine.instance._read_load()
+
+
+def workload(seed: int, count: int) -> dict[str, tuple[list[int], int]]:
+    rng = Random(seed)
+    return {
+        f"r{i}": (prompt(rng.randint(2, 120), seed=i + 1), rng.randint(2, 200))
+        for i in range(count)
+    }
+
+
+def serve(cluster: Cluster, seed: int, guess: Any) -> Any:
+    """Requests come one by one while others are decoded; the load at the end."""
+    rng, jobs = Random(seed), workload(seed, 24)
+    for name, (tokens, max_tokens) in jobs.items():
+        cluster.arrives(name, tokens, max_tokens, guess(rng, max_tokens))
+        for _ in range(rng.randint(0, 12)):
+            cluster.decode.step()
+    cluster.run(*jobs)
+    for name, (_, max_tokens) in jobs.items():
+        assert len(cluster.decode.outputs[name]) == max_tokens
+    return load(cluster.decode)
+
+
+@pytest.mark.parametrize("policy", RESERVE)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_right_predictions_never_end_in_a_preemption(
+    tmp_path: Path, policy: str, seed: int
+) -> None:
+    cluster = Cluster(tmp_path, decode_policy=policy)
+    end = serve(cluster, seed, lambda _, max_tokens: predicted(max_tokens))
+    assert end.preemptions == 0
+    assert end.decodes_done == 24
+    cluster.close()
+
+
+def test_vllms_own_admission_preempts_on_the_same_requests(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, decode_policy="greedy")
+    end = serve(cluster, 1, lambda _, max_tokens: predicted(max_tokens))
+    assert end.preemptions > 0
+    assert end.reserved_blocks == 0
+    cluster.close()
+
+
+@pytest.mark.parametrize("policy", RESERVE)
+@pytest.mark.parametrize("guess", ["short", "long", "random", "none"])
+def test_wrong_predictions_end_in_tokens(tmp_path: Path, policy: str, guess: str) -> None:
+    guesses = {
+        "short": lambda rng, answer: predicted(0),
+        "long": lambda rng, answer: predicted(63 * WIDTH),
+        "random": lambda rng, answer: predicted(rng.randrange(64 * WIDTH)),
+        "none": lambda rng, answer: None,
+    }
+    cluster = Cluster(tmp_path, decode_policy=policy)
+    end = serve(cluster, 5, guesses[guess])
+    assert end.decodes_done == 24
+    cluster.close()
+
+
+def test_a_held_request_waits_for_room_in_order(cluster: Cluster) -> None:
+    """The second may grow as far as the first leaves room; the third may not overtake."""
+    cluster.arrives("first", prompt(100), 300, predicted(300))
+    cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
+    cluster.arrives("second", prompt(50, 5), 200, predicted(200))
+    cluster.arrives("third", prompt(10, 7), 3, predicted(3))
+    for _ in range(50):
+        cluster.decode.step()
+    assert set(cluster.decode.outputs) == {"first"}
+    held = load(cluster.decode)
+    assert (held.running, held.waiting, held.held) == (1, 2, 2)
+    cluster.run("first", "second", "third")
+    assert list(cluster.decode.outputs) == ["first", "second", "third"]
+    assert load(cluster.decode).preemptions == 0
+    assert cluster.decode.instance.inbox.loads_done == 3
+
+
+def test_an_empty_engine_lets_in_what_can_never_fit(cluster: Cluster) -> None:
+    cluster.arrives("a", prompt(100), 900, predicted(900))
+    cluster.decode.run_until(lambda: len(cluster.decode.outputs.get("a", ())) > 3)
+    cluster.decode.abort("a")
+    cluster.settle()
+
+
+def test_max_tokens_counts_where_more_is_predicted(cluster: Cluster) -> None:
+    cluster.arrives("first", prompt(100), 100, predicted(1000))
+    cluster.arrives("second", prompt(100, 5), 100, predicted(1000))
+    cluster.decode.step()
+    cluster.decode.step()
+    assert set(cluster.decode.outputs) == {"first", "second"}
+    cluster.run("first", "second")
+
+
+def test_held_kv_stays_for_as_long_as_its_request_waits(tmp_path: Path) -> None:
+    hold_s = 0.05
+    cluster = Cluster(tmp_path, hold_timeout_s=hold_s)
+    cluster.arrives("first", prompt(100), 380, predicted(380))
+    cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
+    held = ["second", "third", "fourth"]
+    for name in held:
+        cluster.arrives(name, prompt(100, 5), 100, predicted(100))
+        cluster.decode.step()
+    until = time.monotonic() + 3 * hold_s
+    while time.monotonic() < until and "first" not in cluster.decode.finished:
+        cluster.decode.step()
+    cluster.run("first", *held)
+    assert cluster.decode.instance.inbox.loads_done == 4
+    assert load(cluster.decode).kv_loads_failed == 0
+    cluster.close()
+
+
+def test_who_waits_for_kv_holds_nobody_up(cluster: Cluster) -> None:
+    leg = DecodeLeg(TransferId("t-late"), digest_of(prompt(40)))
+    cluster.decode.add("late", prompt(40), params=to_params(leg))
+    cluster.arrives("a", prompt(50, 5), 4, predicted(4))
+    cluster.decode.run_until(lambda: "a" in cluster.decode.finished)
+    cluster.decode.abort("late")
+    cluster.settle()
+
+
+def test_a_preempted_request_comes_back_before_those_who_never_ran(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    for name, seed in (("a", 3), ("b", 5)):
+        cluster.arrives(name, prompt(100, seed), 250, predicted(0))
+    cluster.decode.run_until(lambda: load(cluster.decode).preemptions > 0)
+    (victim,) = list(cluster.decode.scheduler.waiting)
+    cluster.arrives("c", prompt(20, 7), 5, predicted(5))
+    ended = len(cluster.decode.outputs[victim.request_id])
+    cluster.decode.run_until(lambda: "c" in cluster.decode.outputs)
+    assert len(cluster.decode.outputs[victim.request_id]) > ended
+    cluster.run("a", "b", "c")
+    assert load(cluster.decode).swapped_in > 0
+    cluster.close()
+
+
+def test_an_abort_behind_the_gate_frees_the_arena(cluster: Cluster) -> None:
+    cluster.arrives("first", prompt(100), 380, predicted(380))
+    cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
+    for name in ("second", "third"):
+        cluster.arrives(name, prompt(100, 5), 300, predicted(300))
+    cluster.decode.step()
+    cluster.decode.abort("third")
+    cluster.decode.abort("second")
+    cluster.decode.abort("first")
+    cluster.settle()
+
+
+def test_a_step_takes_one_picture_and_only_of_what_somebody_asks_for(cluster: Cluster) -> None:
+    gate = cluster.decode.instance.gate
+    taken, begin = [], gate._admission.begin
+    gate._admission.begin = lambda *given: taken.append(begin(*given))
+    cluster.arrives("first", prompt(100), 380, predicted(380))
+    cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
+    for name in ("second", "third"):
+        cluster.arrives(name, prompt(100, 5), 300, predicted(300))
+    taken.clear()
+    for _ in range(20):
+        cluster.decode.step()
+    assert len(taken) == 20
+    for name in ("second", "third"):
+        cluster.decode.abort(name)
+    gate._picture_s = float("inf")  # what is reported is not due
+    taken.clear()
+    for _ in range(20):
+        cluster.decode.step()
+    assert taken == []
+
+
+# -- prompts that begin here ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", RESERVE)
+@pytest.mark.parametrize("prefill", ["fcfs", "sjf", "srtf"])
+def test_prompts_on_both_pass_the_gate(tmp_path: Path, policy: str, prefill: str) -> None:
+    engine = Engine(
+        tmp_path, Role.BOTH, num_blocks=NUM_BLOCKS, decode_policy=policy, reserve_end="upper",
+        prefill_policy=prefill, predictor="oracle", granularity=WIDTH,
+    )  # fmt: skip
+    jobs = workload(7, 24)
+    for name, (tokens, max_tokens) in jobs.items():
+        engine.add(name, tokens, max_tokens=max_tokens)
+        engine.step()
+    engine.run_until(lambda: all(name in engine.finished for name in jobs))
+    assert all(len(engine.outputs[name]) == jobs[name][1] for name in jobs)
+    assert load(engine).preemptions == 0
+    engine.run_until(lambda: engine.is_at_rest)
+    engine.close()
+
+
+def test_nothing_is_gated_where_nothing_is_decoded(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.PREFILL, chunk_size=64)
+    assert engine.instance.gate is None
+    engine.close()
+
+
+# -- what is reported -----------------------------------------------------------------
+
+
+def test_decodes_are_heavy_by_what_is_expected_of_them(cluster: Cluster) -> None:
+    cluster.arrives("long", prompt(20), 400, predicted(300))
+    cluster.arrives("short", prompt(20, 5), 400, predicted(30))
+    cluster.arrives("capped", prompt(20, 7), 40, predicted(300))
+    seen = load(cluster.decode)
+    assert (seen.waiting, seen.heavy, seen.light) == (3, 1, 2)
+    assert seen.queued_prefill_tokens == 0
+    cluster.decode.run_until(lambda: "capped" in cluster.decode.outputs)
+    seen = load(cluster.decode)
+    assert (seen.running, seen.heavy, seen.light) == (3, 1, 2)
+    cluster.decode.abort("long")
+    cluster.run("short", "capped")
+    assert (load(cluster.decode).heavy, load(cluster.decode).light) == (0, 0)
+
+
+def test_prompts_for_other_instances_are_no_decodes(cluster: Cluster) -> None:
+    cluster.send("a", prompt(300))
+    cluster.prefill.step()
+    assert (load(cluster.prefill).heavy, load(cluster.prefill).light) == (0, 0)
+    cluster.prefilled("a")
+    cluster.decode.instance._cancel(TransferId("t-a"))
+
+
+def test_reserved_blocks_are_reported_while_something_runs(cluster: Cluster) -> None:
+    assert load(cluster.decode).reserved_blocks == 0
+    request = cluster.arrives("a", prompt(100), 200, predicted(200))
+    cluster.decode.step()
+    cluster.decode.step()
+    needed = -(-(100 + 200) // BLOCK) - -(-request.num_tokens // BLOCK)
+    assert abs(load(cluster.decode).reserved_blocks - needed) <= 1
+    cluster.run("a")
+    assert load(cluster.decode).reserved_blocks == 0
+
+
+def test_an_answer_is_expected_to_be_longer_than_it_is(cluster: Cluster) -> None:
+    request = cluster.arrives("a", prompt(10), 50, predicted(20))
+    answers = cluster.decode.instance.answers
+    for produced in range(60):
+        for end in End:
+            total = answers.total_tokens(request, end, produced_tokens=produced)
+            assert produced < total
+            assert total <= max(50, produced + 1)
+    cluster.decode.abort("a")
+    cluster.settle()
+
+
+def test_the_picture_follows_an_answer_that_outlives_its_prediction() -> None:
+    answers = Answers(Lengths(WIDTH, 64), lambda _: None, window=1000)
+    gate = DecodeGate(
+        DecodePolicy.RESERVE_STATIC, End.UPPER, answers=answers, block_size=BLOCK, total_blocks=99
+    )
+    answers.add("a", predicted(20))
+    seen: list[Any] = []
+    gate._admission.begin = lambda free, running: seen.extend(running)  # type: ignore[method-assign]
+    for produced in range(1, 100):
+        request = SimpleNamespace(
+            request_id="a", num_prompt_tokens=50, num_tokens=50 + produced, max_tokens=90,
+            num_output_tokens=produced, num_output_placeholders=0,
+            num_computed_tokens=49 + produced,
+        )  # fmt: skip
+        gate.begin_step(
+            float(produced), running=lambda each=request: [each], free_blocks=9, tokens_per_step=64
+        )
+        total = answers.total_tokens(request, End.UPPER, produced_tokens=produced)
+        assert seen.pop() == (49 + produced, total - produced)
+        assert not seen
+    gate.forget("a")
+    assert not gate._ends
+
+
+def test_room_and_time_that_a_started_prompt_will_take_count() -> None:
+    answers = Answers(Lengths(WIDTH, 64), lambda _: None, window=1000)
+    gate = DecodeGate(
+        DecodePolicy.RESERVE_STATIC, End.UPPER, answers=answers, block_size=BLOCK, total_blocks=99
+    )
+    seen: list[Any] = []
+    gate._admission.begin = lambda *given: seen.append(given)  # type: ignore[method-assign]
+    started = SimpleNamespace(
+        request_id="a", num_prompt_tokens=160, num_tokens=160, max_tokens=5,
+        num_output_tokens=0, num_output_placeholders=0, num_computed_tokens=64,
+    )  # fmt: skip
+    gate.begin_step(0.0, running=lambda: [started], free_blocks=20, tokens_per_step=33)
+    assert seen == [(20 - 6, [(159, 5 + 3)])]

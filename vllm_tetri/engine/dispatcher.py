@@ -1,0 +1,145 @@
+"""From a prompt that is being computed here to the instance that will decode it.
+
+Owner: the engine thread. `policy.dispatch` decides; this gathers what it needs to know:
+the newest view, what was sent since, and how long the answer is expected to be.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from random import Random
+from statistics import fmean
+
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.control.views import Picture
+from vllm_tetri.engine.compat import Request
+from vllm_tetri.engine.load import HEAVY_TOKENS
+from vllm_tetri.policy.dispatch import Dispatch, choose_decode
+from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, Prediction
+
+
+class Dispatcher:
+    """Chooses decode instances.
+
+    Args:
+        look: The newest picture of the cluster; the same object until there is a newer one.
+        me: This instance.
+        lengths: What answers turned out to be here; used until decode instances report.
+        predict: The prediction of a request that must be there by now, if any.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TetriConfig,
+        look: Callable[[], Picture],
+        me: InstanceInfo,
+        lengths: Lengths,
+        predict: Callable[[Request], Prediction | None],
+        rng: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._look = look
+        self._me = me
+        self._lengths = lengths
+        self._predict = predict
+        self._rng = rng
+        self._clock = clock
+        self._seen: Picture | None = None
+        self._peers = Peers(ClusterView(), me, 0.0)
+        self._bucket_tokens: list[float] = []
+        self._own = OwnDispatches()
+        self._held: dict[str, float] = {}  # since when, by request
+
+    def choose(
+        self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool
+    ) -> Dispatch | None:
+        """Where a request's KV goes, or None.
+
+        Args:
+            num_bytes: Of its KV in the receive arena.
+            refused: Instances that already said no to it.
+            may_wait: There will be another call for it. If nobody has room, that is what
+                the first ones come to, for one report period (paper section 3.3.4 leaves
+                it open).
+        """
+        now = self._clock()
+        self._take_look()
+        need = self.need(request, num_bytes)
+        dispatch = choose_decode(
+            self._peers,
+            need=need,
+            refused=refused,
+            own=self._own,
+            policy=self._config.dispatch_policy,
+            rng=self._rng,
+        )
+        if dispatch is None:
+            return None
+        if not dispatch.has_room and may_wait:
+            since = self._held.setdefault(request.request_id, now)
+            if now - since < self._config.report_period_s:
+                return None
+        self._own.add(dispatch.instance, need, now)
+        return dispatch
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self._held.pop(request_id, None)
+
+    def need(self, request: Request, num_bytes: int) -> Need:
+        """What a request will take where it is decoded."""
+        prompt_tokens = request.num_prompt_tokens
+        prediction = self._predict(request)
+        expected_tokens = self._expected_tokens(prediction)
+        answer_tokens = expected_tokens
+        end = self._config.reserve_end
+        if prediction is not None and end is not End.EXPECTED:
+            answer_tokens = self._lengths.total_tokens(prediction, 0, end)
+        most_tokens = self._most_tokens(request)
+        return Need(
+            num_tokens=prompt_tokens,
+            num_bytes=num_bytes,
+            total_tokens=prompt_tokens + min(answer_tokens, most_tokens),
+            is_heavy=min(expected_tokens, most_tokens) > HEAVY_TOKENS,
+        )
+
+    def _most_tokens(self, request: Request) -> int:
+        """What the client and the window allow; the prefill leg's own limit is 1."""
+        left_tokens = max(0, self._me.max_model_len - request.num_prompt_tokens)
+        sampling = request.sampling_params
+        if sampling is None or sampling.max_tokens is None:
+            return left_tokens
+        return min(left_tokens, sampling.max_tokens)
+
+    def _expected_tokens(self, prediction: Prediction | None) -> int:
+        """As decode instances have seen it; as this one has, as long as they have not."""
+        known = self._bucket_tokens
+        if prediction is None:
+            return round(known[-1]) if known else self._lengths.total_tokens(None, 0, End.EXPECTED)
+        if prediction.num_buckets == len(known) - 1:
+            return round(known[prediction.bucket])
+        return self._lengths.total_tokens(prediction, 0, End.EXPECTED)
+
+    def _take_look(self) -> None:
+        picture = self._look()
+        if picture is self._seen:
+            return
+        self._seen = picture
+        self._peers = Peers(picture.view, self._me, picture.at_s)
+        self._own.drop_reported(self._peers)
+        self._bucket_tokens = _means(picture.view, num_buckets=self._lengths.num_buckets)
+
+
+def _means(view: ClusterView, *, num_buckets: int) -> list[float]:
+    """Over the decode instances that have seen answers end; empty if none has."""
+    rows = [
+        each.load.bucket_tokens
+        for each in view.instances
+        if len(each.load.bucket_tokens) == num_buckets + 1
+    ]
+    return [fmean(column) for column in zip(*rows, strict=True)]
