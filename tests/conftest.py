@@ -12,6 +12,12 @@ from tests.tiny_model import tiny_model
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What instances learn in tests is nobody else's."""
+    os.environ["TETRI_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny_llama() -> Path:
     """Folder of a random-weight Llama that loads in a moment."""

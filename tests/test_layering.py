@@ -29,8 +29,21 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         SHARED | {"control", "__init__"},
         {"aiohttp", "msgspec", "prometheus_client", "rich", "uvloop"},
     ),
+    "predictor": (
+        VALUES | {"config", "policy", "bench.picture"},
+        {
+            "aiohttp",
+            "matplotlib",
+            "msgspec",
+            "numpy",
+            "rich",
+            "torch",
+            "transformers",
+            "zmq",
+        },
+    ),
     "engine": (
-        SHARED | {"control", "transport", "kv", "__init__"},
+        SHARED | {"control", "transport", "kv", "predictor", "__init__"},
         {"msgspec", "numpy", "psutil", "torch", "vllm", "yaml"},
     ),
     "launch": (
@@ -38,8 +51,8 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "psutil", "rich", "yaml"},
     ),
     "bench": (
-        VALUES | {"policy", "config", "engine", "launch", "transport"},
-        {"matplotlib", "numpy", "psutil", "rich", "vllm"},
+        SHARED | {"control", "engine", "launch", "predictor", "transport"},
+        {"aiohttp", "matplotlib", "numpy", "psutil", "rich", "transformers", "uvloop", "vllm"},
     ),
     "cli": (VALUES | {"__init__"}, set()),
 }

@@ -1,0 +1,225 @@
+"""The engine's end of a predictor process: answers, and what can happen to the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vllm_tetri.predictor import client, protocol
+from vllm_tetri.predictor.base import Ask
+from vllm_tetri.predictor.client import PredictorProcess
+from vllm_tetri.types import Prediction
+
+FAKE = Path(__file__).with_name("fake_server.py")
+DEADLINE_S = 30.0
+DIES, HANGS, WRONG = [666], [667], [668]
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.01)
+
+
+class Asking:
+    """A predictor process that is asked as an engine does."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = PredictorProcess(self._command(words), 200, 10)
+        self.answers: dict[str, Prediction | None] = {}
+
+    def _command(self, words: tuple[str, ...]) -> Callable[[str], list[str]]:
+        def command(address: str) -> list[str]:
+            return [sys.executable, str(FAKE), "--address", address, *words]
+
+        return command
+
+    def ask(self, name: str, token_ids: list[int]) -> None:
+        self.process.ask(Ask(name, token_ids))
+        self.step()
+
+    def step(self) -> None:
+        self.answers.update(self.process.poll())
+
+    def wait_for(self, *names: str) -> None:
+        def are_there() -> bool:
+            self.step()
+            return set(names) <= set(self.answers)
+
+        until(are_there, f"answers to {names}")
+
+    def is_serving(self) -> bool:
+        """Asks until the process answers; it is away while it starts."""
+        self.answers.pop("ping", None)
+        self.ask("ping", [1])
+        self.wait_for("ping")
+        return self.answers["ping"] is not None
+
+    def start(self) -> None:
+        until(self.is_serving, "the process serves")
+
+
+@contextmanager
+def asking(*words: str) -> Iterator[Asking]:
+    made = Asking(*words)
+    try:
+        yield made
+    finally:
+        made.process.close()
+        made.process.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Asking]:
+    with asking() as made:
+        made.start()
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+
+
+def test_answers_are_predictions(served: Asking) -> None:
+    served.ask("a", [1] * 3)
+    served.ask("b", [])
+    served.wait_for("a", "b")
+
+    assert served.answers["a"] == Prediction(3, 10, 200)
+    assert served.answers["b"] == Prediction(0, 10, 200)
+    assert served.process.tally.made >= 2
+
+
+def test_a_process_that_is_not_there_costs_only_the_prediction() -> None:
+    with asking() as made:
+        made.ask("a", [1])  # it takes a moment to start
+        made.wait_for("a")
+
+        assert made.answers["a"] is None
+        assert made.process.tally.failed == 1
+        made.start()
+
+
+def test_what_was_asked_dies_with_the_process_and_it_comes_back(served: Asking) -> None:
+    first = served.process.pid
+    served.ask("a", HANGS)
+    served.ask("b", [1])
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    served.wait_for("a", "b")
+
+    assert served.answers["a"] is None
+    assert served.answers["b"] is None
+    assert served.process.tally.failed >= 2
+    served.start()
+    assert served.process.pid not in (None, first)
+
+
+def test_a_prompt_that_ends_the_process_harms_no_later_one(served: Asking) -> None:
+    served.ask("a", DIES)
+    served.wait_for("a")
+    assert served.answers["a"] is None
+    served.start()
+
+
+def test_a_process_that_cannot_start_is_tried_again(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    with asking("--fail", str(broken)) as made:
+        until(lambda: made.process._keeper.num_deaths >= 2, "two attempts")
+        broken.unlink()
+        made.start()
+
+
+def test_too_many_prompts_are_refused_at_once(served: Asking) -> None:
+    refused = served.process.tally.refused
+    served.ask("first", HANGS)
+    for number in range(protocol.QUEUE_PROMPTS):
+        served.process.ask(Ask(str(number), [1]))
+    served.step()
+
+    assert served.answers == {"ping": Prediction(1, 10, 200), "255": None}
+    assert served.process.tally.refused == refused + 1
+
+
+def test_a_withdrawn_prompt_makes_room_and_gets_no_answer(served: Asking) -> None:
+    for number in range(protocol.QUEUE_PROMPTS):
+        served.process.ask(Ask(str(number), [1]))
+    served.process.withdraw("0")
+    served.process.withdraw("unknown")
+    served.process.ask(Ask("new", [1, 2]))
+    served.wait_for("new", *(str(number) for number in range(1, protocol.QUEUE_PROMPTS)))
+
+    assert served.answers["new"] == Prediction(2, 10, 200)
+    assert "0" not in served.answers
+    assert served.process.tally.refused == 0
+
+
+def test_a_name_that_is_asked_again_gets_the_answer_to_the_later_prompt(served: Asking) -> None:
+    failed = served.process.tally.failed
+    served.process.ask(Ask("a", [1]))
+    served.process.poll()
+    served.process.ask(Ask("a", [1, 2]))
+    served.wait_for("a")
+    assert served.answers["a"] == Prediction(2, 10, 200)
+    assert served.process.tally.failed == failed
+
+
+def test_a_bucket_that_does_not_exist_is_a_failure(served: Asking) -> None:
+    failed = served.process.tally.failed
+    served.ask("a", WRONG)
+    served.wait_for("a")
+    assert served.answers["a"] is None
+    assert served.process.tally.failed == failed + 1
+
+
+def test_closing_leaves_no_process(served: Asking) -> None:
+    pid = served.process.pid
+    assert pid is not None
+    served.process.close()
+    assert not is_alive(pid)
+
+
+def test_the_process_ends_with_a_parent_that_is_killed() -> None:
+    program = (
+        "import sys, time\n"
+        "from vllm_tetri.predictor.base import Ask\n"
+        "from vllm_tetri.predictor.client import PredictorProcess\n"
+        f"command = lambda address: [sys.executable, {str(FAKE)!r}, '--address', address]\n"
+        "process = PredictorProcess(command, 200, 10)\n"
+        "while process.pid is None: time.sleep(0.01)\n"
+        "found = [('', None)]\n"
+        "while not found or found[0][1] is None:\n"
+        "    process.ask(Ask('a', [1]))\n"
+        "    process.poll()\n"
+        "    process.wait(0.05)\n"
+        "    found = process.poll()\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+        until(lambda: not is_alive(pid), "the predictor ends with its parent")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return status not in "ZX"
