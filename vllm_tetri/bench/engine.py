@@ -19,11 +19,18 @@ from typing import Any
 
 import numpy as np
 
+ONLY_CORES = "--only-cores="
 _FIRST_ORDINARY_TOKEN = 3
 
 
 def main(words: list[str]) -> int:
-    """Serve questions until the input ends."""
+    """Serve questions until the input ends.
+
+    `--only-cores=1,2` as first word binds this process, but not who started it.
+    """
+    if words and words[0].startswith(ONLY_CORES):
+        cores = words.pop(0).removeprefix(ONLY_CORES)
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
     engine = Engine(words)
@@ -44,7 +51,11 @@ class Question:
 
     Attributes:
         lengths: Tokens of each prompt.
-        seed: Of the prompts' tokens.
+        seed: Of the prompts' tokens, which are random,
+        token_ids: unless they are given.
+        legs: Send them as the router does, to be handed over (to nobody).
+        predictor: What the predictor that was configured does: none (it is not asked),
+            parallel or sequential; empty leaves it as it is.
         arrivals_s: When each comes, from the start, in order; empty: all are
             there when the time starts.
         policy: Order of waiting prompts; None leaves the scheduler as it is.
@@ -57,6 +68,9 @@ class Question:
 
     lengths: list[int]
     seed: int = 0
+    token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    legs: bool = False
+    predictor: str = ""
     arrivals_s: list[float] = dataclasses.field(default_factory=list)
     policy: str | None = None
     sched_batch: int = 16
@@ -104,6 +118,7 @@ class Measured:
         total_s: From the start to the last token.
         budget_tokens: Tokens that a step could take.
         steps: One entry per step.
+        predictions: What became of predictions, by outcome.
     """
 
     ttft_s: list[float | None]
@@ -111,6 +126,7 @@ class Measured:
     total_s: float
     budget_tokens: int
     steps: list[Step]
+    predictions: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -138,6 +154,7 @@ class Engine:
         self._core = self._llm.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._budget_tokens = self._scheduler.max_num_scheduled_tokens
+        self._predictor: Any = None  # that of the instance, while it is not asked
         self._step = Step()
         self._scheduled: dict[str, int] = {}
         self._watch_scheduler()
@@ -169,6 +186,7 @@ class Engine:
     def run(self, question: Question) -> Measured:
         """Measure one question on an idle engine."""
         self._prepare(question)
+        before = self._predictions()
         prompts = self._prompts(question)
         arrivals = question.arrivals_s or [0.0] * len(prompts)
         measured = Measured([None] * len(prompts), [0.0] * len(prompts), 0.0, 0, [])
@@ -177,13 +195,13 @@ class Engine:
         unfinished_tokens = added = 0
         if not question.arrivals_s:
             for index, prompt in enumerate(prompts):
-                self._add(index, prompt)
+                self._add(index, prompt, question)
             added, unfinished_tokens = len(prompts), sum(question.lengths)
         started = time.perf_counter()
         while not question.is_answered(left, len(self._scheduler.waiting)):
             now = time.perf_counter() - started
             while added < len(prompts) and arrivals[added] <= now:
-                self._add(added, prompts[added])
+                self._add(added, prompts[added], question)
                 unfinished_tokens += question.lengths[added]
                 added += 1
             if not self._llm.has_unfinished_requests():
@@ -200,10 +218,15 @@ class Engine:
                 left.discard(name)
         measured.total_s = time.perf_counter() - started
         self._clear(left)
+        measured.predictions = {
+            name: count - before.get(name, 0) for name, count in self._predictions().items()
+        }
         return measured
 
     def close(self) -> None:
         """Stop the engine's threads."""
+        if self._predictor is not None:
+            self._predictor.close()
         self._core.shutdown()
 
     # -- one step -----------------------------------------------------------------
@@ -255,7 +278,21 @@ class Engine:
             policy = PrefillPolicy(question.policy)
             self._scheduler.order_by(policy, question.sched_batch, pads=question.pad)
 
+        if question.predictor:
+            self._switch_predictor(question.predictor)
+
+    def _switch_predictor(self, mode: str) -> None:
+        from vllm_tetri.engine.prediction import Predictions
+
+        instance = self._scheduler._instance
+        self._predictor = self._predictor or instance.predictions.predictor
+        used = None if mode == "none" else self._predictor
+        instance.predictions = Predictions(used, is_sequential=mode == "sequential")
+        self._scheduler._queue.awaits_predictions = instance.predictions.is_sequential
+
     def _prompts(self, question: Question) -> list[list[int]]:
+        if question.token_ids:
+            return question.token_ids
         vocabulary = self._llm.vllm_config.model_config.get_vocab_size()
         rng = np.random.default_rng(question.seed)
         return [
@@ -263,11 +300,25 @@ class Engine:
             for length in question.lengths
         ]
 
-    def _add(self, index: int, prompt: Sequence[int]) -> None:
+    def _add(self, index: int, prompt: Sequence[int], question: Question) -> None:
         from vllm import SamplingParams
 
+        from vllm_tetri.handover import FIELD, PrefillLeg, to_params
+        from vllm_tetri.types import RequestId, TransferId
+
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+        if question.legs:
+            sampling.max_tokens = 2  # else there would be nothing to hand over
+            leg = PrefillLeg(TransferId(f"t{index}"), RequestId(f"q{index}"))
+            sampling.extra_args = {FIELD: to_params(leg)}
         self._llm.add_request(f"q{index}", {"prompt_token_ids": prompt}, sampling)
+
+    def _predictions(self) -> dict[str, int]:
+        instance = getattr(self._scheduler, "_instance", None)
+        if instance is None:
+            return {}
+        found = dataclasses.asdict(instance.predictions.tally)
+        return {**found, "missed": instance.predictions.missed}
 
     def _clear(self, left: set[str]) -> None:
         if left:

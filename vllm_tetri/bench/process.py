@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vllm_tetri.bench.engine import ONLY_CORES
 from vllm_tetri.errors import UnsupportedError
 
 _GRACE_S = 10.0
@@ -30,17 +31,27 @@ class EngineProcess:
         options: What `vllm serve` would get behind its name, the model first.
         cores: Logical CPUs it is pinned to.
         log: File for everything the engine prints.
+        spare_cores: What it may put helpers on.
     """
 
-    def __init__(self, options: Sequence[str], cores: Sequence[int], log: Path) -> None:
+    def __init__(
+        self,
+        options: Sequence[str],
+        cores: Sequence[int],
+        log: Path,
+        *,
+        spare_cores: Sequence[int] = (),
+    ) -> None:
         self._log = log
         self._nowhere = Nowhere()
         words = [*options]
         if "--role" in words:
             words += ["--tetri-control", self._nowhere.address]
+        only = f"{ONLY_CORES}{','.join(map(str, cores))}"
+        engine = [sys.executable, "-m", "vllm_tetri.bench.engine", only]
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [*guard(cores), sys.executable, "-m", "vllm_tetri.bench.engine", *words],
+                [*guard([*cores, *spare_cores]), *engine, *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

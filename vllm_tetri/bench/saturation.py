@@ -113,6 +113,8 @@ def _spec(options: argparse.Namespace, machine: Machine) -> Spec:
             placement="auto",
             arena_bytes=None,
             kv_bytes=None,
+            predictor=None,
+            max_in_flight=None,
             tail=[*options.tail, *_MEASURE_ALL],
         ),
         machine,

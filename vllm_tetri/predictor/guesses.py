@@ -60,7 +60,7 @@ class Known:
             buckets=probabilities.argmax(axis=1),
             probabilities=probabilities,
             median_tokens=self._tokens[at],
-            mean_tokens=weights @ self._tokens,
+            mean_tokens=(weights @ self._tokens).round(3),  # equal rows, equal ranks
         )
 
 
