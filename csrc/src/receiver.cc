@@ -34,9 +34,11 @@ std::optional<Slot> Receiver::find(const std::string& transfer) {
 
 bool Receiver::wait(Duration timeout) {
   std::unique_lock lock(state_.mutex);
-  const auto settled = [&] { return state_.table.counters().settled != seen_settled_; };
-  state_.changed.wait_for(lock, timeout, [&] { return settled() || state_.closing; });
-  const bool news = settled();
+  const auto has_news = [&] {
+    return state_.table.counters().settled != seen_settled_ || !state_.messages.empty();
+  };
+  state_.changed.wait_for(lock, timeout, [&] { return has_news() || state_.closing; });
+  const bool news = has_news();
   seen_settled_ = state_.table.counters().settled;
   return news;
 }

@@ -202,3 +202,31 @@ def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
     assert not inbox._given
     pair.decode.abort("a")
     pair.settle()
+
+
+def test_a_token_that_comes_after_its_request_began_here_is_not_taken(pair: Pair) -> None:
+    endpoint = pair.decode.info.kv_endpoint
+    tokens = prompt(100)
+    leg = DecodeLeg(TransferId("t-a"), digest_of(tokens), is_early=True)
+    request = pair.decode.add("a", tokens, params=to_params(leg))
+    worker = worker_of(pair.prefill)
+    worker.begin_step(StepMeta(notes=[(endpoint, notes.encode(notes.Lost("t-a")))]))
+    pair.decode.run_until(lambda: request.num_output_tokens == 1)
+    late = notes.encode(notes.FirstTokens("t-a", Given([5])))
+    worker.begin_step(StepMeta(notes=[(endpoint, late)]))
+    pair.decode.run_until(lambda: "t-a" in pair.decode.instance.inbox._given)
+    pair.decode.run_until(lambda: "a" in pair.decode.finished)
+    assert pair.decode.outputs["a"] == [7] * 4  # what the harness samples
+    assert pair.decode.instance._read_load().injected == 0
+
+
+def test_a_prompt_that_is_computed_again_keeps_its_blocks_until_they_are_sent(pair: Pair) -> None:
+    pair.send("a", prompt(3 * CHUNK))
+    pair.prefill.step()
+    pair.prefill.step()
+    outbox = pair.prefill.instance.outbox
+    assert outbox.freeable({"a"}) == set()
+    outbox._preempted("a")  # what was sent was another try's
+    pair.prefill.step()
+    assert "a" in pair.prefill.finished
+    assert len(outbox) == 1

@@ -160,6 +160,15 @@ def test_messages_arrive_in_order(backend: Backend) -> None:
         sender.send(receiver.endpoint, b"x" * 65537, 1.0)
 
 
+def test_a_message_wakes_whoever_waits_for_kv(backend: Backend) -> None:
+    receiver, sender = backend.receiver(), backend.sender()
+    assert not receiver.wait(0.0)
+    assert sender.send(receiver.endpoint, b"note", 5.0) == Status.OK
+    assert receiver.wait(0.0)
+    assert receiver.receive(0.0) == b"note"
+    assert not receiver.wait(0.0)
+
+
 def test_message_queue_is_bounded_and_drops_the_newest(backend: Backend) -> None:
     receiver, sender = backend.receiver(), backend.sender()
     answers = [sender.send(receiver.endpoint, b"%d" % index, 5.0) for index in range(1030)]

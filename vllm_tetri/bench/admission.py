@@ -96,10 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--accuracies",
-        type=setting.decimals,
+        type=lambda text: setting.decimals(text) if text else [],
         default=[1.0, 0.749],
         metavar="P,P",
-        help="of predictions from the truth (1,0.749)",
+        help="of predictions from the truth, empty for none (1,0.749)",
     )
     add("--predictor", metavar="FOLDER", help="a trained predictor to measure as well")
     fleet.add_arguments(parser, scale=0.25)

@@ -47,7 +47,7 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
     )
     table = Table(
         "admission, predictions", "preempted", "to greedy", "KV kept", "JCT (s)", "to greedy",
-        "p99", "total (s)", "batch", "late (ms)",
+        "p99", "total (s)", "batch", "missed", "late (ms)",
     )  # fmt: skip
     table.columns[0].no_wrap = True
     base = systems[GREEDY]
@@ -63,6 +63,7 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
             estimate([quantile(run["jct_s"], 0.99) for run in runs]).text(digits=1),
             estimate([run["total_s"] for run in runs]).text(digits=1),
             f"{fmean(run['batch'] for run in runs):.1f}",
+            f"{fmean(run['counters'].get('predictions_missed', 0) for run in runs):.0f}",
             f"{1e3 * max(run['late_s'] for run in runs):.0f}",
         )
     console.print(table)

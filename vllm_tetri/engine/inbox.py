@@ -127,18 +127,16 @@ class Inbox:
         return False
 
     def pin_arrived(self, requests: Mapping[str, Request]) -> None:
-        """Take what has arrived for requests that nobody asks about, so that it stays
-        for as long as they wait."""
+        """Take what has arrived for requests that nobody may ask about for long, so that
+        it stays for as long as they wait."""
         waiting = [each for each in self._entries.values() if each.state is _State.WAITING]
         for entry in waiting:
             self._try_take(requests[entry.request_id], entry)
 
     def take_given(self) -> list[tuple[str, Given]]:
         """Requests that came before their first token, and that token, each once."""
-        awaiting = [entry for entry in self._entries.values() if entry.awaits_given]
-        if not awaiting:
-            return []
         self._drain_notes()
+        awaiting = [entry for entry in self._entries.values() if entry.awaits_given]
         found = []
         for entry in awaiting:
             given = self._given.pop(entry.leg.transfer, None)
@@ -308,6 +306,7 @@ class Inbox:
     def _give_back(self, entry: _Inbound) -> None:
         """This request needs the transfer no more; the last one frees its slot."""
         entry.slot, entry.state = None, _State.DONE
+        entry.awaits_given = False  # whatever comes now comes too late
         name = entry.leg.transfer
         users = self._users.get(name)
         if users is None or entry.request_id not in users:

@@ -321,7 +321,7 @@ class Outbox:
         self._restart(entry, now + FULL_RETRY_S)
 
     def _restart(self, entry: _Outbound, retry_at: float) -> None:
-        entry.is_open = entry.all_pushed = False
+        entry.is_open = entry.all_pushed = entry.is_sent = False
         entry.pushed_blocks = 0
         entry.retry_at = retry_at
 

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 # How long a step sleeps when its only work is KV that has not arrived. Bounds
 # the delay of a new request; the arrival itself wakes it at once.
 ARRIVAL_WAIT_S = 0.005
+# KV that arrived expires after --tetri-hold-timeout unless its request is known to wait,
+# which is looked after so often in that time.
+_PINS_PER_HOLD = 8
 
 
 class TetriScheduler(Scheduler):
@@ -70,6 +73,8 @@ class TetriScheduler(Scheduler):
         self._own = OwnRequests(self)
         self._padding: Request | None = None
         self._is_stuck = False
+        self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
+        self._pinned_s = 0.0
         self._step_started = 0.0
         # A decode instance computes prompts only as a last resort: as they come.
         is_decode = config.role is Role.DECODE
@@ -165,12 +170,7 @@ class TetriScheduler(Scheduler):
 
     def _prepare_step(self) -> None:
         self._let_predicted_in()
-        if not self.running and 0 < len(self.waiting) <= self._instance.inbox.num_waiting:
-            self._instance.inbox.wait(ARRIVAL_WAIT_S)
-        for request_id, given in self._instance.inbox.take_given():
-            request = self.requests[request_id]
-            if request.structured_output_request is None:  # its grammar may be on already
-                self._injections.begin(request, given)
+        self._look_for_arrivals()
         for request_id in self.finished_req_ids:
             known = self.requests.get(request_id)
             if known is None or known.is_finished():  # else another one has its name now
@@ -190,16 +190,32 @@ class TetriScheduler(Scheduler):
         if self._pads:
             self._pad()
 
+    def _look_for_arrivals(self) -> None:
+        """KV and first tokens that other instances sent."""
+        inbox, now = self._instance.inbox, time.monotonic()
+        num_busy = len(self.running) + len(self.kv_holding_waiting)
+        if not num_busy and 0 < len(self.waiting) <= inbox.num_waiting:
+            inbox.wait(ARRIVAL_WAIT_S)
+        elif inbox.num_waiting and now - self._pinned_s >= self._pin_period_s:
+            self._pinned_s = now
+            inbox.pin_arrived(self.requests)
+        for request_id, given in inbox.take_given():
+            request = self.requests[request_id]
+            is_new = request.status is RequestStatus.WAITING and not request.num_computed_tokens
+            # A grammar that is on already would not see the token.
+            if is_new and request.structured_output_request is None:
+                self._injections.begin(request, given)
+
     def _let_predicted_in(self) -> None:
         predictions, queue = self._instance.predictions, self._queue
-        if 0 < queue.num_unpredicted == len(queue) and not self.running:
-            predictions.wait(ARRIVAL_WAIT_S)
         predictions.exchange()
         queue.let_in(predictions.holds)
+        if 0 < queue.num_unpredicted == len(queue) and not self.running:
+            predictions.wait(ARRIVAL_WAIT_S)
+            predictions.exchange()
+            queue.let_in(predictions.holds)
 
     def _open_gate(self, gate: DecodeGate) -> None:
-        if gate.is_shut:  # nobody asks for the KV of those who are behind the gate
-            self._instance.inbox.pin_arrived(self.requests)
         gate.begin_step(
             time.monotonic(),
             running=lambda: [*self.running, *self.kv_holding_waiting],

@@ -188,31 +188,37 @@ class _Keeper:
         pause_s = _FIRST_PAUSE_S
         while True:
             started = time.monotonic()
-            with self._lock:
-                if self._stop.is_set():
-                    return
-                process = self._process = subprocess.Popen(
-                    [*self._command, "--parent", str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    start_new_session=True,  # Ctrl-C is for the engine, which ends it
-                )
-            status = process.wait()
-            self._process = None
-            self.num_deaths += 1
+            try:
+                status = self._run_once()
+            except OSError as error:  # no memory, say, or no process left
+                ending = f"could not be started ({error})"
+            else:
+                ending = f"ended with status {status}"
+                self.num_deaths += 1
             if self._stop.is_set():
                 return
             if time.monotonic() - started > _STEADY_S:
                 pause_s = _FIRST_PAUSE_S
-            _log.warning(
-                "the length predictor ended with status %d; it is started again in %.1f s",
-                status,
-                pause_s,
-            )
+            _log.warning("the length predictor %s; it is started again in %.1f s", ending, pause_s)
             if self._stop.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _run_once(self) -> int:
+        """Its exit status; 0 without a process once it was stopped."""
+        with self._lock:
+            if self._stop.is_set():
+                return 0
+            process = self._process = subprocess.Popen(
+                [*self._command, "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for the engine, which ends it
+            )
+        status = process.wait()
+        self._process = None
+        return status
 
     def close(self) -> None:
         """End the process. Idempotent."""

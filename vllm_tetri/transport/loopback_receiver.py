@@ -104,10 +104,11 @@ class Receiver:
             while True:
                 self._expire()
                 left = until - time.monotonic()
-                if self._settled != self._seen or left <= 0 or self._closed:
+                has_news = self._settled != self._seen or bool(self._messages)
+                if has_news or left <= 0 or self._closed:
                     break
                 self.lock.wait(min(left, self._next_deadline_s()))
-            news = self._settled != self._seen
+            news = has_news
             self._seen = self._settled
             return news
 
