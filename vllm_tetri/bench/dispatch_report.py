@@ -93,8 +93,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     policies = sorted(measured, key=lambda name: (name != OURS, name))
     panels: tuple[tuple[str, Callable[[Run], float]], ...] = (
         ("total decode time (s)", decode_s),
-        ("heavy decodes of the slowest instance", lambda run: float(slowest(run)["heavy"])),
-        ("spread of heavy decodes over instances", lambda run: spread(run, "heavy")),
+        ("heavy decodes of the slowest", lambda run: float(slowest(run)["heavy"])),
+        ("spread of heavy decodes", lambda run: spread(run, "heavy")),
     )
     width = 0.8 / len(policies)
     for axis, (label, figure_of) in zip(axes, panels, strict=True):
@@ -114,7 +114,9 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
             )
         axis.set_xticks(range(len(counts)), counts)
         axis.set(xlabel="decode instances", ylabel=label, ylim=(0, None))
-    axes[0].legend(fontsize=7)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(policies)
+    )
     picture.save(figure, path)
 
 
