@@ -20,8 +20,6 @@ from rich.progress import Progress
 
 from vllm_tetri.bench import admission_report, fleet, setting, workload
 from vllm_tetri.bench.fleet import Fleet, Member, pool
-from vllm_tetri.bench.pace import Pace
-from vllm_tetri.launch.machine import vllm_version
 from vllm_tetri.policy.admission import DecodePolicy
 
 _PREFILL, _DECODE = "prefill-0", "decode-0"
@@ -120,7 +118,10 @@ def run(options: argparse.Namespace) -> int:
     console = setting.console()
     systems = _systems(options)
     path = options.output / "admission.json"
-    fresh: dict[str, Any] = {"conditions": _conditions(options), "systems": {}}
+    fresh: dict[str, Any] = {
+        "conditions": fleet.conditions(options, scale=options.scale),
+        "systems": {},
+    }
     results = fleet.kept(options, path, fresh)
     with Progress(console=console) as progress:
         task = progress.add_task("requests", total=len(systems) * options.repeats)
@@ -186,20 +187,3 @@ def _send(cluster: Fleet, asks: Sequence[workload.Ask], options: argparse.Namesp
             for name in _COUNTERS
         },
     )
-
-
-def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model": setting.model_name(options),
-        "device": setting.device(),
-        "vllm": vllm_version(),
-        "cores": len(setting.cores(options)),
-        "pace": Pace("").text(),
-        "scale": options.scale,
-        "requests": options.requests,
-        "lengths": options.prompts.name if options.prompts else workload.BUILT_IN,
-        "kv_tokens": options.kv_tokens,
-        "repeats": options.repeats,
-        "options": options.tail,
-        "seed": options.seed,
-    }

@@ -19,8 +19,6 @@ from rich.progress import Progress, TaskID
 
 from vllm_tetri.bench import dispatch_report, fleet, setting, workload
 from vllm_tetri.bench.fleet import Fleet, Member, pool
-from vllm_tetri.bench.pace import Pace
-from vllm_tetri.launch.machine import vllm_version
 from vllm_tetri.policy.dispatch import DispatchPolicy
 
 HEAVY_TOKENS = 128  # an answer with more is heavy (paper section 5.1)
@@ -103,7 +101,10 @@ def run(options: argparse.Namespace) -> int:
     known = workload.read(options.prompts) if options.prompts else None
     console = setting.console()
     path = options.output / "dispatch.json"
-    fresh: dict[str, Any] = {"conditions": _conditions(options), "instances": {}}
+    fresh: dict[str, Any] = {
+        "conditions": fleet.conditions(options, prefill=options.prefill, longest=options.longest),
+        "instances": {},
+    }
     results = fleet.kept(options, path, fresh)
     with Progress(console=console) as progress:
         for count in options.instances:
@@ -219,21 +220,3 @@ def run_of(
         preemptions=preemptions,
         scale=scale,
     )
-
-
-def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model": setting.model_name(options),
-        "device": setting.device(),
-        "vllm": vllm_version(),
-        "cores": len(setting.cores(options)),
-        "pace": Pace("").text(),
-        "prefill": options.prefill,
-        "requests": options.requests,
-        "longest": options.longest,
-        "repeats": options.repeats,
-        "lengths": options.prompts.name if options.prompts else workload.BUILT_IN,
-        "kv_tokens": options.kv_tokens,
-        "options": options.tail,
-        "seed": options.seed,
-    }

@@ -19,11 +19,11 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, TypeVar
 
-from vllm_tetri.bench import workload
+from vllm_tetri.bench import setting, workload
 from vllm_tetri.bench.pace import EXECUTOR, Counts, CountsFile, Pace
 from vllm_tetri.bench.process import engine_environment, failed, guard
 from vllm_tetri.errors import ConfigError, UnsupportedError
-from vllm_tetri.launch.machine import free_port
+from vllm_tetri.launch.machine import free_port, vllm_version
 
 _BLOCK_TOKENS = 32  # the least of vLLM on CPUs, so that a small pool has many blocks
 # Small, as the models are: several of these share a machine.
@@ -69,6 +69,24 @@ def add_arguments(parser: argparse.ArgumentParser, *, scale: float) -> None:
         action="store_true",
         help="keep what the output folder holds already from a run under the same conditions",
     )
+
+
+def conditions(options: argparse.Namespace, **own: Any) -> dict[str, Any]:
+    """What a run's results depend on, with what only this benchmark has."""
+    return {
+        "model": setting.model_name(options),
+        "device": setting.device(),
+        "vllm": vllm_version(),
+        "cores": len(setting.cores(options)),
+        "pace": Pace("").text(),
+        "requests": options.requests,
+        "lengths": options.prompts.name if options.prompts else workload.BUILT_IN,
+        "kv_tokens": options.kv_tokens,
+        "repeats": options.repeats,
+        "options": options.tail,
+        "seed": options.seed,
+        **own,
+    }
 
 
 def kept(options: argparse.Namespace, path: Path, fresh: dict[str, Any]) -> dict[str, Any]:

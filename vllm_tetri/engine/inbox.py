@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-import numpy as np
-
 from vllm_tetri.engine import notes
 from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.step import Load, WorkerReport
@@ -249,18 +247,15 @@ class Inbox:
         if num_external == 0:
             self._give_back(entry)
             return
-        first = entry.local_tokens // self._block_size
-        self._loads.append(
-            Load(
-                request_id=request.request_id,
-                segment=self._receiver.segment,
-                offset=entry.slot.offset,
-                rank_bytes=entry.slot.rank_bytes,
-                first_block=first,
-                block_ids=np.asarray(block_ids[first : entry.slot.num_blocks], dtype=np.int32),
-                is_background=entry.is_background,
-            )
+        load = Load.of(
+            entry.slot,
+            self._receiver.segment,
+            request.request_id,
+            block_ids,
+            first_block=entry.local_tokens // self._block_size,
+            is_background=entry.is_background,
         )
+        self._loads.append(load)
         entry.state = _State.LOADING
 
     def take_loads(self) -> list[Load]:

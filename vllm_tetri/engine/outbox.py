@@ -54,7 +54,7 @@ class _Outbound:
     dispatch: Dispatch | None = None
     attempt: int = 0
     is_open: bool = False
-    is_told: bool = False  # its router may open the second leg
+    digest: str = ""  # of the prompt, once its router may open the second leg
     pushed_blocks: int = 0
     num_chunks: int = 0
     retry_at: float = 0.0
@@ -209,9 +209,9 @@ class Outbox:
         token_ids = entry.request.prompt_token_ids or []
         is_worth = len(token_ids) <= MAX_EARLY_TOKENS and not _is_short(entry.request)
         if entry.dispatch is not None and is_worth:
-            opening = Opening(entry.name, digest_of(token_ids), list(token_ids))
+            entry.digest = digest_of(token_ids)
+            opening = Opening(entry.name, entry.digest, list(token_ids))
             self._announce(entry.request, entry.leg, entry.dispatch, opening)
-            entry.is_told = True
 
     def _num_blocks(self, request: Request) -> int:
         return -(-request.num_prompt_tokens // self._block_size)
@@ -235,18 +235,21 @@ class Outbox:
                 entry.block_ids = block_ids[: self._num_blocks(request)]
                 entry.deadline = time.monotonic() + self._config.transfer_timeout_s
                 prefilled = self._prefilled(entry)
-                if entry.is_told and entry.dispatch is not None and prefilled.given is not None:
-                    note = notes.FirstTokens(entry.name, prefilled.given)
-                    self._notes.append((entry.dispatch.kv_endpoint, notes.encode(note)))
-                if not entry.is_sent:
-                    return True, prefilled
-                del self._entries[request.request_id]
-                return False, prefilled
+                self._tell_decode(entry, prefilled.given)
+                if entry.is_sent:
+                    del self._entries[request.request_id]
+                return not entry.is_sent, prefilled
         if entry.is_open and not entry.is_sent:
             self._free(entry, lost=False)
             return True, self._prefilled(entry, is_final=True) if is_final else None
         del self._entries[request.request_id]
         return False, self._prefilled(entry, is_final=is_final) if handed_over else None
+
+    def _tell_decode(self, entry: _Outbound, given: Given | None) -> None:
+        """The first token follows a second leg that was opened before it existed."""
+        if entry.digest and entry.dispatch is not None and given is not None:
+            note = notes.encode(notes.FirstTokens(entry.name, given))
+            self._notes.append((entry.dispatch.kv_endpoint, note))
 
     def _prefilled(self, entry: _Outbound, *, is_final: bool = False) -> Prefilled:
         request = entry.request
@@ -256,14 +259,14 @@ class Outbox:
             transfer=entry.name,
             decode=dispatch.instance if dispatch else InstanceId(""),
             num_tokens=request.num_prompt_tokens,
-            digest=digest_of(token_ids),
+            digest=entry.digest or digest_of(token_ids),
             num_chunks=entry.num_chunks,
             num_bytes=self._num_blocks(request) * self._bytes_per_block,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",
             given=Given(list(request.output_token_ids)) if request.output_token_ids else None,
             is_final=is_final,
             # Long lists are slow in vLLM's answers; the announcement had them already.
-            prompt_token_ids=[] if is_final or entry.is_told else list(token_ids),
+            prompt_token_ids=[] if is_final or entry.digest else list(token_ids),
             predicted=self._prediction_of(request),
         )
 
@@ -314,9 +317,9 @@ class Outbox:
             return
         if entry.dispatch is not None:
             (entry.full if is_full else entry.refused).add(entry.dispatch.instance)
-        if not is_full and entry.dispatch is not None:
-            entry.gave_up = entry.attempt + 1 >= MAX_ATTEMPTS
-            entry.attempt = min(entry.attempt + 1, MAX_ATTEMPTS - 1)
+            if not is_full:
+                entry.gave_up = entry.attempt + 1 >= MAX_ATTEMPTS
+                entry.attempt = min(entry.attempt + 1, MAX_ATTEMPTS - 1)
         entry.dispatch = None
         self._restart(entry, now + FULL_RETRY_S)
 

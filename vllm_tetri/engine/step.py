@@ -17,6 +17,7 @@ from vllm_tetri.engine.compat import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from vllm_tetri.transport.native import Slot
 
 BlockIds = NDArray[np.int32]
 
@@ -58,6 +59,31 @@ class Load:
     block_ids: BlockIds
     is_background: bool
     swapped: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        slot: Slot,
+        segment: str,
+        request_id: str,
+        block_ids: list[int],
+        *,
+        first_block: int,
+        is_background: bool = False,
+        is_swapped: bool = False,
+    ) -> Load:
+        """The order to copy what a slot of `segment` holds into those of the request's
+        blocks `block_ids` that `first_block` begins."""
+        return cls(
+            request_id=request_id,
+            segment=segment,
+            offset=slot.offset,
+            rank_bytes=slot.rank_bytes,
+            first_block=first_block,
+            block_ids=np.asarray(block_ids[first_block : slot.num_blocks], dtype=np.int32),
+            is_background=is_background,
+            swapped=slot.transfer if is_swapped else "",
+        )
 
 
 @dataclass(slots=True)

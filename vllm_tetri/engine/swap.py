@@ -151,19 +151,15 @@ class Swap:
         if num_external == 0:  # all of it is still in the prefix cache
             self.forget(request)
             return
-        first = kept.local_tokens // self._block_size
-        self._loads.append(
-            Load(
-                request_id=request.request_id,
-                segment=self._receiver.segment,
-                offset=kept.slot.offset,
-                rank_bytes=kept.slot.rank_bytes,
-                first_block=first,
-                block_ids=np.asarray(block_ids[first : kept.slot.num_blocks], dtype=np.int32),
-                is_background=False,
-                swapped=kept.slot.transfer,
-            )
+        load = Load.of(
+            kept.slot,
+            self._receiver.segment,
+            request.request_id,
+            block_ids,
+            first_block=kept.local_tokens // self._block_size,
+            is_swapped=True,
         )
+        self._loads.append(load)
         kept.is_loading, kept.num_ranks = True, 0
 
     def take_loads(self) -> list[Load]:

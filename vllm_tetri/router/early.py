@@ -8,7 +8,7 @@ and the decode engine goes on as soon as the KV and the first token have arrived
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 
 import aiohttp
 import msgspec
@@ -34,7 +34,7 @@ class EarlyLeg:
         self,
         call: Call,
         info: Callable[[InstanceId], InstanceInfo | None],
-        post: Callable[[InstanceInfo, bytes], Awaitable[aiohttp.ClientResponse]],
+        post: Callable[[InstanceInfo, bytes], Coroutine[None, None, aiohttp.ClientResponse]],
     ) -> None:
         self._call = call
         self._info = info
@@ -55,7 +55,7 @@ class EarlyLeg:
             opening.transfer, opening.digest, predicted=message.predicted, is_early=True
         )
         body = self._call.decode_body(leg, opening.prompt_token_ids)
-        self._answer = asyncio.ensure_future(self._send(instance, body))
+        self._answer = asyncio.create_task(self._post(instance, body))
 
     def with_prompt(self, prefilled: Prefilled) -> Prefilled:
         """With the prompt's tokens, which leg 1 does not repeat after an opening."""
@@ -80,9 +80,6 @@ class EarlyLeg:
         if answer is not None:
             answer.cancel()
             answer.add_done_callback(_discard)
-
-    async def _send(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
-        return await self._post(instance, body)
 
 
 def _discard(answer: Answer) -> None:

@@ -120,7 +120,7 @@ class Job:
         self._entry.on(Event.WHOLE_SENT)
         self._entry.decode = instance.id
         self._legs.submit(instance)
-        return await self._legs.answer(instance, body)
+        return await self._legs.answer(instance, self._legs.post(instance, body))
 
     async def _split(self, instance: InstanceInfo) -> web.StreamResponse | None:
         entry = self._entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -117,22 +117,23 @@ class Legs:
         the KV, so it is asked again."""
         wait_s = _FIRST_WAIT_S
         give_up_s = time.monotonic() + DECODE_PATIENCE_S
+        posting: Awaitable[aiohttp.ClientResponse] = opened or self.post(instance, body())
         while True:
             try:
-                return await self.answer(instance, b"" if opened else body(), opened)
+                return await self.answer(instance, posting)
             except LegBusy as busy:
-                opened = None
                 if time.monotonic() + wait_s > give_up_s:
                     raise
                 self.note_busy(busy)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            posting = self.post(instance, body())
 
     async def answer(
-        self, instance: InstanceInfo, body: bytes, opened: Answer | None = None
+        self, instance: InstanceInfo, posting: Awaitable[aiohttp.ClientResponse]
     ) -> web.StreamResponse:
-        """Send a leg, unless it was opened before, and pass on what it answers."""
-        response = await self._post_and_show(instance, body, opened)
+        """Pass on what an instance answers to a leg that is or was sent to it."""
+        response = await self._head_of(posting)
         try:
             if response.content_type == EVENT_STREAM:
                 return await self._relay(instance, response)
@@ -176,10 +177,7 @@ class Legs:
         """Send a leg and wait for the head of its answer."""
         return await self._upstream.post(instance, self._call.path, body, self._headers)
 
-    async def _post_and_show(
-        self, instance: InstanceInfo, body: bytes, opened: Answer | None
-    ) -> aiohttp.ClientResponse:
-        posting = opened if opened is not None else self.post(instance, body)
+    async def _head_of(self, posting: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
         if not self._is_unsent:
             return await posting
         # The leg goes first, but the token does not wait for its answer.
