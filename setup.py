@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 class CMakeBuild(build_ext):
-    """Hands the one extension to CMake, which alone knows sources and flags."""
+    """Hands the extensions to CMake, which alone knows sources and flags."""
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -22,13 +22,17 @@ class CMakeBuild(build_ext):
             "cmake", "-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
+            f"-DTETRI_PACKAGE={target.parents[1]}",
         ]  # fmt: skip
         subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), "--target", "_core"], check=True)
+        name = ext.name.rpartition(".")[2]
+        subprocess.run(["cmake", "--build", str(build), "--target", name], check=True)
 
 
 setup(
-    ext_modules=[Extension("vllm_tetri.transport._core", sources=[])],
+    ext_modules=[
+        Extension("vllm_tetri.transport._core", sources=[]),
+        Extension("vllm_tetri.policy._occupancy", sources=[]),
+    ],
     cmdclass={"build_ext": CMakeBuild},
 )

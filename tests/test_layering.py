@@ -58,7 +58,10 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 }
 
 NOT_FOR_POLICY = {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time"}
-EXTENSION = "vllm_tetri.transport._core"
+EXTENSIONS = {
+    "transport": "vllm_tetri.transport._core",
+    "policy": "vllm_tetri.policy._occupancy",
+}
 
 
 def sources() -> list[Path]:
@@ -121,13 +124,14 @@ def test_file_imports_only_what_its_layer_may(path: Path) -> None:
     assert violations(layer_of(path), imports_of(path)) == []
 
 
-def test_only_transport_imports_the_extension() -> None:
-    users = {layer_of(path) for path in sources() if _uses_extension(imports_of(path))}
-    assert users <= {"transport"}
+@pytest.mark.parametrize("layer", EXTENSIONS)
+def test_an_extension_is_imported_only_where_it_is(layer: str) -> None:
+    name = EXTENSIONS[layer]
+    assert {layer_of(path) for path in sources() if _uses(imports_of(path), name)} == {layer}
 
 
-def _uses_extension(names: set[str]) -> bool:
-    return any(name == EXTENSION or name.startswith(EXTENSION + ".") for name in names)
+def _uses(names: set[str], extension: str) -> bool:
+    return any(name == extension or name.startswith(extension + ".") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,8 @@ def test_policy_imports_with_everything_else_out_of_reach() -> None:
         for path in sources()
         if layer_of(path) == "policy"
     ]
-    poisoned = ("vllm", "zmq", "torch", "numpy", "msgspec", "asyncio", "threading", EXTENSION)
+    others = ("vllm", "zmq", "torch", "numpy", "msgspec", "asyncio", "threading")
+    poisoned = (*others, EXTENSIONS["transport"])
     program = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({poisoned!r}))\n"

@@ -24,11 +24,9 @@ Predictions that are too short reserve too little and come close to greedy by th
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from math import inf
-from operator import itemgetter
+
+from vllm_tetri.policy._occupancy import Occupancy
 
 _TRUSTED = 1.05
 _DISTRUSTED = 1.3
@@ -37,8 +35,6 @@ _CREDIT_TOKENS = 256.0  # as if so many had been predicted rightly before
 
 Held = tuple[int, int]
 """Tokens whose KV a request holds, and tokens that it is predicted to write on top."""
-
-_rest = itemgetter(1)
 
 
 class DecodePolicy(StrEnum):
@@ -71,12 +67,11 @@ class Admission:
         self._block_size = block_size
         self._total_blocks = total_blocks
         self._used_blocks = 0
-        self._shared_blocks: int | None = None  # below 0: held by others than the batch
-        self._running: list[Held] = []
-        self._full_in = 0  # steps until the end for which somebody was refused last
+        self._shared_blocks = 0  # below 0: held by others than the batch
+        self._batch = Occupancy(block_size, [])
         self._expected_tokens = self._actual_tokens = _CREDIT_TOKENS
 
-    def begin(self, free_blocks: int, running: Sequence[Held]) -> None:
+    def begin(self, free_blocks: int, running: list[Held]) -> None:
         """One step: the batch as it is before anything is allocated in it.
 
         Args:
@@ -86,9 +81,8 @@ class Admission:
                 is being computed: all of it) and those predicted on top, at least 1.
         """
         self._used_blocks = self._total_blocks - free_blocks
-        self._shared_blocks = None
-        self._running = list(running)
-        self._full_in -= 1
+        self._batch = Occupancy(self._block_size, running)
+        self._shared_blocks = self._batch.held_blocks - self._used_blocks
 
     def admit(self, tokens: int, remaining_tokens: int) -> bool:
         """Whether the next held request may enter now; if so it counts as running.
@@ -99,7 +93,7 @@ class Admission:
         """
         if not self._may_enter(tokens, remaining_tokens):
             return False
-        self._running.append((tokens, remaining_tokens))
+        self._batch.add(tokens, remaining_tokens)
         self._used_blocks += self._blocks(tokens)
         return True
 
@@ -122,20 +116,19 @@ class Admission:
 
         May be asked from any thread.
         """
-        running = list(self._running)
-        if self.policy is DecodePolicy.GREEDY or not running:
+        batch = self._batch
+        if self.policy is DecodePolicy.GREEDY:
             return 0
         if self.policy is DecodePolicy.RESERVE_STATIC:
-            growth = self._growth_blocks(running)
+            growth = batch.growth_blocks
         else:
-            most_blocks = max(blocks for blocks, _ in self._fuller(0, running))
-            growth = most_blocks - self._held_blocks(running)
+            growth = batch.most_blocks - batch.held_blocks
         return max(0, round(self.trust * growth))
 
     # -- rules ------------------------------------------------------------------
 
     def _may_enter(self, tokens: int, remaining_tokens: int) -> bool:
-        if self.policy is DecodePolicy.GREEDY or not self._running or not self.trust:
+        if self.policy is DecodePolicy.GREEDY or not len(self._batch) or not self.trust:
             return True  # vLLM looks whether it fits now
         entry_blocks = self._blocks(tokens)
         used_blocks = self._used_blocks + entry_blocks
@@ -143,73 +136,14 @@ class Admission:
         if room_blocks < 0:
             return False
         room_blocks = int(room_blocks / self.trust)
-        if self._shared_blocks is None:
-            self._shared_blocks = self._held_blocks(self._running) - self._used_blocks
         if self.policy is DecodePolicy.RESERVE_STATIC or self._shared_blocks > 0:
             growth = self._blocks(tokens + remaining_tokens) - entry_blocks
-            if growth + self._growth_blocks(self._running) <= room_blocks:
+            if growth + self._batch.growth_blocks <= room_blocks:
                 return True
             if self.policy is DecodePolicy.RESERVE_STATIC:
                 return False
         limit_blocks = used_blocks + room_blocks + min(0, self._shared_blocks)
-        return self._fits_at_every_end((tokens, remaining_tokens), limit_blocks)
-
-    def _fits_at_every_end(self, entering: Held, limit_blocks: int) -> bool:
-        batch = [*self._running, entering]
-        ahead, lives_tokens = self._full_in, entering[1]
-        if 0 < ahead <= lives_tokens and self._blocks_in(ahead, batch) > limit_blocks:
-            return False  # as in the step before, most often
-        for _, ahead in self._fuller(limit_blocks, batch, last_tokens=lives_tokens):
-            self._full_in = ahead
-            return False
-        return True
+        return self._batch.fits(tokens, remaining_tokens, limit_blocks)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
-
-    def _held_blocks(self, batch: list[Held]) -> int:
-        size = self._block_size
-        return sum([-(-held // size) for held, _ in batch])
-
-    def _growth_blocks(self, batch: list[Held]) -> int:
-        """What `batch` will take on top if nothing comes back."""
-        size = self._block_size
-        return sum([-(-(held + rest) // size) + -held // size for held, rest in batch])
-
-    def _blocks_in(self, steps: int, batch: list[Held]) -> int:
-        """What those that are still there hold after so many steps."""
-        size = self._block_size
-        return sum([-(-(held + steps) // size) for held, rest in batch if rest >= steps])
-
-    def _fuller(
-        self, than_blocks: int, batch: list[Held], *, last_tokens: float = inf
-    ) -> Iterator[tuple[int, int]]:
-        """Moments just before an end at which `batch` holds more than so many blocks.
-
-        Args:
-            last_tokens: Steps from now that matter.
-
-        Yields:
-            The blocks, and the steps until then, the last moment first.
-        """
-        size = self._block_size
-        blocks = 0  # of those that are still there, as they are now
-        phases: list[int] = []  # tokens in the last block of each of them, less 1
-        is_sorted = False
-        for count, (held, rest) in enumerate(sorted(batch, key=_rest, reverse=True), 1):
-            full = (held - 1) // size
-            blocks += full + 1
-            rounds = rest // size
-            at_most = blocks + count * (rounds + 1)
-            if not is_sorted:
-                phases.append(held - 1 - full * size)
-                if at_most <= than_blocks or rest > last_tokens:
-                    continue
-                phases.sort()
-                is_sorted = True
-            else:
-                insort(phases, held - 1 - full * size)
-            # Those whose last block has room for the rest of a round do not start another.
-            exact = at_most - bisect_left(phases, size - (rest - rounds * size))
-            if exact > than_blocks:
-                yield exact, rest
