@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "control": (SHARED, {"msgspec", "zmq"}),
     "router": (
         SHARED | {"control", "__init__"},
-        {"aiohttp", "msgspec", "prometheus_client", "rich", "uvloop"},
+        {"aiohttp", "httptools", "msgspec", "prometheus_client", "rich", "uvloop"},
     ),
     "predictor": (
         VALUES | {"config", "policy", "bench.picture"},

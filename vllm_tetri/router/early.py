@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-import aiohttp
 import msgspec
 
 from vllm_tetri.handover import DecodeLeg, Prefilled
 from vllm_tetri.messages import Dispatched, Opening
 from vllm_tetri.router.call import Call
+from vllm_tetri.router.wire import Answer
 from vllm_tetri.types import InstanceId, InstanceInfo
 
-Answer = asyncio.Task[aiohttp.ClientResponse]
+Opened = asyncio.Task[Answer]
 
 
 class EarlyLeg:
@@ -34,14 +34,14 @@ class EarlyLeg:
         self,
         call: Call,
         info: Callable[[InstanceId], InstanceInfo | None],
-        post: Callable[[InstanceInfo, bytes], Coroutine[None, None, aiohttp.ClientResponse]],
+        post: Callable[[InstanceInfo, bytes], Coroutine[None, None, Answer]],
     ) -> None:
         self._call = call
         self._info = info
         self._post = post
         self._opening: Opening | None = None
         self._decode = InstanceId("")
-        self._answer: Answer | None = None
+        self._answer: Opened | None = None
 
     def open(self, message: Dispatched) -> None:
         """The last chunk begins: send the leg, unless one is on its way."""
@@ -64,7 +64,7 @@ class EarlyLeg:
             return prefilled
         return msgspec.structs.replace(prefilled, prompt_token_ids=opening.prompt_token_ids)
 
-    def take(self, prefilled: Prefilled) -> Answer | None:
+    def take(self, prefilled: Prefilled) -> Opened | None:
         """The answer to come, if the leg went where the KV is; it is the caller's then.
         Else the leg is left."""
         transfer = self._opening.transfer if self._opening is not None else ""
@@ -82,6 +82,6 @@ class EarlyLeg:
             answer.add_done_callback(_discard)
 
 
-def _discard(answer: Answer) -> None:
+def _discard(answer: Opened) -> None:
     if not answer.cancelled() and answer.exception() is None:
         answer.result().close()

@@ -8,19 +8,19 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import aiohttp
 from aiohttp import web
 
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route
 from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, mark_too_long
 from vllm_tetri.router.call import Call
-from vllm_tetri.router.early import Answer
+from vllm_tetri.router.early import Opened
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.outlet import EVENT_STREAM, Outlet
 from vllm_tetri.router.splice import Splice, SpliceMismatch, SpliceRefused
 from vllm_tetri.router.table import Entry
 from vllm_tetri.router.upstream import Upstream
+from vllm_tetri.router.wire import Answer, WireError
 from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 
 # How long a full decode instance is asked again. Its arena holds the KV meanwhile
@@ -111,13 +111,13 @@ class Legs:
         self._created = int(time.time())
 
     async def answer_when_free(
-        self, instance: InstanceInfo, body: Callable[[], bytes], opened: Answer | None
+        self, instance: InstanceInfo, body: Callable[[], bytes], opened: Opened | None
     ) -> web.StreamResponse:
         """Leg 2, which may have been opened before. An instance that is full still holds
         the KV, so it is asked again."""
         wait_s = _FIRST_WAIT_S
         give_up_s = time.monotonic() + DECODE_PATIENCE_S
-        posting: Awaitable[aiohttp.ClientResponse] = opened or self.post(instance, body())
+        posting: Awaitable[Answer] = opened or self.post(instance, body())
         while True:
             try:
                 return await self.answer(instance, posting)
@@ -130,7 +130,7 @@ class Legs:
             posting = self.post(instance, body())
 
     async def answer(
-        self, instance: InstanceInfo, posting: Awaitable[aiohttp.ClientResponse]
+        self, instance: InstanceInfo, posting: Awaitable[Answer]
     ) -> web.StreamResponse:
         """Pass on what an instance answers to a leg that is or was sent to it."""
         response = await self._head_of(posting)
@@ -144,7 +144,7 @@ class Legs:
             self.begin()
             return self.plain(response.status, response.content_type, answer)
         finally:
-            response.close()  # goes back to the pool if it was read to its end
+            response.close()  # its connection serves others if it was read to its end
 
     def begin(self) -> None:
         """The answer's bytes are there."""
@@ -173,11 +173,11 @@ class Legs:
         _log.debug("request %s: %s", self._entry.id, busy)
         self._hooks.busy(busy.instance)
 
-    async def post(self, instance: InstanceInfo, body: bytes) -> aiohttp.ClientResponse:
+    async def post(self, instance: InstanceInfo, body: bytes) -> Answer:
         """Send a leg and wait for the head of its answer."""
         return await self._upstream.post(instance, self._call.path, body, self._headers)
 
-    async def _head_of(self, posting: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
+    async def _head_of(self, posting: Awaitable[Answer]) -> Answer:
         if not self._is_unsent:
             return await posting
         # The leg goes first, but the token does not wait for its answer.
@@ -204,29 +204,27 @@ class Legs:
         counts_each = self._call.wants_usage_each
         await response.write(self.shown.opening(self._created, counts_each=counts_each))
 
-    async def _relay(
-        self, instance: InstanceInfo, response: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+    async def _relay(self, instance: InstanceInfo, response: Answer) -> web.StreamResponse:
         if self.shown is not None:
             return await self._relay_behind(instance, response, Splice(self.shown, self._created))
         chunk = await self._upstream.first_chunk(instance, response)
         if self._entry.phase is Phase.SERVING and response.status == 200:
             self.computed(instance.id, self._call.approx_tokens)
         self.begin()
-        answer = await self.outlet.begin(response.status, response.headers["Content-Type"])
-        read, write = response.content.readany, answer.write
+        answer = await self.outlet.begin(response.status, response.headers["content-type"])
+        read, write = response.read_some, answer.write
         while chunk:
             self._entry.generated += chunk.count(b"\n\n")
             await write(chunk)
             try:
                 chunk = await read()
-            except aiohttp.ClientError as error:
+            except WireError as error:
                 return await self._broke_off(instance, error)
         await answer.write_eof()
         return answer
 
     async def _relay_behind(
-        self, instance: InstanceInfo, response: aiohttp.ClientResponse, splice: Splice
+        self, instance: InstanceInfo, response: Answer, splice: Splice
     ) -> web.StreamResponse:
         answer = await self.outlet.begin()
         chunk = await self._upstream.first_chunk(instance, response)
@@ -243,10 +241,10 @@ class Legs:
                 if not chunk:
                     break
                 try:
-                    chunk = await response.content.readany()
-                except aiohttp.ClientError as error:
+                    chunk = await response.read_some()
+                except WireError as error:
                     if not has_begun:
-                        raise LegFailed(instance.id, f"connection lost: {error!r}") from error
+                        raise LegFailed(instance.id, f"connection lost: {error}") from error
                     return await self._broke_off(instance, error)
         except SpliceRefused as error:
             raise LegFailed(instance.id, str(error)) from error

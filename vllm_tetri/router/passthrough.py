@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -27,6 +26,7 @@ from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, is_bu
 from vllm_tetri.router.call import Call, parse_call
 from vllm_tetri.router.scheduler import MAX_IN_FLIGHT, GlobalScheduler
 from vllm_tetri.router.table import Entry
+from vllm_tetri.router.wire import Answer, WireError
 from vllm_tetri.types import InstanceId, InstanceInfo, RequestId
 
 MAX_RETRIES = 2
@@ -222,7 +222,7 @@ class Passthrough:
                 return await self._relay(job, instance, response)
             body = await upstream.body(instance, response)
         finally:
-            response.close()  # goes back to the pool if it was read to its end
+            response.close()  # its connection serves others if it was read to its end
         if is_busy(response.status, body):
             raise LegBusy(instance.id)
         if _is_not_offered(response.status, body):
@@ -243,7 +243,7 @@ class Passthrough:
         return answer
 
     async def _relay(
-        self, job: _Attempts, instance: InstanceInfo, response: aiohttp.ClientResponse
+        self, job: _Attempts, instance: InstanceInfo, response: Answer
     ) -> web.StreamResponse:
         entry = job.entry
         chunk = await self._scheduler.upstream.first_chunk(instance, response)
@@ -255,8 +255,8 @@ class Passthrough:
             entry.generated += chunk.count(b"\n\n")
             await answer.write(chunk)
             try:
-                chunk = await response.content.readany()
-            except (aiohttp.ClientError, TimeoutError) as error:
+                chunk = await response.read_some()
+            except (WireError, TimeoutError) as error:
                 _log.warning("request %s: %s broke off: %r", entry.id, instance.id, error)
                 text = f"instance {instance.id} broke off in the middle of the answer"
                 await answer.write(Refusal(502, text).event())
@@ -292,12 +292,12 @@ def _is_not_offered(status: int, body: bytes) -> bool:
 
 
 def _kept(headers: Mapping[str, str], dropped: frozenset[str]) -> dict[str, str]:
-    named = headers.get("Connection", "").lower().replace(" ", "").split(",")
+    named = headers.get("connection", "").lower().replace(" ", "").split(",")
     gone = dropped.union(named)
     return {name: value for name, value in headers.items() if name.lower() not in gone}
 
 
-def _answer_headers(entry: Entry, response: aiohttp.ClientResponse) -> dict[str, str]:
+def _answer_headers(entry: Entry, response: Answer) -> dict[str, str]:
     return _kept(response.headers, _NOT_RETURNED) | {
         "x-request-id": entry.id,
         "x-tetri-prefill": entry.prefill,

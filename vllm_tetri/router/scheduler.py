@@ -106,7 +106,7 @@ class GlobalScheduler:
         if self._probes is not None:
             await self._probes.close()
         if self._upstream is not None:
-            await self._upstream.close()
+            self._upstream.close()
 
     @property
     def upstream(self) -> Upstream:

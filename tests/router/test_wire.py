@@ -1,0 +1,295 @@
+"""HTTP to instances, against servers that write bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from vllm_tetri.router import wire
+from vllm_tetri.router.wire import Dropped, Unreachable, Wires
+
+Serve = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: 2\r\n\r\nok"
+SILENCE_S = 30.0
+
+
+async def request_of(reader: asyncio.StreamReader) -> bytes:
+    """One request, or nothing when the client has gone."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return b""
+    lines = head.lower().split(b"\r\n")
+    sizes = [int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")]
+    return head + await reader.readexactly(sizes[0] if sizes else 0)
+
+
+class Server:
+    """Answers each request with `serve`, and counts connections."""
+
+    def __init__(self, serve: Serve) -> None:
+        self.serve = serve
+        self.url = ""
+        self.num_connections = 0
+        self.requests: list[bytes] = []
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while request := await request_of(reader):
+                self.requests.append(request)
+                await self.serve(request, reader, writer)
+                if writer.is_closing():
+                    break
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[Server]:
+    found = Server(serve)
+    server = await asyncio.start_server(found, "127.0.0.1", 0)
+    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield found
+    finally:
+        server.close()
+
+
+@asynccontextmanager
+async def wires(silence_s: float = SILENCE_S) -> AsyncIterator[Wires]:
+    found = Wires(silence_s)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def says(*parts: bytes, ends: bool = False) -> Serve:
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        if ends:
+            writer.close()
+
+    return serve
+
+
+async def whole(wires: Wires, url: str, method: str = "POST", body: bytes = b"{}") -> bytes:
+    answer = await wires.send(url, method, "/path?a=b", body, {"X-One": "1"})
+    try:
+        return await answer.read()
+    finally:
+        answer.close()
+
+
+async def test_a_request_as_it_is_written_and_an_answer_as_it_is_read() -> None:
+    async with serving(says(OK)) as server, wires() as client:
+        answer = await client.send(server.url, "POST", "/path?a=b", b"{}", {"X-One": "ä"})
+        assert (answer.status, answer.content_type) == (200, "text/plain")
+        assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+        assert await answer.read() == b"ok"
+        assert await answer.read_some() == b""
+    name = server.url.removeprefix("http://")
+    expected = (
+        f"POST /path?a=b HTTP/1.1\r\nHost: {name}\r\nX-One: ä\r\nContent-Length: 2\r\n\r\n{{}}"
+    )
+    assert server.requests == [expected.encode()]
+
+
+async def test_a_connection_serves_one_request_after_another() -> None:
+    async with serving(says(OK)) as server, wires() as client:
+        for _ in range(5):
+            assert await whole(client, server.url) == b"ok"
+        assert server.num_connections == 1
+        await asyncio.gather(*(whole(client, server.url) for _ in range(3)))
+        assert server.num_connections == 3
+
+
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\nConnection: close\r\n", b"HTTP/1.0 200 OK\r\n"]
+)
+async def test_a_connection_that_the_server_wants_closed_is_not_used_again(head: bytes) -> None:
+    async with serving(says(head + b"Content-Length: 2\r\n\r\nok")) as server, wires() as client:
+        assert await whole(client, server.url) == b"ok"
+        assert await whole(client, server.url) == b"ok"
+        assert server.num_connections == 2
+
+
+async def test_chunks_come_as_they_are_sent() -> None:
+    go_on = asyncio.Event()
+
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\none\r\n")
+        await go_on.wait()
+        writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with serving(serve) as server, wires() as client:
+        answer = await client.send(server.url, "GET", "/", b"", {})
+        assert await answer.read_some() == b"one"
+        go_on.set()
+        assert await answer.read() == b"two"
+        await whole(client, server.url)
+        assert server.num_connections == 1
+
+
+async def test_an_answer_without_length_ends_with_its_connection() -> None:
+    async with serving(says(b"HTTP/1.1 200 OK\r\n\r\nall", ends=True)) as server, wires() as client:
+        assert await whole(client, server.url) == b"all"
+
+
+async def test_what_comes_before_the_answer_is_passed_over() -> None:
+    async with serving(says(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)) as server, wires() as client:
+        assert await whole(client, server.url) == b"ok"
+        assert await whole(client, server.url) == b"ok"
+        assert server.num_connections == 1
+
+
+async def test_an_answer_to_head_has_no_body() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+    async with serving(says(head)) as server, wires() as client:
+        assert await whole(client, server.url, "HEAD", b"") == b""
+    assert b"ontent-Length" not in server.requests[0]
+
+
+async def test_a_connection_that_was_closed_while_idle_is_exchanged() -> None:
+    async def serve(request: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if server.num_connections == 1 and len(server.requests) == 2:
+            writer.close()  # as if it had been closed when the request came
+        else:
+            writer.write(OK)
+
+    async with serving(serve) as server, wires() as client:
+        assert await whole(client, server.url) == b"ok"
+        assert await whole(client, server.url) == b"ok"
+        assert server.num_connections == 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"", "connection closed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", "connection closed"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no HTTP"),
+    ],
+)
+async def test_no_answer_is_an_error(sent: bytes, reason: str) -> None:
+    async with serving(says(sent, ends=True)) as server, wires() as client:
+        with pytest.raises(Dropped, match=reason):
+            await whole(client, server.url)
+        assert server.num_connections == 1
+
+
+@pytest.mark.parametrize("rest", [b"", b"5\r\nab"])
+async def test_an_answer_that_breaks_off_is_an_error_behind_what_came(rest: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\none\r\n"
+    async with serving(says(head + rest, ends=True)) as server, wires() as client:
+        answer = await client.send(server.url, "POST", "/", b"", {})
+        came = await answer.read_some()
+        assert came.startswith(b"one")
+        with pytest.raises(Dropped, match="connection closed"):
+            await answer.read()
+
+
+async def test_an_answer_that_falls_silent_is_an_error() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nab"
+    async with serving(says(head)) as server, wires(silence_s=0.2) as client:
+        answer = await client.send(server.url, "POST", "/", b"", {})
+        assert await answer.read_some() == b"ab"
+        with pytest.raises(Dropped, match=r"nothing for 0\.2 s"):
+            await answer.read_some()
+
+
+async def test_nobody_there_is_an_error() -> None:
+    async with serving(says(OK)) as server:
+        url = server.url
+    async with wires() as client:
+        with pytest.raises(Unreachable, match="cannot connect"):
+            await whole(client, url)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "host"])
+async def test_what_is_no_url_cannot_be_reached(url: str) -> None:
+    async with wires() as client:
+        with pytest.raises(Unreachable, match="no URL"):
+            await whole(client, url)
+
+
+@pytest.mark.parametrize("headers", [{"X": "1\r\nY: 2"}, {"X\n": "1"}])
+async def test_headers_cannot_smuggle_lines(headers: dict[str, str]) -> None:
+    async with serving(says(OK)) as server, wires() as client:
+        with pytest.raises(ValueError, match="line break"):
+            await client.send(server.url, "GET", "/", b"", headers)
+        assert not server.requests
+
+
+async def test_who_does_not_wait_any_more_closes_the_connection() -> None:
+    closed = asyncio.Event()
+
+    async def serve(_: bytes, reader: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+        try:
+            assert await reader.read() == b""
+        finally:
+            closed.set()
+
+    async with serving(serve) as server, wires() as client:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await whole(client, server.url)
+        await asyncio.wait_for(closed.wait(), 10)
+
+
+async def test_closing_an_answer_wakes_who_reads_it() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"
+    async with serving(says(head)) as server, wires() as client:
+        answer = await client.send(server.url, "POST", "/", b"", {})
+        reading = asyncio.create_task(answer.read())
+        await asyncio.sleep(0)
+        answer.close()
+        with pytest.raises(Dropped, match="closed"):
+            await reading
+        answer.close()
+
+
+async def test_nothing_is_read_for_a_reader_who_does_not_read() -> None:
+    size = 64 << 20
+    written = 0
+
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+        for _ in range(64):
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            written += 1 << 20
+
+    async with serving(serve) as server, wires(silence_s=0.3) as client:
+        answer = await client.send(server.url, "POST", "/", b"", {})
+        before = -1
+        while before != written:  # until the server is held up
+            before = written
+            await asyncio.sleep(0.5)
+        assert written < size // 2
+        assert len(await answer.read()) == size
+
+
+async def test_an_idle_connection_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_IDLE_S", 0.05)
+    gone = asyncio.Event()
+
+    async def serve(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK)
+        try:
+            await reader.read()
+        finally:
+            gone.set()
+
+    async with serving(serve) as server, wires() as client:
+        assert await whole(client, server.url) == b"ok"
+        await asyncio.wait_for(gone.wait(), 10)
