@@ -46,7 +46,7 @@ PYBIND11_MODULE(_occupancy, m) {
           "tokens"_a, "rest"_a)
       .def_property_readonly("held_blocks", &Occupancy::held_blocks)
       .def_property_readonly("growth_blocks", &Occupancy::growth_blocks)
-      .def_property_readonly("most_blocks", &Occupancy::most_blocks)
+      .def_property_readonly("most_growth_blocks", &Occupancy::most_growth_blocks)
       .def(
           "fits",
           [](const Occupancy& self, int64_t tokens, int64_t rest, int64_t limit_blocks) {

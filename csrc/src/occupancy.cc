@@ -10,6 +10,11 @@ namespace {
 
 bool ends_later(const Held& one, const Held& other) { return one.rest > other.rest; }
 
+Held checked(Held held) {
+  if (held.tokens < 0 || held.rest < 0) throw std::invalid_argument("less than no tokens");
+  return held;
+}
+
 // Those who are still there at a moment, from the last moment back to now.
 class Present {
  public:
@@ -45,10 +50,12 @@ class Present {
 Occupancy::Occupancy(int64_t block_size, std::vector<Held> batch)
     : block_size_(block_size), batch_(std::move(batch)) {
   if (block_size < 1) throw std::invalid_argument("a block holds at least one token");
+  for (const Held& held : batch_) checked(held);
   std::sort(batch_.begin(), batch_.end(), ends_later);
 }
 
 void Occupancy::add(Held held) {
+  checked(held);
   batch_.insert(std::upper_bound(batch_.begin(), batch_.end(), held, ends_later), held);
 }
 
@@ -64,17 +71,18 @@ int64_t Occupancy::growth_blocks() const {
   return sum;
 }
 
-int64_t Occupancy::most_blocks() const {
+int64_t Occupancy::most_growth_blocks() const {
   Present present(block_size_);
-  int64_t most = 0;
+  int64_t held_now = held_blocks(), most = held_now;
   for (const Held& held : batch_) {
     present.join(held);
     most = std::max(most, present.blocks_in(held.rest));
   }
-  return most;
+  return most - held_now;
 }
 
 bool Occupancy::fits(Held entering, int64_t limit_blocks) const {
+  checked(entering);
   Present present(block_size_);
   auto next = batch_.begin();
   while (next != batch_.end() && next->rest > entering.rest) present.join(*next++);

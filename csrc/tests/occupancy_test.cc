@@ -24,31 +24,38 @@ TEST(occupancy_counts_what_comes_back_before_it_is_needed) {
   Occupancy batch(10, {{50, 5}, {10, 10}});
   CHECK(batch.held_blocks() == 6);
   CHECK(batch.growth_blocks() == 2);
-  CHECK(batch.most_blocks() == 8);  // 6 and 2 in 5 steps
+  CHECK(batch.most_growth_blocks() == 2);  // 6 and 2 in 5 steps
   CHECK(batch.fits({10, 70}, 10));  // it ends alone, with 8
   CHECK(!batch.fits({30, 5}, 11));  // 6, 2 and 4 in 5 steps
   batch.add({30, 5});
   CHECK(batch.size() == 3);
-  CHECK(batch.most_blocks() == 12);
+  CHECK(batch.most_growth_blocks() == 3);
 }
 
 TEST(occupancy_of_nobody) {
   Occupancy batch(16, {});
   CHECK(batch.held_blocks() == 0);
   CHECK(batch.growth_blocks() == 0);
-  CHECK(batch.most_blocks() == 0);
+  CHECK(batch.most_growth_blocks() == 0);
   CHECK(batch.fits({16, 0}, 1));
   CHECK(!batch.fits({16, 1}, 1));
 }
 
-TEST(occupancy_refuses_blocks_without_tokens) {
-  bool refused = false;
-  try {
-    Occupancy batch(0, {});
-  } catch (const std::invalid_argument&) {
-    refused = true;
-  }
-  CHECK(refused);
+TEST(occupancy_refuses_numbers_that_make_no_sense) {
+  auto is_refused = [](auto call) {
+    try {
+      call();
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  CHECK(is_refused([] { Occupancy(0, {}); }));
+  CHECK(is_refused([] { Occupancy(16, {{-1, 1}}); }));
+  Occupancy batch(16, {});
+  CHECK(is_refused([&] { batch.add({1, -1}); }));
+  CHECK(is_refused([&] { batch.fits({-17, 1}, 10); }));
+  CHECK(batch.size() == 0);
 }
 
 TEST(occupancy_is_what_counting_step_by_step_finds) {
@@ -73,6 +80,6 @@ TEST(occupancy_is_what_counting_step_by_step_finds) {
     int64_t most = 0;
     for (int64_t steps = 0; steps <= 80; ++steps)
       most = std::max(most, blocks_in(with, steps, size));
-    CHECK(batch.most_blocks() == most);
+    CHECK(batch.most_growth_blocks() == most - batch.held_blocks());
   }
 }

@@ -15,6 +15,7 @@ from tests.router.test_busy import full
 from tests.router.test_first_token import COMPLETION, PATHS, TEXTS, continuation, script_of
 from vllm_tetri.handover import DecodeLeg, Given, Prefilled, PrefillLeg, from_params, to_params
 from vllm_tetri.messages import Dispatched, Opening
+from vllm_tetri.router.legs import arrived
 from vllm_tetri.types import InstanceId, Prediction, Role, TransferId
 
 PROMPT = [5, 6, 7]
@@ -192,3 +193,34 @@ async def test_a_leg_that_needs_more_than_the_token_is_not_opened_early(
         status, _ = await ask(made, **body)
         assert status == 200
         assert not any(leg.is_early for leg in legs(made["d1"]))
+
+
+class _Coming:
+    """Stands for an answer; says whether it was closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_an_answer_is_closed_when_nobody_waits_for_it_any_more(steps: int) -> None:
+    """Also when both happen in the same moment."""
+    coming, come = _Coming(), asyncio.Event()
+
+    async def post() -> Any:
+        await come.wait()
+        return coming
+
+    opened = asyncio.create_task(post())
+    waiting = asyncio.create_task(arrived(opened))
+    await asyncio.sleep(0)
+    come.set()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    is_taken = waiting.done()
+    waiting.cancel()
+    await asyncio.wait([waiting, opened])
+    await asyncio.sleep(0)
+    assert is_taken or opened.cancelled() or coming.is_closed

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from vllm_tetri.router import wire
+from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.router.wire import Dropped, Unreachable, Wires
 
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Serve = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: 2\r\n\r\nok"
 SILENCE_S = 30.0
@@ -38,27 +40,40 @@ class Server:
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
-        try:
-            while request := await request_of(reader):
-                self.requests.append(request)
-                await self.serve(request, reader, writer)
-                if writer.is_closing():
-                    break
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        while request := await request_of(reader):
+            self.requests.append(request)
+            await self.serve(request, reader, writer)
+            if writer.is_closing():
+                break
+
+
+@asynccontextmanager
+async def listening(talk: Talk) -> AsyncIterator[str]:
+    """The URL of a server; at the end its connections are gone."""
+    tasks = []
+
+    async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.append(asyncio.current_task())
+        with suppress(ConnectionError):
+            await talk(reader, writer)
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(run, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*filter(None, tasks))
 
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[Server]:
     found = Server(serve)
-    server = await asyncio.start_server(found, "127.0.0.1", 0)
-    found.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
+    async with listening(found) as found.url:
         yield found
-    finally:
-        server.close()
 
 
 @asynccontextmanager
@@ -214,7 +229,9 @@ async def test_nobody_there_is_an_error() -> None:
             await whole(client, url)
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "host"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "http://", "http://host:port", "host", "http://[", "http://\u2100x"]
+)
 async def test_what_is_no_url_cannot_be_reached(url: str) -> None:
     async with wires() as client:
         with pytest.raises(Unreachable, match="no URL"):
@@ -293,3 +310,142 @@ async def test_an_idle_connection_is_closed_after_a_while(monkeypatch: pytest.Mo
     async with serving(serve) as server, wires() as client:
         assert await whole(client, server.url) == b"ok"
         await asyncio.wait_for(gone.wait(), 10)
+
+
+async def test_who_stops_waiting_when_the_answer_is_there_harms_nobody_else() -> None:
+    """Between the answer and its waiter's next step the connection may have been reused."""
+    release = asyncio.Event()
+
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) > 1:
+            await release.wait()
+        writer.write(OK)
+
+    async with serving(serve) as server, wires() as client:
+        first = asyncio.create_task(client.send(server.url, "POST", "/", b"", {}))
+        while not client._idle.get(server.url):  # the first step after the answer
+            await asyncio.sleep(0)
+        second = asyncio.create_task(whole(client, server.url))
+        first.cancel()
+        await asyncio.wait([first])
+        while len(server.requests) < 2:
+            await asyncio.sleep(0.01)
+        release.set()
+        assert await second == b"ok"
+        assert server.num_connections == 1
+
+
+@pytest.mark.parametrize("more", [b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n", b"more"])
+async def test_nobody_gets_what_came_behind_another_answer(more: bytes) -> None:
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + (more if len(server.requests) == 1 else b""))
+
+    async with serving(serve) as server, wires() as client:
+        assert await whole(client, server.url) == b"ok"
+        assert await whole(client, server.url) == b"ok"
+        assert server.num_connections == 2
+
+
+async def test_a_head_without_end_is_an_error() -> None:
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nX: ")
+        while True:
+            writer.write(b"x" * 10_000)
+            await writer.drain()
+
+    async with serving(serve) as server, wires() as client:
+        with pytest.raises(Dropped, match="without end"):
+            await whole(client, server.url)
+
+
+async def test_a_request_is_not_sent_again_when_its_answer_had_begun() -> None:
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) == 1:
+            writer.write(OK)
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\n")
+            await writer.drain()
+            writer.close()
+
+    async with serving(serve) as server, wires() as client:
+        assert await whole(client, server.url) == b"ok"
+        with pytest.raises(Dropped, match="connection closed"):
+            await whole(client, server.url)
+        assert len(server.requests) == 2
+
+
+async def test_a_connection_that_still_carries_a_request_is_not_used_again() -> None:
+    """An instance may refuse before it has read all."""
+    hold = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK)
+        await writer.drain()
+        await hold.wait()
+
+    num_connections = 0
+    async with listening(talk) as url, wires() as client:
+        assert await whole(client, url, body=bytes(32 << 20)) == b"ok"
+        assert await whole(client, url) == b"ok"
+        assert num_connections == 2
+        hold.set()
+
+
+async def test_trailers_change_no_header() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n"
+    tail = b"Trailer: Content-Type\r\n\r\n2\r\nok\r\n0\r\nContent-Type: text/html\r\n\r\n"
+    async with serving(says(head + tail)) as server, wires() as client:
+        answer = await client.send(server.url, "GET", "/", b"", {})
+        assert await answer.read() == b"ok"
+        assert answer.headers["content-type"] == "text/plain"
+
+
+@pytest.mark.parametrize("kind", [b"", b"Content-Type: text/html charset=utf-8\r\n"])
+async def test_a_content_type_that_is_none_is_of_bytes(kind: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\n" + kind + b"Content-Length: 0\r\n\r\n"
+    async with serving(says(head)) as server, wires() as client:
+        answer = await client.send(server.url, "GET", "/", b"", {})
+        assert answer.content_type == "application/octet-stream"
+
+
+async def test_nothing_is_kept_of_a_server_that_speaks_first() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        await reader.read()
+
+    async with listening(talk) as url, wires() as client:
+        for _ in range(20):
+            with pytest.raises(Dropped):
+                await whole(client, url)
+        assert not client._all
+
+
+async def test_a_health_check_keeps_nothing_of_an_answer_without_end() -> None:
+    gone = asyncio.Event()
+
+    async def serve(_: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n1")
+        with suppress(ConnectionError):
+            await reader.read()
+        gone.set()
+
+    upstream = Upstream(SILENCE_S)
+    async with serving(serve) as server:
+        assert await upstream.is_healthy(server.url, 10.0)
+        await asyncio.wait_for(gone.wait(), 10)
+    assert not await upstream.is_healthy(server.url, 10.0)
+    assert not await upstream.is_healthy("http://[", 10.0)
+    upstream.close()
+
+
+async def test_closing_ends_connections_that_are_being_made() -> None:
+    async with serving(says(OK)) as server, wires() as client:
+        sending = asyncio.create_task(whole(client, server.url))
+        await asyncio.sleep(0)
+        client.close()
+        with pytest.raises(Dropped, match="closed"):
+            await sending
+        assert not client._all

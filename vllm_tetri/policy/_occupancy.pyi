@@ -9,10 +9,10 @@ class Occupancy:
 
     Args:
         block_size: Tokens per block, at least 1.
-        batch: Pairs of tokens held and tokens to come, none below 0.
+        batch: Pairs of tokens held and tokens to come.
 
     Raises:
-        ValueError: A block without tokens.
+        ValueError: A block without tokens, or less than no tokens, here or in `add` or `fits`.
         TypeError: Something in `batch` is no pair of whole numbers.
     """
 
@@ -28,8 +28,8 @@ class Occupancy:
         """What all of them will take on top if nothing comes back."""
 
     @property
-    def most_blocks(self) -> int:
-        """Held just before the end at which most are held."""
+    def most_growth_blocks(self) -> int:
+        """What they hold on top at the end at which most is held; 0 if that is less."""
 
     def fits(self, tokens: int, rest: int, limit_blocks: int) -> bool:
         """Whether with one more request no more than `limit_blocks` are held just before

@@ -31,6 +31,7 @@ from vllm_tetri.policy._occupancy import Occupancy
 _TRUSTED = 1.05
 _DISTRUSTED = 1.3
 _MEMORY_ANSWERS = 64
+_ANY_BLOCKS = float(1 << 40)  # where trust is nearly 0
 _CREDIT_TOKENS = 256.0  # as if so many had been predicted rightly before
 
 Held = tuple[int, int]
@@ -122,7 +123,7 @@ class Admission:
         if self.policy is DecodePolicy.RESERVE_STATIC:
             growth = batch.growth_blocks
         else:
-            growth = batch.most_blocks - batch.held_blocks
+            growth = batch.most_growth_blocks
         return max(0, round(self.trust * growth))
 
     # -- rules ------------------------------------------------------------------
@@ -135,7 +136,7 @@ class Admission:
         room_blocks = self._total_blocks - used_blocks
         if room_blocks < 0:
             return False
-        room_blocks = int(room_blocks / self.trust)
+        room_blocks = int(min(room_blocks / self.trust, _ANY_BLOCKS))
         if self.policy is DecodePolicy.RESERVE_STATIC or self._shared_blocks > 0:
             growth = self._blocks(tokens + remaining_tokens) - entry_blocks
             if growth + self._batch.growth_blocks <= room_blocks:

@@ -78,8 +78,13 @@ class EarlyLeg:
         """Leave, so that the decode instance drops the request. Idempotent."""
         answer, self._answer = self._answer, None
         if answer is not None:
-            answer.cancel()
-            answer.add_done_callback(_discard)
+            leave(answer)
+
+
+def leave(answer: Opened) -> None:
+    """Nobody waits for it; also right when it has come already."""
+    answer.cancel()
+    answer.add_done_callback(_discard)
 
 
 def _discard(answer: Opened) -> None:

@@ -14,7 +14,7 @@ from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route
 from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, mark_too_long
 from vllm_tetri.router.call import Call
-from vllm_tetri.router.early import Opened
+from vllm_tetri.router.early import Opened, leave
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.outlet import EVENT_STREAM, Outlet
 from vllm_tetri.router.splice import Splice, SpliceMismatch, SpliceRefused
@@ -179,13 +179,13 @@ class Legs:
 
     async def _head_of(self, posting: Awaitable[Answer]) -> Answer:
         if not self._is_unsent:
-            return await posting
+            return await arrived(posting)
         # The leg goes first, but the token does not wait for its answer.
         self._is_unsent = False
         showing = asyncio.create_task(self._show())
         response = None
         try:
-            response = await posting
+            response = await arrived(posting)
         finally:
             try:
                 await showing
@@ -268,3 +268,13 @@ class Legs:
             "x-tetri-prefill": self._entry.prefill,
             "x-tetri-decode": self._entry.decode,
         }
+
+
+async def arrived(posting: Awaitable[Answer]) -> Answer:
+    """What a leg answers; it is left when the caller stops waiting."""
+    try:
+        return await posting
+    except asyncio.CancelledError:
+        if isinstance(posting, asyncio.Task):
+            leave(posting)  # it may have got its answer in this moment
+        raise

@@ -121,9 +121,9 @@ class Upstream:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._wires.send(url, "GET", "/health", b"", {})
-                await answer.read()
         except (WireError, TimeoutError):
             return False
+        answer.close()
         return answer.status == 200
 
     def close(self) -> None:

@@ -7,8 +7,9 @@ belongs to `Wires`; an `Answer` belongs to whoever sent the request, and closes 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple, cast
@@ -20,6 +21,9 @@ _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CONNECT_S = 5.0
 # Beyond it nothing more is read, so that a slow client slows its instance down.
 _MOST_UNREAD_BYTES = 1 << 18
+_MOST_HEAD_BYTES = 1 << 16
+_UNASKED = "an answer that nobody asked for"
+_KIND = re.compile(r"[\w.+-]+/[\w.+-]+")
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -54,7 +58,8 @@ class Answer:
         self._is_whole = False
         self.status = status
         self.headers = headers
-        self.content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        self.content_type = kind if _KIND.fullmatch(kind) else "application/octet-stream"
 
     async def read_some(self) -> bytes:
         """What has come since the last call, at least a byte; empty at the end.
@@ -123,10 +128,11 @@ class Wires:
     """
 
     def __init__(self, silence_s: float) -> None:
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._loop = asyncio.get_running_loop()
         self._all: set[_Wire] = set()
         self._idle: dict[str, list[_Wire]] = {}
+        self._is_closed = False
 
     async def send(
         self, url: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
@@ -153,23 +159,16 @@ class Wires:
         return await wire.ask(message, has_body=has_body)
 
     def close(self) -> None:
-        """Close every connection. Idempotent."""
+        """Close every connection, for good. Idempotent."""
+        self._is_closed = True
         for wire in list(self._all):
             wire.drop(Dropped("closed"))
 
     async def _connect(self, url: str, place: _Place) -> _Wire:
-        def lost(wire: _Wire) -> None:
-            self._all.discard(wire)
-            with suppress(KeyError, ValueError):
-                self._idle[url].remove(wire)
-
-        def free(wire: _Wire) -> None:
-            self._idle.setdefault(url, []).append(wire)
-
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, wire = await self._loop.create_connection(
-                    lambda: _Wire(self._loop, self._silence_s, free, lost),
+                    lambda: _Wire(self, url, self._loop),
                     place.host,
                     place.port,
                     ssl=_tls() if place.is_secure else None,
@@ -178,24 +177,33 @@ class Wires:
             raise Unreachable(f"no connection in {_CONNECT_S:g} s") from error
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"cannot connect: {error}") from error
-        self._all.add(wire)
         return wire
+
+    # -- called by wires ----------------------------------------------------------
+
+    def made(self, wire: _Wire) -> None:
+        """There is a connection."""
+        self._all.add(wire)
+        if self._is_closed:
+            wire.drop(Dropped("closed"))
+
+    def freed(self, wire: _Wire) -> None:
+        """It may carry another request."""
+        self._idle.setdefault(wire.url, []).append(wire)
+
+    def lost(self, wire: _Wire) -> None:
+        """It is gone."""
+        self._all.discard(wire)
+        with suppress(KeyError, ValueError):
+            self._idle[wire.url].remove(wire)
 
 
 class _Wire(asyncio.Protocol):
     """One connection, and the parser's callbacks."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        silence_s: float,
-        free: Callable[[_Wire], None],
-        lost: Callable[[_Wire], None],
-    ) -> None:
+    def __init__(self, owner: Wires, url: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._owner = owner
         self._loop = loop
-        self._silence_s = silence_s
-        self._free = free
-        self._lost = lost
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[Answer] | None = None
@@ -203,9 +211,11 @@ class _Wire(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._has_body = True
         self._num_answers = 0
+        self._num_bytes = 0  # since the request
         self._heard_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
+        self.url = url
         self.was_closed_idle = False
 
     async def ask(self, message: bytes, *, has_body: bool) -> Answer:
@@ -213,13 +223,18 @@ class _Wire(asyncio.Protocol):
         if self._transport is None:
             raise Dropped("closed")
         self._set_timer(None)
-        self._has_body = has_body
-        self._head = self._loop.create_future()
+        self._has_body, self._num_bytes = has_body, 0
+        head: asyncio.Future[Answer] = self._loop.create_future()
+        self._head = head
         self._transport.write(message)
         try:
-            return await self._head
+            return await head
         except asyncio.CancelledError:
-            self.drop(Dropped("not waited for"))
+            # When the answer came in the same moment the wire may be somebody else's by now.
+            if head.done() and not head.cancelled() and head.exception() is None:
+                head.result().close()
+            else:
+                self.drop(Dropped("not waited for"))
             raise
 
     def go_on(self) -> None:
@@ -235,7 +250,7 @@ class _Wire(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-            self._lost(self)
+            self._owner.lost(self)
         head, self._head = self._head, None
         if head is not None and not head.done():
             head.set_exception(error)
@@ -247,33 +262,42 @@ class _Wire(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._owner.made(self)
 
     def data_received(self, data: bytes) -> None:
         self._heard_s = self._loop.time()
+        self._num_bytes += len(data)
         if self._head is None and self._answer is None:
-            self.drop(Dropped("an answer that nobody asked for"))
+            self.drop(Dropped(_UNASKED))
             return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.drop(Dropped(f"no HTTP: {error}"))
+        if self._head is not None and self._num_bytes > _MOST_HEAD_BYTES:
+            self.drop(Dropped("a head without end"))
 
     def eof_received(self) -> None:
         if self._answer is not None and not _LENGTHS & self._answer.headers.keys():
             self._end_answer(is_reusable=False)  # its end is the connection's
+        self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        is_first = self._head is not None and self._num_answers > 0
-        self.was_closed_idle = is_first and self._transport is not None
+        if self._transport is not None:
+            is_reused = self._num_answers > 0 and self._head is not None
+            self.was_closed_idle = is_reused and self._num_bytes == 0
         self.drop(Dropped(str(error) if error else "connection closed"))
 
     # -- httptools ----------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._headers = {}
+        if self._head is None:
+            self.drop(Dropped(_UNASKED))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("utf-8", "surrogateescape")
+        if self._answer is None:  # else it is a trailer
+            self._headers[name.decode("latin-1").lower()] = value.decode("utf-8", "surrogateescape")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -289,7 +313,7 @@ class _Wire(asyncio.Protocol):
         if not self._has_body:
             self._end_answer(is_reusable=False)  # the parser waits for one
         else:
-            self._set_timer(self._silence_s)
+            self._set_timer(self._owner.silence_s)
 
     def on_body(self, body: bytes) -> None:
         if self._answer is None or self._answer.feed(body) or self._is_paused:
@@ -307,12 +331,14 @@ class _Wire(asyncio.Protocol):
         assert answer is not None
         self._num_answers += 1
         answer.end()
-        if not is_reusable or self._transport is None:
+        transport = self._transport
+        # An answer may come before all of the request has left.
+        if transport is None or not is_reusable or transport.get_write_buffer_size():
             self.drop(Dropped("closed"))
             return
         self.go_on()
         self._set_timer(_IDLE_S)
-        self._free(self)
+        self._owner.freed(self)
 
     # -- time ---------------------------------------------------------------------
 
@@ -342,8 +368,8 @@ class _Place(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _place(url: str) -> _Place:
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
         raise Unreachable(f"{url!r} is no URL: {error}") from error

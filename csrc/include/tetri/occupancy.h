@@ -7,8 +7,7 @@
 
 namespace tetri {
 
-// A request in the batch: tokens whose KV it holds, and tokens that it will write on top, both at
-// least 0. It writes one per step and gives all its blocks back behind the last one.
+// A request in the batch: tokens whose KV it holds, and tokens that it will write on top. It writes one per step and gives all its blocks back behind the last one.
 struct Held {
   int64_t tokens;
   int64_t rest;
@@ -17,14 +16,15 @@ struct Held {
 // A batch that nobody but `add` changes. Not for several threads at once.
 class Occupancy {
  public:
-  // Throws std::invalid_argument when a block holds no token.
+  // Throws std::invalid_argument, as all that take a request do, for numbers below 0, and when a
+  // block holds no token.
   Occupancy(int64_t block_size, std::vector<Held> batch);
 
   void add(Held held);
   size_t size() const { return batch_.size(); }
-  int64_t held_blocks() const;    // now, as if none were shared
-  int64_t growth_blocks() const;  // what all will take on top if nothing comes back
-  int64_t most_blocks() const;    // just before the end at which most are held
+  int64_t held_blocks() const;         // now, as if none were shared
+  int64_t growth_blocks() const;       // what all will take on top if nothing comes back
+  int64_t most_growth_blocks() const;  // what is held on top at the end at which most are held
 
   // Whether with one more request no more than `limit_blocks` are held just before any end that
   // it lives to see, its own included.
