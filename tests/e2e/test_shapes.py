@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -66,9 +67,9 @@ async def test_equal_to_stock(
     stock: Stock, cluster: Cluster, shape: Shape, kind: str, stream: bool
 ) -> None:
     body = body_of(shape, kind, stream, await plain_answer(stock, kind))
-    theirs = await ask_raw(stock.url, kind, body)
-    ours = await ask_raw(cluster.url, kind, body)
-
+    theirs, ours = await asyncio.gather(
+        ask_raw(stock.url, kind, body), ask_raw(cluster.url, kind, body)
+    )
     if shape.status != 200:
         assert theirs.status != 200 or theirs.is_stream, theirs.raw
         assert_equal_errors(ours, theirs, shape.status)
