@@ -100,7 +100,8 @@ class InstanceLoad:
     ``blocks_used`` leaves out blocks that only the prefix cache holds. ``held``
     counts slots of the receive arena: KV that arrives or waits for its request, and
     KV of preempted requests. ``heavy`` and ``light`` count the requests that decode
-    here, running or waiting, by expected length (paper section 3.3.4).
+    here, running or waiting, by expected length (paper section 3.3.4), and
+    ``remaining_tokens`` is what all of them are expected to write yet.
     ``reserved_blocks`` are kept for running requests beyond what they hold. Counters
     (``*_done``, ``preemptions``, ``flips``, ``cpu_s``) only grow.
     """
@@ -115,6 +116,7 @@ class InstanceLoad:
     arena_total_bytes: int = 0
     heavy: int = 0
     light: int = 0
+    remaining_tokens: int = 0
     reserved_blocks: int = 0
     step_s: float = 0.0
     prefills_done: int = 0

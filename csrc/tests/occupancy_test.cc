@@ -25,8 +25,8 @@ TEST(occupancy_counts_what_comes_back_before_it_is_needed) {
   CHECK(batch.held_blocks() == 6);
   CHECK(batch.growth_blocks() == 2);
   CHECK(batch.most_growth_blocks() == 2);  // 6 and 2 in 5 steps
-  CHECK(batch.fits({10, 70}, 10));  // it ends alone, with 8
-  CHECK(!batch.fits({30, 5}, 11));  // 6, 2 and 4 in 5 steps
+  CHECK(batch.fits({10, 70}, 10));         // it ends alone, with 8
+  CHECK(!batch.fits({30, 5}, 11));         // 6, 2 and 4 in 5 steps
   batch.add({30, 5});
   CHECK(batch.size() == 3);
   CHECK(batch.most_growth_blocks() == 3);

@@ -264,13 +264,17 @@ def test_decodes_are_heavy_by_what_is_expected_of_them(cluster: Cluster) -> None
     cluster.arrives("capped", prompt(20, 7), 40, predicted(300))
     seen = load(cluster.decode)
     assert (seen.waiting, seen.heavy, seen.light) == (3, 1, 2)
+    expected_tokens = seen.remaining_tokens
+    assert 40 + 200 < expected_tokens < 40 + 2 * 400  # one is cut, one of bucket 0, one of bucket 1
     assert seen.queued_prefill_tokens == 0
     cluster.decode.run_until(lambda: "capped" in cluster.decode.outputs)
     seen = load(cluster.decode)
     assert (seen.running, seen.heavy, seen.light) == (3, 1, 2)
+    assert seen.remaining_tokens < expected_tokens
     cluster.decode.abort("long")
     cluster.run("short", "capped")
-    assert (load(cluster.decode).heavy, load(cluster.decode).light) == (0, 0)
+    seen = load(cluster.decode)
+    assert (seen.heavy, seen.light, seen.remaining_tokens) == (0, 0, 0)
 
 
 def test_prompts_for_other_instances_are_no_decodes(cluster: Cluster) -> None:

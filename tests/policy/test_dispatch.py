@@ -160,8 +160,11 @@ def test_the_probe_with_fewer_of_the_same_kind_wins(is_heavy: bool, better: str)
     assert chosen_by_seeds(*pair, need=need(is_heavy=is_heavy)) == {better}
 
 
-def test_equal_probes_are_told_apart_by_the_other_kind_then_by_free_blocks() -> None:
-    pair = instance("d1", "decode", heavy=2, light=5), instance("d2", "decode", heavy=2, light=4)
+def test_equal_probes_are_told_apart_by_tokens_to_come_then_by_free_blocks() -> None:
+    def decoding(name: str, light: int, remaining_tokens: int) -> InstanceView:
+        return instance(name, "decode", heavy=2, light=light, remaining_tokens=remaining_tokens)
+
+    pair = decoding("d1", 4, 900), decoding("d2", 5, 800)
     assert chosen_by_seeds(*pair, need=need(is_heavy=True)) == {"d2"}
     pair = instance("d1", "decode", blocks_used=50), instance("d2", "decode", blocks_used=10)
     assert chosen_by_seeds(*pair) == {"d2"}

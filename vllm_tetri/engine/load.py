@@ -41,7 +41,10 @@ def read_load(
     pool = scheduler.kv_cache_manager.block_pool
     outbox, inbox, injections = instance.outbox, instance.inbox, instance.injections
     decodes = [each for each in requests if each.request_id not in outbox]
-    heavy = sum(is_heavy(request, instance.answers) for request in decodes)
+    lengths = [
+        (each.num_output_tokens, expected_tokens(each, instance.answers)) for each in decodes
+    ]
+    heavy = sum(total > HEAVY_TOKENS for _, total in lengths)
     blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
     return InstanceLoad(
         running=len(running),
@@ -58,6 +61,7 @@ def read_load(
         arena_total_bytes=arena.arena_total_bytes,
         heavy=heavy,
         light=len(decodes) - heavy,
+        remaining_tokens=sum(total - produced for produced, total in lengths),
         reserved_blocks=instance.gate.reserved_blocks if instance.gate and running else 0,
         step_s=instance.step_s,
         prefills_done=outbox.prefills_done,
@@ -88,13 +92,9 @@ def remaining_prompt_tokens(request: Request) -> int:
     return max(0, request.num_prompt_tokens - request.num_computed_tokens)
 
 
-def is_heavy(request: Request, answers: Answers) -> bool:
-    """Whether a request is expected to write a long answer."""
-    produced_tokens = request.num_output_tokens
-    if produced_tokens > HEAVY_TOKENS:
-        return True
-    total = answers.total_tokens(request, End.EXPECTED, produced_tokens=produced_tokens)
-    return total > HEAVY_TOKENS
+def expected_tokens(request: Request, answers: Answers) -> int:
+    """Tokens of its whole answer, more than it has."""
+    return answers.total_tokens(request, End.EXPECTED, produced_tokens=request.num_output_tokens)
 
 
 class CpuClock:

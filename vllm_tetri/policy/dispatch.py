@@ -5,10 +5,11 @@ Every prefill instance decides alone, on loads that are a report period old.
 - An instance has *room* (the paper's α) if its free blocks, less those it keeps for
   running requests, hold the prompt and the predicted answer, and its arena the KV.
 - Two of those are drawn at random, and the one with fewer decodes of the request's own kind,
-  heavy or light, takes it; equals are told apart by decodes of the other kind, then by free
-  blocks. That evens out heavy decodes, which is what the paper is after. Its own measure,
-  the lowest heavy:light ratio, does not see how many there are: 10:10 looks better than
-  5:4, so requests pile up where light ones are. It is `power-of-two-ratio`.
+  heavy or light, takes it; equals are told apart by the tokens that all decodes are expected
+  to write yet, then by free blocks. That evens out heavy decodes, which is what the paper is
+  after. Its own measure, the lowest heavy:light ratio, does not see how many there are:
+  10:10 looks better than 5:4, so requests pile up where light ones are. It is
+  `power-of-two-ratio`.
 - Nobody has room: the choice is the one with the most free arena, and it says so. The
   caller may hold the request for a report period first.
 """
@@ -178,9 +179,8 @@ def _of_two(search: _Search) -> list[Peer]:
     is_heavy = search.need.is_heavy
 
     def decodes(peer: Peer) -> tuple[int, int, int]:
-        heavy, light = peer.heavy, peer.light
-        own, other = (heavy, light) if is_heavy else (light, heavy)
-        return own, other, -peer.free_blocks
+        own = peer.heavy if is_heavy else peer.light
+        return own, peer.remaining_tokens, -peer.free_blocks
 
     return sorted(search.drawn(2), key=decodes)
 

@@ -58,6 +58,7 @@ class Peer:
     free_bytes: int
     heavy: int
     light: int
+    remaining_tokens: int  # of the answers that it writes
     reported_s: float
 
 
@@ -87,12 +88,14 @@ class _Sent:
 
     entries: deque[tuple[float, Need]]
     tokens: int = 0
+    answer_tokens: int = 0
     bytes: int = 0
     heavy: int = 0
     light: int = 0
 
     def count(self, need: Need, sign: int) -> None:
         self.tokens += sign * need.total_tokens
+        self.answer_tokens += sign * (need.total_tokens - need.num_tokens)
         self.bytes += sign * need.num_bytes
         self.heavy += sign * need.is_heavy
         self.light += sign * (not need.is_heavy)
@@ -142,6 +145,7 @@ class OwnDispatches:
             peer.free_bytes - sent.bytes,
             peer.heavy + sent.heavy,
             peer.light + sent.light,
+            peer.remaining_tokens + sent.answer_tokens,
             peer.reported_s,
         )
 
@@ -168,6 +172,7 @@ def _peer(one: InstanceView, now: float) -> Peer:
         load.arena_total_bytes - load.arena_used_bytes,
         load.heavy,
         load.light,
+        load.remaining_tokens,
         now - one.age_s,
     )
 

@@ -24,10 +24,13 @@ LOAD_GAUGES = (
     "arena_total_bytes",
     "heavy",
     "light",
+    "remaining_tokens",
+    "reserved_blocks",
 )
 LOAD_COUNTERS = (
     "swapped_out",
     "swapped_in",
+    "preemptions",
     "preemptions_recomputed",
     "predictions_made",
     "predictions_missed",

@@ -7,7 +7,8 @@
 
 namespace tetri {
 
-// A request in the batch: tokens whose KV it holds, and tokens that it will write on top. It writes one per step and gives all its blocks back behind the last one.
+// A request in the batch: tokens whose KV it holds, and tokens that it will write on top. It writes
+// one per step and gives all its blocks back behind the last one.
 struct Held {
   int64_t tokens;
   int64_t rest;
