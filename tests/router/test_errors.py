@@ -162,5 +162,7 @@ async def test_metrics_can_be_parsed_and_count() -> None:
         assert samples["tetri_time_to_first_token_seconds_count",] == 1
         assert samples["tetri_instances", "prefill", "ready"] == 1
         assert samples["tetri_instance_blocks_total", "d"] == 100
+        for name in ("remaining_tokens", "reserved_blocks", "preemptions_total"):
+            assert samples[f"tetri_instance_{name}", "d"] == 0
         assert samples["tetri_control_frames_dropped_total",] == 0
         assert json.dumps(text)

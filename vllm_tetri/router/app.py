@@ -33,6 +33,7 @@ _DOCUMENTED = (
 _OTHERS = (
     "reserved_blocks",
     "step_s",
+    "remaining_tokens",
     *LOAD_COUNTERS,
     "chunks_done",
     "kv_bytes_sent",

@@ -24,13 +24,10 @@ LOAD_GAUGES = (
     "arena_total_bytes",
     "heavy",
     "light",
-    "remaining_tokens",
-    "reserved_blocks",
 )
 LOAD_COUNTERS = (
     "swapped_out",
     "swapped_in",
-    "preemptions",
     "preemptions_recomputed",
     "predictions_made",
     "predictions_missed",
@@ -152,14 +149,14 @@ class _Scraped(Collector):
         for labels, count in sorted(tally.items()):
             instances.add_metric(labels, count)
         yield instances
-        for name in LOAD_GAUGES:
+        for name in (*LOAD_GAUGES, "remaining_tokens"):
             gauge = GaugeMetricFamily(
                 f"tetri_instance_{name}", f"Load report: {name}.", labels=("instance",)
             )
             for each in view.instances:
                 gauge.add_metric((each.info.id,), getattr(each.load, name))
             yield gauge
-        for name in LOAD_COUNTERS:
+        for name in ("preemptions", *LOAD_COUNTERS):
             counter = CounterMetricFamily(
                 f"tetri_instance_{name}", f"Load report: {name}.", labels=("instance",)
             )
