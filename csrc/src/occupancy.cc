@@ -10,9 +10,8 @@ namespace {
 
 bool ends_later(const Held& one, const Held& other) { return one.rest > other.rest; }
 
-Held checked(Held held) {
+void check(const Held& held) {
   if (held.tokens < 0 || held.rest < 0) throw std::invalid_argument("less than no tokens");
-  return held;
 }
 
 // Those who are still there at a moment, from the last moment back to now.
@@ -50,12 +49,12 @@ class Present {
 Occupancy::Occupancy(int64_t block_size, std::vector<Held> batch)
     : block_size_(block_size), batch_(std::move(batch)) {
   if (block_size < 1) throw std::invalid_argument("a block holds at least one token");
-  for (const Held& held : batch_) checked(held);
+  for (const Held& held : batch_) check(held);
   std::sort(batch_.begin(), batch_.end(), ends_later);
 }
 
 void Occupancy::add(Held held) {
-  checked(held);
+  check(held);
   batch_.insert(std::upper_bound(batch_.begin(), batch_.end(), held, ends_later), held);
 }
 
@@ -82,7 +81,7 @@ int64_t Occupancy::most_growth_blocks() const {
 }
 
 bool Occupancy::fits(Held entering, int64_t limit_blocks) const {
-  checked(entering);
+  check(entering);
   Present present(block_size_);
   auto next = batch_.begin();
   while (next != batch_.end() && next->rest > entering.rest) present.join(*next++);

@@ -256,7 +256,7 @@ class Passthrough:
             await answer.write(chunk)
             try:
                 chunk = await response.read_some()
-            except (WireError, TimeoutError) as error:
+            except WireError as error:
                 _log.warning("request %s: %s broke off: %r", entry.id, instance.id, error)
                 text = f"instance {instance.id} broke off in the middle of the answer"
                 await answer.write(Refusal(502, text).event())

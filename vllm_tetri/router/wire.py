@@ -98,7 +98,7 @@ class Answer:
 
     def close(self) -> None:
         """No more of it is wanted. Idempotent."""
-        if not self._is_whole and self._wire is not None:
+        if self._wire is not None:
             self._wire.drop(Dropped("closed"))
 
     # -- called by the wire -------------------------------------------------------
