@@ -54,7 +54,44 @@ class InstanceState(StrEnum):
     READY = "ready"
     SILENT = "silent"  # no report for longer than the limit; not used
     REFUSED = "refused"  # its KV layout or version does not fit the cluster
-    LEAVING = "leaving"  # finishes what it has, gets nothing new
+    FLIPPING = "flipping"  # finishes what it has, gets nothing new, then has another role
+    LEAVING = "leaving"  # finishes what it has, gets nothing new, then goes
+
+
+class FlipStage(StrEnum):
+    """How far a flip is."""
+
+    DRAINING = "draining"  # the old role's work is being finished
+    DONE = "done"
+    ROLLED_BACK = "rolled_back"  # the instance keeps its old role
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """What an instance says of its newest flip (paper section 3.5).
+
+    Attributes:
+        epoch: Number of the order that began it; an instance takes only the next one.
+        source: Role that the instance had.
+        target: Role that it is to have, or has now.
+        stage: How far it is.
+        age_s: Since it reached that stage.
+        drain_s: From the order to the end of the old role's work; 0 with `now`.
+        commit_s: From the end of the drain, or the step boundary with `now`, until a
+            router knew the new role.
+        reason: Who wanted it and why.
+        problem: Why it was rolled back.
+    """
+
+    epoch: int
+    source: Role
+    target: Role
+    stage: FlipStage
+    age_s: float = 0.0
+    drain_s: float = 0.0
+    commit_s: float = 0.0
+    reason: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +140,10 @@ class InstanceLoad:
     here, running or waiting, by expected length (paper section 3.3.4), and
     ``remaining_tokens`` is what all of them are expected to write yet.
     ``reserved_blocks`` are kept for running requests beyond what they hold. Counters
-    (``*_done``, ``preemptions``, ``flips``, ``cpu_s``) only grow.
+    (``*_done``, ``preemptions``, ``flips``, ``cpu_s``) only grow. Speeds are measured from
+    steps, the newest count most, and 0 before there was one: ``prefill_tokens_per_s`` of
+    steps that compute prompts; a step that decodes n requests takes
+    ``decode_base_s`` + n · ``decode_request_s``.
     """
 
     running: int = 0
@@ -122,6 +162,11 @@ class InstanceLoad:
     prefills_done: int = 0
     decodes_done: int = 0
     chunks_done: int = 0
+    prompt_tokens_done: int = 0  # computed here
+    answer_tokens_done: int = 0  # sampled here
+    prefill_tokens_per_s: float = 0.0
+    decode_base_s: float = 0.0
+    decode_request_s: float = 0.0
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
     kv_loads_failed: int = 0
@@ -149,6 +194,7 @@ class InstanceView:
     """An instance as others see it: what it said, and how old that is.
 
     ``seq`` numbers the load report; it grows by one with every report of an agent.
+    ``flip`` is its newest flip, if it ever had one.
     """
 
     info: InstanceInfo
@@ -156,6 +202,7 @@ class InstanceView:
     load: InstanceLoad
     age_s: float
     seq: int = 0
+    flip: Flip | None = None
 
 
 @dataclass(frozen=True, slots=True)
