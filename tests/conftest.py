@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.tiny_model import tiny_model
+
+# No time limit for an example: a busy machine is no defect.
+settings.register_profile("calm", deadline=None)
+settings.load_profile("calm")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

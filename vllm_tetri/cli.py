@@ -59,6 +59,12 @@ COMMANDS = (
         "status --url http://127.0.0.1:8000",
     ),
     Command(
+        "flip",
+        "vllm_tetri.router.flip",
+        "give an instance another role while it serves",
+        "flip decode-1 prefill",
+    ),
+    Command(
         "leave",
         "vllm_tetri.router.leave",
         "let an instance finish what it has and go",
@@ -134,6 +140,13 @@ COMMANDS = (
         "vllm_tetri.bench.dispatch",
         "measure how policies spread requests over decode instances",
         "bench dispatch MODEL --instances 2,4",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
+        "bench flip",
+        "vllm_tetri.bench.flip",
+        "measure policies that flip roles under a load that swings",
+        "bench flip MODEL --systems 2P1D,balance",
         "OPTIONS OF vllm serve",
     ),
     Command(

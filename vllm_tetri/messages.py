@@ -14,12 +14,14 @@ import msgspec
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.types import (
     ClusterView,
+    Flip,
     InstanceId,
     InstanceInfo,
     InstanceLoad,
     InstanceState,
     Prediction,
     RequestId,
+    Role,
     TransferId,
 )
 
@@ -35,12 +37,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router, every report period. `is_leaving`: it was asked to leave."""
+    """Instance → router, every report period. `is_leaving`: it was asked to leave.
+    `epoch`: of the newest order to flip that it heard; `flip`: its newest flip."""
 
     instance: InstanceId
     seq: int
     load: InstanceLoad
     is_leaving: bool = False
+    epoch: int = 0
+    flip: Flip | None = None
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -77,6 +82,14 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     instance: InstanceId
     was_asked: bool = False
     cut_off: str = ""
+
+
+class Flipped(msgspec.Struct, frozen=True, tag=True):
+    """Instance → router: I have another role now, by the order of this epoch."""
+
+    instance: InstanceId
+    role: Role
+    epoch: int
 
 
 class Introduce(msgspec.Struct, frozen=True, tag=True):
@@ -126,9 +139,9 @@ class Loads(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cue(msgspec.Struct, frozen=True, tag=True):
-    """Router → every instance that gets no `View` or leaves, every report period:
-    report now. `in_flight` tells one that leaves how many requests of this router it
-    has or may still get."""
+    """Router → every instance that gets no `View`, leaves or drains, every report period:
+    report now. `in_flight` tells one that leaves or drains how many requests of this
+    router it has or may still get."""
 
     in_flight: int = 0
 
@@ -142,14 +155,36 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     deadline_s: float | None = None
 
 
+class FlipRole(msgspec.Struct, frozen=True, tag=True):
+    """Router → instance: take another role; repeated until a report has the epoch.
+
+    With `is_now` old work is finished beside new work, else before. After `deadline_s`
+    (seconds from now) it keeps its role instead; None waits for ever.
+    """
+
+    epoch: int
+    role: Role
+    is_now: bool = False
+    deadline_s: float | None = None
+    reason: str = ""
+
+
+class Advertised(msgspec.Struct, frozen=True, tag=True):
+    """Router → instance: all who dispatch have been sent your role of this epoch."""
+
+    epoch: int
+
+
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
     """Router → prefill and decode instance: nobody waits for this any more."""
 
     transfer: TransferId
 
 
-ToRouter = Hello | LoadReport | Dispatched | Left
-ToInstance = Introduce | Refused | View | Loads | Cue | Leave | CancelTransfer
+ToRouter = Hello | LoadReport | Dispatched | Flipped | Left
+ToInstance = (
+    Introduce | Refused | View | Loads | Cue | Leave | FlipRole | Advertised | CancelTransfer
+)
 
 Message = TypeVar("Message")
 

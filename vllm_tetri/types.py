@@ -62,6 +62,7 @@ class FlipStage(StrEnum):
     """How far a flip is."""
 
     DRAINING = "draining"  # the old role's work is being finished
+    SWITCHING = "switching"  # the engine takes the new role at its next step
     DONE = "done"
     ROLLED_BACK = "rolled_back"  # the instance keeps its old role
 
@@ -71,7 +72,7 @@ class Flip:
     """What an instance says of its newest flip (paper section 3.5).
 
     Attributes:
-        epoch: Number of the order that began it; an instance takes only the next one.
+        epoch: Number of the order that began it; an instance takes only higher ones.
         source: Role that the instance had.
         target: Role that it is to have, or has now.
         stage: How far it is.

@@ -20,7 +20,7 @@ from vllm_tetri.policy.leaving import QUIET_S
 
 async def test_one_that_is_asked_goes_when_nothing_is_left_anywhere() -> None:
     left, unfinished, in_flight = threading.Event(), ["2 requests"], [1]
-    options: dict[str, Any] = {"unfinished": lambda: unfinished[0], "on_left": left.set}
+    options: dict[str, Any] = {"unfinished": lambda _: unfinished[0], "on_left": left.set}
     async with (
         monitor(in_flight=lambda _: in_flight[0]) as router,
         joined(router.address, info=INFO, **options) as one,
@@ -43,7 +43,7 @@ async def test_one_that_is_asked_goes_when_nothing_is_left_anywhere() -> None:
 
 async def test_a_deadline_ends_it_and_says_what_was_cut_off() -> None:
     left = threading.Event()
-    options: dict[str, Any] = {"unfinished": lambda: "3 requests", "on_left": left.set}
+    options: dict[str, Any] = {"unfinished": lambda _: "3 requests", "on_left": left.set}
     async with monitor() as router, joined(router.address, **options):
         await eventually(lambda: states(router))
         router.mark_ready(INFO)
@@ -57,7 +57,7 @@ async def test_a_router_that_starts_anew_learns_who_leaves() -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     left = threading.Event()
-    async with joined(address, unfinished=lambda: "something", on_left=left.set):
+    async with joined(address, unfinished=lambda _: "something", on_left=left.set):
         async with monitor(address) as router:
             await eventually(lambda: states(router))
             router.mark_ready(INFO)
@@ -70,7 +70,7 @@ async def test_a_router_that_starts_anew_learns_who_leaves() -> None:
 
 
 async def test_trouble_in_looking_at_what_is_left_keeps_it_until_the_deadline() -> None:
-    def broken() -> str:
+    def broken(_: object) -> str:
         raise RuntimeError("engine trouble")
 
     async with monitor() as router, joined(router.address, unfinished=broken):

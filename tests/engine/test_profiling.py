@@ -238,8 +238,9 @@ def test_time_without_a_core_does_not_count(
     ("role", "options", "needed"),
     [
         (Role.PREFILL, {"chunk_size": "auto"}, True),
-        (Role.PREFILL, {"chunk_size": 64, "tbt_slo_s": 0.1}, False),
-        (Role.DECODE, {"chunk_size": "auto"}, False),
+        (Role.PREFILL, {"chunk_size": 64, "tbt_slo_s": 0.1}, True),  # it may become a decode one
+        (Role.PREFILL, {"chunk_size": 64}, False),
+        (Role.DECODE, {"chunk_size": "auto"}, True),
         (Role.DECODE, {"tbt_slo_s": 0.1}, True),
         (Role.BOTH, {"tbt_slo_s": 0.1}, True),
         (Role.BOTH, {}, False),

@@ -92,6 +92,14 @@ def test_a_bound_on_requests_goes_to_the_router() -> None:
     assert "--max-in-flight" not in make_plan(options(), CPU).specs[-1].command(1)
 
 
+def test_when_roles_change_is_the_routers_business() -> None:
+    words = make_plan(options("--flip=idle", "--flip-after=5"), CPU).specs[-1].command(1)
+
+    assert words[words.index("--flip") + 1] == "idle"
+    assert words[words.index("--flip-after") + 1] == "5.0"
+    assert "--flip" not in make_plan(options(), CPU).specs[-1].command(1)
+
+
 @pytest.mark.parametrize("word", ["--port=1", "--role", "--tetri-control=x", "--tetri_instance=x"])
 def test_what_up_sets_itself_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="cannot be given after --"):

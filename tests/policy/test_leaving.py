@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.leaving import QUIET_S, ROUTER_LOST_S, Leaving, Verdict, why_needed
+from vllm_tetri.policy.expected import ROUTER_LOST_S
+from vllm_tetri.policy.leaving import QUIET_S, Leaving, Verdict, why_needed
 
 STEP_S = 0.1
 

@@ -89,7 +89,7 @@ class FakeInstance:
             read_load=self._read_load,
             on_cancel=self.cancelled.append,
             period_s=PERIOD_S,
-            unfinished=lambda: self.unfinished,
+            unfinished=lambda _: self.unfinished,
             on_left=self.has_left.set,
         )
         self.agent.start()

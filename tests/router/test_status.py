@@ -19,7 +19,7 @@ async def test_status_shows_every_instance_in_one_line(capsys: pytest.CaptureFix
     async with cluster(decode, FakeInstance("p", Role.PREFILL)) as made:
         await eventually(lambda: made.scheduler.monitor.view().instances[0].load.running == 3)
         assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 0
-        head, first, second = capsys.readouterr().out.splitlines()
+        head, first, second, policy = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "id"
     assert "heavy:light" in head
     words = first.split()
@@ -28,6 +28,7 @@ async def test_status_shows_every_instance_in_one_line(capsys: pytest.CaptureFix
         "0", "3", "0", "0", "1:2", "99", "10+7/100", "1/4", "MiB", "25ms", decode.url
     ]  # fmt: skip
     assert second.split()[:3] == ["p", "prefill", "ready"]
+    assert policy == "flip policy: nobody watches: roles change by order only"
 
 
 async def test_status_and_metrics_of_an_empty_cluster(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A router and paced instances, some of which are exchanged while it runs."""
+"""A router and paced instances; either is exchanged while the others run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from vllm_tetri.bench.pace import EXECUTOR, Counts, CountsFile, Pace
 from vllm_tetri.bench.process import engine_environment, failed, guard
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.launch.machine import free_port, vllm_version
+from vllm_tetri.types import FlipStage
 
+WINDOW_TOKENS = 4096  # longest prompt and answer together
+KEEP_ROLES = ("--flip", "off")  # of the router that a fleet starts with
 _BLOCK_TOKENS = 32  # the least of vLLM on CPUs, so that a small pool has many blocks
 # Small, as the models are: several of these share a machine.
 _SERVE = (
     *("--enforce-eager", "--dtype", "float32", "--block-size", str(_BLOCK_TOKENS)),
-    *("--max-model-len", "4096", "--max-num-seqs", "256", "--no-enable-prefix-caching"),
+    *("--max-model-len", str(WINDOW_TOKENS), "--max-num-seqs", "256"),
+    "--no-enable-prefix-caching",
     *("--kv-cache-memory-bytes", "128M", "--tetri-arena-bytes", "128M"),
     # Tokens are not shown one by one: that would cost more than computing them.
     *("--stream-interval", "1000000", "--distributed-executor-backend", EXECUTOR),
@@ -48,6 +52,18 @@ R = TypeVar("R")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, scale: float) -> None:
+    """Options of a benchmark that sends all its requests at once."""
+    add_common(parser, scale=scale)
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="JSONL with prompt and output_tokens, as for vllm bench serve; default: "
+        + workload.BUILT_IN,
+    )
+
+
+def add_common(parser: argparse.ArgumentParser, *, scale: float) -> None:
     """Options of every benchmark of a fleet."""
     parser.add_argument(
         "--scale",
@@ -58,13 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, scale: float) -> None:
         f"without it ({scale:g})",
     )
     parser.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="JSONL with prompt and output_tokens, as for vllm bench serve; default: "
-        + workload.BUILT_IN,
-    )
-    parser.add_argument(
         "--add",
         action="store_true",
         help="keep what the output folder holds already from a run under the same conditions",
@@ -72,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, scale: float) -> None:
 
 
 def conditions(options: argparse.Namespace, **own: Any) -> dict[str, Any]:
+    """What results depend on where all requests are sent at once."""
+    lengths = options.prompts.name if options.prompts else workload.BUILT_IN
+    return common(options, requests=options.requests, lengths=lengths, **own)
+
+
+def common(options: argparse.Namespace, **own: Any) -> dict[str, Any]:
     """What a run's results depend on, with what only this benchmark has."""
     return {
         "model": setting.model_name(options),
@@ -79,8 +94,6 @@ def conditions(options: argparse.Namespace, **own: Any) -> dict[str, Any]:
         "vllm": vllm_version(),
         "cores": len(setting.cores(options)),
         "pace": Pace("").text(),
-        "requests": options.requests,
-        "lengths": options.prompts.name if options.prompts else workload.BUILT_IN,
         "kv_tokens": options.kv_tokens,
         "repeats": options.repeats,
         "options": options.tail,
@@ -171,11 +184,62 @@ class Fleet:
             *("--tetri-control", self._control),
             *("--tetri-report-period", str(_REPORT_PERIOD_S * scale), *serve),
         ]
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        words = ["-m", "vllm_tetri.cli", "router", "--port", str(port), "--control", self._control]
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._start_router(KEEP_ROLES)
+
+    # -- router ----------------------------------------------------------------------
+
+    def restart_router(self, options: Sequence[str]) -> None:
+        """Exchange the router for one with these options; instances join it by themselves,
+        in the roles that they have.
+
+        Raises:
+            UnsupportedError: It did not start, or an instance does not join it.
+        """
+        self._children[_ROUTER].terminate()
+        self._children[_ROUTER].wait()
+        self._start_router(options)
+        self._wait_until_ready([name for name in self._children if name != _ROUTER])
+
+    def flip(self, name: str, role: str) -> None:
+        """Give an instance at rest another role, and wait until it has it.
+
+        Raises:
+            UnsupportedError: The router refuses, or the instance keeps its role.
+        """
+        epoch = self._order_flip(name, role)
+        deadline = time.monotonic() + 2 * _REST_S
+        while True:
+            row = self.instances().get(name, {})
+            if row.get("role") == role and row.get("state") == _READY:
+                return
+            flip = row.get("flip") or {"epoch": -1, "stage": ""}
+            if flip["epoch"] >= epoch and flip["stage"] == FlipStage.ROLLED_BACK:
+                raise UnsupportedError(f"{name} stays {row['role']}: {flip['problem']}")
+            if time.monotonic() > deadline:
+                raise UnsupportedError(f"{name} does not get the role {role}: {row}")
+            time.sleep(_POLL_S)
+
+    def _order_flip(self, name: str, role: str) -> int:
+        """Returns the order's epoch; 0 where it has that role."""
+        order = urllib.request.Request(
+            f"{self.url}/tetri/v1/instances/{name}/flip",
+            data=json.dumps({"role": role, "deadline_s": _REST_S}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(order, timeout=10) as answer:
+                return int(json.load(answer).get("epoch", 0))
+        except urllib.error.HTTPError as error:
+            words = error.read().decode(errors="replace")[:300]
+            raise UnsupportedError(f"{name} does not flip: HTTP {error.code}: {words}") from error
+
+    def _start_router(self, options: Sequence[str]) -> None:
+        words = ["-m", "vllm_tetri.cli", "router", "--port", str(self._port)]
         # Several instances start at once on few cores: none is silent so soon.
-        self._spawn(_ROUTER, [*words, "--silent-after", "10"])
+        words += ["--control", self._control, "--silent-after", "10"]
+        self._spawn(_ROUTER, [*words, *options])
 
     # -- members ---------------------------------------------------------------------
 

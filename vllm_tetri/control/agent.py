@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import assert_never
 
 import zmq
@@ -16,13 +17,16 @@ import zmq
 from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_loopback
 from vllm_tetri.control.link import Link
+from vllm_tetri.control.role_keeper import RoleKeeper
+from vllm_tetri.control.role_switch import RoleSwitch
 from vllm_tetri.control.views import Picture, Sights
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.policy.leaving import Leaving, Verdict
-from vllm_tetri.types import ClusterView, InstanceInfo, InstanceLoad, TransferId
+from vllm_tetri.types import ClusterView, InstanceInfo, InstanceLoad, Role, TransferId
 
 MAX_QUEUED = 4096
 _CLOSE_S = 2.0
+_FLIPPING_S = 0.01  # so often a flip that is under way looks whether it can go on
 _MAX_DRAIN = 256  # frames of one router per wake-up, so that no peer can starve the rest
 
 _log = logging.getLogger(__name__)
@@ -41,8 +45,10 @@ class Agent:
         read_load: Gives the numbers of the next report.
         on_cancel: Called for every transfer that nobody waits for any more.
         period_s: Seconds between two reports. A router's views and cues set the pace.
-        unfinished: What the instance still has, in words; empty when it has nothing.
+        unfinished: What the instance still has of a role's work, in words; empty when it
+            has nothing.
         on_left: Called once, when the instance was asked to leave and has left.
+        switch: Where the engine finds the role that it is to take.
 
     Raises:
         ConfigError: An address is malformed or not on the loopback interface.
@@ -56,8 +62,9 @@ class Agent:
         read_load: Callable[[], InstanceLoad],
         on_cancel: Callable[[TransferId], None],
         period_s: float,
-        unfinished: Callable[[], str] = lambda: "",
+        unfinished: Callable[[Role], str] = lambda _: "",
         on_left: Callable[[], None] = lambda: None,
+        switch: RoleSwitch | None = None,
     ) -> None:
         for address in routers:
             require_loopback("--tetri-control", control_host(address))
@@ -69,6 +76,7 @@ class Agent:
         self._unfinished = unfinished
         self._on_left = on_left
         self._leaving = Leaving()
+        self._roles = RoleKeeper(info.id, info.role, switch or RoleSwitch())
         self._verdict = Verdict.STAY
         self._outbox: deque[messages.Dispatched] = deque()
         self._sights = Sights()
@@ -88,6 +96,11 @@ class Agent:
     def dropped_messages(self) -> int:
         """Frames that were malformed, and messages that found their queue full."""
         return self._dropped
+
+    @property
+    def num_flips(self) -> int:
+        """Roles taken since the start."""
+        return self._roles.num_flips
 
     def start(self) -> None:
         """Start the thread.
@@ -129,6 +142,10 @@ class Agent:
         if thread.is_alive():
             self._log_once("stuck", "the control agent did not stop within %s s", _CLOSE_S)
 
+    def look_again(self) -> None:
+        """Something that the agent waits for may have happened."""
+        self._wake_up()
+
     def _wake_up(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._wake >= 0:
@@ -166,7 +183,7 @@ class Agent:
 
     def _part(self, links: list[Link]) -> None:
         was_asked = self._verdict is not Verdict.STAY
-        cut_off = self._read_unfinished() if self._verdict is Verdict.CUT_OFF else ""
+        cut_off = self._read_unfinished(Role.BOTH) if self._verdict is Verdict.CUT_OFF else ""
         if was_asked:
             left_over = f"; cut off: {cut_off}" if cut_off else ""
             _log.info("%s leaves the cluster%s", self._info.id, left_over)
@@ -186,7 +203,10 @@ class Agent:
                 self._report(links)
                 since_s = 0.0
             self._is_cued = False
-            ready = dict(poller.poll(max(1, round((self._late_s - since_s) * 1000))))
+            wait_s = self._late_s - since_s
+            if not self._roles.is_steady:
+                wait_s = min(wait_s, _FLIPPING_S)
+            ready = dict(poller.poll(max(1, round(wait_s * 1000))))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             for index, link in enumerate(links):
@@ -195,8 +215,10 @@ class Agent:
                 if link.socket in ready:
                     self._drain(index, link)
             self._flush(links)
+            if not self._roles.is_steady:
+                self._go_on_flipping(links)
             if self._leaving.is_asked:
-                is_at_rest = not self._read_unfinished()
+                is_at_rest = not self._read_unfinished(Role.BOTH)
                 self._verdict = self._leaving.look(is_at_rest=is_at_rest, now=time.monotonic())
 
     def _introduce(self, link: Link) -> None:
@@ -208,8 +230,14 @@ class Agent:
         self._refresh_load()
         self._reported_s = time.monotonic()
         self._seq += 1
-        is_leaving = self._leaving.is_asked
-        report = messages.LoadReport(self._info.id, self._seq, self._load, is_leaving)
+        report = messages.LoadReport(
+            self._info.id,
+            self._seq,
+            self._load,
+            self._leaving.is_asked,
+            self._roles.epoch,
+            self._roles.newest(self._reported_s),
+        )
         frame = messages.encode(report)
         for link in links:
             link.send(frame)
@@ -220,12 +248,21 @@ class Agent:
         except Exception:  # the engine's trouble must not make the instance look dead
             self._log_once("load", "reading the load failed: reporting the last", exc_info=True)
 
-    def _read_unfinished(self) -> str:
+    def _read_unfinished(self, role: Role) -> str:
         try:
-            return self._unfinished()
+            return self._unfinished(role)
         except Exception:
             self._log_once("unfinished", "looking at what is unfinished failed", exc_info=True)
             return "unknown"
+
+    def _go_on_flipping(self, links: list[Link]) -> None:
+        if self._roles.go_on(self._read_unfinished, time.monotonic()):
+            self._info = replace(self._info, role=self._roles.role)
+            flipped = messages.Flipped(self._info.id, self._info.role, self._roles.epoch)
+            for link in links:
+                link.send(messages.encode(flipped))
+        if self._roles.is_steady:
+            self._report(links)
 
     def _flush(self, links: list[Link]) -> None:
         while self._outbox:
@@ -259,9 +296,16 @@ class Agent:
                     link.send(messages.encode(messages.Hello(self._info)))
             case messages.Cue(in_flight=in_flight):
                 self._leaving.told(index, in_flight, time.monotonic())
+                self._roles.told(index, in_flight, time.monotonic())
                 self._is_cued = True
             case messages.Leave(deadline_s=deadline_s):
                 self._leaving.ask(deadline_s, time.monotonic())
+            case messages.FlipRole():
+                self._roles.order(message, time.monotonic())
+                self._reported_s = float("-inf")  # a report follows at once
+            case messages.Advertised(epoch=epoch):
+                if self._roles.known(epoch, time.monotonic()):
+                    self._reported_s = float("-inf")
             case messages.Introduce():
                 link.send(messages.encode(messages.Hello(self._info)))
             case messages.CancelTransfer(transfer=transfer):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from msgspec.structs import replace as replace_struct
 
 from vllm_tetri.control.views import GONE_AFTER_S
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.messages import Leave, Left, LoadReport
+from vllm_tetri.messages import Flipped, FlipRole, Leave, Left, LoadReport
 from vllm_tetri.types import (
+    Flip,
+    FlipStage,
     InstanceId,
     InstanceInfo,
     InstanceLoad,
@@ -35,10 +40,33 @@ class _Member:
     says_leaving: bool = False
     is_asked: bool = False  # to leave
     leave_by_s: float | None = None
+    epoch: int = 0
+    flip: Flip | None = None
+    order: FlipRole | None = None  # to flip, that it has not heard yet
+    ordered_s: float = 0.0
 
     @property
     def is_leaving(self) -> bool:
         return self.is_asked or self.says_leaving
+
+    @property
+    def is_draining(self) -> bool:
+        if self.order is not None:
+            return not self.order.is_now
+        return self.flip is not None and self.flip.stage is FlipStage.DRAINING
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is to leave or to have another role."""
+        return self.is_leaving or self.is_draining or self.order is not None
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether it chooses where KV goes: also for prompts of a role that it had."""
+        had_prompts = self.flip is not None and self.flip.source is not Role.DECODE
+        return self.info.role is not Role.DECODE or (
+            had_prompts and self.load.queued_prefill_tokens > 0
+        )
 
     def is_same_process(self, info: InstanceInfo) -> bool:
         return (self.info.pid, self.info.url) == (info.pid, info.url)
@@ -87,13 +115,20 @@ class Membership:
         return replaced
 
     def report(self, sender: bytes, report: LoadReport, now: float) -> bool:
-        """Note a load; False when this sender did not introduce itself by that name."""
+        """Note a load; False when this sender did not introduce itself by that name, or
+        had another role then."""
         if self._ids.get(sender) != report.instance:
             return False
         member = self._members[report.instance]
         member.load, member.seq, member.heard_s = report.load, report.seq, now
         member.says_leaving = report.is_leaving
-        return True
+        member.epoch, member.flip = report.epoch, report.flip
+        if member.order is not None and report.epoch >= member.order.epoch:
+            member.order = None
+        # It told us so, but that was lost.
+        flip = report.flip
+        is_done = flip is not None and flip.stage is FlipStage.DONE
+        return not is_done or flip is None or flip.target is member.info.role
 
     def ask_to_leave(self, instance: InstanceId, by_s: float | None) -> None:
         """Want a member gone, at the latest at the monotonic time `by_s`."""
@@ -107,6 +142,41 @@ class Membership:
         if not member.is_asked or member.says_leaving or not member.ready:
             return None
         return Leave(None if member.leave_by_s is None else max(0.0, member.leave_by_s - now))
+
+    def order_flip(self, instance: InstanceId, order: FlipRole, now: float) -> FlipRole:
+        """Want a member to have another role; its epoch is set here."""
+        member = self._members[instance]
+        newest = max(member.epoch, member.order.epoch if member.order is not None else 0)
+        member.order = replace_struct(order, epoch=newest + 1)
+        member.ordered_s = now
+        return member.order
+
+    def flip_for(self, instance: InstanceId, now: float) -> FlipRole | None:
+        """What to tell a member that has not heard yet what role it is to have; nothing
+        any more once its deadline has passed."""
+        member = self._members[instance]
+        order = member.order
+        if order is None or order.deadline_s is None:
+            return order
+        left_s = member.ordered_s + order.deadline_s - now
+        if left_s <= 0:
+            member.order = None
+            return None
+        return replace_struct(order, deadline_s=left_s)
+
+    def orders_for(self, instance: InstanceId, now: float) -> Iterator[Leave | FlipRole]:
+        """What to tell a member again."""
+        orders = (self.leave_for(instance, now), self.flip_for(instance, now))
+        return (order for order in orders if order is not None)
+
+    def flipped(self, sender: bytes, message: Flipped) -> bool:
+        """A member has another role; False if it is no member."""
+        if self._ids.get(sender) != message.instance:
+            return False
+        member = self._members[message.instance]
+        member.info = replace(member.info, role=message.role)
+        self.roster += 1
+        return True
 
     def left(self, sender: bytes, message: Left) -> bool:
         """Forget an instance that goes in good order; False if it is no member."""
@@ -167,18 +237,14 @@ class Membership:
 
     def dispatchers(self) -> list[bytes]:
         """The ZeroMQ addresses of the instances that choose where KV goes."""
-        return [
-            member.sender
-            for member in self._members.values()
-            if member.info.role is not Role.DECODE
-        ]
+        return [member.sender for member in self._members.values() if member.dispatches]
 
     def cued(self) -> list[tuple[bytes, InstanceId, bool]]:
-        """Address and name of those that get no view, or leave (then True)."""
+        """Address and name of those that get no view, or are ending something (then True)."""
         return [
-            (member.sender, instance, member.is_leaving)
+            (member.sender, instance, is_ending)
             for instance, member in self._members.items()
-            if member.is_leaving or member.info.role is Role.DECODE
+            if (is_ending := member.is_ending) or not member.dispatches
         ]
 
     def views(self, now: float) -> tuple[InstanceView, ...]:
@@ -192,7 +258,12 @@ class Membership:
 
     def _view(self, member: _Member, now: float) -> InstanceView:
         return InstanceView(
-            member.info, self._state(member, now), member.load, now - member.heard_s, member.seq
+            member.info,
+            self._state(member, now),
+            member.load,
+            now - member.heard_s,
+            member.seq,
+            _flip_of(member, now),
         )
 
     def _state(self, member: _Member, now: float) -> InstanceState:
@@ -200,6 +271,8 @@ class Membership:
             return InstanceState.SILENT
         if member.is_leaving:
             return InstanceState.LEAVING
+        if member.ready and member.is_draining:
+            return InstanceState.FLIPPING
         return InstanceState.READY if member.ready else InstanceState.STARTING
 
     def _is_silent(self, member: _Member, now: float) -> bool:
@@ -214,6 +287,21 @@ class Membership:
         self._replaced[sender] = None
         while len(self._replaced) > MAX_INSTANCES:
             self._replaced.popitem(last=False)
+
+
+def _flip_of(member: _Member, now: float) -> Flip | None:
+    """Its newest flip, also one that it has not heard of yet."""
+    order = member.order
+    if order is None:
+        return member.flip
+    return Flip(
+        order.epoch,
+        member.info.role,
+        order.role,
+        FlipStage.SWITCHING if order.is_now else FlipStage.DRAINING,
+        age_s=now - member.ordered_s,
+        reason=order.reason,
+    )
 
 
 def _check(info: InstanceInfo) -> None:

@@ -20,7 +20,15 @@ from vllm_tetri.config import control_host, require_loopback
 from vllm_tetri.control.membership import Membership
 from vllm_tetri.control.views import row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
-from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceView, Role
+from vllm_tetri.types import (
+    ClusterView,
+    Flip,
+    FlipStage,
+    InstanceId,
+    InstanceInfo,
+    InstanceView,
+    Role,
+)
 
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
 _HANDSHAKE_FAILED = (
@@ -53,8 +61,9 @@ class Monitor:
         on_hello: Called for every instance that is not known to be ready.
         on_dispatched: Called when a prefill instance names a decode instance.
         on_cut_off: Called when an instance left before it had finished.
+        on_flip: Called when a flip has ended, in whatever way.
         in_flight: Requests that an instance has or may still get from this router;
-            asked for those that leave.
+            asked for those that leave or drain.
 
     Raises:
         ConfigError: The address is malformed or not on the loopback interface.
@@ -70,6 +79,7 @@ class Monitor:
         on_hello: Callable[[InstanceInfo], None] = lambda _: None,
         on_dispatched: Callable[[messages.Dispatched], None] = lambda _: None,
         on_cut_off: Callable[[InstanceId], None] = lambda _: None,
+        on_flip: Callable[[InstanceId, Flip], None] = lambda *_: None,
         in_flight: Callable[[InstanceId], int] = lambda _: 0,
     ) -> None:
         require_loopback("--control", control_host(bind))
@@ -80,6 +90,7 @@ class Monitor:
         self._on_hello = on_hello
         self._on_dispatched = on_dispatched
         self._on_cut_off = on_cut_off
+        self._on_flip = on_flip
         self._in_flight = in_flight
         self._members = Membership(silent_after_s)
         self._seq = 0
@@ -139,6 +150,16 @@ class Monitor:
         if leave is not None:
             self.send(instance, leave)
 
+    def order_flip(self, instance: InstanceId, order: messages.FlipRole) -> int:
+        """Tell a member to take another role; returns the epoch of the order.
+
+        Raises:
+            KeyError: There is no such member.
+        """
+        order = self._members.order_flip(instance, order, time.monotonic())
+        self.send(instance, order)
+        return order.epoch
+
     def mark_ready(self, info: InstanceInfo) -> None:
         """Its HTTP server answers. Ignored if the instance changed meanwhile."""
         self._members.mark_ready(info)
@@ -181,20 +202,23 @@ class Monitor:
         self._broadcast()
 
     def _broadcast(self) -> None:
+        self._show()
+        frame = messages.encode(messages.Cue())
+        now = time.monotonic()
+        for sender, instance, is_ending in self._members.cued():
+            self._send(sender, self._cue(instance) if is_ending else frame)
+            for order in self._members.orders_for(instance, now):
+                self._send(sender, messages.encode(order))
+        self._drain()
+
+    def _show(self) -> None:
+        """To all who dispatch: who decodes."""
         self._seq += 1
         dispatchers = self._members.dispatchers()
         if dispatchers:
             frame = messages.encode(self._picture())
             for sender in dispatchers:
                 self._send(sender, frame)
-        frame = messages.encode(messages.Cue())
-        now = time.monotonic()
-        for sender, instance, is_leaving in self._members.cued():
-            self._send(sender, self._cue(instance) if is_leaving else frame)
-            leave = self._members.leave_for(instance, now)
-            if leave is not None:
-                self._send(sender, messages.encode(leave))
-        self._drain()
 
     def _picture(self) -> messages.View | messages.Loads:
         """Who decodes; only what is new while the same instances are there."""
@@ -233,8 +257,9 @@ class Monitor:
             case messages.Hello(info=info):
                 self._greet(sender, info, now)
             case messages.LoadReport():
-                if not self._members.report(sender, message, now):
-                    self._introduce(sender)
+                self._note(sender, message, now)
+            case messages.Flipped():
+                self._advertise(sender, message)
             case messages.Left():
                 self._part(sender, message)
             case messages.Dispatched():
@@ -256,6 +281,25 @@ class Monitor:
             self._send(replaced, messages.encode(messages.Refused(reason)))
         if not self._members.is_ready(info):
             self._on_hello(info)
+
+    def _note(self, sender: bytes, report: messages.LoadReport, now: float) -> None:
+        before = self._members.view_of(report.instance, now)
+        if not self._members.report(sender, report, now):
+            self._introduce(sender)
+        elif before is not None and before.seq and report.flip is not None:
+            was = before.flip
+            if has_ended(report.flip) and not (
+                was is not None and was.epoch == report.flip.epoch and has_ended(was)
+            ):
+                self._on_flip(report.instance, report.flip)
+
+    def _advertise(self, sender: bytes, message: messages.Flipped) -> None:
+        if not self._members.flipped(sender, message):
+            self._introduce(sender)
+            return
+        _log.info("%s has the role %s now", message.instance, message.role)
+        self._show()
+        self._send(sender, messages.encode(messages.Advertised(message.epoch)))
 
     def _part(self, sender: bytes, message: messages.Left) -> None:
         if self._members.left(sender, message) and message.was_asked:
@@ -287,6 +331,11 @@ class Monitor:
         self.counters.dropped += 1
         if self.counters.dropped == 1:
             _log.warning("dropped something on the control port: %s (later ones are counted)", why)
+
+
+def has_ended(flip: Flip) -> bool:
+    """Whether nothing about it changes any more."""
+    return flip.stage is FlipStage.ROLLED_BACK or flip.commit_s > 0
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:

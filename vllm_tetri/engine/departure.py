@@ -1,4 +1,5 @@
-"""Leaving the cluster in good order: what an engine still has, and how its server ends.
+"""Leaving the cluster, or a role, in good order: what an engine still has, and how its
+server ends.
 
 Called from the agent thread: it only reads, and copies a container in one C call
 (atomic under the GIL) before it iterates.
@@ -13,21 +14,26 @@ import signal
 from vllm_tetri.engine.compat import Scheduler
 from vllm_tetri.engine.outbox import Outbox
 from vllm_tetri.engine.own import is_own
+from vllm_tetri.policy.flipping import DRAINS, Work
 from vllm_tetri.transport.native import ReceiverStats
+from vllm_tetri.types import Role
 
 
-def unfinished(scheduler: Scheduler, outbox: Outbox, arena: ReceiverStats) -> str:
-    """What is left to do, in words; empty when the engine may end."""
+def unfinished(
+    scheduler: Scheduler, outbox: Outbox, arena: ReceiverStats, role: Role = Role.BOTH
+) -> str:
+    """What is left to do of a role's work, in words; empty when there is nothing."""
     requests = sum(
         not is_own(each.request_id) and not each.is_finished()
         for each in list(scheduler.requests.values())
     )
-    counts = (
-        (requests, "unfinished requests"),
-        (len(outbox), "hand-overs to other instances"),
-        (arena.slots, "transfers in the arena"),
-    )
-    return ", ".join(f"{count} {what}" for count, what in counts if count)
+    counts = {
+        Work.REQUESTS: requests,
+        Work.HAND_OVERS: len(outbox),
+        Work.TRANSFERS: arena.slots,
+    }
+    works = DRAINS[role]
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count and what in works)
 
 
 def end_server() -> None:

@@ -55,6 +55,10 @@ class Dispatcher:
         self._own = OwnDispatches()
         self._held: dict[str, float] = {}  # since when, by request
 
+    def act_as(self, me: InstanceInfo) -> None:
+        """This instance has another role now."""
+        self._me, self._seen = me, None
+
     def choose(
         self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool
     ) -> Dispatch | None:

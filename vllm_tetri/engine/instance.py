@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
 import vllm_tetri
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
+from vllm_tetri.control.role_switch import RoleSwitch
 from vllm_tetri.control.views import Picture
 from vllm_tetri.engine.admission import Answers, DecodeGate
 from vllm_tetri.engine.cache import cache_folder
@@ -35,12 +37,14 @@ from vllm_tetri.handover import DecodeLeg, PrefillLeg, from_params
 from vllm_tetri.messages import Dispatched, Opening
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import Lengths
+from vllm_tetri.policy.speeds import StepSpeeds
 from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.types import (
     InstanceId,
     InstanceInfo,
     InstanceLoad,
     Prediction,
+    Role,
     TransferId,
 )
 
@@ -70,12 +74,14 @@ class Instance:
         self._receiver: Receiver | None = None
         self._agent: Agent | None = None
         self._dispatcher: Dispatcher | None = None
+        self._switch = RoleSwitch(self._is_engine_idle, self._on_role_taken)
+        self.speeds = StepSpeeds()
         self._cpu = CpuClock()
         self._info: InstanceInfo | None = None
         model = vllm_config.model_config
-        buckets = buckets_of(config, model.max_model_len)
+        buckets = self._buckets = buckets_of(config, model.max_model_len)
         self.predictions = Predictions(
-            make_predictor(config, vllm_config, buckets),
+            make_predictor(config, vllm_config, buckets, config.role),
             is_sequential=config.predictor_mode == "sequential",
         )
         self._lengths_store = LengthsStore(
@@ -139,6 +145,7 @@ class Instance:
             period_s=config.report_period_s,
             unfinished=self._unfinished,
             on_left=end_server,
+            switch=self._switch,
         )
         self._dispatcher = Dispatcher(
             config=config,
@@ -332,11 +339,41 @@ class Instance:
             cpu_s=self._cpu.read_s(),
         )
 
-    def _unfinished(self) -> str:
+    def _unfinished(self, role: Role) -> str:
         """Agent thread."""
         assert self._scheduler is not None
         assert self._receiver is not None
-        return unfinished(self._scheduler, self.outbox, self._receiver.stats())
+        return unfinished(self._scheduler, self.outbox, self._receiver.stats(), role)
+
+    # -- flips ----------------------------------------------------------------------
+
+    def take_role(self) -> Role | None:
+        """The role to have from now on, if that is another one; between two steps."""
+        role = self._switch.take()
+        if role is None:
+            return None
+        if role is not Role.DECODE and self.predictions.predictor is None:
+            self.predictions.predictor = make_predictor(
+                self.config, self._vllm_config, self._buckets, role
+            )
+        if self._dispatcher is not None and self._info is not None:
+            self._info = replace(self._info, role=role)
+            self._dispatcher.act_as(self._info)
+        return role
+
+    def _is_engine_idle(self) -> bool:
+        """Agent thread."""
+        assert self._scheduler is not None
+        return not self._scheduler.requests
+
+    def _on_role_taken(self) -> None:
+        if self._agent is not None:
+            self._agent.look_again()
+
+    @property
+    def num_flips(self) -> int:
+        """Roles taken since the start."""
+        return self._agent.num_flips if self._agent is not None else 0
 
     def close(self) -> None:
         """Leave the cluster and free the arena."""

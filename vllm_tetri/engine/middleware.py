@@ -53,7 +53,6 @@ def _identity(scope: MutableMapping[str, Any]) -> dict[str, str]:
     config = decode_config(extra[CONFIG_KEY])
     return {
         "id": config.instance,
-        "role": config.role.value,
         "version": vllm_tetri.__version__,
     }
 

@@ -80,14 +80,14 @@ def require_predictor(config: TetriConfig) -> None:
 
 
 def make_predictor(
-    config: TetriConfig, vllm_config: VllmConfig, buckets: Buckets
+    config: TetriConfig, vllm_config: VllmConfig, buckets: Buckets, role: Role
 ) -> Predictor | None:
     """Start what the options name; a process only where prompts are computed."""
     if config.predictor == NONE:
         return None
     if config.predictor == ORACLE:
         return Oracle(buckets.granularity_tokens, buckets.num_buckets, config.predictor_accuracy)
-    if config.role is Role.DECODE:
+    if role is Role.DECODE:
         return None
     command = serve_command(
         Path(config.predictor).absolute(), vllm_config.model_config.tokenizer, _spare_cores()
@@ -132,10 +132,15 @@ class Predictions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.predictor = predictor
-        self.is_sequential = is_sequential and predictor is not None
+        self._is_sequential = is_sequential
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self.missed = 0
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether prompts wait for their prediction."""
+        return self._is_sequential and self.predictor is not None
 
     @property
     def tally(self) -> Tally:

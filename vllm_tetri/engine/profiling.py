@@ -26,7 +26,6 @@ from vllm_tetri.engine.own import OwnRequests, is_own, take_own_outputs
 from vllm_tetri.engine.profile import Profile, ProfileStore, profile_folder, summary
 from vllm_tetri.engine.trials import Room, Rounds, Trial, plan
 from vllm_tetri.policy.cost import CurvePoint, StepCost
-from vllm_tetri.types import Role
 
 if TYPE_CHECKING:
     from vllm_tetri.engine.instance import Instance
@@ -51,10 +50,9 @@ _DEFAULT_CHUNK_TOKENS, _DEFAULT_CPU_CHUNK_TOKENS = 512, 256
 
 
 def needs_profile(config: TetriConfig) -> bool:
-    """Whether anything in the configuration depends on what steps cost."""
-    if config.role is Role.PREFILL:
-        return config.chunk_size == "auto"
-    return config.tbt_slo_s is not None
+    """Whether anything in the configuration depends on what steps cost, in whatever role
+    the instance will have."""
+    return config.chunk_size == "auto" or config.tbt_slo_s is not None
 
 
 class Profiling:
@@ -68,8 +66,8 @@ class Profiling:
     profile: Profile
 
     def __init__(self, scheduler: Scheduler, instance: Instance) -> None:
-        config, role = scheduler.vllm_config, instance.config.role
-        with_decodes = role is not Role.PREFILL
+        config = scheduler.vllm_config
+        with_decodes = instance.config.tbt_slo_s is not None
         self._scheduler = scheduler
         self._own = OwnRequests(scheduler)
         self._tile_tokens = _CPU_TILE_TOKENS if is_cpu() else _TILE_TOKENS

@@ -27,6 +27,8 @@ from vllm_tetri.engine.own import OwnRequests, is_own, take_own_outputs
 from vllm_tetri.engine.profile import Profile
 from vllm_tetri.engine.profiling import Profiling, needs_profile
 from vllm_tetri.engine.queue import PrefillQueue
+from vllm_tetri.engine.step_clock import StepClock
+from vllm_tetri.engine.strategy import strategy_of
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.order import PrefillPolicy
@@ -66,25 +68,23 @@ class TetriScheduler(Scheduler):
         self._instance.answers = self._answers = Answers(
             self._instance.lengths, self._instance.predictions.get, self.max_model_len
         )
-        self._instance.gate = self._gate = self._make_gate()
+        self._gate = self._make_gate()
         self._keeps_preempted = not self.needs_kv_cache_zeroing
         self._budget: StepBudget | None = None
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._own = OwnRequests(self)
         self._padding: Request | None = None
+        self._has_padded = False
         self._is_stuck = False
         self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
         self._pinned_s = 0.0
-        self._step_started = 0.0
-        # A decode instance computes prompts only as a last resort: as they come.
-        is_decode = config.role is Role.DECODE
-        self.order_by(
-            PrefillPolicy.FCFS if is_decode else config.prefill_policy,
-            config.sched_batch,
-            pads=config.pad == "on" and config.role is Role.PREFILL,
-        )
-        if config.role is Role.PREFILL and config.chunk_size != "auto":
-            self.max_num_scheduled_tokens = self._chunk_budget(config.chunk_size)
+        self._clock = StepClock(self._instance.speeds)
+        self._chunk_tokens = self._most_tokens
+        self._pace: StepBudget | None = None  # of decodes, in any role
+        self.order_by(config.prefill_policy, config.sched_batch)
+        if config.chunk_size != "auto":
+            self._chunk_tokens = self._chunk_budget(config.chunk_size)
+        self._act_as(config.role)
         if needs_profile(config):
             self._instance.profiling = Profiling(self, self._instance)
             self._queue.is_open = False
@@ -104,9 +104,26 @@ class TetriScheduler(Scheduler):
         )
         self._queue.awaits_predictions = self._instance.predictions.is_sequential
 
+    def _act_as(self, role: Role) -> None:
+        """Work as a role does from the next step on; between two steps."""
+        strategy = strategy_of(role, self._instance.config)
+        self._queue.prompts.use(strategy.order)
+        self._queue.room_blocks, self._shares = None, {}
+        self._queue.awaits_predictions = self._instance.predictions.is_sequential
+        self._pads = strategy.pads
+        self._instance.gate = self._gate if strategy.is_gated else None
+        self._budget = None if strategy.is_chunked else self._pace
+        tokens = self._chunk_tokens if strategy.is_chunked else self._most_tokens
+        self.max_num_scheduled_tokens = tokens
+
+    def _take_role(self) -> None:
+        role = self._instance.take_role()
+        if role is not None:
+            self._act_as(role)
+
     def _make_gate(self) -> DecodeGate | None:
         config = self._instance.config
-        if config.role is Role.PREFILL or config.decode_policy is DecodePolicy.GREEDY:
+        if config.decode_policy is DecodePolicy.GREEDY:
             return None
         return DecodeGate(
             config.decode_policy,
@@ -118,6 +135,8 @@ class TetriScheduler(Scheduler):
 
     def _chunk_budget(self, chunk_size: int) -> int:
         limit, window = self.scheduler_config.max_num_batched_tokens, self.max_model_len
+        if self._instance.config.role is not Role.PREFILL:  # it may become one
+            return min(chunk_size, limit, window)
         if chunk_size > window:
             raise ConfigError(
                 f"--tetri-chunk-size {chunk_size}: must be between 1 and {window}, "
@@ -135,6 +154,7 @@ class TetriScheduler(Scheduler):
         return request.num_tokens - self.kv_cache_manager.get_computed_blocks(request)[1]
 
     def add_request(self, request: Request) -> None:
+        self._take_role()  # what it begins with depends on it
         leg = self._instance.decode_leg(request)
         self._injections.forget(request.request_id)
         if leg is not None and leg.given is not None:
@@ -156,6 +176,7 @@ class TetriScheduler(Scheduler):
     # -- a step -----------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._take_role()
         if self._instance.profiling is not None and self._instance.profiling.is_over:
             self._use(self._instance.profiling.profile)
         if self._instance.profiling is not None:
@@ -165,7 +186,8 @@ class TetriScheduler(Scheduler):
         output = super().schedule(throttle_prefills)
         self._injections.prepare(output.scheduled_new_reqs, self.requests)
         self._after_schedule(output)
-        self._step_started = time.monotonic()
+        if output.total_num_scheduled_tokens and self._instance.profiling is None:
+            self._clock.begin(output.num_scheduled_tokens, time.monotonic())
         return output
 
     def _prepare_step(self) -> None:
@@ -179,12 +201,11 @@ class TetriScheduler(Scheduler):
                 self._answers.forget(request_id)
                 if self._gate is not None:
                     self._gate.forget(request_id)
-        if self._instance.config.role is not Role.PREFILL:
-            self._put_decodes_first()
+        self._put_decodes_first()
         if self._budget is not None:
             self.max_num_scheduled_tokens = self._budget.tokens(self.running, time.monotonic())
-        if self._gate is not None:
-            self._open_gate(self._gate)
+        if self._instance.gate is not None:
+            self._open_gate(self._instance.gate)
         if self._queue.prompts.policy is PrefillPolicy.SRTF:
             self._share_out()
         if self._pads:
@@ -224,7 +245,8 @@ class TetriScheduler(Scheduler):
         )
 
     def _is_gate_shut(self) -> bool:
-        return self._gate is not None and self._gate.is_shut
+        gate = self._instance.gate
+        return gate is not None and gate.is_shut
 
     def _put_decodes_first(self) -> None:
         """Decodes, then started prompts; new ones follow (Sarathi-Serve, algorithm 3)."""
@@ -252,7 +274,7 @@ class TetriScheduler(Scheduler):
             chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
         self._shares = prompts.plan(chunk_tokens, unable=queue.unable())
         # Who was refused in the last step most likely is again.
-        was_refused = self._gate is not None and self._gate.was_shut
+        was_refused = self._instance.gate is not None and self._instance.gate.was_shut
         if len(prompts) and (was_refused or not queue.may_start()):
             self._shares = prompts.plan(chunk_tokens, only_started=True)
 
@@ -271,7 +293,7 @@ class TetriScheduler(Scheduler):
     def _pad(self) -> None:
         missing_tokens = self.max_num_scheduled_tokens - self._queue.prompts.unfinished_tokens
         if 0 < missing_tokens < self.max_num_scheduled_tokens:
-            self._padding = self._own.pad(missing_tokens)
+            self._padding, self._has_padded = self._own.pad(missing_tokens), True
             self.add_request(self._padding)
 
     # -- preempted requests --------------------------------------------------------
@@ -318,15 +340,15 @@ class TetriScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        if scheduler_output.total_num_scheduled_tokens:
-            self._instance.step_s = time.monotonic() - self._step_started
+        if scheduler_output.total_num_scheduled_tokens and self._clock.is_running:
+            self._instance.step_s = self._clock.end(time.monotonic())
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         for answer in outputs.values():
             self._injections.show(answer.outputs)
             pass_on_logprobs(answer.outputs)
         if self._instance.profiling is not None:
             self._instance.profiling.after_step(outputs)
-        elif self._pads:
+        elif self._has_padded:
             take_own_outputs(outputs)
         return outputs
 
@@ -341,18 +363,17 @@ class TetriScheduler(Scheduler):
         config = self._instance.config
         self._instance.profiling = None
         self._queue.is_open = True
-        if config.role is Role.PREFILL:
-            self.max_num_scheduled_tokens = profile.chunk_tokens
-        else:
-            self.max_num_scheduled_tokens = self._most_tokens
-            assert config.tbt_slo_s is not None
-            self._budget = StepBudget(
+        if config.chunk_size == "auto":
+            self._chunk_tokens = profile.chunk_tokens
+        if config.tbt_slo_s is not None:
+            self._pace = StepBudget(
                 profile.cost,
                 config.tbt_slo_s,
                 self._most_tokens,
                 profile.tile_tokens,
                 lag_steps=int(self.scheduler_config.async_scheduling),
             )
+        self._act_as(config.role)
         self._instance.join()
 
 

@@ -195,8 +195,10 @@ def _instance(name: str, role: Role, serve: list[str], placement: Placement) -> 
 
 def _router(options: argparse.Namespace, control: str) -> Spec:
     words = [*ROUTER, "--host", options.host, "--control", control]
-    if options.max_in_flight is not None:
-        words += ["--max-in-flight", str(options.max_in_flight)]
+    for name in ("max_in_flight", "flip", "flip_after"):
+        value = getattr(options, name)
+        if value is not None:
+            words += ["--" + name.replace("_", "-"), str(value)]
     return Spec(
         ROUTER_NAME,
         None,

@@ -18,6 +18,7 @@ from vllm_tetri.launch.keeper import Keeper, LaunchError
 from vllm_tetri.launch.machine import inspect, require_vllm
 from vllm_tetri.launch.plan import Plan, make_plan
 from vllm_tetri.policy.placement import Sharing
+from vllm_tetri.policy.watcher import WatchPolicy
 from vllm_tetri.transport.leftovers import sweep_segments
 
 FAILED = 1
@@ -39,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--placement", choices=[way.value for way in Sharing], default="auto", help=_TEXT["place"]
     )
     parser.add_argument("--max-in-flight", type=_count, metavar="N", help=_TEXT["in_flight"])
+    parser.add_argument(
+        "--flip", choices=[policy.value for policy in WatchPolicy], help=_TEXT["flip"]
+    )
+    parser.add_argument("--flip-after", type=float, metavar="SECONDS", help=_TEXT["flip_after"])
     parser.add_argument("--arena-bytes", type=_bytes, metavar="BYTES", help=_TEXT["arena"])
     parser.add_argument("--predictor", metavar="FOLDER", help=_TEXT["predictor"])
     parser.add_argument("--kv-bytes", type=_bytes, metavar="BYTES", help=_TEXT["kv"])
@@ -59,6 +64,10 @@ _TEXT = {
     "place": "CPU hosts: cores of its own for every instance (split), or all cores for all with "
     "prefill at a low priority (shared); default: auto",
     "in_flight": "most requests that the router gives one instance at a time; default: 1024",
+    "flip": "when the router lets an instance change role: when prompts and answers are out of "
+    "balance, when it had little (threshold) or nothing (idle) to do, or when told to; default: "
+    "balance",
+    "flip_after": "how long it must have had little or nothing to do; default: 60",
     "arena": "receive arena of every instance; suffixes K, M, G; default: that of vllm serve",
     "predictor": "length predictor beside every instance that computes prompts: a folder that "
     "predictor train wrote, or oracle; default: none",

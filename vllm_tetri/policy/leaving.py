@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from vllm_tetri.policy.expected import Expected
 from vllm_tetri.types import ClusterView, InstanceState, InstanceView, Role
 
 QUIET_S = 0.5  # five report periods: a view, a report, and a request on its way
-ROUTER_LOST_S = 1.0  # a router that said nothing for so long has no say any more
 
 
 class Verdict(StrEnum):
@@ -30,7 +30,7 @@ class Leaving:
         self.is_asked = False
         self._deadline: float | None = None
         self._quiet_since: float | None = None
-        self._in_flight: dict[int, tuple[int, float]] = {}
+        self._expected = Expected()
 
     def ask(self, deadline_s: float | None, now: float) -> None:
         """A router wants it to leave, at the latest in `deadline_s`. The last word counts."""
@@ -39,17 +39,13 @@ class Leaving:
 
     def told(self, router: int, in_flight: int, now: float) -> None:
         """A router says how many requests it has for this instance."""
-        self._in_flight[router] = in_flight, now
+        self._expected.told(router, in_flight, now)
 
     def look(self, *, is_at_rest: bool, now: float) -> Verdict:
         """Whether it may go, given whether its engine has anything left."""
         if not self.is_asked:
             return Verdict.STAY
-        is_expected = any(
-            in_flight > 0 and now - at_s < ROUTER_LOST_S
-            for in_flight, at_s in self._in_flight.values()
-        )
-        if is_expected or not is_at_rest:
+        if self._expected.is_any(now) or not is_at_rest:
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
@@ -59,9 +55,10 @@ class Leaving:
         return Verdict.CUT_OFF if is_late else Verdict.STAY
 
 
-def why_needed(view: ClusterView, one: InstanceView) -> str:
-    """Why an instance should stay: the cluster could not do without it what it can do
-    now. Empty when others stand in for it."""
+def why_needed(view: ClusterView, one: InstanceView, *, becomes: Role | None = None) -> str:
+    """Why an instance should stay, or keep its role: the cluster could not do without it
+    what it can do now. Empty when others stand in for it, or it can itself as what it
+    `becomes`."""
     others = {
         each.info.role
         for each in view.instances
@@ -69,6 +66,8 @@ def why_needed(view: ClusterView, one: InstanceView) -> str:
         and each.info.id != one.info.id
         and each.info.models[0] == one.info.models[0]
     }
+    if becomes is not None:
+        others.add(becomes)
     if Role.BOTH in others:
         return ""
     needed = {Role.PREFILL, Role.DECODE} if one.info.role is Role.BOTH else {one.info.role}

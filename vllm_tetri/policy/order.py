@@ -88,6 +88,12 @@ class PrefillQueues:
         self._computed_tokens = 0
         self.unfinished_tokens = 0
 
+    def use(self, policy: PrefillPolicy) -> None:
+        """Order by another policy from now on; what is started goes on."""
+        self.policy, self._key = policy, _KEYS[policy]
+        self._scheduled.sort(key=self._key)
+        self._next_check_tokens = 0
+
     # -- waiting prompts ------------------------------------------------------
 
     def __len__(self) -> int:

@@ -24,6 +24,14 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def seconds(text: str) -> float:
+    """The type of an option that is a time."""
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
 def instances(url: str) -> dict[str, Any]:
     """What ``GET /tetri/v1/instances`` answers.
 

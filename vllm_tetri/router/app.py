@@ -13,11 +13,12 @@ from aiohttp import web
 
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
+from vllm_tetri.router.flips import DEADLINE_S
 from vllm_tetri.router.metrics import LOAD_COUNTERS, LOAD_GAUGES
 from vllm_tetri.router.passthrough import Passthrough
 from vllm_tetri.router.routes import add_whole_routes
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.types import InstanceId, InstanceState, InstanceView
+from vllm_tetri.types import Flip, InstanceId, InstanceState, InstanceView, Role
 
 MAX_BODY_BYTES = 64 << 20
 MAX_DEADLINE_S = 86_400.0
@@ -36,6 +37,11 @@ _OTHERS = (
     "remaining_tokens",
     *LOAD_COUNTERS,
     "chunks_done",
+    "prompt_tokens_done",
+    "answer_tokens_done",
+    "prefill_tokens_per_s",
+    "decode_base_s",
+    "decode_request_s",
     "kv_bytes_sent",
     "kv_bytes_received",
     "kv_loads_failed",
@@ -49,6 +55,16 @@ class LeaveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     force: bool = False
     deadline_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)] | None = None
+
+
+class FlipOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /tetri/v1/instances/{id}/flip`."""
+
+    role: Role
+    now: bool = False
+    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)] | None = DEADLINE_S
+    force: bool = False
+    reason: Annotated[str, msgspec.Meta(max_length=200)] = "ordered"
 
 
 _log = logging.getLogger(__name__)
@@ -67,6 +83,7 @@ def build_app(scheduler: GlobalScheduler) -> web.Application:
     app.router.add_get("/metrics", door.metrics)
     app.router.add_get("/tetri/v1/instances", door.instances)
     app.router.add_post("/tetri/v1/instances/{id}/leave", door.leave)
+    app.router.add_post("/tetri/v1/instances/{id}/flip", door.flip)
     app.router.add_get("/tetri/v1/requests", door.requests)
     add_whole_routes(app.router, Passthrough(scheduler))
 
@@ -119,7 +136,8 @@ class _Door:
         monitor = self._scheduler.monitor
         workers = self._scheduler.table.workers()
         rows = [_plain_instance(each, workers[each.info.id]) for each in monitor.view().instances]
-        return _json({"instances": rows, "departed": monitor.departed})
+        answer = {"instances": rows, "departed": monitor.departed}
+        return _json({**answer, "watcher": self._scheduler.flips.newest.explanation})
 
     async def leave(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])
@@ -129,6 +147,32 @@ class _Door:
             raise Refusal(400, f"the body is no order to leave: {error}") from error
         self._scheduler.leave(name, force=order.force, deadline_s=order.deadline_s)
         return _json({"id": name, "state": InstanceState.LEAVING}, status=202)
+
+    async def flip(self, request: web.Request) -> web.Response:
+        name = InstanceId(request.match_info["id"])
+        try:
+            order = msgspec.json.decode(await request.read(), type=FlipOrder)
+        except msgspec.DecodeError as error:
+            raise Refusal(400, f"the body is no order to flip: {error}") from error
+        ordered = self._scheduler.flips.order(
+            name,
+            order.role,
+            is_now=order.now,
+            deadline_s=order.deadline_s,
+            force=order.force,
+            reason=order.reason,
+        )
+        one = self._scheduler.monitor.view_of(name)
+        state = one.state if one is not None else InstanceState.SILENT
+        said = {
+            "id": name,
+            "role": order.role,
+            "epoch": ordered.epoch,
+            "state": state,
+            "is_new": ordered.is_new,
+        }
+        is_under_way = ordered.is_new or state is InstanceState.FLIPPING
+        return _json(said, status=202 if is_under_way else 200)
 
     async def requests(self, _: web.Request) -> web.Response:
         return _json(self._scheduler.table.plain(time.monotonic()))
@@ -175,7 +219,13 @@ def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:
         "seq": each.seq,
         "in_flight": in_flight,
         **{name: load[name] for name in _OTHERS},
+        "flip": None if each.flip is None else _plain_flip(each.flip),
     }
+
+
+def _plain_flip(flip: Flip) -> dict[str, Any]:
+    plain = asdict(flip)
+    return {**plain, "age_s": round(flip.age_s, 3)}
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

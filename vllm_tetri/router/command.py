@@ -13,6 +13,7 @@ from aiohttp import web
 
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.watcher import Watcher, WatchPolicy, make_watcher
 from vllm_tetri.router.app import build_app
 from vllm_tetri.router.scheduler import MAX_IN_FLIGHT_EACH, GlobalScheduler
 
@@ -55,6 +56,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most requests that one instance gets at a time; more go to the next, or are "
         "answered with 503 (%(default)s)",
     )
+    add_watcher_options(parser)
+
+
+def add_watcher_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say when instances change role."""
+    parser.add_argument(
+        "--flip",
+        choices=[policy.value for policy in WatchPolicy],
+        default=WatchPolicy.BALANCE.value,
+        help="when an instance changes role: when prompts and answers are out of balance, when "
+        "it had little (threshold) or nothing (idle) to do, or when told to (%(default)s)",
+    )
+    parser.add_argument(
+        "--flip-after",
+        type=_positive,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long an instance must have had little or nothing to do (%(default)s)",
+    )
+    parser.add_argument(
+        "--flip-dry-run", action="store_true", help="only log which instance would change role"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,12 +89,19 @@ def run(args: argparse.Namespace) -> int:
             first_byte_s=args.first_byte_timeout,
             silent_after_s=args.silent_after,
             max_in_flight_each=args.max_in_flight,
+            watcher=_watcher(args),
+            is_watcher_dry=args.flip_dry_run,
         )
         uvloop.run(_serve(scheduler, args.host, args.port))
     except (ConfigError, OSError) as error:
         print(f"vllm-tetri router: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _watcher(args: argparse.Namespace) -> Watcher | None:
+    policy = WatchPolicy(args.flip)
+    return None if policy is WatchPolicy.OFF else make_watcher(policy, after_s=args.flip_after)
 
 
 async def _serve(scheduler: GlobalScheduler, host: str, port: int) -> None:

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("instance", help="its name, as `vllm-tetri status` shows it")
     parser.add_argument(
         "--deadline",
-        type=_seconds,
+        type=admin.seconds,
         metavar="SECONDS",
         help="let it go after so long even if it has not finished; default: wait for ever",
     )
@@ -59,10 +59,3 @@ def _wait(url: str, instance: str) -> None:
         raise admin.AdminError(f"{instance} is gone, but did not say that it has left")
     cut_off = departed[instance]
     print(f"{instance} has left" + (f"; cut off: {cut_off}" if cut_off else ""))
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return value

@@ -10,9 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vllm_tetri.control.monitor import MonitorCounters
-from vllm_tetri.types import ClusterView
+from vllm_tetri.types import ClusterView, Flip, FlipStage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1)
 LOAD_GAUGES = (
     "running",
     "waiting",
@@ -79,6 +80,24 @@ class Metrics:
             ("how",),
             registry=self._registry,
         )
+        self._flips = Counter(
+            "tetri_flips",
+            "Flips that ended while this router saw them: done, or rolled_back.",
+            ("source", "target", "outcome"),
+            registry=self._registry,
+        )
+        self._drain = Histogram(
+            "tetri_flip_drain_seconds",
+            "Order to the end of the old role's work; not of flips at once.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._commit = Histogram(
+            "tetri_flip_commit_seconds",
+            "End of the drain, or step boundary of a flip at once, to the new role known.",
+            buckets=_COMMIT_SECONDS,
+            registry=self._registry,
+        )
         self._ttft = Histogram(
             "tetri_time_to_first_token_seconds",
             "Arrival to the first byte of a streamed answer.",
@@ -114,6 +133,14 @@ class Metrics:
     def first_token(self, how: str) -> None:
         """Count a first token from prefill."""
         self._first_tokens.labels(how).inc()
+
+    def flipped(self, flip: Flip) -> None:
+        """Count a flip that has ended."""
+        self._flips.labels(flip.source.value, flip.target.value, flip.stage.value).inc()
+        if flip.stage is FlipStage.DONE:
+            self._commit.observe(flip.commit_s)
+            if flip.drain_s:
+                self._drain.observe(flip.drain_s)
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -156,7 +183,7 @@ class _Scraped(Collector):
             for each in view.instances:
                 gauge.add_metric((each.info.id,), getattr(each.load, name))
             yield gauge
-        for name in ("preemptions", *LOAD_COUNTERS):
+        for name in ("preemptions", "flips", *LOAD_COUNTERS):
             counter = CounterMetricFamily(
                 f"tetri_instance_{name}", f"Load report: {name}.", labels=("instance",)
             )

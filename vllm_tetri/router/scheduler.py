@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from dataclasses import replace
@@ -15,20 +16,32 @@ from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Submissions, choose_route
+from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import NoRoom, Refusal
 from vllm_tetri.router.call import Call
+from vllm_tetri.router.flips import Flips
 from vllm_tetri.router.job import Job
 from vllm_tetri.router.legs import Hooks
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.probe import Probes
 from vllm_tetri.router.table import Entry, RequestTable
 from vllm_tetri.router.upstream import Upstream
-from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, Role, TransferId
+from vllm_tetri.types import (
+    Flip,
+    InstanceId,
+    InstanceInfo,
+    InstanceState,
+    Role,
+    TransferId,
+)
 
 MAX_IN_FLIGHT = 4096
 # Several times what a GPU decodes at once; what waits beyond that is better refused.
 MAX_IN_FLIGHT_EACH = 1024
-_IN_USE = (InstanceState.READY, InstanceState.LEAVING)  # may answer what it has
+# May answer what it has.
+_IN_USE = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.LEAVING)
+
+_log = logging.getLogger(__name__)
 
 
 class GlobalScheduler:
@@ -40,6 +53,8 @@ class GlobalScheduler:
         period_s: Seconds between two broadcasts.
         silent_after_s: An instance that says nothing for so long is not used.
         max_in_flight_each: Most requests that one instance gets at a time.
+        watcher: Decides when instances change role; None leaves it to operators.
+        is_watcher_dry: Only say what it would do.
     """
 
     def __init__(
@@ -50,6 +65,8 @@ class GlobalScheduler:
         period_s: float = 0.1,
         silent_after_s: float = 1.0,
         max_in_flight_each: int = MAX_IN_FLIGHT_EACH,
+        watcher: Watcher | None = None,
+        is_watcher_dry: bool = False,
     ) -> None:
         self.table = RequestTable()
         self._max_in_flight_each = max_in_flight_each
@@ -61,6 +78,7 @@ class GlobalScheduler:
             on_hello=self._on_hello,
             on_dispatched=self.table.note_dispatch,
             on_cut_off=self._on_cut_off,
+            on_flip=self._on_flip,
             in_flight=self.table.num_reaching,
         )
         self.metrics = Metrics(
@@ -69,6 +87,7 @@ class GlobalScheduler:
             in_flight=self.table.__len__,
             workers=self.table.workers,
         )
+        self.flips = Flips(self.monitor, watcher, is_dry=is_watcher_dry)
         self._first_byte_s = first_byte_s
         self._submissions = Submissions()
         self._speeds = PrefillSpeeds()
@@ -96,12 +115,14 @@ class GlobalScheduler:
         self._probes = Probes(self.monitor, self._upstream)
         try:
             self.monitor.start()
+            self.flips.start()
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
         """Release every socket and task. Idempotent."""
+        await self.flips.close()
         self.monitor.close()
         if self._probes is not None:
             await self._probes.close()
@@ -254,6 +275,11 @@ class GlobalScheduler:
     def _on_cut_off(self, instance: InstanceId) -> None:
         if self._upstream is not None:
             self._upstream.hang_up(instance)
+
+    def _on_flip(self, instance: InstanceId, flip: Flip) -> None:
+        self.metrics.flipped(flip)
+        if flip.problem:
+            _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
 
     def _on_hello(self, info: InstanceInfo) -> None:
         if self._probes is not None:

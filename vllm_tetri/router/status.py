@@ -37,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns the exit status."""
     try:
-        rows = admin.instances(args.url)["instances"]
-        text = table_of(rows) if rows else "no instances"
+        answer = admin.instances(args.url)
+        rows = answer["instances"]
+        text = table_of(rows) + flips_of(rows, answer["watcher"]) if rows else "no instances"
     except (admin.AdminError, LookupError, TypeError) as error:
         print(f"vllm-tetri status: {error}", file=sys.stderr)
         return 1
@@ -52,6 +53,34 @@ def table_of(rows: Sequence[Row]) -> str:
     return format_table(
         tuple(COLUMNS), [[show(row) for show in COLUMNS.values()] for row in ordered]
     )
+
+
+def flips_of(rows: Sequence[Row], watcher: str) -> str:
+    """The newest flip of each, the latest first, and what the watcher says."""
+    newest = sorted(
+        (row["flip"]["age_s"], f"  {row['id']} {words_of(row['flip'])}")
+        for row in rows
+        if row["flip"] is not None
+    )
+    lines = ["", "flips:", *(line for _, line in newest)] if newest else []
+    return "\n".join(["", *lines, f"flip policy: {watcher}"])
+
+
+def words_of(flip: Row) -> str:
+    """One flip, as a line has it."""
+    way, when = f"{flip['source']} → {flip['target']}", f"{flip['age_s']:.0f} s ago"
+    match flip["stage"]:
+        case "draining":
+            what = f"draining for {flip['age_s']:.1f} s"
+        case "switching":
+            what = "at its next step"
+        case "done":
+            took = [f"drained in {flip['drain_s']:.2f} s"] if flip["drain_s"] else []
+            took += [f"committed in {flip['commit_s'] * 1000:.1f} ms"] if flip["commit_s"] else []
+            what = ", ".join([f"done {when}", *took])
+        case _:
+            what = f"rolled back {when}: {flip['problem']}"
+    return f"{way}: {what} ({flip['reason']})"
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

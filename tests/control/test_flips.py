@@ -1,0 +1,173 @@
+"""Flips over the control channel: real agents and monitors, an engine of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import replace
+from typing import Any
+
+from tests.control.channel import INFO, eventually, joined, monitor, states
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.control.role_switch import RoleSwitch
+from vllm_tetri.messages import FlipRole
+from vllm_tetri.types import Flip, FlipStage, InstanceId, Role
+
+DECODE = replace(INFO, role=Role.DECODE)
+OTHER = replace(INFO, id=InstanceId("other"), role=Role.PREFILL, pid=2)
+
+
+class Engine:
+    """Takes a role only when it is told to step."""
+
+    def __init__(self, *, is_idle: bool = False) -> None:
+        self.is_idle = is_idle
+        self.switch = RoleSwitch(lambda: self.is_idle, lambda: None)
+
+
+def order(role: Role = Role.PREFILL, **options: Any) -> FlipRole:
+    return FlipRole(0, role, **{"is_now": False, "deadline_s": 5.0, "reason": "test", **options})
+
+
+def flip_of(made: Monitor, name: str = "i") -> Flip | None:
+    one = made.view_of(InstanceId(name))
+    assert one is not None
+    return one.flip
+
+
+def role_of(made: Monitor, name: str = "i") -> Role:
+    one = made.view_of(InstanceId(name))
+    assert one is not None
+    return one.info.role
+
+
+def is_committed(made: Monitor) -> bool:
+    flip = flip_of(made)
+    return flip is not None and flip.commit_s > 0
+
+
+async def until_ready(made: Monitor) -> None:
+    await eventually(lambda: states(made))
+    for each in made.view().instances:
+        made.mark_ready(each.info)
+
+
+async def test_it_drains_takes_the_role_and_everybody_knows() -> None:
+    unfinished, in_flight, ended = ["2 requests"], [1], []
+    options: dict[str, Any] = {"unfinished": lambda _: unfinished[0]}
+    async with (
+        monitor(
+            in_flight=lambda _: in_flight[0], on_flip=lambda *flip: ended.append(flip)
+        ) as router,
+        joined(router.address, info=OTHER) as other,
+        joined(router.address, info=DECODE, **options),
+    ):
+        await eventually(lambda: len(states(router)) == 2)
+        await until_ready(router)
+        assert router.order_flip(DECODE.id, order()) == 1
+        assert states(router)["i"] == "flipping"
+        await eventually(lambda: ("i", "flipping") in other.sees())
+        unfinished[0] = ""
+        await asyncio.sleep(0.1)
+        assert role_of(router) is Role.DECODE  # the router still has something for it
+        in_flight[0] = 0
+        await eventually(lambda: is_committed(router))
+        assert (role_of(router), states(router)["i"]) == (Role.PREFILL, "ready")
+        flip = flip_of(router)
+        assert flip is not None
+        assert (flip.stage, flip.target, flip.epoch) == (FlipStage.DONE, Role.PREFILL, 1)
+        assert flip.drain_s >= 0.1
+        await eventually(lambda: "i" not in dict(other.sees()))  # it decodes no more
+        await eventually(lambda: len(ended) == 1)
+        assert ended[0][0] == "i"
+
+
+async def test_at_once_it_waits_for_the_engines_next_step() -> None:
+    engine = Engine()
+    async with (
+        monitor() as router,
+        joined(
+            router.address,
+            info=DECODE,
+            unfinished=lambda _: "9 requests",
+            switch=engine.switch,
+        ) as one,
+    ):
+        await until_ready(router)
+        router.order_flip(DECODE.id, order(is_now=True))
+        await eventually(lambda: (flip := flip_of(router)) and flip.age_s > 0.05)
+        assert (role_of(router), states(router)["i"]) == (Role.DECODE, "ready")
+        assert engine.switch.take() is Role.PREFILL
+        one.agent.look_again()
+        await eventually(lambda: is_committed(router))
+        assert role_of(router) is Role.PREFILL
+        assert engine.switch.take() is None
+
+
+async def test_an_engine_without_steps_is_left_alone_at_the_deadline() -> None:
+    engine = Engine()
+    async with monitor() as router, joined(router.address, info=DECODE, switch=engine.switch):
+        await until_ready(router)
+        router.order_flip(DECODE.id, order(is_now=True, deadline_s=0.1))
+        await eventually(
+            lambda: (flip := flip_of(router)) and flip.problem == "the engine takes no step"
+        )
+        assert engine.switch.take() is None
+        assert role_of(router) is Role.DECODE
+
+
+async def test_what_is_not_drained_in_time_is_rolled_back() -> None:
+    options: dict[str, Any] = {"unfinished": lambda _: "9 requests"}
+    async with monitor() as router, joined(router.address, info=DECODE, **options):
+        await until_ready(router)
+        router.order_flip(DECODE.id, order(deadline_s=0.1))
+        await eventually(
+            lambda: (flip := flip_of(router)) and flip.problem == "not drained in time: 9 requests"
+        )
+        assert (role_of(router), states(router)["i"]) == (Role.DECODE, "ready")
+        assert router.order_flip(DECODE.id, order(is_now=True)) == 2
+        await eventually(lambda: is_committed(router))
+
+
+async def test_a_router_that_starts_anew_learns_who_drains_and_who_flipped() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    unfinished, ended = ["something"], []
+    options: dict[str, Any] = {"unfinished": lambda _: unfinished[0]}
+    async with joined(address, info=DECODE, **options):
+        async with monitor(address) as router:
+            await until_ready(router)
+            router.order_flip(DECODE.id, order())
+            await eventually(lambda: (flip := flip_of(router)) and flip.age_s > 0.05)
+        async with monitor(address) as router:
+            await until_ready(router)
+            await eventually(lambda: states(router) == {"i": "flipping"})
+            unfinished[0] = ""
+            await eventually(lambda: is_committed(router))
+            assert role_of(router) is Role.PREFILL
+        async with monitor(address, on_flip=lambda *flip: ended.append(flip)) as router:
+            await until_ready(router)
+            await eventually(lambda: is_committed(router))
+            assert role_of(router) is Role.PREFILL
+            assert router.order_flip(DECODE.id, order(Role.DECODE)) == 2
+            await eventually(lambda: role_of(router) is Role.DECODE)
+            await eventually(lambda: ended)
+            assert [flip.epoch for _, flip in ended] == [2]  # not what was over before it came
+
+
+async def test_of_two_routers_that_order_at_once_one_is_heard() -> None:
+    async with (
+        monitor() as first,
+        monitor() as second,
+        joined(first.address, second.address, info=DECODE),
+    ):
+        for each in (first, second):
+            await until_ready(each)
+        first.order_flip(DECODE.id, order(Role.PREFILL))
+        second.order_flip(DECODE.id, order(Role.BOTH))
+        await eventually(lambda: is_committed(first) and is_committed(second))
+        flip = flip_of(first)
+        assert flip is not None
+        assert flip.epoch == 1
+        assert role_of(first) is role_of(second) is flip.target

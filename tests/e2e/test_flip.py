@@ -1,0 +1,242 @@
+"""Instances change role again and again under load: nothing is lost, nothing is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.e2e.client import Answer, ask, ask_all
+from tests.e2e.cluster import Cluster, Stock, get, side_by_side
+from tests.e2e.prompts import completion
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # five instances on two cores
+
+NUM_FLIPS, NUM_REQUESTS = 100, 3000
+CLIENTS = 12
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+# Prompts of less than a chunk to many, short and long answers, every other one streamed.
+BODIES = [
+    completion(num_tokens, max_tokens=max_tokens, **(STREAM if index % 2 else {}))
+    for index, (num_tokens, max_tokens) in enumerate(
+        [(5, 3), (30, 20), (64, 6), (65, 2), (100, 12), (200, 4), (33, 40), (300, 3), (129, 8),
+         (450, 2), (17, 5)]
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def started(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stock, Cluster]]:
+    folder = tmp_path_factory.mktemp("flip")
+    roles = ("--prefill", "2", "--decode", "2", "--flip", "off")
+    with side_by_side(Stock(tiny_llama, folder), Cluster(tiny_llama, folder, roles=roles)) as both:
+        yield both
+
+
+@pytest.fixture
+def single(started: tuple[Stock, Cluster]) -> Stock:
+    return started[0]
+
+
+@pytest.fixture
+def many(started: tuple[Stock, Cluster]) -> Iterator[Cluster]:
+    """Every test leaves it at rest."""
+    yield started[1]
+    started[1].rest()
+
+
+async def order(url: str, name: str, role: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    path = f"{url}/tetri/v1/instances/{name}/flip"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(path, json={"role": role, **options}) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def instances(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    return await asyncio.to_thread(cluster.instances)
+
+
+async def flipped(cluster: Cluster, name: str, epoch: int) -> dict[str, Any]:
+    """The instance as soon as the flip has ended and all is known of it."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        row = (await instances(cluster))[name]
+        flip = row["flip"] or {"epoch": 0}
+        if flip["epoch"] >= epoch and (flip["commit_s"] or flip["stage"] == "rolled_back"):
+            return row
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{name} has not flipped: {row}")
+
+
+class Clients:
+    """Ask for all bodies in turn; every answer must be stock's."""
+
+    def __init__(self, url: str, expected: list[Answer]) -> None:
+        self._url = url
+        self._next = cycle(range(len(BODIES)))
+        self._expected = expected
+        self.num_answers = 0
+        self.wrong: list[str] = []
+        self.at: Counter[str] = Counter()
+
+    async def client(self) -> None:
+        while True:
+            index = next(self._next)
+            answer = await ask(self._url, BODIES[index])
+            self.num_answers += 1
+            self.at[answer.headers.get("x-tetri-decode", "")] += 1
+            if not answer.same_as(self._expected[index]):
+                self.wrong.append(f"{index}: {answer} != {self._expected[index]}")
+
+
+def other(role: str) -> str:
+    return "decode" if role == "prefill" else "prefill"
+
+
+async def flip_one(cluster: Cluster, rng: Random, *, is_now: bool) -> dict[str, Any]:
+    """Any instance that is not the last of its role."""
+    rows = await instances(cluster)
+    roles = Counter(row["role"] for row in rows.values())
+    name = rng.choice([name for name, row in rows.items() if roles[row["role"]] > 1])
+    role = other(rows[name]["role"])
+    status, answer = await order(cluster.url, name, role, now=is_now)
+    assert (status, answer["is_new"]) == (202, True), answer
+    row = await flipped(cluster, name, answer["epoch"])
+    assert (row["role"], row["flip"]["stage"], row["flip"]["problem"]) == (role, "done", "")
+    assert row["flip"]["target"] == role
+    return dict(row["flip"])
+
+
+async def test_a_hundred_flips_under_load_lose_nothing_and_change_nothing(
+    single: Stock, many: Cluster, record_property: Any
+) -> None:
+    expected = [await ask(single.url, body) for body in BODIES]
+    assert all(answer.token_ids for answer in expected)
+    clients = Clients(many.url, expected)
+    tasks = [asyncio.create_task(clients.client()) for _ in range(CLIENTS)]
+    rng, flips = Random(7), []
+    try:
+        while len(flips) < NUM_FLIPS or clients.num_answers < NUM_REQUESTS:
+            flips.append(await flip_one(many, rng, is_now=len(flips) % 2 == 1))
+            # So that the flips are spread over all of the load.
+            while clients.num_answers < len(flips) * NUM_REQUESTS / NUM_FLIPS:
+                await asyncio.sleep(0.02)
+                assert not any(task.done() for task in tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert clients.wrong == []
+    assert clients.num_answers >= NUM_REQUESTS
+    assert len(clients.at) == 4, clients.at  # all of them have decoded
+    assert sum(row["flips"] for row in many.instances().values()) == len(flips)
+    drained = [flip for flip in flips if flip["drain_s"]]
+    assert len(flips) - len(drained) == len(flips) // 2
+    say(f"{clients.num_answers} requests, {len(flips)} flips")
+    say(percentiles("commit, drained first", [flip["commit_s"] for flip in drained]))
+    at_once = [flip["commit_s"] for flip in flips if not flip["drain_s"]]
+    say(percentiles("commit, at once", at_once))
+    say(percentiles("drain", [flip["drain_s"] for flip in drained]))
+
+
+def say(text: str) -> None:
+    """Shown with `pytest -s`, or when something fails."""
+    print(f"\nflip: {text}", flush=True)
+
+
+def percentiles(what: str, seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * part))] for part in (0.5, 0.99))
+    return f"{what}: p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms, {len(ordered)} times"
+
+
+async def split(cluster: Cluster) -> tuple[list[str], list[str]]:
+    """Two prefill and two decode instances, whoever they are."""
+    while True:
+        rows = await instances(cluster)
+        of = {
+            role: sorted(name for name, row in rows.items() if row["role"] == role)
+            for role in ("prefill", "decode")
+        }
+        if len(of["prefill"]) == 2:
+            return of["prefill"], of["decode"]
+        many = max(of, key=lambda role: len(of[role]))
+        _, answer = await order(cluster.url, of[many][0], other(many), now=True)
+        await flipped(cluster, of[many][0], answer["epoch"])
+
+
+async def test_while_kv_is_in_the_air_for_it(single: Stock, many: Cluster) -> None:
+    """Long prompts are on their way to both decode instances when one of them flips."""
+    _, decodes = await split(many)
+    bodies = [completion(n, max_tokens=20) for n in (1500, 1400, 1300, 1200)]
+    expected = await ask_all(single.url, bodies)
+    for is_now in (False, True):
+        asking = asyncio.create_task(ask_all(many.url, bodies))
+        name = ""
+        while not name:
+            rows = await instances(many)
+            name = next((each for each in decodes if rows[each]["held"]), "")
+            assert not asking.done(), "no KV was seen in the air"
+        status, answer = await order(many.url, name, "prefill", now=is_now)
+        assert status == 202
+        answers = await asking
+        assert all(a.same_as(b) for a, b in zip(answers, expected, strict=True))
+        await flipped(many, name, answer["epoch"])
+        await order(many.url, name, "decode", now=True)
+        await flipped(many, name, answer["epoch"] + 1)
+
+
+async def test_what_is_not_done_in_time_is_rolled_back(many: Cluster) -> None:
+    _, decodes = await split(many)
+    asking = asyncio.create_task(ask_all(many.url, [completion(9, max_tokens=600)] * 4))
+    name = ""
+    while not name:
+        rows = await instances(many)
+        name = next((each for each in decodes if rows[each]["running"]), "")
+    status, answer = await order(many.url, name, "prefill", deadline_s=0.3)
+    assert (status, answer["state"]) == (202, "flipping")
+    row = await flipped(many, name, answer["epoch"])
+    assert (row["role"], row["flip"]["stage"]) == ("decode", "rolled_back")
+    assert "not drained in time: " in row["flip"]["problem"]
+    assert all(answer.status == 200 for answer in await asking)
+
+
+async def test_one_that_dies_while_it_drains_costs_what_it_had_and_no_more(
+    many: Cluster,
+) -> None:
+    """The last test: it leaves one instance less."""
+    prefills, decodes = await split(many)
+    long = [completion(9, max_tokens=1500, **STREAM)] * 4
+    asking = asyncio.create_task(ask_all(many.url, long))
+    name = ""
+    while not name:
+        rows = await instances(many)
+        name = next((each for each in decodes if rows[each]["running"]), "")
+    status, _ = await order(many.url, name, "prefill")
+    assert status == 202
+    facts = next(row for row in many.facts["instances"] if row["id"] == name)
+    guard = psutil.Process(facts["pid"])
+    for process in (*guard.children(recursive=True), guard):
+        process.kill()
+    answers = await asking
+    # Theirs go on elsewhere behind what was shown, or are computed anew.
+    assert [answer.error for answer in answers] == [None] * 4
+    assert all(len(answer.token_ids) == 1500 for answer in answers)
+    status, answer = await order(many.url, name, "decode")
+    assert status in (404, 409), answer
+    assert len(await ask_all(many.url, BODIES)) == len(BODIES)
+    assert name not in get(f"{many.url}/tetri/v1/instances")["departed"]
+    assert set(prefills) <= set(many.instances())

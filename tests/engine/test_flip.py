@@ -1,0 +1,205 @@
+"""Another role for a live scheduler, between two steps and with work of the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import BLOCK, Engine
+from tests.engine.test_handover import Pair, prompt
+from vllm_tetri.engine.own import is_own
+from vllm_tetri.policy.order import PrefillPolicy
+from vllm_tetri.types import Role
+
+CHUNK = 64
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def engine(role: Role, **options: Any) -> Engine:
+        made.append(Engine(tmp_path, role, num_blocks=256, chunk_size=CHUNK, **options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+def flip(engine: Engine, role: Role) -> None:
+    """As the agent does; the engine hears of it at its next step."""
+    engine.instance._switch.want(role)
+
+
+def add(engine: Engine, name: str, num_tokens: int, max_tokens: int = 1) -> None:
+    engine.add(name, Random(name).choices(range(997), k=num_tokens), max_tokens=max_tokens)
+
+
+def starts(engine: Engine) -> list[str]:
+    names: list[str] = []
+    while engine.scheduler.has_unfinished_requests():
+        names += engine.step().num_scheduled_tokens
+    return list(dict.fromkeys(names))
+
+
+@pytest.mark.parametrize("policy", list(PrefillPolicy))
+def test_prompts_that_wait_are_ordered_by_the_new_role(make: Any, policy: PrefillPolicy) -> None:
+    engine = make(Role.PREFILL, prefill_policy=policy)
+    for name, num_tokens in (("first", 150), ("a", 20), ("b", 200), ("c", 90)):
+        add(engine, name, num_tokens)
+    engine.step()
+    flip(engine, Role.DECODE)
+    assert engine.step().total_num_scheduled_tokens > CHUNK  # vLLM's own budget, all at once
+    assert engine.scheduler._queue.prompts.policy is PrefillPolicy.FCFS
+    engine.run_until(lambda: not engine.scheduler.has_unfinished_requests())
+    assert {name: len(tokens) for name, tokens in engine.outputs.items()} == {
+        "first": 1, "a": 1, "b": 1, "c": 1
+    }  # fmt: skip
+
+    flip(engine, Role.PREFILL)
+    for name, num_tokens in (("d", 150), ("e", 20), ("f", 200), ("g", 90)):
+        add(engine, name, num_tokens)
+    order = {"fcfs": "defg", "sjf": "egdf", "ljf": "fdge", "srtf": "egdf"}[policy]
+    assert starts(engine) == list(order)
+    assert engine.is_at_rest
+
+
+def test_interrupted_prompts_go_on_in_the_new_role(make: Any) -> None:
+    engine = make(Role.PREFILL, prefill_policy=PrefillPolicy.SRTF)
+    add(engine, "long", 400)
+    engine.step()
+    add(engine, "short", 2 * CHUNK)
+    assert set(engine.step().num_scheduled_tokens) == {"short"}
+    flip(engine, Role.DECODE)
+    assert set(engine.step().num_scheduled_tokens) == {"long", "short"}
+    engine.run_until(lambda: engine.is_at_rest)
+    assert set(engine.outputs) == {"long", "short"}
+
+
+def test_decodes_go_first_beside_the_prompts_of_a_new_prefill_instance(make: Any) -> None:
+    engine = make(Role.DECODE)
+    for name in ("x", "y", "z"):
+        add(engine, name, 20, max_tokens=40)
+    engine.run_until(lambda: len(engine.outputs) == 3)
+    flip(engine, Role.PREFILL)
+    add(engine, "prompt", 200)
+    output = engine.step()
+    assert dict(output.num_scheduled_tokens) == {"x": 1, "y": 1, "z": 1, "prompt": CHUNK - 3}
+    assert engine.instance.gate is None
+    engine.run_until(lambda: engine.is_at_rest)
+    assert [len(engine.outputs[name]) for name in ("x", "y", "z", "prompt")] == [40, 40, 40, 1]
+
+
+def test_a_new_decode_instance_has_its_gate_and_prefill_has_none(make: Any) -> None:
+    engine = make(Role.PREFILL)
+    assert engine.instance.gate is None
+    flip(engine, Role.BOTH)
+    engine.step()
+    gate = engine.instance.gate
+    assert gate is not None
+    flip(engine, Role.PREFILL)
+    engine.step()
+    assert engine.instance.gate is None
+    flip(engine, Role.DECODE)
+    engine.step()
+    assert engine.instance.gate is gate  # with what it has learnt
+
+
+def test_padding_stops_with_the_role_and_none_of_it_is_seen(make: Any) -> None:
+    engine = make(Role.PREFILL, pad="on")
+    add(engine, "a", 100)
+    engine.step()
+    assert any(map(is_own, engine.step().num_scheduled_tokens))
+    flip(engine, Role.DECODE)
+    add(engine, "b", 100)
+    assert set(engine.step().num_scheduled_tokens) == {"b"}
+    engine.run_until(lambda: engine.is_at_rest)
+    assert set(engine.outputs) == {"a", "b"}
+
+
+def test_an_idle_engine_has_its_role_before_the_first_request(make: Any) -> None:
+    engine = make(Role.DECODE, predictor="oracle", predictor_mode="sequential")
+    switch = engine.instance._switch
+    flip(engine, Role.PREFILL)
+    assert switch.taken_s() is not None  # as good as taken: the engine sleeps
+    add(engine, "a", 3 * CHUNK)
+    assert engine.step().total_num_scheduled_tokens == CHUNK
+    flip(engine, Role.DECODE)
+    assert switch.taken_s() is None  # now it has to take a step
+    engine.step()
+    assert switch.taken_s() is not None
+
+
+def test_a_chunk_larger_than_vllms_budget_is_cut_where_it_may_be_needed_later(make: Any) -> None:
+    engine = make(Role.DECODE)
+    assert engine.scheduler._chunk_budget(5000) == 1024
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, arena_bytes=1 << 20, transfer_timeout_s=5.0)
+    yield pair
+    pair.close()
+
+
+def test_kv_in_the_air_is_loaded_by_one_that_has_flipped(pair: Pair) -> None:
+    tokens = prompt(4 * CHUNK)
+    pair.send("a", tokens)
+    pair.prefill.step()
+    pair.prefill.step()
+    flip(pair.decode, Role.PREFILL)  # its KV is half there
+    pair.prefilled("a")
+    request = pair.receive("a", tokens)
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.holds(request, len(tokens))
+    assert pair.decode.instance.inbox.loads_done == 1
+    pair.settle()
+    assert len(pair.decode.outputs["a"]) == 4
+
+
+def test_prompts_are_handed_over_by_one_that_has_flipped(pair: Pair) -> None:
+    tokens = prompt(6 * CHUNK)
+    pair.send("a", tokens)
+    pair.prefill.step()
+    flip(pair.prefill, Role.DECODE)
+    answer = pair.prefilled("a")
+    assert answer.decode == pair.decode.info.id
+    request = pair.receive("a", tokens)
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.holds(request, len(tokens))
+    pair.settle()
+
+
+def test_each_takes_the_others_role_and_they_go_on(pair: Pair) -> None:
+    flip(pair.prefill, Role.DECODE)
+    flip(pair.decode, Role.PREFILL)
+    for each in (pair.prefill, pair.decode):
+        each.step()
+    pair.decode.sees(pair.prefill, pair.decode)
+    assert (pair.prefill.info.role, pair.decode.info.role) == (Role.DECODE, Role.PREFILL)
+    pair.prefill, pair.decode = pair.decode, pair.prefill
+    tokens = prompt(3 * CHUNK + BLOCK)
+    pair.send("a", tokens)
+    answer = pair.prefilled("a")
+    assert answer.decode == pair.decode.info.id
+    assert answer.num_chunks == 1  # a decode instance of the harness has larger ones
+    request = pair.receive("a", tokens)
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.holds(request, len(tokens))
+    pair.settle()
+
+
+def test_speeds_are_learnt_and_reported(make: Any) -> None:
+    engine = make(Role.PREFILL)
+    add(engine, "a", 3 * CHUNK, max_tokens=10)
+    engine.run_until(lambda: engine.is_at_rest)
+    load = engine.instance._read_load()
+    assert load.prompt_tokens_done == 3 * CHUNK
+    assert load.answer_tokens_done == 9
+    assert load.prefill_tokens_per_s > 0
+    assert load.decode_base_s > 0

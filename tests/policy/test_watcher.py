@@ -1,0 +1,466 @@
+"""Which instance flips, and when; driven through a small cluster with chance in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from tests.policy.builders import instance, view
+from vllm_tetri.policy.watcher import (
+    COOL_DOWN_S,
+    ORDER_SEEN_S,
+    ROLLED_BACK_S,
+    FlipOrder,
+    Look,
+    Watcher,
+    WatchPolicy,
+    make_watcher,
+)
+from vllm_tetri.types import Flip, FlipStage, InstanceState, InstanceView, Role
+
+LOOK_S = 0.2
+TOKENS_PER_S, BASE_S, REQUEST_S = 1500.0, 0.013, 0.004
+SPEEDS = {
+    "prefill_tokens_per_s": TOKENS_PER_S,
+    "decode_base_s": BASE_S,
+    "decode_request_s": REQUEST_S,
+}
+CODE, CHAT = (1650, 27), (1100, 208)  # tokens of prompt and answer, on average
+
+
+@dataclass
+class Engine:
+    """An instance that computes its prompts one after the other and writes its answers
+    all at a time, both without disturbing each other."""
+
+    id: str
+    role: str
+    model: str = "tiny"
+    speeds: dict[str, float] = field(default_factory=lambda: dict(SPEEDS))
+    prompts: list[list[float]] = field(default_factory=list)  # tokens left, tokens of answer
+    answers: list[float] = field(default_factory=list)  # tokens left
+    done: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("prefills_done", "prompt_tokens_done", "answer_tokens_done"), 0.0
+        )
+    )
+    flip: Flip | None = None
+    flipped_s: float = 0.0
+
+    def prefill(self, for_s: float) -> Iterator[float]:
+        """The answers of the prompts that it finishes."""
+        tokens = TOKENS_PER_S * for_s
+        while self.prompts and tokens > 0:
+            step = min(tokens, self.prompts[0][0])
+            tokens -= step
+            self.prompts[0][0] -= step
+            self.done["prompt_tokens_done"] += step
+            if self.prompts[0][0] <= 0:
+                self.done["prefills_done"] += 1
+                yield self.prompts.pop(0)[1]
+
+    def decode(self, for_s: float) -> None:
+        num = min(len(self.answers), 15)  # what has room in its KV pool
+        tokens = for_s / (BASE_S + REQUEST_S * num)
+        self.done["answer_tokens_done"] += sum(min(tokens, left) for left in self.answers[:num])
+        left = [max(0.0, left - tokens) for left in self.answers[:num]] + self.answers[num:]
+        self.answers = [each for each in left if each > 0]
+
+    def seen(self, now: float) -> InstanceView:
+        one = instance(
+            self.id,
+            self.role,
+            model=self.model,
+            blocks_total=1250,
+            running=min(1, len(self.prompts)) + len(self.answers),
+            waiting=max(0, len(self.prompts) - 1),
+            queued_prefill_tokens=int(sum(left for left, _ in self.prompts)),
+            remaining_tokens=int(sum(self.answers)),
+            **{name: int(value) for name, value in self.done.items()},
+            **self.speeds,
+        )
+        flip = self.flip and replace(self.flip, age_s=now - self.flipped_s)
+        return replace(one, flip=flip)
+
+
+@dataclass
+class Cluster:
+    """Engines, and whoever flips them."""
+
+    watcher: Watcher
+    engines: list[Engine]
+    rng: Random = field(default_factory=lambda: Random(1))
+    now: float = 0.0
+    looks: list[Look] = field(default_factory=list)
+    orders: list[tuple[float, FlipOrder]] = field(default_factory=list)
+
+    def run(self, for_s: float, per_s: float = 0.0, kind: tuple[int, int] = CODE) -> Cluster:
+        """Let requests come by chance for a while."""
+        until_s = self.now + for_s
+        next_s = self.now + self.rng.expovariate(per_s) if per_s else until_s
+        while self.now < until_s:
+            while next_s < self.now + LOOK_S:
+                self._arrive(kind)
+                next_s += self.rng.expovariate(per_s) if per_s else for_s
+            for each in self.engines:
+                for answer in list(each.prefill(LOOK_S)):
+                    least = min(self.of("decode"), key=lambda one: sum(one.answers))
+                    least.answers.append(answer)
+                each.decode(LOOK_S)
+            self.now += LOOK_S
+            self._look()
+        return self
+
+    def of(self, role: str) -> list[Engine]:
+        return [each for each in self.engines if each.role == role]
+
+    @property
+    def split(self) -> tuple[int, int]:
+        return len(self.of("prefill")), len(self.of("decode"))
+
+    def _arrive(self, kind: tuple[int, int]) -> None:
+        prompt, answer = (mean * self.rng.uniform(0.3, 1.7) for mean in kind)
+        least = min(self.of("prefill"), key=lambda one: sum(left for left, _ in one.prompts))
+        least.prompts.append([prompt, answer])
+
+    def _look(self) -> None:
+        look = self.watcher.look(view(*(each.seen(self.now) for each in self.engines)), self.now)
+        self.looks.append(look)
+        if look.order is not None:
+            self.orders.append((self.now, look.order))
+            one = next(each for each in self.engines if each.id == look.order.instance)
+            one.flip = Flip(1, Role(one.role), look.order.role, FlipStage.DONE)
+            one.role, one.flipped_s = look.order.role.value, self.now
+
+
+def engines(prefills: int, decodes: int, **options) -> list[Engine]:
+    roles = ["prefill"] * prefills + ["decode"] * decodes
+    return [Engine(f"i{index}", role, **options) for index, role in enumerate(roles)]
+
+
+def cluster(prefills: int, decodes: int, policy: str = "balance", **options) -> Cluster:
+    return Cluster(make_watcher(WatchPolicy(policy), **options), engines(prefills, decodes))
+
+
+def test_nobody_watches_with_off() -> None:
+    with pytest.raises(ValueError):
+        make_watcher(WatchPolicy.OFF)
+
+
+@pytest.mark.parametrize("policy", ["balance", "threshold", "idle"])
+def test_every_look_is_explained(policy: str) -> None:
+    one = cluster(2, 2, policy, after_s=10.0).run(30.0, 2.0)
+    assert all(look.explanation for look in one.looks)
+    assert "tiny: " in one.looks[-1].explanation
+    assert "no instance is there" in one.watcher.look(view(), one.now + 1).explanation
+
+
+# Balance
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_balance_follows_a_swing_within_seconds(seed: int) -> None:
+    one = cluster(2, 2)
+    one.rng = Random(seed)
+    assert one.run(40.0, 2.3, CODE).split == (3, 1)
+    for _ in range(3):
+        assert one.run(15.0, 1.8, CHAT).split == (2, 2)
+        one.run(45.0, 1.8, CHAT)
+        assert one.run(20.0, 2.3, CODE).split == (3, 1)
+        one.run(40.0, 2.3, CODE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("split", "per_s", "kind"), [((3, 1), 1.9, CODE), ((2, 2), 1.4, CHAT), ((2, 2), 0.2, CHAT)]
+)
+def test_balance_rests_under_a_steady_load_that_comes_by_chance(
+    split: tuple[int, int], per_s: float, kind: tuple[int, int], seed: int
+) -> None:
+    one = cluster(*split)
+    one.rng = Random(seed)
+    one.run(400.0, per_s, kind)
+    assert len(one.orders) <= 1
+
+
+def test_balance_finds_the_split_from_a_wrong_one_and_takes_its_time_between_flips() -> None:
+    one = Cluster(make_watcher(WatchPolicy.BALANCE), engines(1, 7)).run(60.0, 4.8, CODE)
+    times = [at_s for at_s, _ in one.orders]
+    assert one.split in {(6, 2), (7, 1)}
+    assert all(later - at_s >= COOL_DOWN_S for at_s, later in pairwise(times))
+
+
+def test_a_long_queue_does_not_hide_what_a_flip_saves() -> None:
+    one = cluster(1, 3)
+    one.engines[0].prompts = [[1650.0, 27.0] for _ in range(300)]
+    assert one.run(30.0, 2.2, CODE).split == (3, 1)
+
+
+@pytest.mark.parametrize("kind", [CODE, CHAT])
+def test_balance_leaves_one_instance_to_each_role(kind: tuple[int, int]) -> None:
+    one = cluster(1, 1).run(60.0, 5.0, kind)
+    assert not one.orders
+    assert "nobody may flip" in one.looks[-1].explanation
+
+
+def test_balance_flips_at_once_whoever_has_least_to_finish_and_says_why() -> None:
+    one = cluster(1, 3)
+    one.engines[1].answers = [400.0] * 3
+    one.engines[3].answers = [400.0] * 3
+    order = first_order(one)
+    assert (order.instance, order.role, order.now) == ("i2", Role.PREFILL, True)
+    assert re.match(r"1 prefill, 3 decode, [12].\d requests/s, \d+.\d queued", order.reason)
+
+
+def first_order(one: Cluster) -> FlipOrder:
+    """Of a cluster in want of prefill instances."""
+    one.run(20.0, 2.2, CODE)
+    return one.orders[0][1]
+
+
+def test_nothing_happens_while_nobody_knows_how_fast_it_is() -> None:
+    one = cluster(1, 3)
+    for each in one.engines:
+        each.speeds = {}
+    one.run(20.0, 2.2, CODE)
+    assert not one.orders
+    assert "too little is known" in one.looks[-1].explanation
+
+
+def test_who_does_not_know_how_fast_it_is_counts_as_the_others() -> None:
+    one = cluster(1, 3)
+    one.engines[0].speeds = {"prefill_tokens_per_s": TOKENS_PER_S}
+    for each in one.engines[1:3]:
+        each.speeds = {}
+    assert first_order(one).role is Role.PREFILL
+
+
+def test_nothing_happens_when_nothing_comes() -> None:
+    one = cluster(1, 3).run(60.0)
+    assert not one.orders
+
+
+def test_counters_of_an_instance_that_began_anew_count_for_nothing() -> None:
+    one = cluster(3, 1).run(30.0, 1.9, CODE)
+    one.engines[0].done = dict.fromkeys(one.engines[0].done, 0.0)
+    one.engines[3].done = dict.fromkeys(one.engines[3].done, 0.0)
+    assert not one.run(30.0, 1.9, CODE).orders
+
+
+# What all of them keep to; each of these would flip i1, i2 or i3 if it might
+
+
+class Overload:
+    """Looks at a cluster with too few prefill instances, which nobody flips; instances
+    can be made to say something else of themselves."""
+
+    def __init__(self, prefills: int = 1, decodes: int = 3) -> None:
+        self.watcher = make_watcher(WatchPolicy.BALANCE)
+        self.now = 0.0
+        self.said: dict[str, dict] = {}
+        self.others: list[InstanceView] = []
+        self._cluster = Cluster(_Nobody(), engines(prefills, decodes))
+
+    def look(self, for_s: float = LOOK_S) -> list[Look]:
+        looks = []
+        until_s = self.now + for_s
+        while self.now < until_s:
+            self._cluster.run(LOOK_S, 2.5, CODE)
+            self.now = self._cluster.now
+            looks.append(self.watcher.look(self.view(), self.now))
+        return looks
+
+    def view(self):
+        seen = (one.seen(self.now) for one in self._cluster.engines)
+        said = [replace(one, **self.said.get(one.info.id, {})) for one in seen]
+        return view(*said, *self.others)
+
+    def orders(self, for_s: float = 20.0) -> list[FlipOrder]:
+        return [look.order for look in self.look(for_s) if look.order]
+
+
+class _Nobody:
+    def look(self, view, now: float) -> Look:
+        return Look(None, "")
+
+
+def flip(stage: FlipStage, age_s: float = 0.0) -> Flip:
+    return Flip(1, Role.PREFILL, Role.DECODE, stage, age_s)
+
+
+def test_an_order_is_not_given_again_until_reports_had_time_to_show_it() -> None:
+    one = Overload()
+    looks = one.look(30.0)
+    ordered = [index for index, look in enumerate(looks) if look.order]
+    gaps = {later - index for index, later in pairwise(ordered)}
+    assert gaps <= {round(ORDER_SEEN_S / LOOK_S), round(ORDER_SEEN_S / LOOK_S) + 1}
+    assert "an order is on its way" in looks[ordered[0] + 1].explanation
+
+
+@pytest.mark.parametrize("stage", list(FlipStage))
+def test_a_flip_that_the_view_shows_cools_a_new_watcher_down(stage: FlipStage) -> None:
+    one = Overload()
+    one.said["i0"] = {"flip": flip(stage, 1.0)}
+    assert not one.orders()
+    one.said["i0"] = {"flip": flip(FlipStage.DONE, COOL_DOWN_S - 1), "age_s": 0.5}
+    assert "the last flip was 4.5 s ago" in one.look()[-1].explanation
+    one.said["i0"] = {"flip": flip(FlipStage.DONE, COOL_DOWN_S - 1), "age_s": 1.5}
+    assert one.look()[-1].order
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"state": InstanceState.FLIPPING},
+        {"flip": flip(FlipStage.DRAINING, 99.0)},
+        {"flip": flip(FlipStage.SWITCHING, 99.0)},
+    ],
+)
+def test_nobody_flips_while_another_does(said: dict) -> None:
+    one = Overload()
+    one.said["i1"] = said
+    assert not one.orders()
+    assert "i1 is flipping" in one.look()[-1].explanation
+
+
+def test_whose_flip_failed_is_not_asked_again_so_soon() -> None:
+    one = Overload(1, 2)
+    one.said["i1"] = {"flip": flip(FlipStage.ROLLED_BACK, COOL_DOWN_S)}
+    assert {order.instance for order in one.orders()} == {"i2"}
+    one.said["i2"] = one.said["i1"]
+    assert not one.orders()
+    one.said["i2"] = {"flip": flip(FlipStage.ROLLED_BACK, ROLLED_BACK_S)}
+    assert {order.instance for order in one.orders()} == {"i2"}
+
+
+@pytest.mark.parametrize("state", ["starting", "silent", "refused", "leaving"])
+def test_only_ready_instances_count_and_flip(state: str) -> None:
+    one = Overload(1, 2)
+    one.said["i1"] = {"state": InstanceState(state)}
+    assert not one.orders()
+    one.others = [instance("other", "decode")]
+    assert {order.instance for order in one.orders()} <= {"i2", "other"}
+
+
+def test_an_instance_that_does_both_neither_flips_nor_stands_in() -> None:
+    one = Overload(1, 1)
+    one.others = [instance("both", "both")]
+    assert not one.orders()
+
+
+def test_instances_flip_among_those_of_their_model_only() -> None:
+    one = Overload(1, 1)
+    one.others = [instance(f"h{index}", "decode", model="huge") for index in range(3)]
+    assert not one.orders()
+    explanation = one.look()[-1].explanation
+    assert "huge: 0 prefill, 3 decode" in explanation
+    assert "tiny: 1 prefill, 1 decode" in explanation
+
+
+def test_every_model_gets_its_orders_one_at_a_look() -> None:
+    both = Cluster(make_watcher(WatchPolicy.BALANCE), [])
+    groups = [Cluster(_Nobody(), engines(1, 3, model=model)) for model in ("huge", "tiny")]
+    for group in groups:
+        for each in group.engines:
+            each.id = f"{each.model}-{each.id}"
+    ordered = []
+    for _ in range(100):
+        both.engines = [each for group in groups for each in group.run(LOOK_S, 2.5).engines]
+        seen = view(*(each.seen(groups[0].now) for each in both.engines))
+        order = both.watcher.look(seen, groups[0].now).order
+        ordered += [order.instance.partition("-")[0]] if order else []
+    assert {"huge", "tiny"} == set(ordered)
+
+
+# The paper's
+
+
+def busy(watcher: Watcher, until_s: float, *parts: float, start_s: float = 0.0) -> list[Look]:
+    """Looks at instances that have work for such parts of every 10 s; the first two
+    prefill, the others decode."""
+    looks = []
+    for index in range(round(start_s * 10), round(until_s * 10)):
+        at = index % 100 / 100
+        seen = [
+            instance(f"i{place}", "prefill" if place < 2 else "decode", running=int(at < part))
+            for place, part in enumerate(parts)
+        ]
+        looks.append(watcher.look(view(*seen), index / 10))
+    return looks
+
+
+def ordered(looks: list[Look]) -> list[FlipOrder]:
+    return [look.order for look in looks if look.order]
+
+
+def test_idle_flips_who_had_nothing_to_do_for_so_long() -> None:
+    watcher = make_watcher(WatchPolicy.IDLE, after_s=30.0)
+    assert not ordered(busy(watcher, 30.0, 1, 0, 1, 1))
+    order = ordered(busy(watcher, 30.2, 1, 0, 1, 1, start_s=30.0))[0]
+    assert (order.instance, order.role, order.now) == ("i1", Role.DECODE, False)
+    assert order.reason == "i1 was busy 0% of the last 30 s"
+
+
+def test_idle_starts_anew_with_any_work() -> None:
+    watcher = make_watcher(WatchPolicy.IDLE, after_s=9.5)
+    assert not ordered(busy(watcher, 100.0, 1, 0.05, 1, 1))
+    watcher = make_watcher(WatchPolicy.IDLE, after_s=3.0)
+    assert {each.instance for each in ordered(busy(watcher, 100.0, 1, 0.05, 1, 1))} == {"i1"}
+
+
+def test_work_between_two_looks_is_work() -> None:
+    watcher = make_watcher(WatchPolicy.IDLE, after_s=5.0)
+    for index in range(200):
+        seen = view(
+            instance("i0", "prefill", running=1),
+            instance("i1", "prefill", prompt_tokens_done=index // 10),
+            instance("i2", "decode", running=1),
+            instance("i3", "decode", answer_tokens_done=index // 10),
+        )
+        assert watcher.look(seen, index / 10).order is None
+
+
+@pytest.mark.parametrize("policy", ["idle", "threshold"])
+def test_nobody_flips_to_a_role_that_has_little_to_do_too(policy: str) -> None:
+    watcher = make_watcher(WatchPolicy(policy), after_s=20.0)
+    looks = busy(watcher, 100.0, 0, 0, 0, 0)
+    assert not ordered(looks)
+    assert "decode has little to do too" in looks[-1].explanation
+
+
+@pytest.mark.parametrize("policy", ["idle", "threshold"])
+def test_the_last_one_stays_however_little_it_has_to_do(policy: str) -> None:
+    watcher = make_watcher(WatchPolicy(policy), after_s=20.0)
+    assert not ordered(busy(watcher, 100.0, 1, 1, 0))
+
+
+def test_threshold_flips_below_ten_percent_and_idle_does_not() -> None:
+    for policy, flipped in (("threshold", {"i1"}), ("idle", set())):
+        watcher = make_watcher(WatchPolicy(policy), after_s=20.0)
+        looks = busy(watcher, 100.0, 0.9, 0.06, 0.9, 0.9)
+        assert {each.instance for each in ordered(looks)} == flipped
+
+
+def test_threshold_leaves_who_is_at_twelve_percent_alone() -> None:
+    watcher = make_watcher(WatchPolicy.THRESHOLD, after_s=20.0)
+    assert not ordered(busy(watcher, 100.0, 0.9, 0.12, 0.9, 0.9))
+
+
+def test_two_roles_with_one_at_rest_each_do_not_swap_them() -> None:
+    watcher = make_watcher(WatchPolicy.IDLE, after_s=20.0)
+    assert not ordered(busy(watcher, 200.0, 1, 0, 1, 0))
+
+
+def test_who_has_just_flipped_is_watched_anew() -> None:
+    one = cluster(3, 1, "idle", after_s=20.0)
+    one.engines[0].prompts = [[1e6, 1.0]]
+    one.engines[3].answers = [1e6]
+    assert [order.instance for _, order in one.run(21.0).orders] == ["i1"]
+    one.engines[1].answers = [100.0]
+    assert [order.instance for _, order in one.run(19.0).orders] == ["i1"]
+    assert [order.instance for _, order in one.run(2.0).orders] == ["i1", "i2"]

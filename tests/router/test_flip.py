@@ -1,0 +1,240 @@
+"""Orders to flip: who may, what one that flips still gets, the watcher, and the command."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from vllm_tetri import cli
+from vllm_tetri.handover import DecodeLeg
+from vllm_tetri.policy.watcher import FlipOrder, Look
+from vllm_tetri.types import ClusterView, InstanceId, Role
+
+
+def four() -> tuple[FakeInstance, ...]:
+    return (
+        FakeInstance("p1", Role.PREFILL, decode="d1"),
+        FakeInstance("p2", Role.PREFILL, decode="d1"),
+        FakeInstance("d1", Role.DECODE),
+        FakeInstance("d2", Role.DECODE),
+    )
+
+
+async def flip(made: Cluster, name: str, role: str, **body: Any) -> tuple[int, Any]:
+    path = f"{made.url}/tetri/v1/instances/{name}/flip"
+    async with made.client.post(path, json={"role": role, **body}) as response:
+        return response.status, await response.json()
+
+
+async def row(made: Cluster, name: str) -> dict[str, Any]:
+    rows = (await made.get("/tetri/v1/instances"))["instances"]
+    return next(each for each in rows if each["id"] == name)
+
+
+async def until(made: Cluster, name: str, **wanted: Any) -> dict[str, Any]:
+    for _ in range(500):
+        found = await row(made, name)
+        if all(found[key] == value for key, value in wanted.items()):
+            return found
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{name} is never {wanted}: {found}")
+
+
+async def command(made: Cluster, *words: str) -> int:
+    return await asyncio.to_thread(cli.main, [*words, "--url", made.url])
+
+
+async def test_it_gets_nothing_new_while_it_drains_and_then_work_of_its_new_role() -> None:
+    async with cluster(*four()) as made:
+        made["d2"].unfinished = "1 request"
+        status, answer = await flip(made, "d2", "prefill")
+        assert (status, answer["epoch"], answer["state"]) == (202, 1, "flipping")
+        for name in ("p1", "p2"):
+            made[name].handler = hang
+        waiting = [asyncio.create_task(made.ask()) for _ in range(4)]
+        await eventually(lambda: len(made["p1"].calls) + len(made["p2"].calls) == 4)
+        assert made["d2"].calls == []
+
+        made["d2"].unfinished = ""
+        found = await until(made, "d2", role="prefill", state="ready")
+        assert found["flip"]["stage"] == "done"
+        made["d2"].decode = "d1"
+        status, answer, headers = await made.ask()
+        assert (status, headers["x-tetri-prefill"], headers["x-tetri-decode"]) == (200, "d2", "d1")
+        for each in waiting:
+            each.cancel()
+
+
+async def hang(*_: Any) -> Any:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def test_a_second_leg_still_goes_to_where_the_kv_is() -> None:
+    """A dispatch by an older view, with KV in the air."""
+    async with cluster(*four()) as made:
+        made["d1"].unfinished = "1 transfers in the arena"
+        await flip(made, "d1", "prefill")
+        status, answer, headers = await made.ask()
+        assert (status, answer["kind"], headers["x-tetri-decode"]) == (200, "injected", "d1")
+        assert isinstance(made["d1"].leg(), DecodeLeg)
+        made["d1"].unfinished = ""
+        await until(made, "d1", role="prefill")
+        status, answer, headers = await made.ask()  # p1 and p2 dispatch there all the same
+        assert status == 200
+
+
+async def test_twice_at_once_is_once() -> None:
+    async with cluster(*four()) as made:
+        made["d2"].unfinished = "1 request"
+        answers = await asyncio.gather(*(flip(made, "d2", "prefill") for _ in range(5)))
+        assert {status for status, _ in answers} == {202}
+        assert {answer["epoch"] for _, answer in answers} == {1}
+        status, answer = await flip(made, "d2", "both")
+        assert status == 409
+        assert (
+            "d2 is about to become prefill; wait, or order decode to call it off"
+            in (answer["error"]["message"])
+        )
+        assert (await flip(made, "d2", "decode"))[0] == 202
+        found = await until(made, "d2", state="ready")
+        assert (found["role"], found["flip"]["stage"]) == ("decode", "rolled_back")
+        assert found["flip"]["problem"] == "called off: ordered"
+        assert (await flip(made, "d2", "prefill"))[1]["epoch"] == 3
+
+
+async def test_a_role_that_it_has_already_is_no_flip() -> None:
+    async with cluster(*four()) as made:
+        status, answer = await flip(made, "d2", "decode")
+        assert (status, answer["is_new"], answer["state"]) == (200, False, "ready")
+        assert (await row(made, "d2"))["flip"] is None
+
+
+async def test_the_last_of_its_kind_is_kept_unless_it_is_forced() -> None:
+    async with cluster(*four()) as made:
+        assert (await flip(made, "d2", "prefill"))[0] == 202
+        await until(made, "d2", role="prefill")
+        status, answer = await flip(made, "d1", "prefill")
+        assert (status, answer["error"]["type"]) == (409, "ConflictError")
+        assert "d1 is the last instance for decode" in answer["error"]["message"]
+        assert (await flip(made, "d1", "both"))[0] == 202  # it still decodes
+        await until(made, "d1", role="both")
+        made["d1"].unfinished = "1 request"
+        assert (await flip(made, "d1", "prefill", force=True))[0] == 202
+        # Nobody stands in for it, so it does not drain first.
+        await until(made, "d1", role="prefill", state="ready")
+        status, answer, _ = await made.ask()
+        assert (status, answer["kind"]) == (200, "whole")
+
+
+async def test_those_that_cannot_are_refused_in_words() -> None:
+    async with cluster(*four()) as made:
+        assert (await flip(made, "nobody", "decode"))[0] == 404
+        made["p2"].unfinished = "1 request"
+        made.scheduler.leave(InstanceId("p2"), force=False, deadline_s=None)
+        status, answer = await flip(made, "p2", "decode")
+        assert (status, "p2 is leaving and cannot flip" in answer["error"]["message"]) == (
+            409,
+            True,
+        )
+        made["d2"].speaks.clear()
+        await eventually(lambda: made.state("d2") == "silent")
+        status, answer = await flip(made, "d2", "prefill")
+        assert (status, answer["error"]["message"]) == (409, "d2 is silent and cannot flip")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"role": "king"}, {"role": "decode", "now": "yes"}, {"role": "decode", "deadline_s": -1},
+     {"role": "decode", "when": 1}],
+)  # fmt: skip
+async def test_a_wrong_order_is_refused_in_words(body: Any) -> None:
+    async with cluster(*four()) as made:
+        status, answer = await flip(made, "p1", **body)
+        assert (status, "no order to flip" in answer["error"]["message"]) == (400, True)
+
+
+async def test_one_that_dies_while_it_drains_is_gone_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with cluster(*four()) as made:
+        made["d2"].unfinished = "1 request"
+        flipping = asyncio.create_task(command(made, "flip", "d2", "prefill"))
+        await eventually(lambda: made.state("d2") == "flipping")
+        made["d2"].speaks.clear()  # as one that is killed: it says nothing any more
+        assert await flipping == 1
+        assert "d2 does not answer any more" in capsys.readouterr().err
+        assert (await made.ask())[0] == 200
+
+
+async def test_the_command_waits_and_says_what_happened(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with cluster(*four()) as made:
+        assert await command(made, "flip", "d2", "decode") == 0
+        assert capsys.readouterr().out == "d2 is a decode instance already\n"
+        assert await command(made, "flip", "d2", "prefill") == 0
+        said = capsys.readouterr().out
+        assert "d2 decode → prefill: done 0 s ago, drained in 0." in said
+        assert "(ordered by vllm-tetri flip)" in said
+        assert await command(made, "status") == 0
+        said = capsys.readouterr().out
+        assert "flips:\n  d2 decode → prefill: done" in said
+        assert "flip policy: nobody watches" in said
+        made["d2"].unfinished = "2 unfinished requests"
+        assert await command(made, "flip", "d2", "decode", "--deadline", "0.2") == 1
+        assert "rolled back 0 s ago: not drained in time: 2 unfinished requests" in (
+            capsys.readouterr().out
+        )
+        assert await command(made, "flip", "d2", "decode", "--now") == 0
+        assert await command(made, "flip", "d1", "prefill", "--now") == 0
+        assert await command(made, "flip", "d2", "prefill") == 1
+        assert "d2 is the last instance for decode" in capsys.readouterr().err
+
+
+async def test_metrics_count_flips_and_time_them() -> None:
+    async with cluster(*four()) as made:
+        await command(made, "flip", "d2", "prefill")
+        await command(made, "flip", "d2", "decode", "--now")
+        async with made.client.get(made.url + "/metrics") as response:
+            text = await response.text()
+    assert 'tetri_flips_total{outcome="done",source="decode",target="prefill"} 1.0' in text
+    assert 'tetri_flips_total{outcome="done",source="prefill",target="decode"} 1.0' in text
+    assert "tetri_flip_commit_seconds_count 2.0" in text
+    assert "tetri_flip_drain_seconds_count 1.0" in text
+
+
+class Once:
+    """A watcher that wants one flip."""
+
+    def __init__(self, order: FlipOrder) -> None:
+        self.order: FlipOrder | None = order
+        self.looks = 0
+
+    def look(self, view: ClusterView, now: float) -> Look:
+        self.looks += 1
+        if len(view.instances) < 4:
+            return Look(None, "not yet")
+        order, self.order = self.order, None
+        return Look(order, "as it was told")
+
+
+async def test_the_watcher_flips_and_says_why() -> None:
+    watcher = Once(FlipOrder(InstanceId("d2"), Role.PREFILL, True, "7 s against 1 s"))
+    async with cluster(*four(), watcher=watcher) as made:
+        found = await until(made, "d2", role="prefill", state="ready")
+        assert found["flip"]["reason"] == "watcher: 7 s against 1 s"
+        answer = await made.get("/tetri/v1/instances")
+        assert answer["watcher"] == "as it was told"
+
+
+async def test_in_a_dry_run_nothing_flips() -> None:
+    watcher = Once(FlipOrder(InstanceId("d2"), Role.PREFILL, True, "7 s against 1 s"))
+    async with cluster(*four(), watcher=watcher, is_watcher_dry=True) as made:
+        await eventually(lambda: watcher.order is None)
+        looks = watcher.looks
+        await eventually(lambda: watcher.looks >= looks + 2)
+        assert (await row(made, "d2"))["flip"] is None

@@ -1,0 +1,531 @@
+"""`vllm-tetri bench flip`: a load that swings between prefill and decode, and who follows it.
+
+Phases of code (long prompts) and of conversation (long answers) come to a few instances
+whose roles are fixed, in every split, or flipped by a policy of the router. Instances
+stay for all of it: between two runs the router is exchanged and roles are set by flips.
+All keep the pace of a device of their own (`vllm_tetri.bench.pace`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from itertools import count as count_up
+from pathlib import Path
+from random import Random
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any
+
+from rich.progress import Progress, TaskID
+
+from vllm_tetri.bench import arrivals, fleet, flip_report, setting
+from vllm_tetri.bench.arrivals import Answered, Arrival, Figures, Kind, Length, Slo, Source
+from vllm_tetri.bench.fleet import Fleet, Member, pool
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.types import FlipStage, InstanceState, Role
+
+POLICIES = ("idle", "threshold", "balance")
+_NOBODY = "off"
+# In a second of the device one instance computes 1,490 prompt tokens, so 0.9 prompts of
+# code or 1.35 of conversation; it writes 155 tokens of conversation (six at a time fill
+# 8,192 tokens of KV, 39 ms a step), so 0.74 answers. At these rates two prefill instances
+# are busy for 3/4 of code and one has 1.5 times too much; of conversation two decode
+# instances are busy for 2/3, one has 1.35 times too much, and one prefills for 3/4.
+_RATES = [1.3, 1.0]
+_LIMIT_S = 1800.0
+_WARM_UP = 4  # requests per instance and split
+_WATCH_S = 0.5
+
+Rows = Mapping[str, Mapping[str, Any]]
+
+
+class Load(StrEnum):
+    """What comes: the two kinds in turn, or one of them all the time."""
+
+    SWING = "swing"
+    CODE = "code"
+    CONVERSATION = "conversation"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A split that instances start from, and who flips them (`--flip`)."""
+
+    name: str
+    prefills: int
+    flip: str
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether roles stay as they are."""
+        return self.flip == _NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class Flipped:
+    """A flip that was seen. Its drain is work and so in the device's seconds; its commit
+    is messages, in real ones.
+
+    Attributes:
+        at_s: When it was ordered, to within half a second.
+    """
+
+    instance: str
+    source: str
+    target: str
+    stage: str
+    at_s: float
+    drain_s: float
+    commit_s: float
+    reason: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One entry per look at the cluster.
+
+    Attributes:
+        prefill: Instances of that role that do not drain.
+        decode: The same.
+        prompts: Requests that wait for their first token.
+        answers: Requests that have it, and are not done.
+    """
+
+    at_s: list[float]
+    prefill: list[int]
+    decode: list[int]
+    prompts: list[int]
+    answers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All requests of one repeat, in seconds of the imagined device.
+
+    Attributes:
+        kinds: What each phase has.
+        phases: Requests that came in each; None where there were none.
+        makespan_s: Until the last token of all.
+        busy_s: Of all instances, what their steps should have taken.
+        late_s: The furthest that a step of any instance was behind its pace.
+        flips: By the counters of the instances.
+        flipped: Those that were seen.
+        scale: Of the pace it was run at.
+    """
+
+    instances: int
+    kinds: list[str]
+    overall: Figures
+    phases: list[Figures | None]
+    makespan_s: float
+    busy_s: float
+    late_s: float
+    flips: int
+    flipped: list[Flipped]
+    timeline: Timeline
+    scale: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or name of a small model with a tokenizer")
+    add("--instances", type=int, default=3, metavar="N", help="each takes about 1.2 GB (3)")
+    add("--phase", type=float, default=60.0, metavar="SECONDS", help="length of a phase (60)")
+    add("--phases", type=int, default=4, metavar="N", help="phases of a run (4)")
+    add(
+        "--rates",
+        type=setting.decimals,
+        default=_RATES,
+        metavar="CODE,CONVERSATION",
+        help="requests per second; the default suits 3 instances (1.3,1)",
+    )
+    for kind in Kind:
+        add(
+            f"--{kind}",
+            type=Path,
+            metavar="FILE",
+            help=f"CSV with ContextTokens and GeneratedTokens, such as the {kind} trace of Azure's "
+            "LLM inference dataset 2023; default: drawn like it",
+        )
+    add("--longest-prompt", type=int, default=3500, metavar="N", help="prompts are cut (3500)")
+    add("--longest", type=int, default=512, metavar="N", help="answers are cut (512)")
+    add(
+        "--kv-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens whose KV an instance can hold (8192)",
+    )
+    add(
+        "--flip-after",
+        type=float,
+        metavar="SECONDS",
+        help="how long idle and threshold look before they flip (a quarter of a phase)",
+    )
+    add("--slo-ttft", type=float, default=5.0, metavar="SECONDS", help="to the first token (5)")
+    add("--slo-tpot", type=float, default=0.1, metavar="SECONDS", help="per further token (0.1)")
+    add("--systems", metavar="NAME,NAME", help="fixed splits such as 2P1D, and policies (all)")
+    add("--loads", default=",".join(Load), metavar="NAME,NAME", help="which to run (all)")
+    add("--repeats", type=int, default=3, metavar="N", help="with other requests each (3)")
+    fleet.add_common(parser, scale=0.5)
+    setting.add_place(parser, "flip", cores=2)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and write flip.json and flip.svg."""
+    _check(options)
+    known = systems(options.instances)
+    wanted = setting.names(options.systems or ",".join(known), "--systems", list(known))
+    loads = [Load(name) for name in setting.names(options.loads, "--loads", list(Load))]
+    sources = {kind: _source(options, kind) for kind in Kind}
+    console = setting.console()
+    path = options.output / "flip.json"
+    fresh: dict[str, Any] = {"conditions": _conditions(options, sources), "loads": {}}
+    results = fleet.kept(options, path, fresh)
+    missing = [
+        (repeat, load, known[name])
+        for repeat in range(options.repeats)
+        for load in loads
+        for name in Random(f"{options.seed} {repeat} {load}").sample(wanted, len(wanted))
+        if len(results["loads"].get(load, {}).get(name, [])) <= repeat
+    ]
+    if missing:
+        with Progress(console=console) as progress:
+            task = progress.add_task("starting", total=len(missing))
+            for load, name, found in _measure(options, sources, missing, progress, task):
+                results["loads"].setdefault(load, {}).setdefault(name, []).append(asdict(found))
+                setting.write_json(path, results)
+    flip_report.show(console, results)
+    flip_report.draw(results, options.output / "flip.svg")
+    console.print(f"written: {path}, flip.svg")
+    return 0
+
+
+def systems(instances: int) -> dict[str, System]:
+    """Every fixed split of so many instances, and every policy; those start from the most
+    even split, where the odd instance prefills."""
+    splits = [
+        System(f"{prefills}P{instances - prefills}D", prefills, _NOBODY)
+        for prefills in range(1, instances)
+    ]
+    flipping = [System(name, (instances + 1) // 2, name) for name in POLICIES]
+    return {each.name: each for each in [*splits, *flipping]}
+
+
+def kinds_of(load: Load, phases: int, repeat: int) -> list[Kind]:
+    """What each phase has; a swing begins with the other kind in every other repeat."""
+    if load is not Load.SWING:
+        return [Kind(load.value)] * phases
+    both = list(Kind)
+    return [both[(repeat + phase) % len(both)] for phase in range(phases)]
+
+
+def moves(roles: Mapping[str, str], prefills: int) -> list[tuple[str, Role]]:
+    """The fewest flips that leave so many prefill instances, as names and new roles."""
+    names = {
+        role: sorted(name for name in roles if roles[name] == role)
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    surplus = len(names[Role.PREFILL]) - prefills
+    if surplus > 0:
+        return [(name, Role.DECODE) for name in names[Role.PREFILL][-surplus:]]
+    return [(name, Role.PREFILL) for name in names[Role.DECODE][:-surplus]]
+
+
+# -- options -----------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.flip_after is None:
+        options.flip_after = options.phase / 4
+    setting.check(
+        options,
+        instances=3,
+        phase=1,
+        phases=1,
+        rates=0.001,
+        longest_prompt=1,
+        longest=2,
+        kv_tokens=fleet.WINDOW_TOKENS,
+        flip_after=0.001,
+        slo_ttft=0.001,
+        slo_tpot=0.001,
+        scale=0.01,
+    )
+    if len(options.rates) != len(Kind):
+        raise ConfigError(f"--rates: {len(Kind)} numbers, of {' and '.join(Kind)}")
+    if options.longest_prompt + options.longest > fleet.WINDOW_TOKENS:
+        raise ConfigError(
+            f"--longest-prompt {options.longest_prompt} and --longest {options.longest}: together "
+            f"at most {fleet.WINDOW_TOKENS}"
+        )
+
+
+def _source(options: argparse.Namespace, kind: Kind) -> Source:
+    path = _trace(options, kind)
+    known = arrivals.read(path, f"--{kind}") if path else []
+    return Source(kind, known, Length(options.longest_prompt, options.longest))
+
+
+def _trace(options: argparse.Namespace, kind: Kind) -> Path | None:
+    found: Path | None = getattr(options, kind)
+    return found
+
+
+def _conditions(options: argparse.Namespace, sources: Mapping[Kind, Source]) -> dict[str, Any]:
+    traces = {kind: _trace(options, kind) for kind in Kind}
+    return fleet.common(
+        options,
+        **{kind: path.name if path else sources[kind].text() for kind, path in traces.items()},
+        instances=options.instances,
+        phase_s=options.phase,
+        phases=options.phases,
+        rates=options.rates,
+        longest_prompt=options.longest_prompt,
+        longest=options.longest,
+        flip_after_s=options.flip_after,
+        slo_ttft_s=options.slo_ttft,
+        slo_tpot_s=options.slo_tpot,
+        scale=options.scale,
+    )
+
+
+# -- measuring ---------------------------------------------------------------------
+
+
+def _measure(
+    options: argparse.Namespace,
+    sources: dict[Kind, Source],
+    missing: Sequence[tuple[int, Load, System]],
+    progress: Progress,
+    task: TaskID,
+) -> Iterator[tuple[str, str, Run]]:
+    """Load, name of the system, and run of each."""
+    with Fleet(
+        options.model,
+        options.tail,
+        scale=options.scale,
+        cores=setting.cores(options),
+        folder=options.output,
+    ) as cluster:
+        _start(cluster, options)
+        for system in filter(lambda each: each.is_fixed, systems(options.instances).values()):
+            progress.update(task, description=f"warming up {system.name}")
+            _arrange(cluster, system, options)
+            _warm_up(cluster, sources[Kind.CONVERSATION], options)
+        for repeat, load, system in missing:
+            progress.update(task, description=f"{load}, {system.name}, repeat {repeat + 1}")
+            tries = (_try(cluster, options, sources, repeat, load, system) for _ in count_up())
+            found = fleet.in_time(tries, lambda run: run.late_s / run.overall.jct_s)
+            yield load.value, system.name, found
+            progress.advance(task)
+
+
+def _start(cluster: Fleet, options: argparse.Namespace) -> None:
+    own = ("--tetri-predictor", "oracle", *pool(options.kv_tokens))
+    prefills = systems(options.instances)[POLICIES[0]].prefills
+    roles = [Role.PREFILL] * prefills + [Role.DECODE] * (options.instances - prefills)
+    cluster.start([Member(f"instance-{place}", role, own) for place, role in enumerate(roles)])
+
+
+def _arrange(cluster: Fleet, system: System, options: argparse.Namespace) -> None:
+    """Give instances the roles that the system starts from, and the router its policy."""
+    cluster.restart_router(fleet.KEEP_ROLES)
+    roles = {name: row["role"] for name, row in cluster.at_rest().items()}
+    for name, role in moves(roles, system.prefills):
+        cluster.flip(name, role)
+    if not system.is_fixed:
+        after_s = options.flip_after * options.scale
+        cluster.restart_router(["--flip", system.flip, "--flip-after", str(after_s)])
+
+
+def _warm_up(cluster: Fleet, source: Source, options: argparse.Namespace) -> None:
+    rng = Random(f"{options.seed} warm-up")
+    asks = [Arrival(0.0, 0, source.draw(rng)) for _ in range(_WARM_UP * options.instances)]
+    _send(cluster, asks, rng, options)
+
+
+def _try(
+    cluster: Fleet,
+    options: argparse.Namespace,
+    sources: dict[Kind, Source],
+    repeat: int,
+    load: Load,
+    system: System,
+) -> Run:
+    """One run, over the same requests at the same times whatever the system."""
+    rng = Random(f"{options.seed} {repeat} {load}")
+    kinds = kinds_of(load, options.phases, repeat)
+    rates = dict(zip(Kind, options.rates, strict=True))
+    asks = arrivals.draw(kinds, options.phase, rates, sources, rng)
+    if not asks:
+        raise ConfigError("--rates: no request comes in so short a time")
+    _arrange(cluster, system, options)
+    before = cluster.at_rest()
+    cluster.clear_counts()
+    answered, looks = _send(cluster, asks, rng, options)
+    after, counts = cluster.at_rest(), cluster.counts().values()
+    return run_of(
+        answered,
+        kinds,
+        Slo(options.slo_ttft, options.slo_tpot),
+        looks=looks,
+        before=before,
+        after=after,
+        busy_s=sum(each.paced_s for each in counts),
+        late_s=max(each.late_s for each in counts),
+        scale=options.scale,
+    )
+
+
+def _send(
+    cluster: Fleet, asks: Sequence[Arrival], rng: Random, options: argparse.Namespace
+) -> tuple[list[Answered], list[Look]]:
+    requests = arrivals.bodies(cluster.served_name, asks, rng)
+    started = time.monotonic()
+    with Watch(cluster.instances, started) as watch:
+        answered = arrivals.send(
+            cluster.url, asks, requests, started=started, scale=options.scale, limit_s=_LIMIT_S
+        )
+    return answered, watch.looks
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the router said of its instances, and when: real seconds since the start."""
+
+    at_s: float
+    rows: Rows
+
+
+class Watch:
+    """Looks at the cluster twice a second, in a thread of its own, until it is left.
+
+    Args:
+        read: Rows of all instances, empty where there was no answer; it is called in the
+            thread, so it uses nothing that another changes.
+    """
+
+    def __init__(self, read: Callable[[], Rows], started: float) -> None:
+        self.looks: list[Look] = []
+        self._read = read
+        self._started = started
+        self._left = Event()
+        self._thread = Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while True:
+            if rows := self._read():
+                self.looks.append(Look(time.monotonic() - self._started, rows))
+            if self._left.wait(_WATCH_S):
+                return
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._left.set()
+        self._thread.join()
+
+
+# -- figures -----------------------------------------------------------------------
+
+
+def run_of(
+    answered: Sequence[Answered],
+    kinds: Sequence[Kind],
+    slo: Slo,
+    *,
+    looks: Sequence[Look],
+    before: Rows,
+    after: Rows,
+    busy_s: float,
+    late_s: float,
+    scale: float,
+) -> Run:
+    """The figures of a run.
+
+    Args:
+        looks: While it ran.
+        before: Rows of all instances.
+        after: The same when nothing was left to do.
+        busy_s: In real seconds, as `late_s`.
+    """
+    by_phase = [
+        [each for each in answered if each.arrival.phase == phase] for phase in range(len(kinds))
+    ]
+    makespan_s = max(each.arrival.at_s + each.done_s for each in answered)
+    last = Look(max([makespan_s * scale, *(look.at_s for look in looks)]), after)
+    return Run(
+        instances=len(before),
+        kinds=[kind.value for kind in kinds],
+        overall=arrivals.figures(answered, slo),
+        phases=[arrivals.figures(own, slo) if own else None for own in by_phase],
+        makespan_s=makespan_s,
+        busy_s=busy_s / scale,
+        late_s=late_s / scale,
+        flips=sum(after[name]["flips"] - before[name]["flips"] for name in before),
+        flipped=flipped([*looks, last], before, scale),
+        timeline=timeline(looks, answered, scale),
+        scale=scale,
+    )
+
+
+def flipped(looks: Sequence[Look], before: Rows, scale: float) -> list[Flipped]:
+    """Flips that were not there before, each as it was last seen."""
+    old = {name: (row.get("flip") or {"epoch": -1})["epoch"] for name, row in before.items()}
+    found: dict[tuple[str, int], Flipped] = {}
+    for look in looks:
+        for name, row in look.rows.items():
+            flip = row.get("flip")
+            if not flip or flip["epoch"] <= old.get(name, -1):
+                continue
+            drained_s = 0.0 if flip["stage"] == FlipStage.DRAINING else flip["drain_s"]
+            key = name, flip["epoch"]
+            seen = found.get(key)
+            found[key] = Flipped(
+                instance=name,
+                source=flip["source"],
+                target=flip["target"],
+                stage=flip["stage"],
+                at_s=seen.at_s if seen else (look.at_s - flip["age_s"] - drained_s) / scale,
+                drain_s=flip["drain_s"] / scale,
+                commit_s=flip["commit_s"],
+                reason=flip["reason"],
+                problem=flip["problem"],
+            )
+    return list(found.values())
+
+
+def timeline(looks: Sequence[Look], answered: Sequence[Answered], scale: float) -> Timeline:
+    """Roles as they were seen, and requests as their clients saw them."""
+    at_s = [look.at_s / scale for look in looks]
+    spans = [
+        (each.arrival.at_s, each.arrival.at_s + each.first_s, each.arrival.at_s + each.done_s)
+        for each in answered
+    ]
+    return Timeline(
+        at_s=at_s,
+        prefill=[_with_role(look.rows, Role.PREFILL) for look in looks],
+        decode=[_with_role(look.rows, Role.DECODE) for look in looks],
+        prompts=[sum(due <= now < first for due, first, _ in spans) for now in at_s],
+        answers=[sum(first <= now < done for _, first, done in spans) for now in at_s],
+    )
+
+
+def _with_role(rows: Rows, role: Role) -> int:
+    return sum(
+        row["role"] == role and row["state"] != InstanceState.FLIPPING for row in rows.values()
+    )

@@ -1,0 +1,98 @@
+"""``vllm-tetri flip``: give an instance another role while it serves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+from urllib.parse import quote
+
+from vllm_tetri.router import admin
+from vllm_tetri.router.flips import DEADLINE_S
+from vllm_tetri.router.status import words_of
+from vllm_tetri.types import Role
+
+_PERIOD_S = 0.1
+_COMMIT_S = 2.0  # for the instance to hear that its new role is known
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("instance", help="its name, as `vllm-tetri status` shows it")
+    parser.add_argument(
+        "role",
+        choices=[role.value for role in Role],
+        help="what it is to be; its present role calls off a flip that is under way",
+    )
+    parser.add_argument(
+        "--now",
+        action="store_true",
+        help="take new work at once and finish the old beside it, instead of before",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=admin.seconds,
+        default=DEADLINE_S,
+        metavar="SECONDS",
+        help="keep the old role if its work is not finished after so long (%(default)g)",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="even if no other instance can do what it does"
+    )
+    admin.add_url(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Order it and wait until it is done; returns the exit status."""
+    path = f"/tetri/v1/instances/{quote(args.instance, safe='')}/flip"
+    order = {
+        "role": args.role,
+        "now": args.now,
+        "deadline_s": args.deadline,
+        "force": args.force,
+        "reason": "ordered by vllm-tetri flip",
+    }
+    try:
+        ordered = admin.order(args.url, path, order)
+        if ordered["state"] == "ready" and not ordered["is_new"]:
+            print(f"{args.instance} is a {args.role} instance already")
+            return 0
+        return _wait(args.url, args.instance, args.role, ordered["epoch"])
+    except admin.AdminError as error:
+        print(f"vllm-tetri flip: {error}", file=sys.stderr)
+        return 1
+
+
+def _wait(url: str, instance: str, role: str, epoch: int) -> int:
+    shown, done_s = "", float("inf")
+    while True:
+        row = _row(url, instance)
+        flip = row["flip"] or {}
+        if flip.get("stage") == "draining":
+            words = (
+                f"{instance} is draining: {row['running']} running, {row['waiting']} waiting, "
+                f"{row['held']} held, {row['in_flight']} in flight"
+            )
+            if words != shown:
+                print(words, flush=True)
+                shown = words
+        elif flip.get("stage") == "switching":
+            pass
+        elif flip.get("epoch", -1) >= epoch or row["role"] == role:
+            done_s = min(done_s, time.monotonic())
+            is_known = flip.get("stage") == "rolled_back" or flip.get("commit_s")
+            if is_known or time.monotonic() - done_s > _COMMIT_S:
+                print(f"{instance} {words_of(flip)}" if flip else f"{instance} is {row['role']}")
+                return 0 if row["role"] == role else 1
+        time.sleep(_PERIOD_S)
+
+
+def _row(url: str, instance: str) -> dict[str, Any]:
+    row: dict[str, Any]
+    for row in admin.instances(url)["instances"]:
+        if row["id"] == instance:
+            if row["state"] == "silent":
+                raise admin.AdminError(f"{instance} does not answer any more")
+            return row
+    raise admin.AdminError(f"{instance} is gone")
