@@ -39,11 +39,11 @@ _PARTS = 20  # of the time over which `threshold` averages
 
 # Of `balance`, found by simulating swings between Azure's code and conversation traces.
 HORIZON_S = 40.0  # about as long as a phase lasts; 10 s undervalues what a flip pays later
-RATE_S = 6.0  # memory of what comes: less follows chance, more is late
-LEAST_KNOWN = 0.5  # part of that memory that must be filled, and requests in it
-GAIN = 0.15  # part of the requests that a flip must save: less is within the forecast's error
-LEAST_GAIN = 0.5  # requests that it must save: all is well when next to nothing is there
-LASTING_S = 1.0  # about one long prompt: what is over by then needs no flip
+RATE_S = 6.0  # memory of what comes: a shorter one follows chance, a longer one is late
+LEAST_KNOWN = 0.5  # part of that memory to be filled, and prompts in it
+GAIN = 0.2  # part of the requests to be saved: less is within the error of the forecast
+LEAST_GAIN = 0.5  # requests to be saved: what goes on below is not worth a flip
+LASTING_S = 1.0  # the time of a long prompt: what is over by then needs no flip
 COOL_DOWN_S = 5.0  # until the loads show what the last flip did
 _STEPS = 10  # of a forecast; twice as many foretell the same
 
@@ -386,21 +386,15 @@ class _Rest:
         self._times: dict[tuple[InstanceId, Role], _BusyTime] = {}
 
     def look(self, group: _Group, now: float) -> Look:
-        ready = [(each, role) for role in _ROLES for each in group.ready[role]]
-        self._times = {
-            (each.info.id, role): self._times.get((each.info.id, role)) or _BusyTime(self._after_s)
-            for each, role in ready
-        }
-        for each, role in ready:
-            self._times[each.info.id, role].saw(each.load, now)
+        self._saw(group, now)
         rested = [
-            (self._part(each, role), each.info.id, role)
+            (self._part(each), each.info.id, role)
             for role in _ROLES
             for each in group.able(role)
-            if self._is_low(each, role) and self._times[each.info.id, role].is_full
+            if self._is_low(each) and self._times[each.info.id, role].is_full
         ]
-        parts = ", ".join(f"{each.info.id} {self._part(each, role):.0%}" for each, role in ready)
-        seen = f"{group}; busy in the last {self._after_s:g} s: {parts}"
+        least = ", ".join(self._least(group, role) for role in _ROLES if group.ready[role])
+        seen = f"{group}; least busy in the last {self._after_s:g} s: {least or 'nobody'}"
         if not rested:
             return Look(None, f"{seen}; nobody may flip who had little to do for so long")
         part, id_, role = min(rested)
@@ -410,25 +404,32 @@ class _Rest:
         reason = f"{id_} was busy {part:.0%} of the last {self._after_s:g} s"
         return Look(FlipOrder(id_, other, now=False, reason=reason), f"{seen}; {id_} flips")
 
+    def _saw(self, group: _Group, now: float) -> None:
+        times = self._times
+        self._times = {}
+        for role in _ROLES:
+            for each in group.ready[role]:
+                key = each.info.id, role
+                self._times[key] = times.get(key) or _BusyTime(self._after_s)
+                self._times[key].saw(each.load, now)
+
+    def _least(self, group: _Group, role: Role) -> str:
+        part, id_ = min((self._part(each), each.info.id) for each in group.ready[role])
+        return f"{id_} {part:.0%}"
+
     def _is_short(self, group: _Group, role: Role) -> bool:
         """Whether all with a role have had work, and some have it right now. Otherwise two
         roles with one at rest each would swap them for ever."""
         others = group.ready[role]
         has_work = any(_has_work(each.load) for each in others)
-        return has_work and not any(self._is_low(each, role) for each in others)
+        return has_work and not any(self._is_low(each) for each in others)
 
-    def _part(self, one: InstanceView, role: Role) -> float:
-        return self._times[one.info.id, role].part
+    def _part(self, one: InstanceView) -> float:
+        return self._times[one.info.id, one.info.role].part
 
-    def _is_low(self, one: InstanceView, role: Role) -> bool:
-        part = self._part(one, role)
+    def _is_low(self, one: InstanceView) -> bool:
+        part = self._part(one)
         return part < self._limit or part == 0
-
-
-@dataclass(slots=True)
-class _Part:
-    passed_s: float = 0.0
-    busy_s: float = 0.0
 
 
 class _BusyTime:
@@ -436,34 +437,31 @@ class _BusyTime:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._parts: deque[_Part] = deque([_Part()])
+        self._parts: deque[tuple[float, float]] = deque()  # seconds, and busy ones of them
+        self._newest_s = self._newest_busy_s = 0.0
         self._load: InstanceLoad | None = None
         self._at_s = 0.0
+        self.part = 0.0
+        self.is_full = False  # whether it was watched for so long
 
     def saw(self, load: InstanceLoad, now: float) -> None:
         if self._load is not None:
-            if self._parts[-1].passed_s >= self._window_s / _PARTS:
-                self._parts.append(_Part())
-            newest, passed_s = self._parts[-1], now - self._at_s
-            newest.passed_s += passed_s
             is_busy = _has_work(load) or _tokens_done(load) != _tokens_done(self._load)
-            newest.busy_s += passed_s * is_busy
-        while self._passed_s - self._parts[0].passed_s >= self._window_s:
-            self._parts.popleft()
+            self._newest_s += now - self._at_s
+            self._newest_busy_s += (now - self._at_s) * is_busy
+            self._sum_up()
         self._load, self._at_s = load, now
 
-    @property
-    def part(self) -> float:
-        return sum(each.busy_s for each in self._parts) / max(self._passed_s, 1e-9)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it was watched for so long."""
-        return self._passed_s >= self._window_s
-
-    @property
-    def _passed_s(self) -> float:
-        return sum(each.passed_s for each in self._parts)
+    def _sum_up(self) -> None:
+        passed_s = self._newest_s + sum(each_s for each_s, _ in self._parts)
+        while self._parts and passed_s - self._parts[0][0] >= self._window_s:
+            passed_s -= self._parts.popleft()[0]
+        busy_s = self._newest_busy_s + sum(each_s for _, each_s in self._parts)
+        self.part = busy_s / passed_s if passed_s > 0 else 0.0
+        self.is_full = passed_s >= self._window_s
+        if self._newest_s >= self._window_s / _PARTS:
+            self._parts.append((self._newest_s, self._newest_busy_s))
+            self._newest_s = self._newest_busy_s = 0.0
 
 
 def _models(view: ClusterView) -> set[str]:
