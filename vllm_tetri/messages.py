@@ -7,7 +7,7 @@ reports nouns. KV bytes never travel here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_type_hints
 
 import msgspec
 
@@ -26,8 +26,11 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
+
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""Numbers orders to flip of one instance."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +47,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     seq: int
     load: InstanceLoad
     is_leaving: bool = False
-    epoch: int = 0
+    epoch: Epoch = 0
     flip: Flip | None = None
 
 
@@ -89,7 +92,7 @@ class Flipped(msgspec.Struct, frozen=True, tag=True):
 
     instance: InstanceId
     role: Role
-    epoch: int
+    epoch: Epoch
 
 
 class Introduce(msgspec.Struct, frozen=True, tag=True):
@@ -143,7 +146,7 @@ class Cue(msgspec.Struct, frozen=True, tag=True):
     report now. `in_flight` tells one that leaves or drains how many requests of this
     router it has or may still get."""
 
-    in_flight: int = 0
+    in_flight: int | None = None
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -162,7 +165,7 @@ class FlipRole(msgspec.Struct, frozen=True, tag=True):
     (seconds from now) it keeps its role instead; None waits for ever.
     """
 
-    epoch: int
+    epoch: Epoch
     role: Role
     is_now: bool = False
     deadline_s: float | None = None
@@ -172,7 +175,7 @@ class FlipRole(msgspec.Struct, frozen=True, tag=True):
 class Advertised(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: all who dispatch have been sent your role of this epoch."""
 
-    epoch: int
+    epoch: Epoch
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):

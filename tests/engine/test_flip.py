@@ -89,7 +89,7 @@ def test_decodes_go_first_beside_the_prompts_of_a_new_prefill_instance(make: Any
     flip(engine, Role.PREFILL)
     add(engine, "prompt", 200)
     output = engine.step()
-    assert dict(output.num_scheduled_tokens) == {"x": 1, "y": 1, "z": 1, "prompt": CHUNK - 3}
+    assert dict(output.num_scheduled_tokens) == {"x": 1, "y": 1, "z": 1, "prompt": CHUNK}
     assert engine.instance.gate is None
     engine.run_until(lambda: engine.is_at_rest)
     assert [len(engine.outputs[name]) for name in ("x", "y", "z", "prompt")] == [40, 40, 40, 1]

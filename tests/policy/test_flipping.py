@@ -80,6 +80,21 @@ def test_past_its_deadline_it_is_what_it_was(left: str, problem: str) -> None:
     assert flipping.num_flips == 0
 
 
+def test_every_router_that_can_be_heard_has_a_say() -> None:
+    flipping = Flipping(Role.DECODE)
+    flipping.heard(1, -0.1)
+    flipping.order(1, Role.PREFILL, is_now=False, deadline_s=None, reason="why", now=0.0)
+    flipping.told(0, 0, 0.1)
+    flipping.look("", 0.1)
+    assert flipping.stage is Stage.DRAINING  # the other one has not told yet
+    flipping.told(1, 3, 0.2)
+    flipping.look("", 0.2)
+    assert flipping.stage is Stage.DRAINING
+    flipping.told(1, 0, 0.3)
+    flipping.look("", 0.3)
+    assert flipping.stage is Stage.SWITCHING
+
+
 def test_an_engine_that_takes_no_step_keeps_its_role() -> None:
     flipping = ordered(is_now=True, deadline_s=5.0)
     assert not flipping.is_overdue(4.9)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.policy.builders import instance, view
 from vllm_tetri.policy.expected import ROUTER_LOST_S
 from vllm_tetri.policy.leaving import QUIET_S, Leaving, Verdict, why_needed
+from vllm_tetri.types import Flip, FlipStage, InstanceView, Role
 
 STEP_S = 0.1
 
@@ -75,6 +78,21 @@ def test_a_deadline_does_not_hurry_one_that_is_at_rest() -> None:
 
 P, D, B = instance("p", "prefill"), instance("d", "decode"), instance("b", "both")
 P2, D2, B2 = instance("p2", "prefill"), instance("d2", "decode"), instance("b2", "both")
+
+
+def test_one_that_is_about_to_change_its_role_does_not_stand_in() -> None:
+    flip = Flip(1, Role.DECODE, Role.PREFILL, FlipStage.SWITCHING)
+    assert why_needed(view(D, P, replace(D2, flip=flip)), D)
+    assert not why_needed(view(D, P, replace(D2, flip=replace(flip, stage=FlipStage.DONE))), D)
+
+
+@pytest.mark.parametrize(
+    ("one", "becomes", "missing"),
+    [(D, Role.PREFILL, "decode"), (D, Role.BOTH, ""), (P, Role.DECODE, "prefill")],
+)
+def test_what_it_becomes_may_do_instead(one: InstanceView, becomes: Role, missing: str) -> None:
+    why = why_needed(view(P, D), one, becomes=becomes)
+    assert why == (f"{one.info.id} is the last instance for {missing}" if missing else "")
 
 
 @pytest.mark.parametrize(

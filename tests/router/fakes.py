@@ -16,6 +16,7 @@ from aiohttp import web
 
 from vllm_tetri import handover
 from vllm_tetri.control.agent import Agent
+from vllm_tetri.control.role_switch import RoleSwitch
 from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.router.app import build_app
@@ -61,6 +62,7 @@ class FakeInstance:
         self.chunk_gate.set()
         self.num_chunks = 3
         self.unfinished = ""
+        self.is_busy = False  # and takes no step
         self.has_left = threading.Event()
         self.speaks = threading.Event()
         self.speaks.set()
@@ -91,6 +93,7 @@ class FakeInstance:
             period_s=PERIOD_S,
             unfinished=lambda _: self.unfinished,
             on_left=self.has_left.set,
+            switch=RoleSwitch(lambda: not self.is_busy),
         )
         self.agent.start()
 

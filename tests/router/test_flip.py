@@ -106,6 +106,50 @@ async def test_twice_at_once_is_once() -> None:
         assert (await flip(made, "d2", "prefill"))[1]["epoch"] == 3
 
 
+async def test_a_drain_can_be_cut_short() -> None:
+    async with cluster(*four()) as made:
+        made["d2"].unfinished = "1 request"
+        assert (await flip(made, "d2", "prefill"))[0] == 202
+        assert (await flip(made, "d2", "prefill", now=True))[1]["epoch"] == 2
+        await until(made, "d2", role="prefill", state="ready")
+
+
+async def test_while_one_switches_the_last_of_its_role_stays() -> None:
+    async with cluster(*four()) as made:
+        assert made["d2"].agent is not None
+        made["d2"].is_busy = True  # its engine takes no step
+        assert (await flip(made, "d2", "prefill", now=True))[0] == 202
+        assert made.state("d2") == "ready"
+        assert (await flip(made, "d1", "prefill", now=True))[0] == 409
+        assert (await flip(made, "d2", "prefill", now=True))[1]["is_under_way"]
+        assert (await flip(made, "d2", "decode"))[0] == 202
+        await until_problem(made, "d2", "called off: ordered")
+        assert (await row(made, "d2"))["role"] == "decode"
+
+
+async def until_problem(made: Cluster, name: str, problem: str) -> None:
+    for _ in range(500):
+        if (await row(made, name))["flip"]["problem"] == problem:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(await row(made, name))
+
+
+async def test_one_that_is_to_do_both_does_not_drain_when_nobody_stands_in() -> None:
+    async with cluster(FakeInstance("only", Role.DECODE)) as made:
+        made["only"].unfinished = "1 request"
+        assert (await flip(made, "only", "both"))[0] == 202
+        assert made.state("only") == "ready"
+        await until(made, "only", role="both")
+
+
+async def test_an_order_that_got_lost_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    async with cluster(*four()) as made:
+        made.scheduler.monitor.send = lambda *_: True  # type: ignore[method-assign]
+        assert await command(made, "flip", "d2", "prefill", "--deadline", "0") == 1
+        assert "d2 is still a decode instance: the order got lost" in capsys.readouterr().err
+
+
 async def test_a_role_that_it_has_already_is_no_flip() -> None:
     async with cluster(*four()) as made:
         status, answer = await flip(made, "d2", "decode")

@@ -276,6 +276,7 @@ class Agent:
             if not link.is_readable():
                 return
             parts = link.socket.recv_multipart()
+            self._roles.heard(index, time.monotonic())
             try:
                 if len(parts) != 1:
                     raise ProtocolError(f"{len(parts)} parts instead of one")
@@ -295,8 +296,9 @@ class Agent:
                     # Its view got lost. It sends one to everybody after a `Hello`.
                     link.send(messages.encode(messages.Hello(self._info)))
             case messages.Cue(in_flight=in_flight):
-                self._leaving.told(index, in_flight, time.monotonic())
-                self._roles.told(index, in_flight, time.monotonic())
+                if in_flight is not None:
+                    self._leaving.told(index, in_flight, time.monotonic())
+                    self._roles.told(index, in_flight, time.monotonic())
                 self._is_cued = True
             case messages.Leave(deadline_s=deadline_s):
                 self._leaving.ask(deadline_s, time.monotonic())

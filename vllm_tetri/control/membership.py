@@ -56,6 +56,10 @@ class _Member:
         return self.flip is not None and self.flip.stage is FlipStage.DRAINING
 
     @property
+    def newest_epoch(self) -> int:
+        return max(self.epoch, self.order.epoch if self.order is not None else 0)
+
+    @property
     def is_ending(self) -> bool:
         """Whether it is to leave or to have another role."""
         return self.is_leaving or self.is_draining or self.order is not None
@@ -63,9 +67,9 @@ class _Member:
     @property
     def dispatches(self) -> bool:
         """Whether it chooses where KV goes: also for prompts of a role that it had."""
-        had_prompts = self.flip is not None and self.flip.source is not Role.DECODE
+        has_flipped = self.flip is not None  # others may have prompts to serve whole
         return self.info.role is not Role.DECODE or (
-            had_prompts and self.load.queued_prefill_tokens > 0
+            has_flipped and self.load.queued_prefill_tokens > 0
         )
 
     def is_same_process(self, info: InstanceInfo) -> bool:
@@ -127,8 +131,14 @@ class Membership:
             member.order = None
         # It told us so, but that was lost.
         flip = report.flip
-        is_done = flip is not None and flip.stage is FlipStage.DONE
-        return not is_done or flip is None or flip.target is member.info.role
+        return flip is None or member.info.role is (
+            flip.target if flip.stage is FlipStage.DONE else flip.source
+        )
+
+    def newest_flip(self, instance: InstanceId) -> tuple[bool, Flip | None]:
+        """Whether a member has reported yet, and the newest flip that it told of."""
+        member = self._members.get(instance)
+        return (False, None) if member is None else (member.seq > 0, member.flip)
 
     def ask_to_leave(self, instance: InstanceId, by_s: float | None) -> None:
         """Want a member gone, at the latest at the monotonic time `by_s`."""
@@ -146,8 +156,7 @@ class Membership:
     def order_flip(self, instance: InstanceId, order: FlipRole, now: float) -> FlipRole:
         """Want a member to have another role; its epoch is set here."""
         member = self._members[instance]
-        newest = max(member.epoch, member.order.epoch if member.order is not None else 0)
-        member.order = replace_struct(order, epoch=newest + 1)
+        member.order = replace_struct(order, epoch=member.newest_epoch + 1)
         member.ordered_s = now
         return member.order
 

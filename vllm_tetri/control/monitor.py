@@ -283,15 +283,14 @@ class Monitor:
             self._on_hello(info)
 
     def _note(self, sender: bytes, report: messages.LoadReport, now: float) -> None:
-        before = self._members.view_of(report.instance, now)
+        has_reported, was = self._members.newest_flip(report.instance)
         if not self._members.report(sender, report, now):
             self._introduce(sender)
-        elif before is not None and before.seq and report.flip is not None:
-            was = before.flip
-            if has_ended(report.flip) and not (
-                was is not None and was.epoch == report.flip.epoch and has_ended(was)
-            ):
-                self._on_flip(report.instance, report.flip)
+        flip = report.flip
+        if has_reported and flip is not None and has_ended(flip):
+            is_known = was is not None and was.epoch == flip.epoch and has_ended(was)
+            if not is_known:
+                self._on_flip(report.instance, flip)
 
     def _advertise(self, sender: bytes, message: messages.Flipped) -> None:
         if not self._members.flipped(sender, message):

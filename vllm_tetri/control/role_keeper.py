@@ -24,6 +24,7 @@ class RoleKeeper:
         self._flipping = Flipping(role)
         self._switch = switch
         self.told = self._flipping.told
+        self.heard = self._flipping.heard
         self.known = self._flipping.known
         self.newest = self._flipping.newest
 
@@ -50,6 +51,10 @@ class RoleKeeper:
     def order(self, order: FlipRole, now: float) -> None:
         """A router wants another role."""
         was_steady = self.is_steady
+        if order.role is self.role and self._flipping.stage is Stage.SWITCHING:
+            if not self._switch.withdraw():
+                return  # the engine has taken it just now; the router will say it again
+            self._flipping.withdrawn(now, f"called off: {order.reason}")
         is_new = self._flipping.order(
             order.epoch,
             order.role,

@@ -20,8 +20,8 @@ from vllm_tetri.types import (
 GONE_AFTER_S = 60.0
 _STALE_S = 1.0  # without a new view, look at the old one again: what is gone leaves it
 _SAME_AGE_S = 1.0  # routers hear an instance within one report period of each other
-# Of two routers one knows more: that it answers, and after that, that it leaves.
-_CERTAINTY = {InstanceState.READY: 1, InstanceState.LEAVING: 2}
+# Of two routers one knows more: that it answers, and after that, that it drains or leaves.
+_CERTAINTY = {InstanceState.READY: 1, InstanceState.FLIPPING: 2, InstanceState.LEAVING: 3}
 
 
 class Received(NamedTuple):

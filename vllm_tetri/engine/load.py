@@ -39,6 +39,7 @@ def read_load(
     requests = [each for each in list(scheduler.requests.values()) if not is_own(each.request_id)]
     running = [each for each in list(scheduler.running) if not is_own(each.request_id)]
     pool = scheduler.kv_cache_manager.block_pool
+    gate = instance.gate  # the engine may exchange it meanwhile
     outbox, inbox, injections = instance.outbox, instance.inbox, instance.injections
     decodes = [each for each in requests if each.request_id not in outbox]
     lengths = [
@@ -62,7 +63,7 @@ def read_load(
         heavy=heavy,
         light=len(decodes) - heavy,
         remaining_tokens=sum(total - produced for produced, total in lengths),
-        reserved_blocks=instance.gate.reserved_blocks if instance.gate and running else 0,
+        reserved_blocks=gate.reserved_blocks if gate is not None and running else 0,
         step_s=instance.step_s,
         prefills_done=outbox.prefills_done,
         decodes_done=instance.decodes_done,

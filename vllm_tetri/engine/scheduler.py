@@ -110,7 +110,7 @@ class TetriScheduler(Scheduler):
         self._queue.prompts.use(strategy.order)
         self._queue.room_blocks, self._shares = None, {}
         self._queue.awaits_predictions = self._instance.predictions.is_sequential
-        self._pads = strategy.pads
+        self._pads, self._is_chunked = strategy.pads, strategy.is_chunked
         self._instance.gate = self._gate if strategy.is_gated else None
         self._budget = None if strategy.is_chunked else self._pace
         tokens = self._chunk_tokens if strategy.is_chunked else self._most_tokens
@@ -186,7 +186,7 @@ class TetriScheduler(Scheduler):
         output = super().schedule(throttle_prefills)
         self._injections.prepare(output.scheduled_new_reqs, self.requests)
         self._after_schedule(output)
-        if output.total_num_scheduled_tokens and self._instance.profiling is None:
+        if output.total_num_scheduled_tokens:
             self._clock.begin(output.num_scheduled_tokens, time.monotonic())
         return output
 
@@ -201,9 +201,12 @@ class TetriScheduler(Scheduler):
                 self._answers.forget(request_id)
                 if self._gate is not None:
                     self._gate.forget(request_id)
-        self._put_decodes_first()
+        num_decodes = self._put_decodes_first()
         if self._budget is not None:
             self.max_num_scheduled_tokens = self._budget.tokens(self.running, time.monotonic())
+        elif self._is_chunked:  # decodes of a former role come on top of the chunk
+            tokens = self._chunk_tokens + num_decodes
+            self.max_num_scheduled_tokens = min(tokens, self._most_tokens)
         if self._instance.gate is not None:
             self._open_gate(self._instance.gate)
         if self._queue.prompts.policy is PrefillPolicy.SRTF:
@@ -248,12 +251,14 @@ class TetriScheduler(Scheduler):
         gate = self._instance.gate
         return gate is not None and gate.is_shut
 
-    def _put_decodes_first(self) -> None:
-        """Decodes, then started prompts; new ones follow (Sarathi-Serve, algorithm 3)."""
+    def _put_decodes_first(self) -> int:
+        """Decodes, then started prompts; new ones follow (Sarathi-Serve, algorithm 3).
+        Returns how many decodes there are."""
         prompts = [request for request in self.running if request.is_prefill_chunk]
-        if prompts:
+        if prompts and len(prompts) < len(self.running):
             decodes = [request for request in self.running if not request.is_prefill_chunk]
             self.running = decodes + prompts
+        return len(self.running) - len(prompts)
 
     def _share_out(self) -> None:
         """Decide what started prompts get of this step; the rest is for the queue."""
@@ -294,7 +299,7 @@ class TetriScheduler(Scheduler):
         missing_tokens = self.max_num_scheduled_tokens - self._queue.prompts.unfinished_tokens
         if 0 < missing_tokens < self.max_num_scheduled_tokens:
             self._padding, self._has_padded = self._own.pad(missing_tokens), True
-            self.add_request(self._padding)
+            super().add_request(self._padding)  # ours takes a role, if there is one to take
 
     # -- preempted requests --------------------------------------------------------
 
@@ -340,8 +345,9 @@ class TetriScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
-        if scheduler_output.total_num_scheduled_tokens and self._clock.is_running:
-            self._instance.step_s = self._clock.end(time.monotonic())
+        if scheduler_output.total_num_scheduled_tokens:
+            is_own = self._instance.profiling is not None
+            self._instance.step_s = self._clock.end(time.monotonic(), learns=not is_own)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         for answer in outputs.values():
             self._injections.show(answer.outputs)

@@ -26,15 +26,11 @@ class StepClock:
         num_decodes = sum(tokens == 1 for tokens in num_scheduled_tokens.values())
         self._begun.append((now, num_decodes, prompt_tokens))
 
-    @property
-    def is_running(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return bool(self._begun)
-
-    def end(self, now: float) -> float:
+    def end(self, now: float, *, learns: bool = True) -> float:
         """The oldest of them has ended; returns its seconds."""
         begun_s, num_decodes, prompt_tokens = self._begun.popleft()
         seconds = now - max(begun_s, self._ended_s)
         self._ended_s = now
-        self._speeds.learn(num_decodes, prompt_tokens, seconds)
+        if learns:
+            self._speeds.learn(num_decodes, prompt_tokens, seconds)
         return seconds

@@ -10,15 +10,21 @@ class Expected:
 
     def __init__(self) -> None:
         self._since = float("-inf")
+        self._heard_s: dict[int, float] = {}
         self._in_flight: dict[int, tuple[int, float]] = {}
 
     def ask_again(self, now: float) -> None:
-        """Forget what was said before now."""
+        """What was said before now does not count."""
         self._since = now
         self._in_flight.clear()
 
+    def heard(self, router: int, now: float) -> None:
+        """A router said something, of whatever."""
+        self._heard_s[router] = now
+
     def told(self, router: int, in_flight: int, now: float) -> None:
         """A router says how many requests it has for this instance."""
+        self.heard(router, now)
         self._in_flight[router] = in_flight, now
 
     def is_any(self, now: float) -> bool:
@@ -29,5 +35,11 @@ class Expected:
         )
 
     def is_known(self, now: float) -> bool:
-        """Whether a router has spoken since `ask_again`, or none can be heard."""
-        return bool(self._in_flight) or now - self._since >= ROUTER_LOST_S
+        """Whether all routers that can be heard have told since `ask_again`."""
+        if now - self._since >= ROUTER_LOST_S:
+            return True  # none is to hold things up for longer
+        return bool(self._in_flight) and all(
+            router in self._in_flight
+            for router, at_s in self._heard_s.items()
+            if now - at_s < ROUTER_LOST_S
+        )

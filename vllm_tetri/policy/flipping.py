@@ -57,6 +57,7 @@ class Event(StrEnum):
     DRAINED = "drained"
     TAKEN = "taken"  # by the engine
     LATE = "late"  # the deadline has passed
+    WITHDRAWN = "withdrawn"  # before the engine took it
     CALL_OFF = "call_off"
 
 
@@ -70,7 +71,7 @@ TRANSITIONS: Mapping[tuple[Stage, Event], Stage] = MappingProxyType(
         (Stage.DRAINING, Event.LATE): Stage.STEADY,
         (Stage.DRAINING, Event.CALL_OFF): Stage.STEADY,
         (Stage.SWITCHING, Event.TAKEN): Stage.STEADY,
-        (Stage.SWITCHING, Event.LATE): Stage.STEADY,
+        (Stage.SWITCHING, Event.WITHDRAWN): Stage.STEADY,
     }
 )
 
@@ -129,7 +130,7 @@ class Flipping:
             Whether the order is new and changes anything.
         """
         if epoch <= self.epoch or self.stage is Stage.SWITCHING:
-            return False  # in the latter case the router will say it again
+            return False  # in the latter case its router says it again
         self.epoch = epoch
         if role is self.role:
             if self.stage is Stage.STEADY:
@@ -141,6 +142,10 @@ class Flipping:
         self._advance(Event.ORDER_NOW if is_now else Event.ORDER)
         self._expected.ask_again(now)
         return True
+
+    def heard(self, router: int, now: float) -> None:
+        """A router said something, of whatever."""
+        self._expected.heard(router, now)
 
     def told(self, router: int, in_flight: int, now: float) -> None:
         """A router says how many requests it has for this instance."""
@@ -160,7 +165,8 @@ class Flipping:
             flip.drain_s, flip.committing_s = now - flip.ordered_s, now
             self._advance(Event.DRAINED)
         elif self._is_late(now):
-            self._roll_back(Event.LATE, f"not drained in time: {left or 'more is on its way'}", now)
+            left = left or ("more is on its way" if is_expected else "")
+            self._roll_back(Event.LATE, f"not drained in time: {left}", now)
 
     @property
     def wanted(self) -> Role | None:
@@ -171,9 +177,9 @@ class Flipping:
         """Whether the engine should have taken the wanted role by now."""
         return self.stage is Stage.SWITCHING and self._is_late(now)
 
-    def withdrawn(self, now: float) -> None:
+    def withdrawn(self, now: float, why: str = "the engine takes no step") -> None:
         """The engine is told to keep the role that it has."""
-        self._roll_back(Event.LATE, "the engine takes no step", now)
+        self._roll_back(Event.WITHDRAWN, why, now)
 
     def taken(self, now: float) -> None:
         """The engine has taken the wanted role, at a step boundary at time `now`."""

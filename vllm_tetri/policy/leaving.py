@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from vllm_tetri.policy.expected import Expected
-from vllm_tetri.types import ClusterView, InstanceState, InstanceView, Role
+from vllm_tetri.types import ClusterView, FlipStage, InstanceState, InstanceView, Role
 
 QUIET_S = 0.5  # five report periods: a view, a report, and a request on its way
 
@@ -63,6 +63,7 @@ def why_needed(view: ClusterView, one: InstanceView, *, becomes: Role | None = N
         each.info.role
         for each in view.instances
         if each.state is InstanceState.READY
+        and not _is_switching(each)
         and each.info.id != one.info.id
         and each.info.models[0] == one.info.models[0]
     }
@@ -73,3 +74,8 @@ def why_needed(view: ClusterView, one: InstanceView, *, becomes: Role | None = N
     needed = {Role.PREFILL, Role.DECODE} if one.info.role is Role.BOTH else {one.info.role}
     missing = sorted(role.value for role in needed - others)
     return f"{one.info.id} is the last instance for {' and '.join(missing)}" if missing else ""
+
+
+def _is_switching(one: InstanceView) -> bool:
+    """Whether it is about to give up the role that it still has."""
+    return one.flip is not None and one.flip.stage is FlipStage.SWITCHING

@@ -115,7 +115,7 @@ def choose_keeper(
     ready = [
         (_LAST_RESORT[each.info.role], each.info.id)
         for each in view.instances
-        if each.state is InstanceState.READY
+        if each.state in (InstanceState.READY, InstanceState.FLIPPING)
         and model in each.info.models
         and each.info.id not in excluded
     ]

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     }
     try:
         ordered = admin.order(args.url, path, order)
-        if ordered["state"] == "ready" and not ordered["is_new"]:
+        if not ordered["is_under_way"]:
             print(f"{args.instance} is a {args.role} instance already")
             return 0
         return _wait(args.url, args.instance, args.role, ordered["epoch"])
@@ -65,27 +65,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait(url: str, instance: str, role: str, epoch: int) -> int:
-    shown, done_s = "", float("inf")
+    shown, over_s = "", float("inf")
     while True:
         row = _row(url, instance)
         flip = row["flip"] or {}
-        if flip.get("stage") == "draining":
+        if flip.get("stage") in ("draining", "switching"):
+            over_s = float("inf")
             words = (
-                f"{instance} is draining: {row['running']} running, {row['waiting']} waiting, "
-                f"{row['held']} held, {row['in_flight']} in flight"
+                f"{instance} is {flip['stage']}: {row['running']} running, {row['waiting']} "
+                f"waiting, {row['held']} held, {row['in_flight']} in flight"
             )
             if words != shown:
                 print(words, flush=True)
                 shown = words
-        elif flip.get("stage") == "switching":
-            pass
-        elif flip.get("epoch", -1) >= epoch or row["role"] == role:
-            done_s = min(done_s, time.monotonic())
-            is_known = flip.get("stage") == "rolled_back" or flip.get("commit_s")
-            if is_known or time.monotonic() - done_s > _COMMIT_S:
-                print(f"{instance} {words_of(flip)}" if flip else f"{instance} is {row['role']}")
-                return 0 if row["role"] == role else 1
+        else:
+            over_s = min(over_s, time.monotonic())
+            is_ours = flip.get("epoch", -1) >= epoch or row["role"] == role
+            is_known = is_ours and (flip.get("stage") == "rolled_back" or flip.get("commit_s"))
+            if is_known or time.monotonic() - over_s > _COMMIT_S:
+                return _tell(row, role, epoch)
         time.sleep(_PERIOD_S)
+
+
+def _tell(row: dict[str, Any], role: str, epoch: int) -> int:
+    flip, name = row["flip"], row["id"]
+    if row["role"] != role and (flip is None or flip["epoch"] < epoch):
+        raise admin.AdminError(f"{name} is still a {row['role']} instance: the order got lost")
+    print(f"{name} {words_of(flip)}" if flip else f"{name} is a {role} instance")
+    return 0 if row["role"] == role else 1
 
 
 def _row(url: str, instance: str) -> dict[str, Any]:

@@ -79,16 +79,21 @@ class Flips:
         one = self._monitor.view_of(instance)
         if one is None:
             raise Refusal(404, f"there is no instance {instance!r}")
+        if one.state is InstanceState.SILENT:
+            raise Refusal(409, f"{instance} is silent and cannot flip")
         under_way = _under_way(one)
-        if role is (under_way or one.info.role):
+        is_hurried = is_now and one.flip is not None and one.flip.stage is FlipStage.DRAINING
+        if role is (under_way or one.info.role) and not is_hurried:
             return Ordered(is_new=False, epoch=one.flip.epoch if one.flip else 0)
         if role is not one.info.role:  # else it calls off what is under way
-            _require_able(one, under_way)
-            why = why_needed(self._monitor.view(), one, becomes=role)
+            if role is not under_way:
+                _require_able(one, under_way)
+            view = self._monitor.view()
+            why = why_needed(view, one, becomes=role)
             if why and not force:
                 raise Refusal(409, f'{why}; {{"force": true}} flips it all the same')
-            # Nobody stands in for it while it would drain.
-            is_now = is_now or bool(why)
+            # Without anybody who stands in for it while it would drain, it does not.
+            is_now = is_now or bool(why_needed(view, one))
         order = FlipRole(0, role, is_now, deadline_s, reason)
         return Ordered(is_new=True, epoch=self._monitor.order_flip(instance, order))
 
