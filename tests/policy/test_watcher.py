@@ -12,16 +12,9 @@ from random import Random
 import pytest
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.watcher import (
-    COOL_DOWN_S,
-    ORDER_SEEN_S,
-    ROLLED_BACK_S,
-    FlipOrder,
-    Look,
-    Watcher,
-    WatchPolicy,
-    make_watcher,
-)
+from vllm_tetri.policy.balance import COOL_DOWN_S
+from vllm_tetri.policy.watch_group import ROLLED_BACK_S, FlipOrder, Look
+from vllm_tetri.policy.watcher import ORDER_SEEN_S, Watcher, WatchPolicy, make_watcher
 from vllm_tetri.types import Flip, FlipStage, InstanceState, InstanceView, Role
 
 LOOK_S = 0.2

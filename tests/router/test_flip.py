@@ -10,7 +10,7 @@ import pytest
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
 from vllm_tetri import cli
 from vllm_tetri.handover import DecodeLeg
-from vllm_tetri.policy.watcher import FlipOrder, Look
+from vllm_tetri.policy.watch_group import FlipOrder, Look
 from vllm_tetri.types import ClusterView, InstanceId, Role
 
 

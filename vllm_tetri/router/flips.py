@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import FlipRole
 from vllm_tetri.policy.leaving import why_needed
-from vllm_tetri.policy.watcher import Look, Watcher
+from vllm_tetri.policy.watch_group import Look
+from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.types import FlipStage, InstanceId, InstanceState, InstanceView, Role
 
