@@ -173,9 +173,11 @@ class FlipRole(msgspec.Struct, frozen=True, tag=True):
 
 
 class Advertised(msgspec.Struct, frozen=True, tag=True):
-    """Router → instance: all who dispatch have been sent your role of this epoch."""
+    """Router → instance: all who dispatch have been sent your role of this epoch, at the
+    monotonic time `at_s` of the router's machine."""
 
     epoch: Epoch
+    at_s: float
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):

@@ -34,8 +34,8 @@ def test_it_drains_until_nothing_is_left_here_or_on_its_way() -> None:
     assert flipping.role is Role.DECODE
     flipping.taken(0.51)
     assert (flipping.role, flipping.stage, flipping.num_flips) == (Role.PREFILL, Stage.STEADY, 1)
-    assert flipping.known(1, 0.502)
-    assert not flipping.known(1, 0.7)  # of a second router
+    assert flipping.known(1, 0.502, 0.504)
+    assert not flipping.known(1, 0.7, 0.8)  # of a second router
     flip = flipping.newest(1.51)
     assert flip is not None
     assert (flip.source, flip.target, flip.stage) == (Role.DECODE, Role.PREFILL, FlipStage.DONE)
@@ -49,7 +49,7 @@ def test_at_once_it_waits_for_the_step_boundary_only() -> None:
     flipping.look(BUSY, 0.1)
     assert flipping.stage is Stage.SWITCHING
     flipping.taken(0.4)
-    flipping.known(1, 0.401)
+    flipping.known(1, 77.0, 0.401)  # another machine's clock
     flip = flipping.newest(0.4)
     assert flip is not None
     assert (flip.drain_s, flip.commit_s) == pytest.approx((0.0, 0.001))

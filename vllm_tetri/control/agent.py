@@ -305,8 +305,8 @@ class Agent:
             case messages.FlipRole():
                 self._roles.order(message, time.monotonic())
                 self._reported_s = float("-inf")  # a report follows at once
-            case messages.Advertised(epoch=epoch):
-                if self._roles.known(epoch, time.monotonic()):
+            case messages.Advertised(epoch=epoch, at_s=at_s):
+                if self._roles.known(epoch, at_s, time.monotonic()):
                     self._reported_s = float("-inf")
             case messages.Introduce():
                 link.send(messages.encode(messages.Hello(self._info)))

@@ -298,7 +298,7 @@ class Monitor:
             return
         _log.info("%s has the role %s now", message.instance, message.role)
         self._show()
-        self._send(sender, messages.encode(messages.Advertised(message.epoch)))
+        self._send(sender, messages.encode(messages.Advertised(message.epoch, time.monotonic())))
 
     def _part(self, sender: bytes, message: messages.Left) -> None:
         if self._members.left(sender, message) and message.was_asked:

@@ -191,12 +191,17 @@ class Flipping:
         flip.committing_s = flip.committing_s or now
         flip.stage, flip.stage_s = FlipStage.DONE, now
 
-    def known(self, epoch: int, now: float) -> bool:
-        """A router knows the role of this epoch; False if that is nothing new."""
+    def known(self, epoch: int, at_s: float, now: float) -> bool:
+        """A router knows the role of this epoch since `at_s`; False if that is nothing new.
+
+        That is its own clock, which is ours too if it runs on this machine. If not, it is
+        hardly ever between the two times here, and if it is, it is right within them.
+        """
         flip = self._try
         if flip is None or flip.epoch != epoch or flip.stage is not FlipStage.DONE or flip.commit_s:
             return False
-        flip.commit_s = now - flip.committing_s
+        is_ours = flip.committing_s < at_s <= now
+        flip.commit_s = (at_s if is_ours else now) - flip.committing_s
         return True
 
     def newest(self, now: float) -> Flip | None:
