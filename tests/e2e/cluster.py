@@ -97,7 +97,7 @@ class Cluster(Process):
         self.logs = folder / "logs"
         super().__init__(
             ["vllm_tetri.cli", "up", str(model), *roles, "--port", "0", "--ready-file",
-             str(self.ready_file), "--log-dir", str(self.logs),
+             str(self.ready_file), "--log-dir", str(self.logs), "--flip", "off",
              "--arena-bytes", str(arena_bytes), "--", *SERVE,
              "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5",
              "--enable-logging-iteration-details", *serve],

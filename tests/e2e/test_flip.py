@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from random import Random
@@ -39,7 +40,7 @@ def started(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Stock, Cluster]]:
     folder = tmp_path_factory.mktemp("flip")
-    roles = ("--prefill", "2", "--decode", "2", "--flip", "off")
+    roles = ("--prefill", "2", "--decode", "2")
     with side_by_side(Stock(tiny_llama, folder), Cluster(tiny_llama, folder, roles=roles)) as both:
         yield both
 
@@ -214,6 +215,42 @@ async def test_what_is_not_done_in_time_is_rolled_back(many: Cluster) -> None:
     assert all(answer.status == 200 for answer in await asking)
 
 
+async def test_a_flip_goes_on_while_the_router_is_started_anew(
+    single: Stock, many: Cluster
+) -> None:
+    _, decodes = await split(many)
+    asking = asyncio.create_task(ask_all(many.url, [completion(9, max_tokens=1500)] * 4))
+    name = ""
+    while not name:
+        rows = await instances(many)
+        name = next((each for each in decodes if rows[each]["running"]), "")
+    assert (await order(many.url, name, "prefill"))[1]["state"] == "flipping"
+    routers = [each for each in many.tree() if "router" in each.cmdline()]
+    for process in reversed(routers):
+        process.kill()
+    with pytest.raises(aiohttp.ClientError):
+        await asking
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if (await instances(many)).get(name, {}).get("role") == "prefill":
+                break
+        await asyncio.sleep(0.1)
+    row = (await instances(many))[name]
+    assert (row["role"], row["flip"]["stage"]) == ("prefill", "done")
+    await until_ready(many)
+    expected = await ask_all(single.url, BODIES)
+    answers = await ask_all(many.url, BODIES)
+    assert all(a.same_as(b) for a, b in zip(answers, expected, strict=True))
+
+
+async def until_ready(cluster: Cluster) -> None:
+    deadline = time.monotonic() + 120
+    while {row["state"] for row in (await instances(cluster)).values()} != {"ready"}:
+        assert time.monotonic() < deadline, cluster.log.read_text()[-2000:]
+        await asyncio.sleep(0.1)
+
+
 async def test_one_that_dies_while_it_drains_costs_what_it_had_and_no_more(
     many: Cluster,
 ) -> None:
@@ -236,10 +273,7 @@ async def test_one_that_dies_while_it_drains_costs_what_it_had_and_no_more(
     status, answer = await order(many.url, name, "decode")
     assert status in (404, 409), answer
     assert all(answer.status == 200 for answer in await ask_all(many.url, BODIES))
-    deadline = time.monotonic() + 120  # `up` starts it again, in the role that it began with
-    while (await instances(many)).get(name, {}).get("state") != "ready":
-        assert time.monotonic() < deadline, many.log.read_text()[-2000:]
-        await asyncio.sleep(0.2)
+    await until_ready(many)  # `up` starts it again, in the role that it began with
     row = (await instances(many))[name]
     assert (row["role"], row["flip"]) == (name.partition("-")[0], None)
     assert set(prefills) <= set(await instances(many))

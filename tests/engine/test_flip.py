@@ -13,6 +13,7 @@ from tests.engine.harness import BLOCK, Engine
 from tests.engine.test_handover import Pair, prompt
 from vllm_tetri.engine.own import is_own
 from vllm_tetri.policy.order import PrefillPolicy
+from vllm_tetri.predictor.oracle import Oracle
 from vllm_tetri.types import Role
 
 CHUNK = 64
@@ -37,7 +38,7 @@ def flip(engine: Engine, role: Role) -> None:
 
 
 def add(engine: Engine, name: str, num_tokens: int, max_tokens: int = 1) -> None:
-    engine.add(name, Random(name).choices(range(997), k=num_tokens), max_tokens=max_tokens)
+    engine.add(name, engine_prompt(name, num_tokens), max_tokens=max_tokens)
 
 
 def starts(engine: Engine) -> list[str]:
@@ -138,6 +139,37 @@ def test_an_idle_engine_has_its_role_before_the_first_request(make: Any) -> None
 def test_a_chunk_larger_than_vllms_budget_is_cut_where_it_may_be_needed_later(make: Any) -> None:
     engine = make(Role.DECODE)
     assert engine.scheduler._chunk_budget(5000) == 1024
+
+
+def test_the_prefix_cache_survives(make: Any) -> None:
+    engine = make(Role.PREFILL)
+    add(engine, "a", 10 * BLOCK)
+    engine.run_until(lambda: engine.is_at_rest)
+    flip(engine, Role.DECODE)
+    engine.add("again", engine_prompt("a", 10 * BLOCK), max_tokens=1)
+    assert engine.step().total_num_scheduled_tokens == BLOCK  # all but the last block
+
+
+def engine_prompt(name: str, num_tokens: int) -> list[int]:
+    return Random(name).choices(range(997), k=num_tokens)
+
+
+def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(Role.DECODE)
+    made: list[Any] = []
+
+    def make_predictor(*_: Any) -> Any:
+        made.append(Oracle(200, 6, 1.0))
+        return made[-1]
+
+    monkeypatch.setattr("vllm_tetri.engine.instance.make_predictor", make_predictor)
+    for role in (Role.PREFILL, Role.DECODE, Role.BOTH):
+        flip(engine, role)
+        engine.step()
+        assert engine.instance.predictions.predictor is made[0]
+    assert len(made) == 1
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def _say_what_is_unused(config: TetriConfig) -> None:
     if config.role is Role.PREFILL and config.tbt_slo_s is not None:
         _log.warning(
             "%s has no effect with --role prefill, which writes no answers; it applies to "
-            "--role decode and --role both",
+            "--role decode and --role both, also after a flip",
             option_of("tbt_slo_s"),
         )
 
