@@ -21,7 +21,8 @@ from vllm_tetri import cli
 from vllm_tetri.bench import arrivals, flip, flip_report
 from vllm_tetri.bench.arrivals import Answered, Arrival, Kind, Length, Slo, Source, figures
 from vllm_tetri.bench.fleet import Member
-from vllm_tetri.bench.flip import Load, Look, Watch, kinds_of, moves, run_of, systems
+from vllm_tetri.bench.flip import Load, kinds_of, moves, systems
+from vllm_tetri.bench.flip_run import Look, Run, Watch, flipped, run_of
 from vllm_tetri.bench.pace import Counts, Pace
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.types import Role
@@ -237,7 +238,7 @@ ANSWERED = [
 ]
 
 
-def made(answered: list[Answered] = ANSWERED) -> flip.Run:
+def made(answered: list[Answered] = ANSWERED) -> Run:
     return run_of(
         answered,
         SWING,
@@ -275,7 +276,7 @@ def test_flips_of_the_run_are_known_with_how_long_they_took() -> None:
 
 
 def test_a_flip_that_was_first_seen_done_was_ordered_before_its_drain() -> None:
-    (found,) = flip.flipped([Look(4.5, AFTER)], BEFORE, 0.5)
+    (found,) = flipped([Look(4.5, AFTER)], BEFORE, 0.5)
     assert found.at_s == pytest.approx(1.0)
 
 
