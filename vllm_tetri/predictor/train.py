@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "reach, else a packaged encoder)",
     )
     add("--granularity", type=int, default=200, metavar="N", help="tokens per bucket (%(default)s)")
-    add("--epochs", type=int, default=3, metavar="N", help="passes over the data (%(default)s)")
-    add("--learning-rate", type=float, default=1e-4, metavar="X", help="(%(default)s)")
-    add("--batch-size", type=int, default=32, metavar="N", help="prompts per step (%(default)s)")
+    add("--epochs", type=int, default=4, metavar="N", help="passes over the data (%(default)s)")
+    add("--learning-rate", type=float, default=2e-4, metavar="X", help="(%(default)s)")
+    add("--batch-size", type=int, default=16, metavar="N", help="prompts per step (%(default)s)")
     add(
         "--held-out",
         type=int,
