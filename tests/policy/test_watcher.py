@@ -15,7 +15,7 @@ from tests.policy.builders import instance, view
 from vllm_tetri.policy.balance import COOL_DOWN_S
 from vllm_tetri.policy.watch_group import ROLLED_BACK_S, FlipOrder, Look
 from vllm_tetri.policy.watcher import ORDER_SEEN_S, Watcher, WatchPolicy, make_watcher
-from vllm_tetri.types import Flip, FlipStage, InstanceState, InstanceView, Role
+from vllm_tetri.types import Flip, FlipStage, InstanceLoad, InstanceState, InstanceView, Role
 
 LOOK_S = 0.2
 TOKENS_PER_S, BASE_S, REQUEST_S = 1500.0, 0.013, 0.004
@@ -75,11 +75,12 @@ class Engine:
             waiting=max(0, len(self.prompts) - 1),
             queued_prefill_tokens=int(sum(left for left, _ in self.prompts)),
             remaining_tokens=int(sum(self.answers)),
+            light=len(self.answers),
             **{name: int(value) for name, value in self.done.items()},
             **self.speeds,
         )
         flip = self.flip and replace(self.flip, age_s=now - self.flipped_s)
-        return replace(one, flip=flip)
+        return replace(one, flip=flip, seq=int(now / LOOK_S) + 1)
 
 
 @dataclass
@@ -369,6 +370,35 @@ def test_every_model_gets_its_orders_one_at_a_look() -> None:
         order = both.watcher.look(seen, groups[0].now).order
         ordered += [order.instance.partition("-")[0]] if order else []
     assert {"huge", "tiny"} == set(ordered)
+
+
+def test_one_that_has_not_reported_yet_says_nothing_of_what_comes() -> None:
+    """A router that starts anew knows instances before their first report."""
+    one = Cluster(make_watcher(WatchPolicy.BALANCE), engines(2, 2))
+    one.run(30.0, 1.0)
+    for each in one.engines:
+        each.done["prompt_tokens_done"] += 1e6
+        each.done["prefills_done"] += 600
+    fresh = make_watcher(WatchPolicy.BALANCE)
+    looks = []
+    for index in range(60):
+        seen = [each.seen(one.now) for each in one.run(LOOK_S, 1.0).engines]
+        if index == 0:
+            seen[0] = replace(seen[0], load=InstanceLoad(), seq=0)
+        looks.append(fresh.look(view(*seen), one.now))
+    rates = [re.search(r"([0-9.]+) requests/s", look.explanation) for look in looks]
+    assert max(float(rate[1]) for rate in rates if rate) < 5
+
+
+def test_answers_that_are_longer_than_average_are_no_more_requests_than_there_are() -> None:
+    one = Cluster(make_watcher(WatchPolicy.BALANCE), engines(2, 2))
+    one.run(30.0, 1.0, CHAT)
+    for each in one.engines:
+        each.answers = [2000.0] * len(each.answers)
+    num = sum(len(each.answers) for each in one.engines)
+    seen = [each.seen(one.now + LOOK_S) for each in one.engines]
+    explanation = one.watcher.look(view(*seen), one.now + LOOK_S).explanation
+    assert f"{num:.1f} decoding" in explanation
 
 
 # The paper's

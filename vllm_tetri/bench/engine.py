@@ -271,7 +271,7 @@ class Engine:
 
     def _prepare(self, question: Question) -> None:
         budget = question.budget_tokens or self._budget_tokens
-        self._scheduler.max_num_scheduled_tokens = budget
+        self._scheduler.max_num_scheduled_tokens = self._scheduler._chunk_tokens = budget
         if question.policy is not None:
             from vllm_tetri.policy.order import PrefillPolicy
 

@@ -258,7 +258,9 @@ def _measure(
 
 
 def _start(cluster: Fleet, options: argparse.Namespace) -> None:
-    own = ("--tetri-predictor", "oracle", *pool(options.kv_tokens))
+    # Else only those that start as prefill instances refuse prompts when they have many.
+    unbounded = ("--max-num-queued-tokens", str(1 << 30))
+    own = ("--tetri-predictor", "oracle", *pool(options.kv_tokens), *unbounded)
     prefills = systems(options.instances)[POLICIES[0]].prefills
     roles = [Role.PREFILL] * prefills + [Role.DECODE] * (options.instances - prefills)
     cluster.start([Member(f"instance-{place}", role, own) for place, role in enumerate(roles)])

@@ -79,7 +79,7 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
         f"instances with KV of {found['kv_tokens']} tokens, oracle; in time: first token within "
         f"{found['slo_ttft_s']:g} s, further ones {found['slo_tpot_s']:g} s each; {PACED}: "
         f"{found['pace']}, run at {found['scale']:g}; times are the device's; means with 95 % "
-        "intervals"
+        "intervals; policies' own times, such as a horizon of 40 s, are real ones"
     )
     for load, systems in results["loads"].items():
         console.print(_table(load, systems))

@@ -283,14 +283,18 @@ class Monitor:
             self._on_hello(info)
 
     def _note(self, sender: bytes, report: messages.LoadReport, now: float) -> None:
+        is_own = self._members.sender_of(report.instance) == sender
         has_reported, was = self._members.newest_flip(report.instance)
         if not self._members.report(sender, report, now):
             self._introduce(sender)
         flip = report.flip
-        if has_reported and flip is not None and has_ended(flip):
+        if is_own and has_reported and flip is not None and has_ended(flip):
             is_known = was is not None and was.epoch == flip.epoch and has_ended(was)
             if not is_known:
                 self._on_flip(report.instance, flip)
+        elif is_own and flip is not None and flip.stage is FlipStage.DONE:
+            # It does not know yet that it is known: something got lost.
+            self._send(sender, messages.encode(messages.Advertised(flip.epoch, now)))
 
     def _advertise(self, sender: bytes, message: messages.Flipped) -> None:
         if not self._members.flipped(sender, message):

@@ -51,10 +51,12 @@ class RoleKeeper:
     def order(self, order: FlipRole, now: float) -> None:
         """A router wants another role."""
         was_steady = self.is_steady
-        if order.role is self.role and self._flipping.stage is Stage.SWITCHING:
+        is_new = order.epoch > self.epoch
+        if is_new and order.role is self.role and self._flipping.stage is Stage.SWITCHING:
             if not self._switch.withdraw():
                 return  # the engine has taken it just now; the router will say it again
             self._flipping.withdrawn(now, f"called off: {order.reason}")
+            self._log(now)
         is_new = self._flipping.order(
             order.epoch,
             order.role,

@@ -258,7 +258,12 @@ class TetriScheduler(Scheduler):
         if prompts and len(prompts) < len(self.running):
             decodes = [request for request in self.running if not request.is_prefill_chunk]
             self.running = decodes + prompts
-        return len(self.running) - len(prompts)
+        # With asynchronous scheduling prompts whose end is being computed are none of either.
+        outbox = self._instance.outbox
+        return sum(
+            not request.is_prefill_chunk and request.request_id not in outbox
+            for request in self.running
+        )
 
     def _share_out(self) -> None:
         """Decide what started prompts get of this step; the rest is for the queue."""
@@ -296,8 +301,8 @@ class TetriScheduler(Scheduler):
         return min(num_new_tokens, self._shares.get(request.request_id, num_new_tokens))
 
     def _pad(self) -> None:
-        missing_tokens = self.max_num_scheduled_tokens - self._queue.prompts.unfinished_tokens
-        if 0 < missing_tokens < self.max_num_scheduled_tokens:
+        missing_tokens = self._chunk_tokens - self._queue.prompts.unfinished_tokens
+        if 0 < missing_tokens < self._chunk_tokens:
             self._padding, self._has_padded = self._own.pad(missing_tokens), True
             super().add_request(self._padding)  # ours takes a role, if there is one to take
 

@@ -92,7 +92,10 @@ class _Flow:
         self._answer_tokens *= kept
         self._done_tokens *= kept
         self._done *= kept
-        loads = {each.info.id: each.load for each in instances if each.info.role in OTHER}
+        # One that has not reported yet has counters of 0, which do not grow to what they are.
+        loads = {
+            each.info.id: each.load for each in instances if each.info.role in OTHER and each.seq
+        }
         for id_, load in loads.items():
             before = self._loads.get(id_)
             if before is not None and not _has_restarted(before, load):
@@ -212,8 +215,15 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
     kv_tokens = _mean([each.load.blocks_total * each.info.block_size for each in ready])
     return _Forecast(
         per_s=flow.tokens_per_s / prompt,
-        queued=sum(load.queued_prefill_tokens for load in loads) / prompt,
-        decoding=sum(load.remaining_tokens for load in loads) / answer,
+        # No more than there are: averages are off while the mix changes.
+        queued=min(
+            sum(load.queued_prefill_tokens for load in loads) / prompt,
+            sum(load.running + load.waiting for load in loads),
+        ),
+        decoding=min(
+            sum(load.remaining_tokens for load in loads) / answer,
+            sum(load.heavy + load.light for load in loads),
+        ),
         prefills_per_s=tokens_per_s / prompt,
         decodes_per_s=1 / (request_s * answer),
         half=base_s / request_s,

@@ -45,7 +45,7 @@ class Flips:
         self._watcher = watcher
         self._is_dry = is_dry
         self._task: asyncio.Task[None] | None = None
-        self._said = ""
+        self._said: tuple[InstanceId, Role] | None = None
         self.newest = Look(None, "nobody watches: roles change by order only")
 
     def start(self) -> None:
@@ -113,9 +113,9 @@ class Flips:
             return
         words = f"{order.instance} to {order.role}{' now' if order.now else ''}: {order.reason}"
         if self._is_dry:
-            if words != self._said:
+            if (order.instance, order.role) != self._said:
                 _log.info("%swould flip %s", _WATCHER, words)
-            self._said = words
+            self._said = order.instance, order.role
             return
         try:
             self.order(order.instance, order.role, is_now=order.now, reason=_WATCHER + order.reason)
