@@ -115,6 +115,8 @@ def _spec(options: argparse.Namespace, machine: Machine) -> Spec:
             kv_bytes=None,
             predictor=None,
             max_in_flight=None,
+            flip="off",
+            flip_after=None,
             tail=[*options.tail, *_MEASURE_ALL],
         ),
         machine,
