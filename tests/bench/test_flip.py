@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from aiohttp import web
 from rich.console import Console
 
 from vllm_tetri import cli
-from vllm_tetri.bench import arrivals, flip, flip_report
+from vllm_tetri.bench import arrivals, flip, flip_report, flip_times
 from vllm_tetri.bench.arrivals import Answered, Arrival, Kind, Length, Slo, Source, figures
 from vllm_tetri.bench.fleet import Member
 from vllm_tetri.bench.flip import Load, kinds_of, moves, systems
@@ -405,8 +406,10 @@ class FakeFleet:
     def restart_router(self, options: list[str]) -> None:
         self.said.append(" ".join(options))
 
-    def flip(self, name: str, role: str) -> None:
-        self.roles[name] = role
+    def flip(self, name: str, role: str, *, now: bool = False) -> dict[str, Any]:
+        source, self.roles[name] = self.roles[name], role
+        times = {"drain_s": 0.0 if now else 0.2, "commit_s": 0.001}
+        return {"flip": {"source": source, "target": role, **times}}
 
     def instances(self) -> dict[str, dict[str, Any]]:
         return {name: {**row(role), "flip": None} for name, role in self.roles.items()}
@@ -446,7 +449,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict
         monkeypatch.setattr("vllm_tetri.bench.arrivals.send", send)
         parser = argparse.ArgumentParser()
         flip.add_arguments(parser)
-        options = parser.parse_args(["model", "--output", str(tmp_path), *words])
+        own = ["--output", str(tmp_path), "--timing", "0"]
+        options = parser.parse_args(["model", *own, *words])
         options.tail = []
         with contextlib.suppress(UnsupportedError):
             flip.run(options)
@@ -479,15 +483,43 @@ def test_a_broken_off_run_keeps_what_it_had_and_goes_on(bench: Any) -> None:
     assert FakeFleet.said == []
 
 
+def flipping_fleet() -> Any:
+    cluster = FakeFleet()
+    roles = [Role.DECODE, Role.PREFILL, Role.PREFILL]
+    cluster.start([Member(f"i{place}", role) for place, role in enumerate(roles)])
+    return cluster
+
+
+def test_flips_are_timed_as_long_as_requests_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flip_times, "_PAUSE_S", 0.001)
+    times = flip_times.time_flips(flipping_fleet(), lambda: time.sleep(0.3))
+    assert len(times) > 10
+    assert {each.source for each in times} == {"prefill", "decode"}
+    assert [each.drain_s > 0 for each in times[:4]] == [True, False, True, False]
+    console = Console(width=150)
+    with console.capture() as shown:
+        flip_report.show(console, {**results(), "timing": [asdict(each) for each in times]})
+    assert re.search(r"from decode, at once.* 1\.00 ", shown.get())
+
+
+def test_a_request_that_fails_while_roles_flip_is_an_error() -> None:
+    def send() -> None:
+        raise UnsupportedError("HTTP 503")
+
+    with pytest.raises(UnsupportedError, match="HTTP 503"):
+        flip_times.time_flips(flipping_fleet(), send)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_small_run(tiny_llama: Path, tmp_path: Path) -> None:
     words = ["--phase", "6", "--phases", "2", "--repeats", "1", "--scale", "0.5"]
     words += ["--systems", "1P2D,balance", "--loads", "swing", "--output", str(tmp_path)]
-    words += ["--longest-prompt", "500", "--longest", "32"]
+    words += ["--longest-prompt", "500", "--longest", "32", "--timing", "12"]
     assert cli.main(["bench", "flip", str(tiny_llama), *words]) == 0
     found = json.loads((tmp_path / "flip.json").read_text())
     counts = {runs[0]["overall"]["requests"] for runs in found["loads"]["swing"].values()}
     assert len(counts) == 1
     assert counts != {0}
     assert (tmp_path / "flip.svg").stat().st_size
+    assert found["timing"]

@@ -202,18 +202,20 @@ class Fleet:
         self._start_router(options)
         self._wait_until_ready([name for name in self._children if name != _ROUTER])
 
-    def flip(self, name: str, role: str) -> None:
-        """Give an instance at rest another role, and wait until it has it.
+    def flip(self, name: str, role: str, *, now: bool = False) -> dict[str, Any]:
+        """Give an instance another role, and wait until it has it and knows that all do.
+        Returns what the router knows of it then.
 
         Raises:
             UnsupportedError: The router refuses, or the instance keeps its role.
         """
-        epoch = self._order_flip(name, role)
+        epoch = self._order_flip(name, role, now)
         deadline = time.monotonic() + 2 * _REST_S
         while True:
             row = self.instances().get(name, {})
-            if row.get("role") == role and row.get("state") == _READY:
-                return
+            is_known = bool((row.get("flip") or {}).get("commit_s"))
+            if row.get("role") == role and row.get("state") == _READY and is_known:
+                return row
             flip = row.get("flip") or {"epoch": -1, "stage": ""}
             if flip["epoch"] >= epoch and flip["stage"] == FlipStage.ROLLED_BACK:
                 raise UnsupportedError(f"{name} stays {row['role']}: {flip['problem']}")
@@ -221,11 +223,11 @@ class Fleet:
                 raise UnsupportedError(f"{name} does not get the role {role}: {row}")
             time.sleep(_POLL_S)
 
-    def _order_flip(self, name: str, role: str) -> int:
+    def _order_flip(self, name: str, role: str, now: bool) -> int:
         """Returns the order's epoch; 0 where it has that role."""
         order = urllib.request.Request(
             f"{self.url}/tetri/v1/instances/{name}/flip",
-            data=json.dumps({"role": role, "deadline_s": _REST_S}).encode(),
+            data=json.dumps({"role": role, "deadline_s": _REST_S, "now": now}).encode(),
             headers={"Content-Type": "application/json"},
         )
         try:

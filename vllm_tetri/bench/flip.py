@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import count as count_up
@@ -24,6 +25,7 @@ from vllm_tetri.bench import arrivals, fleet, flip_report, setting
 from vllm_tetri.bench.arrivals import Answered, Arrival, Kind, Length, Slo, Source
 from vllm_tetri.bench.fleet import Fleet, Member, pool
 from vllm_tetri.bench.flip_run import Look, Run, Watch, run_of
+from vllm_tetri.bench.flip_times import Times, time_flips
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.types import Role
 
@@ -102,6 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slo-tpot", type=float, default=0.1, metavar="SECONDS", help="per further token (0.1)")
     add("--systems", metavar="NAME,NAME", help="fixed splits such as 2P1D, and policies (all)")
     add("--loads", default=",".join(Load), metavar="NAME,NAME", help="which to run (all)")
+    add(
+        "--timing",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="flip one instance after the other for so long, under code; 0: do not (120)",
+    )
     add("--repeats", type=int, default=3, metavar="N", help="with other requests each (3)")
     fleet.add_common(parser, scale=0.5)
     setting.add_place(parser, "flip", cores=2)
@@ -125,12 +134,21 @@ def run(options: argparse.Namespace) -> int:
         for name in Random(f"{options.seed} {repeat} {load}").sample(wanted, len(wanted))
         if len(results["loads"].get(load, {}).get(name, [])) <= repeat
     ]
-    if missing:
+    is_timed = options.timing > 0 and "timing" not in results
+    if missing or is_timed:
         with Progress(console=console) as progress:
-            task = progress.add_task("starting", total=len(missing))
-            for load, name, found in _measure(options, sources, missing, progress, task):
-                results["loads"].setdefault(load, {}).setdefault(name, []).append(asdict(found))
-                setting.write_json(path, results)
+            task = progress.add_task("starting", total=len(missing) + is_timed)
+            with _warm_fleet(options, sources, progress, task) as cluster:
+                if is_timed:
+                    progress.update(task, description="timing flips")
+                    times = _time(cluster, options, sources)
+                    results["timing"] = [asdict(each) for each in times]
+                    setting.write_json(path, results)
+                    progress.advance(task)
+                runs = _measure(cluster, options, sources, missing, progress, task)
+                for load, name, found in runs:
+                    results["loads"].setdefault(load, {}).setdefault(name, []).append(asdict(found))
+                    setting.write_json(path, results)
     flip_report.show(console, results)
     flip_report.draw(results, options.output / "flip.svg")
     console.print(f"written: {path}, flip.svg")
@@ -229,14 +247,10 @@ def _conditions(options: argparse.Namespace, sources: Mapping[Kind, Source]) -> 
 # -- measuring ---------------------------------------------------------------------
 
 
-def _measure(
-    options: argparse.Namespace,
-    sources: dict[Kind, Source],
-    missing: Sequence[tuple[int, Load, System]],
-    progress: Progress,
-    task: TaskID,
-) -> Iterator[tuple[str, str, Run]]:
-    """Load, name of the system, and run of each."""
+@contextmanager
+def _warm_fleet(
+    options: argparse.Namespace, sources: dict[Kind, Source], progress: Progress, task: TaskID
+) -> Iterator[Fleet]:
     with Fleet(
         options.model,
         options.tail,
@@ -249,12 +263,33 @@ def _measure(
             progress.update(task, description=f"warming up {system.name}")
             _arrange(cluster, system, options)
             _warm_up(cluster, sources[Kind.CONVERSATION], options)
-        for repeat, load, system in missing:
-            progress.update(task, description=f"{load}, {system.name}, repeat {repeat + 1}")
-            tries = (_try(cluster, options, sources, repeat, load, system) for _ in count_up())
-            found = fleet.in_time(tries, lambda run: run.late_s / run.overall.jct_s)
-            yield load.value, system.name, found
-            progress.advance(task)
+        yield cluster
+
+
+def _time(cluster: Fleet, options: argparse.Namespace, sources: dict[Kind, Source]) -> list[Times]:
+    """Flips under half of the load of code, of which one instance can do the prompts."""
+    rng = Random(f"{options.seed} timing")
+    rates = {Kind.CODE: options.rates[0] / 2}
+    asks = arrivals.draw([Kind.CODE], options.timing, rates, sources, rng)
+    _arrange(cluster, systems(options.instances)[f"{options.instances - 1}P1D"], options)
+    return time_flips(cluster, lambda: _send(cluster, asks, rng, options))
+
+
+def _measure(
+    cluster: Fleet,
+    options: argparse.Namespace,
+    sources: dict[Kind, Source],
+    missing: Sequence[tuple[int, Load, System]],
+    progress: Progress,
+    task: TaskID,
+) -> Iterator[tuple[str, str, Run]]:
+    """Load, name of the system, and run of each."""
+    for repeat, load, system in missing:
+        progress.update(task, description=f"{load}, {system.name}, repeat {repeat + 1}")
+        tries = (_try(cluster, options, sources, repeat, load, system) for _ in count_up())
+        found = fleet.in_time(tries, lambda run: run.late_s / run.overall.jct_s)
+        yield load.value, system.name, found
+        progress.advance(task)
 
 
 def _start(cluster: Fleet, options: argparse.Namespace) -> None:

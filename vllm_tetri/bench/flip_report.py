@@ -13,7 +13,7 @@ from rich.table import Table
 
 from vllm_tetri.bench import picture
 from vllm_tetri.bench.admission_report import PACED
-from vllm_tetri.bench.stats import Estimate, estimate
+from vllm_tetri.bench.stats import Estimate, estimate, quantile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,33 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
         console.print(_table(load, systems))
     if SWING in results["loads"]:
         console.print(_phase_table(results["loads"][SWING]))
-    console.print(_flip_table(results["loads"]))
+    if any(results["loads"].values()):
+        console.print(_flip_table(results["loads"]))
+    if results.get("timing"):
+        console.print(_timing_table(results["timing"]))
+
+
+def _timing_table(times: Sequence[Mapping[str, Any]]) -> Table:
+    """One flip after the other under load, in real milliseconds."""
+    table = Table("timing, real ms", "flips", "commit p50", "p99", "longest", "drain p50", "p99")
+    for source in ("prefill", "decode"):
+        for is_drained in (True, False):
+            own = [
+                each
+                for each in times
+                if each["source"] == source and (each["drain_s"] > 0) is is_drained
+            ]
+            if not own:
+                continue
+            commit_s = [each["commit_s"] for each in own]
+            drain_s = [each["drain_s"] for each in own]
+            table.add_row(
+                f"from {source}, {'drained first' if is_drained else 'at once'}",
+                str(len(own)),
+                *(f"{1e3 * quantile(commit_s, part):.2f}" for part in (0.5, 0.99, 1.0)),
+                *(f"{1e3 * quantile(drain_s, part):.0f}" for part in (0.5, 0.99)),
+            )
+    return table
 
 
 def _table(load: str, systems: Systems) -> Table:
