@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.e2e.client import Answer, ask, ask_all
-from tests.e2e.cluster import Cluster, Stock, side_by_side
+from tests.e2e.cluster import Cluster, Stock, get, side_by_side
 from tests.e2e.prompts import completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # five instances on two cores
@@ -181,23 +181,33 @@ async def split(cluster: Cluster) -> tuple[list[str], list[str]]:
 
 async def test_while_kv_is_in_the_air_for_it(single: Stock, many: Cluster) -> None:
     """Long prompts are on their way to both decode instances when one of them flips."""
-    _, decodes = await split(many)
+    await split(many)
     bodies = [completion(n, max_tokens=20) for n in (1500, 1400, 1300, 1200)]
     expected = await ask_all(single.url, bodies)
     for is_now in (False, True):
-        asking = asyncio.create_task(ask_all(many.url, bodies))
-        name = ""
-        while not name:
-            rows = await instances(many)
-            name = next((each for each in decodes if rows[each]["held"]), "")
-            assert not asking.done(), "no KV was seen in the air"
+        asking, name = await until_in_the_air(many, bodies)
         status, answer = await order(many.url, name, "prefill", now=is_now)
         assert status == 202
         answers = await asking
         assert all(a.same_as(b) for a, b in zip(answers, expected, strict=True))
-        await flipped(many, name, answer["epoch"])
-        await order(many.url, name, "decode", now=True)
-        await flipped(many, name, answer["epoch"] + 1)
+        row = await flipped(many, name, answer["epoch"])
+        assert row["role"] == "prefill"
+        await split(many)
+
+
+async def until_in_the_air(
+    cluster: Cluster, bodies: list[Any]
+) -> tuple[asyncio.Task[list[Answer]], str]:
+    """Ask, until a prompt is seen that is being computed and sent to a decode instance."""
+    for salt in range(50):
+        own = [{**body, "cache_salt": f"{time.monotonic()} {salt}"} for body in bodies]
+        asking = asyncio.create_task(ask_all(cluster.url, own))
+        while not asking.done():
+            rows = await asyncio.to_thread(get, f"{cluster.url}/tetri/v1/requests")
+            for row in rows["requests"]:
+                if row["phase"] == "prefilling" and row["decode"]:
+                    return asking, row["decode"]
+    raise AssertionError("no KV was seen in the air")
 
 
 async def test_what_is_not_done_in_time_is_rolled_back(many: Cluster) -> None:
@@ -225,6 +235,9 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(
         rows = await instances(many)
         name = next((each for each in decodes if rows[each]["running"]), "")
     assert (await order(many.url, name, "prefill"))[1]["state"] == "flipping"
+    heard = (await instances(many))[name]["seq"] + 2  # the second report from now on knows of it
+    while (await instances(many))[name]["seq"] < heard:
+        await asyncio.sleep(0.02)
     routers = [each for each in many.tree() if "router" in each.cmdline()]
     for process in reversed(routers):
         process.kill()
@@ -237,7 +250,7 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(
                 break
         await asyncio.sleep(0.1)
     row = (await instances(many))[name]
-    assert (row["role"], row["flip"]["stage"]) == ("prefill", "done")
+    assert (row["role"], row["flip"]["stage"]) == ("prefill", "done"), row
     await until_ready(many)
     expected = await ask_all(single.url, BODIES)
     answers = await ask_all(many.url, BODIES)
