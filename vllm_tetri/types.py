@@ -94,6 +94,11 @@ class Flip:
     reason: str = ""
     problem: str = ""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the instance is about to have the target's role."""
+        return self.stage in (FlipStage.DRAINING, FlipStage.SWITCHING)
+
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:

@@ -98,7 +98,7 @@ async def test_at_once_it_waits_for_the_engines_next_step() -> None:
         await eventually(lambda: (flip := flip_of(router)) and flip.age_s > 0.05)
         assert (role_of(router), states(router)["i"]) == (Role.DECODE, "ready")
         assert engine.switch.take() is Role.PREFILL
-        one.agent.look_again()
+        one.agent.wake_up()
         await eventually(lambda: is_committed(router))
         assert role_of(router) is Role.PREFILL
         assert engine.switch.take() is None

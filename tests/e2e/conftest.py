@@ -30,3 +30,25 @@ def cluster(_started: tuple[Stock, Cluster]) -> Iterator[Cluster]:
     """The shared cluster; every test leaves it at rest."""
     yield _started[1]
     _started[1].rest()
+
+
+@pytest.fixture(scope="module")
+def _four(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Stock, Cluster]]:
+    folder, roles = tmp_path_factory.mktemp("many"), ("--prefill", "2", "--decode", "2")
+    cluster = Cluster(tiny_llama, folder, roles=roles)
+    with side_by_side(Stock(tiny_llama, folder), cluster) as both:
+        yield both
+
+
+@pytest.fixture
+def single(_four: tuple[Stock, Cluster]) -> Stock:
+    return _four[0]
+
+
+@pytest.fixture
+def many(_four: tuple[Stock, Cluster]) -> Iterator[Cluster]:
+    """Every test leaves it at rest."""
+    yield _four[1]
+    _four[1].rest()

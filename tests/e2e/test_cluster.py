@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import cycle
 from pathlib import Path
@@ -25,7 +25,6 @@ from tests.e2e.cluster import (
     Process,
     Stock,
     free_port,
-    side_by_side,
 )
 from tests.e2e.prompts import completion
 
@@ -59,28 +58,6 @@ CLASSES = {
     "HPHD": of_class(HEAVY_PROMPTS, HEAVY_ANSWER),
 }
 CLASSES["mixed"] = [body for bodies in CLASSES.values() for body in bodies[1::2]]
-
-
-@pytest.fixture(scope="module")
-def started(
-    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Stock, Cluster]]:
-    folder, roles = tmp_path_factory.mktemp("many"), ("--prefill", "2", "--decode", "2")
-    cluster = Cluster(tiny_llama, folder, roles=roles)
-    with side_by_side(Stock(tiny_llama, folder), cluster) as both:
-        yield both
-
-
-@pytest.fixture
-def single(started: tuple[Stock, Cluster]) -> Stock:
-    return started[0]
-
-
-@pytest.fixture
-def many(started: tuple[Stock, Cluster]) -> Iterator[Cluster]:
-    """Every test leaves it at rest."""
-    yield started[1]
-    started[1].rest()
 
 
 class Joiner(Process):

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import cycle
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.client import Answer, ask, ask_all
-from tests.e2e.cluster import Cluster, Stock, get, side_by_side
+from tests.e2e.cluster import Cluster, Stock, get
 from tests.e2e.prompts import completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # five instances on two cores
@@ -33,28 +31,6 @@ BODIES = [
          (450, 2), (17, 5)]
     )
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def started(
-    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Stock, Cluster]]:
-    folder = tmp_path_factory.mktemp("flip")
-    roles = ("--prefill", "2", "--decode", "2")
-    with side_by_side(Stock(tiny_llama, folder), Cluster(tiny_llama, folder, roles=roles)) as both:
-        yield both
-
-
-@pytest.fixture
-def single(started: tuple[Stock, Cluster]) -> Stock:
-    return started[0]
-
-
-@pytest.fixture
-def many(started: tuple[Stock, Cluster]) -> Iterator[Cluster]:
-    """Every test leaves it at rest."""
-    yield started[1]
-    started[1].rest()
 
 
 async def order(url: str, name: str, role: str, **options: Any) -> tuple[int, dict[str, Any]]:

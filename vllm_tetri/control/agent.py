@@ -129,12 +129,12 @@ class Agent:
             self._count_drop()
             return
         self._outbox.append(message)
-        self._wake_up()
+        self.wake_up()
 
     def close(self) -> None:
         """Say `Left` to every router and stop the thread. Idempotent."""
         self._stop.set()
-        self._wake_up()
+        self.wake_up()
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
@@ -142,11 +142,8 @@ class Agent:
         if thread.is_alive():
             self._log_once("stuck", "the control agent did not stop within %s s", _CLOSE_S)
 
-    def look_again(self) -> None:
+    def wake_up(self) -> None:
         """Something that the agent waits for may have happened."""
-        self._wake_up()
-
-    def _wake_up(self) -> None:
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)

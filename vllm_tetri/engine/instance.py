@@ -368,7 +368,7 @@ class Instance:
 
     def _on_role_taken(self) -> None:
         if self._agent is not None:
-            self._agent.look_again()
+            self._agent.wake_up()
 
     @property
     def num_flips(self) -> int:

@@ -201,11 +201,11 @@ class TetriScheduler(Scheduler):
                 self._answers.forget(request_id)
                 if self._gate is not None:
                     self._gate.forget(request_id)
-        num_decodes = self._put_decodes_first()
+        self._put_decodes_first()
         if self._budget is not None:
             self.max_num_scheduled_tokens = self._budget.tokens(self.running, time.monotonic())
         elif self._is_chunked:  # decodes of a former role come on top of the chunk
-            tokens = self._chunk_tokens + num_decodes
+            tokens = self._chunk_tokens + self._num_decodes()
             self.max_num_scheduled_tokens = min(tokens, self._most_tokens)
         if self._instance.gate is not None:
             self._open_gate(self._instance.gate)
@@ -251,13 +251,14 @@ class TetriScheduler(Scheduler):
         gate = self._instance.gate
         return gate is not None and gate.is_shut
 
-    def _put_decodes_first(self) -> int:
-        """Decodes, then started prompts; new ones follow (Sarathi-Serve, algorithm 3).
-        Returns how many decodes there are."""
+    def _put_decodes_first(self) -> None:
+        """Decodes, then started prompts; new ones follow (Sarathi-Serve, algorithm 3)."""
         prompts = [request for request in self.running if request.is_prefill_chunk]
         if prompts and len(prompts) < len(self.running):
             decodes = [request for request in self.running if not request.is_prefill_chunk]
             self.running = decodes + prompts
+
+    def _num_decodes(self) -> int:
         # With asynchronous scheduling prompts whose end is being computed are none of either.
         outbox = self._instance.outbox
         return sum(

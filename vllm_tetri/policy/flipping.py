@@ -165,8 +165,7 @@ class Flipping:
             flip.drain_s, flip.committing_s = now - flip.ordered_s, now
             self._advance(Event.DRAINED)
         elif self._is_late(now):
-            left = left or ("more is on its way" if is_expected else "")
-            self._roll_back(Event.LATE, f"not drained in time: {left}", now)
+            self._roll_back(Event.LATE, f"not drained in time: {left or 'more is on its way'}", now)
 
     @property
     def wanted(self) -> Role | None:

@@ -10,7 +10,6 @@ from vllm_tetri.types import ClusterView, FlipStage, InstanceId, InstanceState, 
 ROLLED_BACK_S = 60.0  # an instance whose flip failed is not asked again for so long
 ROLES = (Role.PREFILL, Role.DECODE)
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-_ENDS = (FlipStage.DONE, FlipStage.ROLLED_BACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Group:
 def _is_flipping(one: InstanceView) -> bool:
     """With `now` it is ready all the while."""
     if one.state is InstanceState.READY:
-        return one.flip is not None and one.flip.stage not in _ENDS
+        return one.flip is not None and one.flip.is_under_way
     return one.state is InstanceState.FLIPPING
 
 

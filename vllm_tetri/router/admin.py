@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from typing import Any
+from urllib.parse import quote
 
 from vllm_tetri.errors import TetriError
 
@@ -41,13 +42,22 @@ def instances(url: str) -> dict[str, Any]:
     return _call(url, "/tetri/v1/instances", None)
 
 
-def order(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST an order.
+def order(url: str, instance: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Order an instance to do `what`: "leave" or "flip".
 
     Raises:
         AdminError: There is no router, or it refuses; with its words.
     """
+    path = f"/tetri/v1/instances/{quote(instance, safe='')}/{what}"
     return _call(url, path, json.dumps(body).encode())
+
+
+def work_of(row: dict[str, Any]) -> str:
+    """What an instance has to do, as the commands that wait for it show."""
+    return (
+        f"{row['running']} running, {row['waiting']} waiting, {row['held']} held, "
+        f"{row['in_flight']} in flight"
+    )
 
 
 def _call(url: str, path: str, body: bytes | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
-from vllm_tetri.router.flips import DEADLINE_S, UNDER_WAY
+from vllm_tetri.router.flips import DEADLINE_S
 from vllm_tetri.router.metrics import LOAD_COUNTERS, LOAD_GAUGES
 from vllm_tetri.router.passthrough import Passthrough
 from vllm_tetri.router.routes import add_whole_routes
@@ -165,7 +165,7 @@ class _Door:
         one = self._scheduler.monitor.view_of(name)
         state = one.state if one is not None else InstanceState.SILENT
         flip = one.flip if one is not None else None
-        is_under_way = ordered.is_new or (flip is not None and flip.stage in UNDER_WAY)
+        is_under_way = ordered.is_new or (flip is not None and flip.is_under_way)
         said = {
             "id": name,
             "role": order.role,

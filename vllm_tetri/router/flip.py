@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from typing import Any
-from urllib.parse import quote
 
 from vllm_tetri.router import admin
 from vllm_tetri.router.flips import DEADLINE_S
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Order it and wait until it is done; returns the exit status."""
-    path = f"/tetri/v1/instances/{quote(args.instance, safe='')}/flip"
     order = {
         "role": args.role,
         "now": args.now,
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         "reason": "ordered by vllm-tetri flip",
     }
     try:
-        ordered = admin.order(args.url, path, order)
+        ordered = admin.order(args.url, args.instance, "flip", order)
         if not ordered["is_under_way"]:
             print(f"{args.instance} is a {args.role} instance already")
             return 0
@@ -71,10 +69,7 @@ def _wait(url: str, instance: str, role: str, epoch: int) -> int:
         flip = row["flip"] or {}
         if flip.get("stage") in ("draining", "switching"):
             over_s = float("inf")
-            words = (
-                f"{instance} is {flip['stage']}: {row['running']} running, {row['waiting']} "
-                f"waiting, {row['held']} held, {row['in_flight']} in flight"
-            )
+            words = f"{instance} is {flip['stage']}: {admin.work_of(row)}"
             if words != shown:
                 print(words, flush=True)
                 shown = words

@@ -19,7 +19,6 @@ from vllm_tetri.types import FlipStage, InstanceId, InstanceState, InstanceView,
 DEADLINE_S = 60.0
 _LOOK_S = 0.25
 _WATCHER = "watcher: "
-UNDER_WAY = (FlipStage.DRAINING, FlipStage.SWITCHING)
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class Flips:
 def _under_way(one: InstanceView) -> Role | None:
     """The role that it is about to have."""
     flip = one.flip
-    return flip.target if flip is not None and flip.stage in UNDER_WAY else None
+    return flip.target if flip is not None and flip.is_under_way else None
 
 
 def _require_able(one: InstanceView, under_way: Role | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from urllib.parse import quote
 
 from vllm_tetri.router import admin
 
@@ -29,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Order it and wait until it is gone; returns the exit status."""
-    path = f"/tetri/v1/instances/{quote(args.instance, safe='')}/leave"
+    order = {"force": args.force, "deadline_s": args.deadline}
     try:
-        admin.order(args.url, path, {"force": args.force, "deadline_s": args.deadline})
+        admin.order(args.url, args.instance, "leave", order)
         _wait(args.url, args.instance)
     except admin.AdminError as error:
         print(f"vllm-tetri leave: {error}", file=sys.stderr)
@@ -46,10 +45,7 @@ def _wait(url: str, instance: str) -> None:
         row = next((each for each in answer["instances"] if each["id"] == instance), None)
         if row is None:
             break
-        words = (
-            f"{instance} is {row['state']}: {row['running']} running, {row['waiting']} waiting, "
-            f"{row['held']} held, {row['in_flight']} in flight"
-        )
+        words = f"{instance} is {row['state']}: {admin.work_of(row)}"
         if words != shown:
             print(words, flush=True)
             shown = words
