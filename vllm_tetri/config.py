@@ -64,6 +64,8 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             instance or one of role both aims at: bounds the prompt tokens that
             share a step with decodes (Sarathi-Serve). None means no bound.
         push: Send KV when a chunk is done, or once per request (the paper's way).
+        device: What it computes on; instances of the same name share it, and slow each
+            other down. Empty: named by its host and its cores or GPUs.
         link: How KV travels: shared memory, TCP, or whichever fits.
         arena_bytes: Size of the receive arena, in bytes.
         streams: TCP connections per peer that carry KV.
@@ -93,6 +95,7 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     chunk_size: Positive | Literal["auto"] = 512  # paper section 3.3.3: the knee of its V100
     pad: Switch = "off"
     tbt_slo_s: Seconds | None = None
+    device: str = ""
     push: PushLevel = "chunk"
     link: Link = "auto"
     arena_bytes: Positive = 1 << 28

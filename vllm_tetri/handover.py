@@ -28,10 +28,15 @@ TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PrefillLeg(msgspec.Struct, frozen=True, tag="prefill"):
-    """Router → prefill instance: compute the prompt, hand its KV over."""
+    """Router → prefill instance: compute the prompt, hand its KV over.
+
+    ``anywhere``: any instance may write the answer, this one included, and the cheapest
+    is to (`policy.adaptive`); else one of those whose role it is.
+    """
 
     transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=128)]
     request: Annotated[RequestId, msgspec.Meta(max_length=128)]
+    anywhere: bool = False
 
 
 class Given(msgspec.Struct, frozen=True):

@@ -23,6 +23,47 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+class Mode(StrEnum):
+    """How a router serves the requests that two instances could share."""
+
+    SPLIT = "split"  # prompt and answer on two instances
+    ADAPTIVE = "adaptive"  # decided for every request
+    WHOLE = "whole"  # each on one instance
+
+
+@dataclass(frozen=True, slots=True)
+class StepCoefficients:
+    """What a step of an engine takes, in seconds.
+
+    Attributes:
+        base_s: Of any step.
+        request_s: Per request that decodes.
+        token_s: Per token of context of those.
+        prompt_s: Per prompt token.
+        context_s: Per prompt token and token of its context.
+        confidence: From 0, a guess, to 1, measured and right.
+    """
+
+    base_s: float = 0.0
+    request_s: float = 0.0
+    token_s: float = 0.0
+    prompt_s: float = 0.0
+    context_s: float = 0.0
+    confidence: float = 0.0
+
+    def step_s(
+        self, num_decodes: float, decode_context: float, prompt_tokens: float, prompt_context: float
+    ) -> float:
+        """A step of decodes with so many tokens of context together, and of prompt tokens
+        with so many tokens before each in the mean, whether computed earlier or with it."""
+        return (
+            self.base_s
+            + num_decodes * self.request_s
+            + decode_context * self.token_s
+            + prompt_tokens * (self.prompt_s + prompt_context * self.context_s)
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A guess of how many tokens an answer will have (paper section 3.3.2).
@@ -119,6 +160,8 @@ class InstanceInfo:
         injects: Whether it goes on behind tokens that another instance sampled.
         injects_seeded: The same for requests with a seed of their own.
         reasons: Whether its API server takes reasoning out of chat answers.
+        device: What it computes on. Instances of the same name share it; one without a
+            name has it for itself.
     """
 
     id: InstanceId
@@ -134,6 +177,7 @@ class InstanceInfo:
     injects: bool = True
     injects_seeded: bool = True
     reasons: bool = False
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +192,11 @@ class InstanceLoad:
     ``reserved_blocks`` are kept for running requests beyond what they hold. Counters
     (``*_done``, ``preemptions``, ``flips``, ``cpu_s``) only grow. Speeds are measured from
     steps, the newest count most, and 0 before there was one: ``prefill_tokens_per_s`` of
-    steps that compute prompts; a step that decodes n requests takes
-    ``decode_base_s`` + n · ``decode_request_s``.
+    steps that compute prompts; a step that decodes n requests of usual context takes
+    ``decode_base_s`` + n · ``decode_request_s``; ``cost`` says it for any step.
+    ``context_tokens`` are those of all requests that decode, ``chunk_tokens`` what a step
+    computes of prompts at most. KV of n tokens is at its decode instance ``handover_s`` +
+    n · ``handover_token_s`` after the prompt is done, as far as this instance has seen.
     """
 
     running: int = 0
@@ -173,6 +220,11 @@ class InstanceLoad:
     prefill_tokens_per_s: float = 0.0
     decode_base_s: float = 0.0
     decode_request_s: float = 0.0
+    cost: StepCoefficients = StepCoefficients()
+    context_tokens: int = 0
+    chunk_tokens: int = 0
+    handover_s: float = 0.0
+    handover_token_s: float = 0.0
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
     kv_loads_failed: int = 0

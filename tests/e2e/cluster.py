@@ -98,6 +98,7 @@ class Cluster(Process):
         super().__init__(
             ["vllm_tetri.cli", "up", str(model), *roles, "--port", "0", "--ready-file",
              str(self.ready_file), "--log-dir", str(self.logs), "--flip", "off",
+             "--mode", "split", "--placement", "auto" if roles else "split",
              "--arena-bytes", str(arena_bytes), "--", *SERVE,
              "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5",
              "--enable-logging-iteration-details", *serve],

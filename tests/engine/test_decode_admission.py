@@ -249,8 +249,11 @@ def test_prompts_on_both_pass_the_gate(tmp_path: Path, policy: str, prefill: str
     engine.close()
 
 
-def test_nothing_is_gated_where_nothing_is_decoded(tmp_path: Path) -> None:
+def test_an_instance_of_any_role_is_gated_since_any_may_decode(tmp_path: Path) -> None:
     engine = Engine(tmp_path, Role.PREFILL, chunk_size=64)
+    assert engine.instance.gate is not None
+    engine.close()
+    engine = Engine(tmp_path, Role.PREFILL, chunk_size=64, decode_policy="greedy")
     assert engine.instance.gate is None
     engine.close()
 

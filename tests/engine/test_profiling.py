@@ -157,7 +157,7 @@ def test_costs_of_all_kinds_of_steps_are_found(both: Computing) -> None:
     assert found.cost.token_s == pytest.approx(TRUTH.token_s, rel=0.05)
     assert found.cost.context_s == pytest.approx(TRUTH.context_s, rel=0.05)
     assert found.cost.shared_s == pytest.approx(TRUTH.shared_s, rel=0.05)
-    assert both.scheduler._budget is not None
+    assert both.scheduler._pace is not None
     assert both.is_at_rest
 
 
@@ -174,7 +174,7 @@ def test_a_machine_too_slow_stops_at_the_deadline_with_what_it_has(both: Computi
     both.slower = 100.0
     both.measure()
     assert both.clock.now - 1000.0 < profiling.DEADLINE_S + 100 * TRUTH.prefill_s(256, 1024)
-    assert both.scheduler._budget is not None
+    assert both.scheduler._pace is not None
     (path,) = remembered()  # it would take as long the next time
     found = read_file(path).profile
     assert found.cost.base_s > 0

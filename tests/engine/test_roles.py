@@ -237,14 +237,6 @@ def test_only_a_prefill_instance_bounds_its_queue_by_itself() -> None:
     assert bound("prefill", "--max-num-queued-tokens", "0") == 0
 
 
-def test_an_slo_that_has_no_effect_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
-    for role in ("decode", "both"):
-        parse("--role", role, "--tetri-tbt-slo", "0.2")
-    assert caplog.text == ""
-    assert config(parse("--role", "prefill", "--tetri-tbt-slo", "0.2")).tbt_slo_s == 0.2
-    assert "--tetri-tbt-slo has no effect with --role prefill" in caplog.text
-
-
 def test_help_lists_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     parser = make_arg_parser(FlexibleArgumentParser())
     FlexibleArgumentParser._search_keyword = "role"

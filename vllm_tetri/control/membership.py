@@ -85,6 +85,7 @@ class Membership:
         self._ids: dict[bytes, InstanceId] = {}
         self._replaced: OrderedDict[bytes, None] = OrderedDict()
         self._departed: OrderedDict[InstanceId, str] = OrderedDict()
+        self.is_mixed = False  # all dispatch, to all
         self.roster = 0  # another number whenever an instance came, spoke up again or went
 
     def join(self, sender: bytes, info: InstanceInfo, now: float) -> bytes | None:
@@ -246,14 +247,23 @@ class Membership:
 
     def dispatchers(self) -> list[bytes]:
         """The ZeroMQ addresses of the instances that choose where KV goes."""
-        return [member.sender for member in self._members.values() if member.dispatches]
+        return [member.sender for member in self._members.values() if self._dispatches(member)]
+
+    def _dispatches(self, member: _Member) -> bool:
+        return self.is_mixed or member.dispatches
+
+    def mix(self, is_mixed: bool) -> None:
+        """Whether any instance may compute prompts for any other from now on."""
+        if is_mixed != self.is_mixed:
+            self.is_mixed = is_mixed
+            self.roster += 1
 
     def cued(self) -> list[tuple[bytes, InstanceId, bool]]:
         """Address and name of those that get no view, or are ending something (then True)."""
         return [
             (member.sender, instance, is_ending)
             for instance, member in self._members.items()
-            if (is_ending := member.is_ending) or not member.dispatches
+            if (is_ending := member.is_ending) or not self._dispatches(member)
         ]
 
     def views(self, now: float) -> tuple[InstanceView, ...]:

@@ -211,6 +211,11 @@ class Monitor:
                 self._send(sender, messages.encode(order))
         self._drain()
 
+    def mix(self, is_mixed: bool) -> None:
+        """Whether any instance may compute prompts for any other from now on, or each in
+        its role."""
+        self._members.mix(is_mixed)
+
     def _show(self) -> None:
         """To all who dispatch: who decodes."""
         self._seq += 1
@@ -224,7 +229,8 @@ class Monitor:
         """Who decodes; only what is new while the same instances are there."""
         roster = self._members.roster
         views = self._members.views(time.monotonic())
-        decoders = tuple(each for each in views if each.info.role is not Role.PREFILL)
+        is_mixed = self._members.is_mixed
+        decoders = tuple(each for each in views if is_mixed or each.info.role is not Role.PREFILL)
         if roster == self._told_roster:
             return messages.Loads(roster, self._seq, [row_of(each) for each in decoders])
         self._told_roster = roster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,13 @@ def device_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return "cpu"
+
+
+def device_place() -> str:
+    """The host and what of it this engine computes on; equal for those who share that."""
+    if is_cpu():
+        return f"{platform.node()} cores {','.join(map(str, sorted(os.sched_getaffinity(0))))}"
+    return f"{platform.node()} GPUs {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
 
 
 def is_cpu() -> bool:

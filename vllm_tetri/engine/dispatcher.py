@@ -15,10 +15,15 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.views import Picture
 from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.load import HEAVY_TOKENS
-from vllm_tetri.policy.dispatch import Dispatch, choose_decode
+from vllm_tetri.policy.adaptive import Candidates, choose_answer
+from vllm_tetri.policy.dispatch import Dispatch, choose_decode, roomy
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
-from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, Prediction
+from vllm_tetri.policy.sites import Ask, Site, Sites
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, Prediction, Role
+
+# Orders instances where there are many; the request itself decides among the first.
+_USUAL = Ask(512, 128)
 
 
 class Dispatcher:
@@ -53,6 +58,8 @@ class Dispatcher:
         self._peers = Peers(ClusterView(), me, 0.0)
         self._bucket_tokens: list[float] = []
         self._own = OwnDispatches()
+        self._sites = Sites()
+        self._candidates = Candidates([], _USUAL, rng)
         self._held: dict[str, float] = {}  # since when, by request
 
     def act_as(self, me: InstanceInfo) -> None:
@@ -90,6 +97,32 @@ class Dispatcher:
                 return None
         self._own.add(dispatch.instance, need, now)
         return dispatch
+
+    def choose_anywhere(
+        self, request: Request, num_bytes: int, refused: frozenset[InstanceId]
+    ) -> Dispatch | None:
+        """The same for a request that any instance may decode, this one included: where
+        least is waited. Nobody has room: as `choose`, without waiting."""
+        now = self._clock()
+        self._take_look()
+        need = self.need(request, num_bytes)
+        ask = Ask(need.num_tokens, need.total_tokens - need.num_tokens)
+        able = [site for site in self._candidates.answers(refused) if self._has_room(site, need)]
+        here = next((site for site in able if site.id == self._me.id), None)
+        if here is None and self._me.role is not Role.PREFILL and self._me.id not in refused:
+            here = self._sites.by_id.get(self._me.id)
+            here = here if here is not None and self._has_room(here, need) else None
+        chosen = choose_answer(able, ask, at=here)
+        if chosen is None:
+            return self.choose(request, num_bytes, refused, may_wait=False)
+        instance, reason = chosen
+        self._own.add(instance, need, now)
+        self._sites.send(None, instance, ask, now)
+        return Dispatch(instance, self._peers.able[instance].kv_endpoint, f"adaptive: {reason}")
+
+    def _has_room(self, site: Site, need: Need) -> bool:
+        peer = self._peers.able.get(site.id)
+        return peer is not None and roomy(peer, self._peers, need, self._own) is not None
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
@@ -136,6 +169,9 @@ class Dispatcher:
         self._seen = picture
         self._peers = Peers(picture.view, self._me, picture.at_s)
         self._own.drop_reported(self._peers)
+        self._sites.renew(picture.view, picture.at_s)
+        able = [self._sites.by_id[name] for name in self._peers.able if name in self._sites.by_id]
+        self._candidates = Candidates(able, _USUAL, self._rng)
         self._bucket_tokens = _means(picture.view, num_buckets=self._lengths.num_buckets)
 
 

@@ -21,6 +21,7 @@ from vllm_tetri.control.views import Picture
 from vllm_tetri.engine.admission import Answers, DecodeGate
 from vllm_tetri.engine.cache import cache_folder
 from vllm_tetri.engine.compat import Request, Scheduler
+from vllm_tetri.engine.conditions import device_place
 from vllm_tetri.engine.departure import end_server, unfinished
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.inbox import Inbox
@@ -37,7 +38,7 @@ from vllm_tetri.handover import DecodeLeg, PrefillLeg, from_params
 from vllm_tetri.messages import Dispatched, Opening
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import Lengths
-from vllm_tetri.policy.speeds import StepSpeeds
+from vllm_tetri.policy.step_fit import StepFit
 from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.types import (
     InstanceId,
@@ -75,7 +76,7 @@ class Instance:
         self._agent: Agent | None = None
         self._dispatcher: Dispatcher | None = None
         self._switch = RoleSwitch(self._is_engine_idle, self._on_role_taken)
-        self.speeds = StepSpeeds()
+        self.steps = StepFit()
         self._cpu = CpuClock()
         self._info: InstanceInfo | None = None
         model = vllm_config.model_config
@@ -95,6 +96,7 @@ class Instance:
         self.preemptions = 0
         self.bad_legs = 0
         self.step_s = 0.0
+        self.chunk_tokens = 0  # of prompts in a step, at most
 
     def bind_scheduler(self, scheduler: Scheduler) -> None:
         """The scheduler whose counters are reported; call before `start`."""
@@ -193,6 +195,7 @@ class Instance:
             injects=injections is not None and injections.is_supported,
             injects_seeded=injections is not None and injections.is_seeded_supported,
             reasons=self._takes_reasoning_out(),
+            device=self.config.device or device_place(),
         )
 
     def _takes_reasoning_out(self) -> bool:
@@ -290,9 +293,16 @@ class Instance:
         return leg.predicted if leg is not None else self.predictions.get(request.request_id)
 
     def _dispatch(
-        self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool
+        self,
+        request: Request,
+        leg: PrefillLeg,
+        num_bytes: int,
+        refused: frozenset[InstanceId],
+        may_wait: bool,
     ) -> Dispatch | None:
         assert self._dispatcher is not None
+        if leg.anywhere:
+            return self._dispatcher.choose_anywhere(request, num_bytes, refused)
         return self._dispatcher.choose(request, num_bytes, refused, may_wait)
 
     def _due_prediction(self, request: Request) -> Prediction | None:

@@ -34,11 +34,13 @@ HELP: dict[str, str] = {
     "prefill_policy": "order of waiting prompts: first come, shortest, longest, or shortest "
     "remaining first (which may pause a started prompt)",
     "sched_batch": "waiting prompts that are ordered together",
-    "chunk_size": "tokens per step of a prefill instance, or auto: measured at the first start, "
-    "then remembered; default: 256 on CPU, 512 elsewhere",
+    "chunk_size": "prompt tokens per step, or auto: measured at the first start, then remembered; "
+    "default: 512, on CPU 256 for prefill and decode",
     "pad": "fill up a chunk that is not full, as the paper does; costs compute",
-    "tbt_slo_s": "longest time between two tokens that decode and both aim at: bounds the prompt "
-    "tokens in a step; default: no bound",
+    "tbt_slo_s": "longest time in seconds between two tokens of an answer that is aimed at: bounds "
+    "the prompt tokens beside decodes; default: a chunk of them",
+    "device": "name of what this instance computes on; instances of the same name share it and "
+    "slow each other down; default: host and cores, or GPUs",
     "push": "send KV after every chunk, or once per request when its prompt is done",
     "link": "how KV travels: shared memory, TCP, or whichever reaches the peer",
     "arena_bytes": "size of the receive arena in bytes; suffixes K, M, G",

@@ -33,6 +33,7 @@ from vllm_tetri.handover import (
 )
 from vllm_tetri.messages import Opening
 from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.policy.handover_fit import HandoverFit
 from vllm_tetri.types import InstanceId, Prediction, TransferId
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ FULL_RETRY_S = 0.02
 # A longer prompt takes so long that opening its second leg early gains nothing.
 MAX_EARLY_TOKENS = 16_384
 
-Dispatcher = Callable[[Request, int, frozenset[InstanceId], bool], Dispatch | None]
-"""(request, bytes, refused, may wait) → the decode instance, or None when nobody can
+Dispatcher = Callable[[Request, PrefillLeg, int, frozenset[InstanceId], bool], Dispatch | None]
+"""(request, leg, bytes, refused, may wait) → the decode instance, or None when nobody can
 take it, or nobody has room and it may wait."""
 
 
@@ -50,6 +51,7 @@ take it, or nobody has room and it may wait."""
 class _Outbound:
     request: Request
     leg: PrefillLeg
+    done_s: float = 0.0  # when the prompt was done
     deadline: float = 0.0  # of the whole hand-over, once the prompt is done
     dispatch: Dispatch | None = None
     attempt: int = 0
@@ -102,6 +104,7 @@ class Outbox:
         self.prefills_done = 0
         self.chunks_done = 0
         self.sent_bytes = 0
+        self.handovers = HandoverFit()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -194,14 +197,14 @@ class Outbox:
         if entry.dispatch is None and not entry.gave_up:
             num_bytes = self._num_blocks(entry.request) * self._bytes_per_block
             refused, may_wait = frozenset(entry.refused), not entry.request.is_finished()
-            entry.dispatch = self._dispatch(
-                entry.request, num_bytes, refused | entry.full, may_wait
-            )
+            request, leg = entry.request, entry.leg
+            without = refused | entry.full
+            entry.dispatch = self._dispatch(request, leg, num_bytes, without, may_wait)
             if entry.dispatch is None and entry.full:
                 entry.full.clear()  # all said so: begin again
-                entry.dispatch = self._dispatch(entry.request, num_bytes, refused, may_wait)
+                entry.dispatch = self._dispatch(request, leg, num_bytes, refused, may_wait)
             if entry.dispatch is not None:
-                self._announce(entry.request, entry.leg, entry.dispatch, None)
+                self._announce(request, leg, entry.dispatch, None)
         return entry.dispatch is not None
 
     def _tell_router(self, entry: _Outbound) -> None:
@@ -233,10 +236,12 @@ class Outbox:
             self.prefills_done += 1
             if not is_final and self._choose(entry):
                 entry.block_ids = block_ids[: self._num_blocks(request)]
-                entry.deadline = time.monotonic() + self._config.transfer_timeout_s
+                entry.done_s = time.monotonic()
+                entry.deadline = entry.done_s + self._config.transfer_timeout_s
                 prefilled = self._prefilled(entry)
                 self._tell_decode(entry, prefilled.given)
                 if entry.is_sent:
+                    self.handovers.learn(request.num_prompt_tokens, 0.0)
                     del self._entries[request.request_id]
                 return not entry.is_sent, prefilled
         if entry.is_open and not entry.is_sent:
@@ -279,8 +284,11 @@ class Outbox:
         """Nothing reads the blocks of these requests any more; vLLM keeps those of the
         returned ones for us, who need them no longer."""
         found = set()
+        now = time.monotonic()
         for request_id in sent & self._entries.keys():
             entry = self._entries[request_id]
+            if entry.done_s and not entry.freeing:
+                self.handovers.learn(entry.request.num_prompt_tokens, now - entry.done_s)
             if entry.block_ids is None and not entry.freeing:
                 entry.is_sent = True  # before vLLM said that it ended
             elif self._notes:

@@ -77,7 +77,6 @@ def expand_role(namespace: argparse.Namespace) -> None:
     require_fitting_chunk(namespace, config)
     require_predictor(config)
     _bound_queue(namespace, config)
-    _say_what_is_unused(config)
     namespace.scheduler_cls = SCHEDULER
     namespace.kv_transfer_config = _kv_transfer_config(config)
     # A new list: the argparse default is shared by all parsers.
@@ -96,7 +95,9 @@ def config_of(namespace: argparse.Namespace, role: Role) -> TetriConfig:
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
     given.setdefault("instance", f"{role.value}-{port}")
     given.setdefault("url", f"{scheme}://{reachable}:{port}")
-    usual_tokens = CPU_CHUNK_TOKENS if _is_cpu() else CHUNK_TOKENS
+    # Where decodes share a step, a chunk pays for them as well: a longer one costs prompts less.
+    has_decodes = role is Role.BOTH
+    usual_tokens = CPU_CHUNK_TOKENS if _is_cpu() and not has_decodes else CHUNK_TOKENS
     given.setdefault("chunk_size", min(usual_tokens, most_chunk_tokens(namespace)))
     return decode_config({**given, "role": role.value})
 
@@ -126,16 +127,6 @@ def _bound_queue(namespace: argparse.Namespace, config: TetriConfig) -> None:
     elsewhere. Others may hold decodes that such a bound knows nothing of."""
     if config.role is Role.PREFILL and getattr(namespace, "max_num_queued_tokens", None) is None:
         namespace.max_num_queued_tokens = QUEUED_TOKENS
-
-
-def _say_what_is_unused(config: TetriConfig) -> None:
-    # No error: `vllm-tetri up` gives the same options to every instance.
-    if config.role is Role.PREFILL and config.tbt_slo_s is not None:
-        _log.warning(
-            "%s has no effect with --role prefill, which writes no answers; it applies to "
-            "--role decode and --role both, also after a flip",
-            option_of("tbt_slo_s"),
-        )
 
 
 def _kv_transfer_config(config: TetriConfig) -> Any:

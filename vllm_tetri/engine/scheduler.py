@@ -70,7 +70,6 @@ class TetriScheduler(Scheduler):
         )
         self._gate = self._make_gate()
         self._keeps_preempted = not self.needs_kv_cache_zeroing
-        self._budget: StepBudget | None = None
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._own = OwnRequests(self)
         self._padding: Request | None = None
@@ -78,7 +77,7 @@ class TetriScheduler(Scheduler):
         self._is_stuck = False
         self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
         self._pinned_s = 0.0
-        self._clock = StepClock(self._instance.speeds)
+        self._clock = StepClock(self._instance.steps)
         self._chunk_tokens = self._most_tokens
         self._pace: StepBudget | None = None  # of decodes, in any role
         self.order_by(config.prefill_policy, config.sched_batch)
@@ -111,10 +110,8 @@ class TetriScheduler(Scheduler):
         self._queue.room_blocks, self._shares = None, {}
         self._queue.awaits_predictions = self._instance.predictions.is_sequential
         self._pads, self._is_chunked = strategy.pads, strategy.is_chunked
-        self._instance.gate = self._gate if strategy.is_gated else None
-        self._budget = None if strategy.is_chunked else self._pace
-        tokens = self._chunk_tokens if strategy.is_chunked else self._most_tokens
-        self.max_num_scheduled_tokens = tokens
+        self._instance.gate = self._gate
+        self._instance.chunk_tokens = self.max_num_scheduled_tokens = self._chunk_tokens
 
     def _take_role(self) -> None:
         role = self._instance.take_role()
@@ -187,7 +184,7 @@ class TetriScheduler(Scheduler):
         self._injections.prepare(output.scheduled_new_reqs, self.requests)
         self._after_schedule(output)
         if output.total_num_scheduled_tokens:
-            self._clock.begin(output.num_scheduled_tokens, time.monotonic())
+            self._clock.begin(output, time.monotonic())
         return output
 
     def _prepare_step(self) -> None:
@@ -202,17 +199,23 @@ class TetriScheduler(Scheduler):
                 if self._gate is not None:
                     self._gate.forget(request_id)
         self._put_decodes_first()
-        if self._budget is not None:
-            self.max_num_scheduled_tokens = self._budget.tokens(self.running, time.monotonic())
-        elif self._is_chunked:  # decodes of a former role come on top of the chunk
-            tokens = self._chunk_tokens + self._num_decodes()
-            self.max_num_scheduled_tokens = min(tokens, self._most_tokens)
+        self._set_budget()
         if self._instance.gate is not None:
             self._open_gate(self._instance.gate)
         if self._queue.prompts.policy is PrefillPolicy.SRTF:
             self._share_out()
         if self._pads:
             self._pad()
+
+    def _set_budget(self) -> None:
+        """One chunk of prompts and all decodes; beside decodes whose pace was promised,
+        what that leaves."""
+        num_decodes = self._num_decodes()
+        tokens = self._chunk_tokens + num_decodes
+        if self._pace is not None:
+            paced_tokens = self._pace.tokens(self.running, time.monotonic())
+            tokens = tokens if self._is_chunked and not num_decodes else paced_tokens
+        self.max_num_scheduled_tokens = min(tokens, self._most_tokens)
 
     def _look_for_arrivals(self) -> None:
         """KV and first tokens that other instances sent."""
@@ -332,8 +335,8 @@ class TetriScheduler(Scheduler):
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
         prompts = self._queue.prompts
-        if self._budget is not None:
-            self._budget.scheduled(output.total_num_scheduled_tokens)
+        if self._pace is not None:
+            self._pace.scheduled(output.total_num_scheduled_tokens)
         is_idle = True
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in prompts:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from typing import NamedTuple
 
-from vllm_tetri.policy.speeds import StepSpeeds
+from vllm_tetri.engine.compat import SchedulerOutput
+from vllm_tetri.policy.step_fit import StepFit
+
+_REFRESH_S = 0.25
+
+
+class _Step(NamedTuple):
+    begun_s: float
+    num_decodes: int
+    decode_context: int
+    prompt_tokens: int
+    prompt_context: float
 
 
 class StepClock:
@@ -15,22 +26,50 @@ class StepClock:
     begins when that one has ended.
     """
 
-    def __init__(self, speeds: StepSpeeds) -> None:
-        self._speeds = speeds
-        self._begun: deque[tuple[float, int, int]] = deque()
+    def __init__(self, fit: StepFit) -> None:
+        self._fit = fit
+        self._begun: deque[_Step] = deque()
         self._ended_s = float("-inf")
+        self._refreshed_s = float("-inf")
 
-    def begin(self, num_scheduled_tokens: Mapping[str, int], now: float) -> None:
-        """A step is scheduled, with so many tokens of every request; it computes something."""
-        prompt_tokens = sum(tokens for tokens in num_scheduled_tokens.values() if tokens > 1)
-        num_decodes = sum(tokens == 1 for tokens in num_scheduled_tokens.values())
-        self._begun.append((now, num_decodes, prompt_tokens))
+    def begin(self, output: SchedulerOutput, now: float) -> None:
+        """A step is scheduled; it computes something."""
+        self._begun.append(_read(output, now))
 
     def end(self, now: float, *, learns: bool = True) -> float:
         """The oldest of them has ended; returns its seconds."""
-        begun_s, num_decodes, prompt_tokens = self._begun.popleft()
-        seconds = now - max(begun_s, self._ended_s)
+        step = self._begun.popleft()
+        seconds = now - max(step.begun_s, self._ended_s)
         self._ended_s = now
         if learns:
-            self._speeds.learn(num_decodes, prompt_tokens, seconds)
+            self._fit.learn(*step[1:], seconds)
+            if now - self._refreshed_s >= _REFRESH_S:
+                self._refreshed_s = now
+                self._fit.refresh()
         return seconds
+
+
+def _read(output: SchedulerOutput, now: float) -> _Step:
+    """What a step computes, behind what earlier ones did."""
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    total_context = sum(cached.num_computed_tokens)
+    num_decodes, prompts = len(scheduled), []
+    if output.total_num_scheduled_tokens > num_decodes:  # else everybody gets one token
+        known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
+        prompts = [
+            (tokens, context)
+            for pairs in (known, new)
+            for name, context in pairs
+            if (tokens := scheduled[name]) > 1
+        ]
+    total_context += sum(each.num_computed_tokens for each in output.scheduled_new_reqs)
+    prompt_tokens = sum(tokens for tokens, _ in prompts)
+    squares = sum(tokens * (context + (tokens - 1) / 2) for tokens, context in prompts)
+    return _Step(
+        now,
+        num_decodes - len(prompts),
+        total_context - sum(context for _, context in prompts),
+        prompt_tokens,
+        squares / prompt_tokens if prompt_tokens else 0.0,
+    )

@@ -92,6 +92,13 @@ def choose_decode(
     return Dispatch(best.id, best.kv_endpoint, reason, has_room=False)
 
 
+def roomy(peer: Peer, peers: Peers, need: Need, own: OwnDispatches) -> Peer | None:
+    """The peer with our own dispatches on top, if it has room even then."""
+    peer = own.on_top(peer, peers.block_size)
+    has_blocks = peer.free_blocks >= -(-need.total_tokens // peers.block_size)
+    return peer if has_blocks and peer.free_bytes >= need.num_bytes else None
+
+
 class _Search:
     """Looking for room for one request."""
 
@@ -117,9 +124,7 @@ class _Search:
         """The peer with our own dispatches on top, if it has room even then."""
         if peer.id in self._refused:
             return None
-        peer = self.own.on_top(peer, self._peers.block_size)
-        has_room = peer.free_blocks >= self._num_blocks and peer.free_bytes >= self.need.num_bytes
-        return peer if has_room else None
+        return roomy(peer, self._peers, self.need, self.own)
 
     def drawn(self, num: int) -> list[Peer]:
         """So many with room, at random; fewer only if there are not so many."""

@@ -70,16 +70,22 @@ class Peers:
         me: The prefill instance that asks. It is its own last choice, and only when its
             role is `both`.
         now: When the ages in `view` were right.
+
+    Attributes:
+        able: All to whom KV may travel, whatever their role, this instance included.
+        others: Of those the other ones that decode.
     """
 
     def __init__(self, view: ClusterView, me: InstanceInfo, now: float) -> None:
-        able = [_peer(each, now) for each in view.instances if _is_able(each, me)]
+        reachable = [each for each in view.instances if _is_reachable(each, me)]
+        self.able = {each.info.id: _peer(each, now) for each in reachable}
+        able = [self.able[each.info.id] for each in reachable if each.info.role is not Role.PREFILL]
         self.block_size = max(1, me.block_size)  # part of what able ones have in common
         self.others = sorted([peer for peer in able if peer.id != me.id], key=_id)
         self.me = [peer for peer in able if peer.id == me.id and me.role is Role.BOTH]
         self.by_blocks = sorted(self.others, key=free_blocks)
         self.by_bytes = sorted(self.others, key=free_bytes)
-        self.reported_s = {peer.id: peer.reported_s for peer in able}
+        self.reported_s = {peer.id: peer.reported_s for peer in self.able.values()}
 
 
 @dataclass(slots=True)
@@ -154,10 +160,9 @@ class OwnDispatches:
         return self._sent.keys()
 
 
-def _is_able(one: InstanceView, me: InstanceInfo) -> bool:
+def _is_reachable(one: InstanceView, me: InstanceInfo) -> bool:
     return (
         one.state is InstanceState.READY
-        and one.info.role is not Role.PREFILL
         and bool(one.info.kv_endpoint)
         and one.info.identity == me.identity
     )

@@ -4,8 +4,9 @@ On a CPU host there are two ways. *Split* gives every instance cores of its own:
 decoding is undisturbed, but an idle instance's cores stay idle. *Shared* lets
 all instances use all cores, with prefill at a low priority and with threads
 that sleep instead of spinning while they wait: spinning ones would hold the
-cores that another instance needs. On a GPU host an instance owns GPUs and the
-cores are left to the operating system.
+cores that another instance needs. Which one is better depends on the machine, so
+`up` tries both and `choose_sharing` compares. On a GPU host an instance owns GPUs
+and the cores are left to the operating system.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ class Sharing(StrEnum):
     SHARED = "shared"
 
 
-# What `auto` means where every instance can have a core of its own.
+# What `auto` means where every instance can have a core of its own and nothing was measured.
 DEFAULT_SHARING = Sharing.SPLIT
+
+# Sharing must make lone prompts this much faster ...
+MIN_PROMPT_GAIN = 1.2
+# ... and may make decode steps beside a prompt this much slower, at the 99th percentile.
+MAX_STEP_LOSS = 1.25
 
 PREFILL_NICE = 15
 MAX_KV_BYTES = 1 << 30
@@ -68,6 +74,57 @@ class Placement:
     nice: int = 0
     environment: tuple[tuple[str, str], ...] = ()
     gpu_sharers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one way of sharing did on this machine: prompts in one process, decode
+    steps in another, each of them alone and beside the other.
+
+    Attributes:
+        prompt_alone_tokens_per_s: Prompt tokens while nobody decodes.
+        prompt_beside_tokens_per_s: Prompt tokens while the other decodes.
+        step_alone_p50_s: Median decode step while nobody computes prompts.
+        step_alone_p99_s: The same, 99th percentile.
+        step_beside_p50_s: Median decode step while the other computes prompts.
+        step_beside_p99_s: The same, 99th percentile.
+    """
+
+    prompt_alone_tokens_per_s: float
+    prompt_beside_tokens_per_s: float
+    step_alone_p50_s: float
+    step_alone_p99_s: float
+    step_beside_p50_s: float
+    step_beside_p99_s: float
+
+
+def has_choice(roles: Sequence[Role], machine: Machine, sharing: Sharing) -> bool:
+    """Whether a measurement could decide how these instances share the cores."""
+    return sharing is Sharing.AUTO and not machine.gpus and 2 <= len(roles) <= len(machine.cores)
+
+
+def extremes(roles: Sequence[Role]) -> tuple[Role, Role]:
+    """The role that is nearest to computing prompts only, and the one nearest to
+    decoding only. One instance of each stands for all when ways are compared."""
+    ordered = sorted(roles, key=(Role.PREFILL, Role.BOTH, Role.DECODE).index)
+    return ordered[0], ordered[-1]
+
+
+def choose_sharing(split: Measured, shared: Measured) -> tuple[Sharing, str]:
+    """The better way and, for the user, why.
+
+    Instances share cores where that makes lone prompts much faster and decode steps
+    beside a prompt hardly slower.
+    """
+    gain = shared.prompt_alone_tokens_per_s / split.prompt_alone_tokens_per_s
+    loss = shared.step_beside_p99_s / split.step_beside_p99_s
+    better = gain >= MIN_PROMPT_GAIN and loss <= MAX_STEP_LOSS
+    reason = (
+        f"shared cores give {gain:.2f} x the speed to lone prompts (at least "
+        f"{MIN_PROMPT_GAIN} wanted) and {loss:.2f} x the time to decode steps beside them, "
+        f"p99 (at most {MAX_STEP_LOSS})"
+    )
+    return Sharing.SHARED if better else Sharing.SPLIT, reason
 
 
 def place(

@@ -13,10 +13,12 @@ _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """`prefill` computes the prompt and names the decode instance itself."""
+    """`prefill` computes the prompt and names the decode instance itself: one of that role,
+    or with `anywhere` any, itself included."""
 
     prefill: InstanceId
     reason: str
+    anywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from vllm_tetri.router.metrics import LOAD_COUNTERS, LOAD_GAUGES
 from vllm_tetri.router.passthrough import Passthrough
 from vllm_tetri.router.routes import add_whole_routes
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.types import Flip, InstanceId, InstanceState, InstanceView, Role
+from vllm_tetri.types import Flip, InstanceId, InstanceState, InstanceView, Mode, Role
 
 MAX_BODY_BYTES = 64 << 20
 MAX_DEADLINE_S = 86_400.0
@@ -48,6 +48,12 @@ _OTHERS = (
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ModeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /tetri/v1/mode`."""
+
+    mode: Mode
 
 
 class LeaveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +91,8 @@ def build_app(scheduler: GlobalScheduler) -> web.Application:
     app.router.add_post("/tetri/v1/instances/{id}/leave", door.leave)
     app.router.add_post("/tetri/v1/instances/{id}/flip", door.flip)
     app.router.add_get("/tetri/v1/requests", door.requests)
+    app.router.add_get("/tetri/v1/mode", door.mode)
+    app.router.add_post("/tetri/v1/mode", door.set_mode)
     add_whole_routes(app.router, Passthrough(scheduler))
 
     async def start(_: web.Application) -> None:
@@ -137,7 +145,8 @@ class _Door:
         workers = self._scheduler.table.workers()
         rows = [_plain_instance(each, workers[each.info.id]) for each in monitor.view().instances]
         answer = {"instances": rows, "departed": monitor.departed}
-        return _json({**answer, "watcher": self._scheduler.flips.newest.explanation})
+        watcher = self._scheduler.flips.newest.explanation
+        return _json({**answer, "watcher": watcher, "mode": self._scheduler.mode})
 
     async def leave(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])
@@ -175,6 +184,17 @@ class _Door:
             "is_under_way": is_under_way,
         }
         return _json(said, status=202 if is_under_way else 200)
+
+    async def mode(self, _: web.Request) -> web.Response:
+        return _json({"mode": self._scheduler.mode})
+
+    async def set_mode(self, request: web.Request) -> web.Response:
+        try:
+            order = msgspec.json.decode(await request.read(), type=ModeOrder)
+        except msgspec.DecodeError as error:
+            raise Refusal(400, f"the body is no mode: {error}") from error
+        self._scheduler.set_mode(order.mode)
+        return _json({"mode": self._scheduler.mode})
 
     async def requests(self, _: web.Request) -> web.Response:
         return _json(self._scheduler.table.plain(time.monotonic()))

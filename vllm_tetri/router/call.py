@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -62,6 +62,26 @@ class Call:
     def has_choices(self) -> bool:
         """Whether several answers are wanted, each with a first token of its own."""
         return self.body.get("n") not in (None, 1)
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers are wanted."""
+        wanted = self.body.get("n")
+        return wanted if _is_int(wanted) and wanted > 0 else 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How long an answer may be, if the client bounds it."""
+        for key in ("max_completion_tokens", "max_tokens"):
+            wanted = self.body.get(key)
+            if _is_int(wanted) and wanted > 0:
+                return wanted
+        return None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether answers end at that bound only."""
+        return self.body.get("ignore_eos") is True
 
     @property
     def wants_logprobs(self) -> bool:
@@ -180,7 +200,7 @@ def _approx_tokens(body: dict[str, Any], raw: bytes) -> int:
     return len(raw) // _BYTES_PER_TOKEN
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

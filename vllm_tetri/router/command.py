@@ -7,15 +7,18 @@ import asyncio
 import logging
 import signal
 import sys
+from math import inf
 
 import uvloop
 from aiohttp import web
 
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.watcher import Watcher, WatchPolicy, make_watcher
 from vllm_tetri.router.app import build_app
 from vllm_tetri.router.scheduler import MAX_IN_FLIGHT_EACH, GlobalScheduler
+from vllm_tetri.types import Mode
 
 _STOP_S = 5.0
 
@@ -56,7 +59,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most requests that one instance gets at a time; more go to the next, or are "
         "answered with 503 (%(default)s)",
     )
+    add_mode_options(parser)
     add_watcher_options(parser)
+
+
+def add_mode_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say how requests are served, and what clients are promised."""
+    parser.add_argument(
+        "--mode",
+        choices=[mode.value for mode in Mode],
+        default=Mode.SPLIT.value,
+        help="prompt and answer on two instances (split), each request on one (whole), or "
+        "whichever is expected to make all wait least, decided for every request (adaptive); "
+        "`vllm-tetri mode` changes it (%(default)s)",
+    )
+    parser.add_argument(
+        "--ttft-slo",
+        type=_positive,
+        default=inf,
+        metavar="SECONDS",
+        help="longest time to the first token that clients are promised; adaptive requests "
+        "go where it is kept (no promise)",
+    )
+    parser.add_argument(
+        "--tpot-slo",
+        type=_positive,
+        default=inf,
+        metavar="SECONDS",
+        help="longest mean time per token after the first, likewise (no promise)",
+    )
+    parser.add_argument(
+        "--refuse-late",
+        action="store_true",
+        help="answer requests that are expected to miss --ttft-slo or --tpot-slo with 429 and "
+        "Retry-After at once, instead of late",
+    )
 
 
 def add_watcher_options(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +128,21 @@ def run(args: argparse.Namespace) -> int:
             max_in_flight_each=args.max_in_flight,
             watcher=_watcher(args),
             is_watcher_dry=args.flip_dry_run,
+            mode=Mode(args.mode),
+            objective=_objective(args),
+            refuses_late=args.refuse_late,
         )
         uvloop.run(_serve(scheduler, args.host, args.port))
     except (ConfigError, OSError) as error:
         print(f"vllm-tetri router: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _objective(args: argparse.Namespace) -> Objective:
+    if args.refuse_late and args.ttft_slo == args.tpot_slo == inf:
+        raise ConfigError("--refuse-late needs --ttft-slo or --tpot-slo: what is late?")
+    return Objective(args.ttft_slo, args.tpot_slo)
 
 
 def _watcher(args: argparse.Namespace) -> Watcher | None:

@@ -45,6 +45,7 @@ class Flips:
         self._is_dry = is_dry
         self._task: asyncio.Task[None] | None = None
         self._said: tuple[InstanceId, Role] | None = None
+        self.is_paused = False  # roles do not matter now
         self.newest = Look(None, "nobody watches: roles change by order only")
 
     def start(self) -> None:
@@ -106,6 +107,9 @@ class Flips:
                 _log.exception("the watcher failed; it goes on")
 
     def _look(self, watcher: Watcher) -> None:
+        if self.is_paused:
+            self.newest = Look(None, "nobody watches: requests are not split by role now")
+            return
         self.newest = look = watcher.look(self._monitor.view(), time.monotonic())
         order = look.order
         if order is None:

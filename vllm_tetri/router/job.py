@@ -99,7 +99,7 @@ class Job:
         route, instance = self._route(is_splittable)
         if isinstance(route, Split):
             self.route_kind = "split"
-            return await self._split(instance)
+            return await self._split(instance, anywhere=route.anywhere)
         is_first = self.route_kind in ("none", "whole") and not self._excluded
         self.route_kind = "whole" if is_first else "fallback"
         self._entry.prefill = instance.id
@@ -122,7 +122,7 @@ class Job:
         self._legs.submit(instance)
         return await self._legs.answer(instance, self._legs.post(instance, body))
 
-    async def _split(self, instance: InstanceInfo) -> web.StreamResponse | None:
+    async def _split(self, instance: InstanceInfo, *, anywhere: bool) -> web.StreamResponse | None:
         entry = self._entry
         self._prefill = instance.id
         entry.transfer = TransferId(uuid.uuid4().hex)
@@ -132,7 +132,7 @@ class Job:
         self._legs.submit(instance)
         self._early = early = EarlyLeg(self._call, self._hooks.info, self._legs.post)
         entry.on_opening = early.open
-        leg = PrefillLeg(entry.transfer, entry.id)
+        leg = PrefillLeg(entry.transfer, entry.id, anywhere=anywhere)
         try:
             status, kind, body = await self._legs.prefill(instance, self._call.prefill_body(leg))
         except LegBusy:

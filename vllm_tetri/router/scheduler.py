@@ -7,11 +7,13 @@ import logging
 import os
 import time
 from dataclasses import replace
+from random import Random
 
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import CancelTransfer
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.lifecycle import Event, Phase
@@ -23,6 +25,7 @@ from vllm_tetri.router.flips import Flips
 from vllm_tetri.router.job import Job
 from vllm_tetri.router.legs import Hooks
 from vllm_tetri.router.metrics import Metrics
+from vllm_tetri.router.placing import Placing
 from vllm_tetri.router.probe import Probes
 from vllm_tetri.router.table import Entry, RequestTable
 from vllm_tetri.router.upstream import Upstream
@@ -31,6 +34,7 @@ from vllm_tetri.types import (
     InstanceId,
     InstanceInfo,
     InstanceState,
+    Mode,
     Role,
     TransferId,
 )
@@ -55,6 +59,9 @@ class GlobalScheduler:
         max_in_flight_each: Most requests that one instance gets at a time.
         watcher: Decides when instances change role; None leaves it to operators.
         is_watcher_dry: Only say what it would do.
+        mode: How requests are served that two instances could share.
+        objective: What clients are promised.
+        refuses_late: Refuse requests that are expected to miss it.
     """
 
     def __init__(
@@ -67,6 +74,9 @@ class GlobalScheduler:
         max_in_flight_each: int = MAX_IN_FLIGHT_EACH,
         watcher: Watcher | None = None,
         is_watcher_dry: bool = False,
+        mode: Mode = Mode.SPLIT,
+        objective: Objective = NO_OBJECTIVE,
+        refuses_late: bool = False,
     ) -> None:
         self.table = RequestTable()
         self._max_in_flight_each = max_in_flight_each
@@ -88,6 +98,10 @@ class GlobalScheduler:
             workers=self.table.workers,
         )
         self.flips = Flips(self.monitor, watcher, is_dry=is_watcher_dry)
+        self._placing = Placing(
+            self.monitor.view, objective=objective, refuses_late=refuses_late, rng=Random()
+        )
+        self.set_mode(mode)
         self._first_byte_s = first_byte_s
         self._submissions = Submissions()
         self._speeds = PrefillSpeeds()
@@ -128,6 +142,18 @@ class GlobalScheduler:
             await self._probes.close()
         if self._upstream is not None:
             self._upstream.close()
+
+    @property
+    def mode(self) -> Mode:
+        """How requests are served that two instances could share."""
+        return self._placing.mode
+
+    def set_mode(self, mode: Mode) -> None:
+        """Serve requests in another way from now on; those under way go on as they are."""
+        self._placing.use(mode)
+        self.monitor.mix(mode is Mode.ADAPTIVE)
+        # Only here does it matter which role an instance has.
+        self.flips.is_paused = mode is not Mode.SPLIT
 
     @property
     def upstream(self) -> Upstream:
@@ -175,6 +201,7 @@ class GlobalScheduler:
         call = self._with_model(call)
         assert self._upstream is not None
         now = time.monotonic()
+        self._refuse_late(call, now)
         entry = self.table.enter(call.request_id, now=now, sla=call.sla)
         job = Job(
             call=call, entry=entry, request=request, upstream=self._upstream, hooks=self._hooks
@@ -196,6 +223,17 @@ class GlobalScheduler:
         finally:
             self.table.leave(entry)
             self._count(job.route_kind, outcome, entry)
+
+    def _refuse_late(self, call: Call, now: float) -> None:
+        late = self._placing.late(call, now)
+        if late is not None:
+            self.metrics.ended("none", "late", ttft_s=None, total_s=0.0)
+            raise Refusal(
+                429,
+                f"{late.reason}; try again in {late.retry_after_s} s",
+                code="expected_late",
+                retry_after_s=late.retry_after_s,
+            )
 
     def _count(self, route: str, outcome: str, entry: Entry) -> None:
         is_streamed = entry.generated > 0 and entry.first_byte_s is not None
@@ -235,12 +273,21 @@ class GlobalScheduler:
         excluded: frozenset[InstanceId],
         full: frozenset[InstanceId],
     ) -> Route | Full | None:
+        now = time.monotonic()
+        if self.mode is not Mode.SPLIT:
+            return self._placing.route(
+                call,
+                is_splittable=is_splittable,
+                excluded=excluded,
+                full=full | self.crowded(),
+                now=now,
+            )
         view = self.monitor.view()
         return choose_route(
             view,
             model=call.model,
             splittable=is_splittable,
-            own_tokens=self._submissions.unreported(view, time.monotonic()),
+            own_tokens=self._submissions.unreported(view, now),
             excluded=excluded,
             full=full,
             crowded=self.crowded(),
@@ -267,7 +314,7 @@ class GlobalScheduler:
         targets = set(decodes) or {
             each.info.id
             for each in self.monitor.view().instances
-            if each.info.role is not Role.PREFILL
+            if each.info.role is not Role.PREFILL or self.mode is not Mode.SPLIT
         }
         for instance in targets | {prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))

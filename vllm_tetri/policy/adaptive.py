@@ -1,0 +1,256 @@
+"""Whole or split, and where: decided for every request by what it would cost. Pure.
+
+Of all pairs of a site for the prompt and one for the answer, mostly the same one, the pair
+is taken for which least is waited: by the request (time to first token, then the answer)
+and by the others there (`policy.sites`). Waiting for the first token counts more the
+shorter it is against the whole, so that both grow little in proportion. A hand-over costs
+what hand-overs cost; on top, splitting must be better by a margin that shrinks as step times
+become known, so that requests do not flap between choices that are as good. Where objectives
+are given, places that are expected to keep them come before those that are not.
+
+The paper always splits; its loss on heavy prompts with light answers (HPLD) comes from
+that. Mooncake prefills short prompts inline, Splitwise mixes in a pool when it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from vllm_tetri.policy.sites import Ask, Site
+from vllm_tetri.types import InstanceId, Role
+
+# What relative growth of the time to the first token counts, if that of the whole time
+# counts 1. Simulated between 0.1 and 1; less makes first tokens late, more makes answers slow.
+_FIRST_TOKEN_PART = 0.3
+_MOST_WEIGHT = 50.0
+# By so much of its cost must a hand-over be better: what steps cost is a guess, or known.
+_MARGIN_GUESSED, _MARGIN_KNOWN = 0.25, 0.05
+# With more sites than this, looks at those that were best for the last view, and at some
+# at random.
+_ALL = 8
+_PROBES = 3
+# Beyond its objective a second counts so much more.
+_LATE_WEIGHT = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What clients were promised, in seconds; infinite where nothing was.
+
+    Attributes:
+        ttft_s: Until the first token.
+        tpot_s: Per token behind it, in the mean.
+    """
+
+    ttft_s: float = inf
+    tpot_s: float = inf
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request goes, and why.
+
+    Attributes:
+        prompt: Instance that computes its prompt.
+        answer: Instance that writes its answer, as far as is known now.
+        ttft_s: Expected.
+        tpot_s: Expected.
+        cost_s: What is waited for it, all together.
+        reason: For the decision log; never parsed.
+    """
+
+    prompt: InstanceId
+    answer: InstanceId
+    ttft_s: float
+    tpot_s: float
+    cost_s: float
+    reason: str
+
+    @property
+    def is_split(self) -> bool:
+        return self.prompt != self.answer
+
+
+NO_OBJECTIVE = Objective()
+
+
+class Candidates:
+    """The sites worth looking at for requests of one model, chosen once per view.
+
+    Prompts may go anywhere. Answers go to prefill instances only if there is nobody else:
+    that these are free of decodes is what makes them quick (`policy.layout`).
+
+    Args:
+        usual: What requests are like; orders the sites where there are many.
+        rng: Source of probes.
+        spares_prefill: Whether prefill instances are kept free of answers.
+    """
+
+    def __init__(
+        self, sites: Sequence[Site], usual: Ask, rng: Random, *, spares_prefill: bool = True
+    ) -> None:
+        self._rng = rng
+        self._prompts = self._all = sites
+        self._answers = [
+            site for site in sites if site.role is not Role.PREFILL or not spares_prefill
+        ]
+        if len(sites) > _ALL:
+            self._prompts = sorted(sites, key=lambda site: site.ttft_s(usual.prompt_tokens))
+        if len(self._answers) > _ALL:
+            self._answers.sort(key=lambda site: _answer_cost(site, usual))
+
+    def prompts(self, taken: Collection[InstanceId]) -> list[Site]:
+        """Where a prompt may go."""
+        return self._some(self._prompts, taken)
+
+    def answers(self, taken: Collection[InstanceId]) -> list[Site]:
+        """Where an answer may go."""
+        return self._some(self._answers, taken) or self._some(self._all, taken)
+
+    def _some(self, ordered: Sequence[Site], taken: Collection[InstanceId]) -> list[Site]:
+        if len(ordered) <= _ALL:
+            return [site for site in ordered if site.id not in taken]
+        found = []
+        for site in ordered:
+            if site.id not in taken:
+                found.append(site)
+                if len(found) == _PROBES:
+                    break
+        probes = (ordered[int(self._rng.random() * len(ordered))] for _ in range(_PROBES))
+        found += [site for site in probes if site.id not in taken and site not in found]
+        return found
+
+
+def choose_place(
+    candidates: Candidates,
+    ask: Ask,
+    *,
+    may_split: bool,
+    prefers_split: bool = False,
+    objective: Objective = NO_OBJECTIVE,
+    taken: Collection[InstanceId] = (),
+) -> Place | None:
+    """Where a request goes, or None if nobody can take it. Microseconds, however many
+    instances there are.
+
+    Args:
+        may_split: Whether two instances may share it.
+        prefers_split: Whether they do wherever two can, whatever it costs.
+        taken: Instances that cannot have it.
+    """
+    prompts, answers = candidates.prompts(taken), candidates.answers(taken)
+    together = {site.id: site for site in (*prompts, *answers)}
+    if not together:
+        return None
+    ttfts = {name: site.ttft_s(ask.prompt_tokens) for name, site in together.items()}
+    weight = _first_token_weight(together.values(), ask)
+    answer_costs = {name: _answer_cost(site, ask, objective) for name, site in together.items()}
+    prompt_costs = {
+        name: _prompt_cost(site, ask, ttfts[name], weight, objective)
+        for name, site in together.items()
+    }
+    whole = min(answers, key=lambda each: prompt_costs[each.id] + answer_costs[each.id])
+    whole_s = prompt_costs[whole.id] + answer_costs[whole.id]
+    if may_split and len(together) > 1:
+        pair, pair_s = _best_pair(prompts, answers, prompt_costs, answer_costs, ask)
+        is_better = pair_s < whole_s * (1 - _margin(whole))
+        if pair is not None and (is_better or prefers_split):
+            return _place(*pair, pair_s, ask, f"whole on {whole.id} {whole_s:.3g}")
+    return _place(whole, whole, whole_s, ask, f"{len(together)} looked at")
+
+
+def choose_answer(
+    sites: Iterable[Site], ask: Ask, *, at: Site | None, objective: Objective = Objective()
+) -> tuple[InstanceId, str] | None:
+    """Where the answer goes now that part of the prompt is computed: the choice is made
+    again with what is known by now, the predicted length above all.
+
+    Args:
+        sites: Those that have room for it.
+        at: Where the prompt is, if it may stay there.
+
+    Returns:
+        The instance and the reason; None if there is nobody.
+    """
+    best, best_s = None, inf
+    for site in sites:
+        if at is None or site.id != at.id:
+            answer_s = _answer_cost(site, ask, objective)
+            if answer_s < best_s:
+                best, best_s = site, answer_s
+    if at is not None:
+        stay_s = _answer_cost(at, ask, objective)
+        moved_s = best_s + at.hand_over_s(ask.prompt_tokens)
+        if best is None or moved_s >= stay_s * (1 - _margin(at)):
+            return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"
+    if best is None:
+        return None
+    return best.id, f"costs {best_s:.3g} s"
+
+
+def _best_pair(
+    prompts: list[Site],
+    answers: list[Site],
+    prompt_costs: dict[InstanceId, float],
+    answer_costs: dict[InstanceId, float],
+    ask: Ask,
+) -> tuple[tuple[Site, Site] | None, float]:
+    """Two sites between which KV may travel, and what they cost together."""
+    pair, least_s = None, inf
+    answers = sorted(answers, key=lambda site: answer_costs[site.id])
+    for prompt in prompts:
+        prompt_s = prompt_costs[prompt.id] + prompt.hand_over_s(ask.prompt_tokens)
+        if prompt_s >= least_s:
+            continue
+        for answer in answers:
+            if answer is not prompt and answer.key == prompt.key:
+                if prompt_s + answer_costs[answer.id] < least_s:
+                    pair, least_s = (prompt, answer), prompt_s + answer_costs[answer.id]
+                break
+    return pair, least_s
+
+
+def _first_token_weight(sites: Iterable[Site], ask: Ask) -> float:
+    """What a second before the first token counts, if one of the answer counts 1: both
+    waits count in proportion to what they would be at best."""
+    ttft_s = min(site.ttft_s(ask.prompt_tokens) for site in sites)
+    tpot_s = min(site.tpot_s(ask.prompt_tokens) for site in sites)
+    part = _FIRST_TOKEN_PART * (1 + ask.answer_tokens * tpot_s / ttft_s)
+    return 1 + min(_MOST_WEIGHT, part)
+
+
+def _prompt_cost(site: Site, ask: Ask, ttft_s: float, weight: float, objective: Objective) -> float:
+    cost_s = weight * ttft_s + site.prompt_harm_s(ask.prompt_tokens)
+    if ttft_s > objective.ttft_s:
+        cost_s += _LATE_WEIGHT * (ttft_s - objective.ttft_s)
+    return cost_s
+
+
+def _answer_cost(site: Site, ask: Ask, objective: Objective = NO_OBJECTIVE) -> float:
+    tokens = ask.answer_tokens
+    tpot_s = site.tpot_s(ask.prompt_tokens + tokens / 2)
+    cost_s = tokens * tpot_s + site.answer_harm_s(ask)
+    if tpot_s > objective.tpot_s:
+        cost_s += _LATE_WEIGHT * tokens * (tpot_s - objective.tpot_s)
+    missing_tokens = ask.prompt_tokens + tokens - site.free_tokens
+    if missing_tokens > 0:  # until others there have ended
+        cost_s += min(site.left_tokens, missing_tokens) * tpot_s
+    return cost_s
+
+
+def _margin(site: Site) -> float:
+    return _MARGIN_KNOWN + (1 - site.cost.confidence) * (_MARGIN_GUESSED - _MARGIN_KNOWN)
+
+
+def _place(prompt: Site, answer: Site, cost_s: float, ask: Ask, against: str) -> Place:
+    ttft_s = prompt.ttft_s(ask.prompt_tokens)
+    tpot_s = answer.tpot_s(ask.prompt_tokens + ask.answer_tokens / 2)
+    word = "whole" if prompt is answer else "split"
+    reason = (
+        f"{word}: costs {cost_s:.3g} s, {against}; first token in {ttft_s:.3g} s, "
+        f"then {tpot_s * 1e3:.3g} ms each"
+    )
+    return Place(prompt.id, answer.id, ttft_s, tpot_s, cost_s, reason)

@@ -1,0 +1,48 @@
+"""Refuse early what would come late (Mooncake's early rejection). Pure.
+
+A request whose first token, or pace, is expected to miss what clients were promised would
+take time from others and be of no use to its own. So it is refused when it arrives, and
+told when to come back: when the work before it is done as far as it must be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vllm_tetri.policy.adaptive import Objective, Place
+
+# Forecasts are off by so much either way; only what is later than that is refused.
+_TOLERANCE = 1.25
+_LONGEST_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Why a request is refused, and the whole seconds after which it may come again."""
+
+    reason: str
+    retry_after_s: int
+
+
+def expected_late(place: Place, objective: Objective, answer_tokens: float) -> Late | None:
+    """What the best place for a request would miss; None if it keeps what was promised.
+
+    Args:
+        answer_tokens: Expected; a pace recovers when answers like it have ended.
+    """
+    late_s = place.ttft_s - objective.ttft_s
+    if place.ttft_s > _TOLERANCE * objective.ttft_s:
+        said = f"first token expected in {place.ttft_s:.2g} s, promised {objective.ttft_s:g} s"
+        return Late(said, _whole(late_s))
+    if place.tpot_s > _TOLERANCE * objective.tpot_s:
+        said = (
+            f"{place.tpot_s * 1e3:.3g} ms a token expected, promised {objective.tpot_s * 1e3:g} ms"
+        )
+        # Answers are half written on average.
+        return Late(said, _whole(place.tpot_s * answer_tokens / 2))
+    return None
+
+
+def _whole(seconds: float) -> int:
+    return min(_LONGEST_S, max(1, math.ceil(seconds)))

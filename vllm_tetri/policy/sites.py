@@ -1,0 +1,288 @@
+"""What requests cost where: instances as a view shows them, priced by their own steps. Pure.
+
+Everything is counted in seconds that somebody waits, the request itself or another one:
+
+- A prompt at a site waits for what is queued there and is computed in chunks, each beside a
+  step of the site's decodes. Those wait for it in turn.
+- An answer at a site takes one step per token, longer the more decodes and prompts there
+  are. The others' steps become longer by what it adds.
+- Sites on one device (cores or a GPU that several instances share) slow each other down:
+  whoever waits on one waits on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_tetri.policy.step_fit import GUESS
+from vllm_tetri.types import (
+    ClusterView,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    Role,
+    StepCoefficients,
+)
+
+_SHARE_GAIN = 0.2  # of a report, for the part of its time that prompts take
+_MOST_SHARE = 0.9
+_DEFAULT_CHUNK_TOKENS = 512
+_MAX_SENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to be placed.
+
+    Attributes:
+        prompt_tokens: To be computed.
+        answer_tokens: Expected to be written.
+    """
+
+    prompt_tokens: int
+    answer_tokens: float
+
+
+class Site:
+    """One instance. Numbers change as requests are sent there; see `Sites`.
+
+    Attributes:
+        role: What it prefers.
+        key: Equal where KV may travel; a small number.
+        decodes: Requests that write answers there, or will.
+        others: The same on other sites of its device.
+        left_tokens: What an answer there has left, in the mean.
+        prompt_share: Part of its time that prompts take.
+        free_tokens: KV that its pool has room for.
+    """
+
+    __slots__ = (
+        "busy_others",
+        "chunk_tokens",
+        "cost",
+        "decodes",
+        "device",
+        "free_tokens",
+        "handover_s",
+        "handover_token_s",
+        "id",
+        "key",
+        "left_tokens",
+        "others",
+        "prompt_share",
+        "queued_tokens",
+        "request_s",
+        "role",
+    )
+
+    def __init__(self, one: InstanceView, cost: StepCoefficients, key: int, share: float) -> None:
+        load, info = one.load, one.info
+        self.id: InstanceId = info.id
+        self.role: Role = info.role
+        self.device = info.device
+        self.key = key
+        self.cost = cost
+        self.chunk_tokens = load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
+        self.queued_tokens: float = load.queued_prefill_tokens
+        self.decodes: float = load.heavy + load.light
+        self.left_tokens = load.remaining_tokens / max(1.0, self.decodes)
+        context = load.context_tokens / max(1.0, self.decodes)
+        self.request_s = cost.request_s + context * cost.token_s  # a decode of usual context
+        self.prompt_share = share
+        self.free_tokens: float = info.block_size * (
+            load.blocks_total - load.blocks_used - load.reserved_blocks
+        )
+        self.handover_s = load.handover_s
+        self.handover_token_s = load.handover_token_s
+        self.others = self.busy_others = 0.0
+
+    # -- a prompt here ----------------------------------------------------------------
+
+    def token_s(self, prompt_tokens: float) -> float:
+        """Each token of a prompt of so many, decodes and the step's base aside."""
+        return self.cost.prompt_s + prompt_tokens / 2 * self.cost.context_s
+
+    def ttft_s(self, prompt_tokens: float) -> float:
+        """Until the first token of a prompt that comes now."""
+        tokens = self.queued_tokens + prompt_tokens
+        beside_s = self.cost.base_s + self.decodes * self.request_s
+        steps = -(-tokens // self.chunk_tokens)
+        if self.decodes:
+            steps += 0.5  # what is left of the one that runs
+        alone_s = tokens * self.token_s(prompt_tokens) + steps * beside_s
+        return alone_s * (1 + self.busy_others)
+
+    def prompt_harm_s(self, prompt_tokens: float) -> float:
+        """What those who decode here and beside it wait for a prompt, all together."""
+        if not (self.decodes or self.others):
+            return 0.0
+        steps = prompt_tokens / self.chunk_tokens
+        present = min(1.0, self.left_tokens / steps) if self.decodes else 1.0
+        waiting = self.decodes * present + self.others
+        return waiting * prompt_tokens * self.token_s(prompt_tokens)
+
+    # -- an answer here ---------------------------------------------------------------
+
+    def tpot_s(self, context_tokens: float) -> float:
+        """Of one more answer behind so many tokens, prompts beside it counted in."""
+        own_s = self.cost.request_s + context_tokens * self.cost.token_s
+        step_s = self.cost.base_s + self.decodes * self.request_s + own_s
+        return step_s * (1 + self.busy_others) / (1 - self.prompt_share)
+
+    def answer_harm_s(self, ask: Ask) -> float:
+        """What those who decode here and beside it wait for one more answer."""
+        if not (self.decodes or self.others):
+            return 0.0
+        context = ask.prompt_tokens + ask.answer_tokens / 2
+        own_s = self.cost.request_s + context * self.cost.token_s
+        harm_s = 0.0
+        if self.decodes:
+            harm_s = self.decodes * min(ask.answer_tokens, self.left_tokens) * own_s
+        if self.others:
+            own_s += 0.0 if self.decodes else self.cost.base_s
+            harm_s += self.others * ask.answer_tokens * own_s
+        return harm_s / (1 - self.prompt_share)
+
+    def hand_over_s(self, prompt_tokens: float) -> float:
+        """Until a prompt's KV is somewhere else, when it is done here."""
+        last_tokens = min(prompt_tokens, self.chunk_tokens)  # the rest left before
+        return self.handover_s + last_tokens * self.handover_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    at_s: float
+    prompt_site: InstanceId | None
+    answer_site: InstanceId
+    ask: Ask
+
+
+class Sites:
+    """All instances that could be given requests, renewed with every view, and what was
+    sent since they reported. Owner: one thread.
+
+    Args:
+        grace_s: What was sent counts for so long after a report as well: an engine sees a
+            request some time after its bytes.
+    """
+
+    def __init__(self, grace_s: float = 0.1) -> None:
+        self.at_s = float("-inf")
+        self.by_model: dict[str, list[Site]] = {}
+        self.by_id: dict[InstanceId, Site] = {}
+        self._grace_s = grace_s
+        self._shares: dict[InstanceId, tuple[int, int, float]] = {}  # seq, tokens done, share
+        self._reported_s: dict[InstanceId, float] = {}
+        self._sent: deque[_Sent] = deque(maxlen=_MAX_SENT)
+
+    def renew(self, view: ClusterView, now: float, period_s: float = 0.1) -> None:
+        """Take over a newer view, whose ages are right at `now`.
+
+        Args:
+            period_s: Seconds between two reports of an instance.
+        """
+        ready = [each for each in view.instances if each.state is InstanceState.READY]
+        costs = _costs(ready)
+        keys: dict[tuple[tuple[str, str], ...], int] = {}
+        shares, self._shares = self._shares, {}
+        self.at_s, self.by_model, self.by_id = now, {}, {}
+        for each, cost in zip(ready, costs, strict=True):
+            name = each.info.id
+            identity = tuple(sorted(each.info.identity.items()))
+            share = self._share(each, cost, shares.get(name), period_s)
+            site = Site(each, cost, keys.setdefault(identity, len(keys)), share)
+            self._reported_s[name] = now - each.age_s
+            self.by_id[name] = site
+            for model in each.info.models:
+                self.by_model.setdefault(model, []).append(site)
+        self._send_again()
+        _see_neighbours(self.by_id.values())
+
+    def send(
+        self, prompt_site: InstanceId | None, answer_site: InstanceId, ask: Ask, now: float
+    ) -> None:
+        """A request goes there; calls come in order of time. Without a site for its prompt
+        that is computed already."""
+        sent = _Sent(now, prompt_site, answer_site, ask)
+        self._sent.append(sent)
+        self._count(sent, is_prompt_known=False, is_answer_known=False)
+
+    def _send_again(self) -> None:
+        """Count what loads do not show yet."""
+        oldest_s = min(self._reported_s.values(), default=0.0) - self._grace_s
+        while self._sent and self._sent[0].at_s < oldest_s:
+            self._sent.popleft()
+        for sent in self._sent:
+            self._count(
+                sent,
+                is_prompt_known=self._is_known(sent.prompt_site, sent.at_s),
+                is_answer_known=self._is_known(sent.answer_site, sent.at_s),
+            )
+        self._reported_s = {name: self._reported_s[name] for name in self.by_id}
+
+    def _is_known(self, name: InstanceId | None, sent_s: float) -> bool:
+        reported_s = self._reported_s.get(name) if name else None
+        return reported_s is None or sent_s < reported_s - self._grace_s
+
+    def _count(self, sent: _Sent, *, is_prompt_known: bool, is_answer_known: bool) -> None:
+        site = self.by_id.get(sent.prompt_site) if sent.prompt_site else None
+        if site is not None and not is_prompt_known:
+            site.queued_tokens += sent.ask.prompt_tokens
+        site = self.by_id.get(sent.answer_site)
+        if site is not None and not is_answer_known:
+            total_tokens = site.left_tokens * site.decodes + sent.ask.answer_tokens
+            site.decodes += 1
+            site.left_tokens = total_tokens / site.decodes
+            site.free_tokens -= sent.ask.prompt_tokens + sent.ask.answer_tokens
+
+    def _share(
+        self,
+        one: InstanceView,
+        cost: StepCoefficients,
+        before: tuple[int, int, float] | None,
+        period_s: float,
+    ) -> float:
+        """Part of its time that prompts take, over the last reports."""
+        seq, done = one.seq, one.load.prompt_tokens_done
+        share = 0.0
+        if before is not None and before[0] <= seq:
+            share = before[2]
+            if seq > before[0]:
+                taken_s = max(0, done - before[1]) * cost.prompt_s
+                now_share = min(1.0, taken_s / ((seq - before[0]) * period_s))
+                share += (now_share - share) * min(1.0, _SHARE_GAIN * (seq - before[0]))
+        self._shares[one.info.id] = seq, done, share
+        return min(share, _MOST_SHARE)
+
+
+def _costs(ready: list[InstanceView]) -> list[StepCoefficients]:
+    """Of each; of one that has not taken steps yet, somebody else's of its identity, or a
+    guess."""
+    known = {
+        str(sorted(each.info.identity.items())): each.load.cost
+        for each in ready
+        if each.load.cost.base_s or each.load.cost.request_s
+    }
+    return [
+        each.load.cost
+        if each.load.cost.base_s or each.load.cost.request_s
+        else known.get(str(sorted(each.info.identity.items())), GUESS)
+        for each in ready
+    ]
+
+
+def _see_neighbours(sites: Iterable[Site]) -> None:
+    """Tell sites what happens on their device beside them."""
+    devices: dict[str, list[Site]] = {}
+    for site in sites:
+        if site.device:
+            devices.setdefault(site.device, []).append(site)
+    for together in devices.values():
+        decodes = sum(site.decodes for site in together)
+        busy = sum(site.decodes > 0 or site.queued_tokens > 0 for site in together)
+        for site in together:
+            is_busy = site.decodes > 0 or site.queued_tokens > 0
+            site.others = decodes - site.decodes
+            site.busy_others = busy - is_busy
