@@ -47,13 +47,14 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"msgspec", "numpy", "psutil", "torch", "vllm", "yaml"},
     ),
     "launch": (
-        SHARED | {"__init__", "engine.versions", "transport.leftovers"},
-        {"aiohttp", "psutil", "rich", "yaml"},
+        SHARED | {"__init__", "engine.cache", "engine.versions", "transport.leftovers"},
+        {"aiohttp", "psutil", "rich", "torch", "yaml"},
     ),
     "bench": (
         SHARED | {"control", "engine", "launch", "predictor", "transport"},
         {"aiohttp", "matplotlib", "numpy", "psutil", "rich", "transformers", "uvloop", "vllm"},
     ),
+    "sim": (VALUES | {"policy"}, {"numpy", "rich"}),
     "cli": (VALUES | {"__init__"}, set()),
 }
 

@@ -53,7 +53,11 @@ class FakeUp:
                 f"--ready-file={self.ready_file}",
                 *arguments,
             ],
-            env={**os.environ, "FAKE_DIR": str(self.folder)},
+            env={
+                **os.environ,
+                "FAKE_DIR": str(self.folder),
+                "TETRI_CACHE": str(self.folder / "cache"),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -85,7 +89,13 @@ class FakeUp:
             for path in self.folder.glob("*.starts")
             for start in self.starts(path.stem)
         ]
-        return found + [int(path.read_text()) for path in self.folder.glob("*.below")]
+        found += [int(path.read_text()) for path in self.folder.glob("*.below")]
+        return found + self.trial_pids()
+
+    def trial_pids(self) -> list[int]:
+        """Every process that ever tried out how cores are shared."""
+        path = self.folder / "trial.pids"
+        return list(map(int, path.read_text().split())) if path.exists() else []
 
     def nothing_left(self) -> None:
         pids = self.pids()

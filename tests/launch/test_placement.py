@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tetri.policy.placement import (
     MAX_KV_BYTES,
+    MAX_STEP_LOSS,
+    MIN_PROMPT_GAIN,
     PREFILL_NICE,
     Machine,
+    Measured,
     Sharing,
+    choose_sharing,
+    extremes,
     kv_bytes_each,
     place,
 )
@@ -56,6 +63,60 @@ def test_split_needs_a_core_for_each() -> None:
 
 def test_auto_shares_where_cores_do_not_suffice() -> None:
     assert [p.cores for p in place(PAIR, cpu(1), Sharing.AUTO)] == [(0,), (0,)]
+
+
+SPLIT = Measured(
+    prompt_alone_tokens_per_s=1000,
+    prompt_beside_tokens_per_s=900,
+    step_alone_p50_s=0.010,
+    step_alone_p99_s=0.012,
+    step_beside_p50_s=0.011,
+    step_beside_p99_s=0.020,
+)
+
+
+@pytest.mark.parametrize(
+    ("gain", "loss", "choice"),
+    [
+        (MIN_PROMPT_GAIN, MAX_STEP_LOSS, Sharing.SHARED),
+        (1.9, 0.5, Sharing.SHARED),
+        (MIN_PROMPT_GAIN - 0.01, 1.0, Sharing.SPLIT),
+        (1.9, MAX_STEP_LOSS + 0.01, Sharing.SPLIT),
+    ],
+)
+def test_cores_are_shared_if_prompts_gain_and_decode_steps_hardly_lose(
+    gain: float, loss: float, choice: Sharing
+) -> None:
+    shared = replace(
+        SPLIT,
+        prompt_alone_tokens_per_s=SPLIT.prompt_alone_tokens_per_s * gain,
+        step_beside_p99_s=SPLIT.step_beside_p99_s * loss,
+    )
+    chosen, reason = choose_sharing(SPLIT, shared)
+
+    assert chosen is choice
+    assert f"{gain:.2f} x" in reason
+    assert f"{loss:.2f} x" in reason
+
+
+def test_what_happens_beside_and_in_the_median_does_not_decide() -> None:
+    shared = replace(
+        SPLIT, prompt_alone_tokens_per_s=2000, prompt_beside_tokens_per_s=1, step_beside_p50_s=9
+    )
+
+    assert choose_sharing(SPLIT, shared)[0] is Sharing.SHARED
+
+
+@pytest.mark.parametrize(
+    ("roles", "pair"),
+    [
+        ([Role.DECODE, Role.PREFILL, Role.BOTH], (Role.PREFILL, Role.DECODE)),
+        ([Role.BOTH, Role.BOTH], (Role.BOTH, Role.BOTH)),
+        ([Role.BOTH, Role.DECODE], (Role.BOTH, Role.DECODE)),
+    ],
+)
+def test_those_who_differ_most_stand_for_all(roles: list[Role], pair: tuple[Role, Role]) -> None:
+    assert extremes(roles) == pair
 
 
 def test_gpus_go_round() -> None:

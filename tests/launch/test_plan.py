@@ -9,17 +9,18 @@ import pytest
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch import up
-from vllm_tetri.launch.plan import given_options, make_plan
-from vllm_tetri.policy.placement import Machine
+from vllm_tetri.launch.plan import DEFAULT_MODE, given_options, make_plan, with_sharing
+from vllm_tetri.policy.placement import Machine, Sharing
 
 CPU = Machine(cores=(0, 1), gpus=(), memory_bytes=32 << 30)
 GPU = Machine(cores=(0, 1), gpus=("0",), memory_bytes=32 << 30)
+GPUS = Machine(cores=(0, 1), gpus=("0", "1", "2", "3"), memory_bytes=32 << 30)
 
 
 def options(*words: str, tail: tuple[str, ...] = ()) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     up.add_arguments(parser)
-    namespace = parser.parse_args(["model", "--port=0", "--prefill=1", "--decode=1", *words])
+    namespace = parser.parse_args(["model", "--port=0", *words])
     namespace.tail = list(tail)
     return namespace
 
@@ -118,6 +119,96 @@ def test_what_up_sets_itself_is_refused(word: str) -> None:
 def test_impossible_clusters_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_plan(options(*words), CPU)
+
+
+def names(machine: Machine, *words: str, tail: tuple[str, ...] = ()) -> list[str]:
+    return [spec.name for spec in make_plan(options(*words, tail=tail), machine).instances]
+
+
+def test_a_pair_is_started_when_no_count_is_given() -> None:
+    assert names(CPU) == names(GPUS) == names(CPU, "--mode=split") == ["prefill-0", "decode-0"]
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "whole"])
+def test_modes_that_serve_whole_start_one_instance_per_device(mode: str) -> None:
+    word = f"--mode={mode}"
+
+    assert names(CPU, word) == names(GPU, word) == ["both-0"]
+    assert names(GPUS, word) == ["both-0", "both-1", "both-2", "both-3"]
+    assert names(GPUS, word, tail=("--tensor_parallel_size=2",)) == ["both-0", "both-1"]
+
+
+def test_a_lone_instance_of_a_cpu_host_has_all_cores_and_usual_threads() -> None:
+    (spec,) = make_plan(options("--mode=adaptive"), CPU).instances
+
+    assert spec.placement.cores == CPU.cores
+    assert dict(spec.placement.environment)["OMP_NUM_THREADS"] == "2"
+    assert "OMP_WAIT_POLICY" not in dict(spec.placement.environment)
+
+
+def test_too_few_gpus_are_an_error_in_every_mode() -> None:
+    with pytest.raises(ConfigError, match="needs 2 GPUs"):
+        names(GPU, "--mode=whole", tail=("-tp", "2"))
+
+
+@pytest.mark.parametrize("mode", ["split", "adaptive", "whole"])
+def test_counts_that_are_given_count_in_every_mode(mode: str) -> None:
+    word = f"--mode={mode}"
+
+    assert names(GPUS, word, "--prefill=1", "--decode=2") == ["prefill-0", "decode-0", "decode-1"]
+    assert names(CPU, word, "--both=2") == ["both-0", "both-1"]
+    assert names(CPU, word, "--both=1", "--decode=1") == ["decode-0", "both-0"]
+    assert names(CPU, word, "--prefill=1") == ["prefill-0", "decode-0"]
+
+
+def test_only_split_needs_an_instance_of_each_kind() -> None:
+    assert names(CPU, "--mode=adaptive", "--prefill=0", "--decode=2") == ["decode-0", "decode-1"]
+    with pytest.raises(ConfigError, match="no instance to start"):
+        names(CPU, "--mode=whole", "--prefill=0", "--decode=0")
+
+
+def test_the_router_is_told_the_mode() -> None:
+    for words, mode in (((), DEFAULT_MODE), (("--mode=whole",), "whole")):
+        router = make_plan(options(*words), CPU).specs[-1].command(1)
+        assert router[router.index("--mode") + 1] == mode
+
+
+@pytest.mark.parametrize(
+    ("machine", "words", "is_open"),
+    [
+        (CPU, (), True),
+        (CPU, ("--both=2",), True),
+        (CPU, ("--placement=split",), False),
+        (CPU, ("--placement=shared",), False),
+        (CPU, ("--prefill=2",), False),  # fewer cores than instances
+        (CPU, ("--mode=whole",), False),
+        (GPU, (), False),
+    ],
+)
+def test_sharing_is_open_where_a_measurement_could_decide(
+    machine: Machine, words: tuple[str, ...], is_open: bool
+) -> None:
+    assert make_plan(options(*words), machine).is_sharing_open is is_open
+
+
+def test_sharing_can_be_settled_later() -> None:
+    plan = make_plan(options(), CPU)
+    shared = with_sharing(plan, CPU, Sharing.SHARED)
+
+    assert [spec.placement.cores for spec in plan.instances] == [(0,), (1,)]
+    assert [spec.placement.cores for spec in shared.instances] == [(0, 1), (0, 1)]
+    assert [spec.name for spec in shared.specs] == [spec.name for spec in plan.specs]
+    assert not shared.is_sharing_open
+
+
+@pytest.mark.parametrize(
+    ("tail", "dtype"),
+    [((), "bfloat16"), (("--dtype", "float32"), "float32"), (("--dtype=half",), "float16")],
+)
+def test_cores_are_tried_with_the_dtype_that_was_asked_for(
+    tail: tuple[str, ...], dtype: str
+) -> None:
+    assert make_plan(options(tail=tail), CPU).dtype == dtype
 
 
 def test_only_both_instances_make_a_cluster() -> None:

@@ -173,3 +173,78 @@ def test_log_dir_gets_every_line(fake_up: FakeUp, tmp_path: Path) -> None:
     fake_up.ready()
 
     assert "Starting to load model" in (tmp_path / "logs" / "prefill-0.log").read_text()
+
+
+needs_two_cores = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="two instances need two cores to choose"
+)
+
+
+def cores_of(fake_up: FakeUp, name: str) -> set[int]:
+    return os.sched_getaffinity(fake_up.starts(name)[0]["pid"])
+
+
+@needs_two_cores
+def test_cores_are_shared_where_that_was_measured_to_be_better(fake_up: FakeUp) -> None:
+    (fake_up.folder / "trial.shares").touch()
+    process = fake_up.start()
+    fake_up.ready()
+
+    assert cores_of(fake_up, "prefill-0") == cores_of(fake_up, "decode-0")
+    assert not any(map(is_alive, fake_up.trial_pids()))
+    process.terminate()
+    status, output = fake_up.end()
+    assert status == 0
+    assert "measuring how instances share cores ..." in output
+    assert "cores: shared (measured)" in output
+
+
+@needs_two_cores
+def test_a_measurement_that_fails_stops_nobody(fake_up: FakeUp) -> None:
+    (fake_up.folder / "trial.dies").touch()
+    process = fake_up.start()
+    fake_up.ready()
+
+    assert not cores_of(fake_up, "prefill-0") & cores_of(fake_up, "decode-0")
+    process.terminate()
+    status, output = fake_up.end()
+    assert status == 0
+    assert "cores: split; measuring was not possible: no torch here" in output
+
+
+@needs_two_cores
+def test_interrupt_while_measuring_ends_everything(fake_up: FakeUp) -> None:
+    (fake_up.folder / "trial.hangs").touch()
+    process = fake_up.start()
+    until(lambda: len(fake_up.trial_pids()) == 4, "the measurement runs")
+
+    process.send_signal(signal.SIGINT)
+    status, output = fake_up.end()
+
+    assert status == 0, output
+    assert "stopped" in output
+    assert not fake_up.starts("prefill-0")
+    fake_up.nothing_left()
+
+
+@needs_two_cores
+def test_killing_up_while_measuring_leaves_nothing(fake_up: FakeUp) -> None:
+    (fake_up.folder / "trial.hangs").touch()
+    process = fake_up.start()
+    until(lambda: len(fake_up.trial_pids()) == 4, "the measurement runs")
+
+    process.kill()
+    process.wait()
+
+    fake_up.nothing_left()
+
+
+def test_a_placement_that_is_given_is_not_measured(fake_up: FakeUp) -> None:
+    process = fake_up.start("--placement=shared", "--mode=adaptive", "--prefill=1", "--decode=1")
+    fake_up.ready()
+    words = fake_up.starts("router")[0]["argv"]
+
+    assert words[words.index("--mode") + 1] == "adaptive"
+    assert not fake_up.trial_pids()
+    process.terminate()
+    assert fake_up.end()[0] == 0

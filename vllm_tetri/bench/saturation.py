@@ -105,6 +105,7 @@ def _spec(options: argparse.Namespace, machine: Machine) -> Spec:
     plan = make_plan(
         argparse.Namespace(
             model=options.model,
+            mode="whole",
             prefill=0,
             decode=0,
             both=1,

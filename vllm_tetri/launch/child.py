@@ -45,8 +45,10 @@ class Child:
         placement: Placement,
         on_line: OnLine,
         log_file: Path | None = None,
+        *,
+        takes_input: bool = False,
     ) -> Child:
-        """Start a command in a session of its own.
+        """Start a command in a session of its own; `tell` needs `takes_input`.
 
         Must run in the thread that lives as long as the process, because the
         kernel tells the guard when that *thread* ends.
@@ -59,7 +61,7 @@ class Child:
             *guard,
             "--",
             *command,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE if takes_input else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **dict(placement.environment)},
@@ -72,6 +74,11 @@ class Child:
     def pid(self) -> int:
         """The guard's process id, which is also the process group's."""
         return self._process.pid
+
+    def tell(self, line: str) -> None:
+        """Give it a line to read; lost if it has ended."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(line.encode() + b"\n")
 
     async def wait(self) -> int:
         """Exit status, after the last line was delivered."""

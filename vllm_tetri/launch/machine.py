@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
 import socket
 from importlib import metadata, util
 from pathlib import Path
@@ -32,6 +34,15 @@ def gpus(devices: Path = NVIDIA_DEVICES) -> tuple[str, ...]:
         return tuple(name.strip() for name in limit.split(",") if name.strip())
     numbers = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
     return tuple(sorted((name for name in numbers if name.isdigit()), key=int))
+
+
+def cpu_name() -> str:
+    """The CPU's model, or its architecture where the kernel does not say more."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def vllm_version() -> str | None:

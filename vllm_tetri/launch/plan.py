@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -14,13 +14,21 @@ from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.keeper import Spec
 from vllm_tetri.launch.machine import free_port, is_port_free
-from vllm_tetri.policy.placement import Machine, Placement, Sharing, kv_bytes_each, place
-from vllm_tetri.types import Role
+from vllm_tetri.policy.placement import (
+    Machine,
+    Placement,
+    Sharing,
+    has_choice,
+    kv_bytes_each,
+    place,
+)
+from vllm_tetri.types import Mode, Role
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 ROUTER = (sys.executable, "-m", "vllm_tetri.cli", "router")
 ROUTER_NAME = "router"
 HOST = "127.0.0.1"
+DEFAULT_MODE = Mode.SPLIT
 
 # `up` sets these itself; given after `--` they would contradict it.
 _OWN_OPTIONS = ("port", "host", "role", "tetri-instance", "tetri-control", "tetri-url", "uds")
@@ -29,13 +37,26 @@ _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc"}
 }  # fmt: skip
 _GPU_MEMORY_PART = 0.9
 
+# What vLLM's --dtype means; "auto" is bfloat16 for nearly every model on a CPU.
+_DTYPES = {"float": "float32", "float32": "float32", "half": "float16", "float16": "float16"}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `up` runs; the router comes last."""
+    """Everything that `up` runs; the router comes last.
+
+    Attributes:
+        specs: The children.
+        control: Where instances and the router meet.
+        dtype: Name of the torch dtype that instances probably compute in.
+        is_sharing_open: Whether a measurement is to decide how instances share the
+            cores; they are placed by the default until then.
+    """
 
     specs: tuple[Spec, ...]
     control: str
+    dtype: str
+    is_sharing_open: bool
 
     @property
     def instances(self) -> tuple[Spec, ...]:
@@ -48,20 +69,14 @@ def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
     Raises:
         ConfigError: No instance, a contradiction, too little machine, or a port in use.
     """
-    roles = [
-        *[Role.PREFILL] * options.prefill,
-        *[Role.DECODE] * options.decode,
-        *[Role.BOTH] * options.both,
-    ]
-    _check_roles(options)
+    gpus_each = _gpus_each(options.tail)
+    roles = _roles(options, machine, gpus_each)
     given = given_options(options.tail)
     _refuse_own_options(given)
     _check_port(options)
     control = _control_address()
     try:
-        placements = place(
-            roles, machine, Sharing(options.placement), gpus_each=_gpus_each(options.tail)
-        )
+        placements = place(roles, machine, Sharing(options.placement), gpus_each=gpus_each)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     serve = [*SERVE, options.model, *options.tail]
@@ -79,7 +94,23 @@ def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
         )
         for name, role, placement in zip(_names(roles), roles, placements, strict=True)
     ]
-    return Plan((*specs, _router(options, control)), control)
+    return Plan(
+        (*specs, _router(options, control)),
+        control,
+        _DTYPES.get(_value(options.tail, "--dtype"), "bfloat16"),
+        has_choice(roles, machine, Sharing(options.placement)),
+    )
+
+
+def with_sharing(plan: Plan, machine: Machine, sharing: Sharing) -> Plan:
+    """The plan with its instances placed anew, on a CPU host."""
+    *instances, router = plan.specs
+    roles = [spec.role for spec in instances if spec.role is not None]
+    placed = [
+        replace(spec, placement=placement)
+        for spec, placement in zip(instances, place(roles, machine, sharing), strict=True)
+    ]
+    return replace(plan, specs=(*placed, router), is_sharing_open=False)
 
 
 def given_options(tail: Sequence[str]) -> set[str]:
@@ -104,12 +135,20 @@ def _names_in_file(path: str) -> set[str]:
     return {str(key).replace("_", "-") for key in content} if isinstance(content, dict) else set()
 
 
-def _check_roles(options: argparse.Namespace) -> None:
-    if options.prefill + options.decode + options.both == 0:
+def _roles(options: argparse.Namespace, machine: Machine, gpus_each: int) -> list[Role]:
+    """A role for every instance: what was given, or what suits the mode and the machine."""
+    mode, prefill, decode, both = Mode(options.mode), options.prefill, options.decode, options.both
+    if mode is not Mode.SPLIT and prefill is decode is both is None:
+        return [Role.BOTH] * max(1, len(machine.gpus) // gpus_each)
+    default = 0 if both else 1
+    prefill = default if prefill is None else prefill
+    decode = default if decode is None else decode
+    if not (prefill or decode or both):
         raise ConfigError("no instance to start; give --prefill and --decode, or --both")
-    if options.both == 0 and (options.prefill == 0 or options.decode == 0):
-        missing = "prefill" if options.prefill == 0 else "decode"
+    if mode is Mode.SPLIT and not both and not (prefill and decode):
+        missing = "decode" if prefill else "prefill"
         raise ConfigError(f"a cluster needs a {missing} instance; add --{missing} 1 or --both 1")
+    return [*[Role.PREFILL] * prefill, *[Role.DECODE] * decode, *[Role.BOTH] * (both or 0)]
 
 
 def _refuse_own_options(given: set[str]) -> None:
@@ -138,12 +177,17 @@ def _control_address() -> str:
 
 
 def _gpus_each(tail: Sequence[str]) -> int:
+    number = _value(tail, "-tp", "--tensor-parallel-size")
+    return int(number) if number.isdigit() and int(number) > 0 else 1
+
+
+def _value(tail: Sequence[str], *names: str) -> str:
+    """What follows the first of these options; nothing where none was given."""
     for index, word in enumerate(tail):
         name, _, value = word.partition("=")
-        if name in ("-tp", "--tensor-parallel-size", "--tensor_parallel_size"):
-            number = value or "".join(tail[index + 1 : index + 2])
-            return int(number) if number.isdigit() and int(number) > 0 else 1
-    return 1
+        if name.replace("_", "-") in names:
+            return value or "".join(tail[index + 1 : index + 2])
+    return ""
 
 
 def _memory_options(
@@ -164,17 +208,7 @@ def _memory_options(
     if options.kv_bytes is None and "kv-cache-memory-bytes" not in given:
         words += ["--kv-cache-memory-bytes", str(kv_bytes_each(instances, machine))]
     # Compiling triples the start and gains nothing worth it on a CPU.
-    if not given & {
-        "enforce-eager",
-        "no-enforce-eager",
-        "compilation-config",
-        "O",
-        "cc",
-        "O0",
-        "O1",
-        "O2",
-        "O3",
-    }:
+    if not given & _COMPILATION:
         words.append("--enforce-eager")
     return words
 
@@ -194,7 +228,7 @@ def _instance(name: str, role: Role, serve: list[str], placement: Placement) -> 
 
 
 def _router(options: argparse.Namespace, control: str) -> Spec:
-    words = [*ROUTER, "--host", options.host, "--control", control]
+    words = [*ROUTER, "--host", options.host, "--control", control, "--mode", options.mode]
     for name in ("max_in_flight", "flip", "flip_after"):
         value = getattr(options, name)
         if value is not None:
