@@ -71,6 +71,12 @@ COMMANDS = (
         "leave decode-1 --deadline 60",
     ),
     Command(
+        "sim",
+        "vllm_tetri.sim.command",
+        "simulate clusters of any size on this machine",
+        "sim --mode split whole --prefill 1 --decode 1 --kind mixed --rate 1",
+    ),
+    Command(
         "doctor",
         "vllm_tetri.launch.doctor",
         "explain what this machine can run",
@@ -147,6 +153,13 @@ COMMANDS = (
         "vllm_tetri.bench.flip",
         "measure policies that flip roles under a load that swings",
         "bench flip MODEL --systems 2P1D,balance",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
+        "bench modes",
+        "vllm_tetri.bench.modes",
+        "measure our modes beside stock vLLM and replicas, on the same cores",
+        "bench modes MODEL --rival ~/.local/bin/vllm-router",
         "OPTIONS OF vllm serve",
     ),
     Command(

@@ -1,0 +1,146 @@
+"""What is simulated: instances, and how they work together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.admission import DecodePolicy
+from vllm_tetri.policy.dispatch import DispatchPolicy
+from vllm_tetri.policy.order import PrefillPolicy
+from vllm_tetri.sim.profiles import PROFILES
+from vllm_tetri.types import InstanceId, Role, StepCoefficients
+
+if TYPE_CHECKING:
+    from vllm_tetri.sim.modes import Router
+
+STOCK_BUDGET_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An engine.
+
+    Attributes:
+        cost: What its steps take.
+        kv_blocks: Its KV pool.
+        block_size: Tokens per block.
+        arena_tokens: KV that may arrive or wait beside the pool.
+        chunk_tokens: Most prompt tokens of a step, on top of the decodes.
+        max_requests: That may be in a step.
+        stock_budget: Tokens of a step that decodes and prompts share in an engine without
+            this package; None for one with it.
+        tbt_slo_s: Steps with decodes take no more prompt tokens than fit into this time,
+            but at least `least_tokens`.
+        order, sched_batch, admission: Policies (docs/policies.md).
+
+    Raises:
+        ConfigError: A number makes no sense.
+    """
+
+    cost: StepCoefficients = PROFILES["smollm2-1core"]
+    kv_blocks: int = 4096
+    block_size: int = 16
+    arena_tokens: int = 16384
+    chunk_tokens: int = 512
+    max_requests: int = 256
+    stock_budget: int | None = None
+    tbt_slo_s: float | None = None
+    least_tokens: int = 16
+    order: PrefillPolicy = PrefillPolicy.SJF
+    sched_batch: int = 16
+    admission: DecodePolicy = DecodePolicy.RESERVE_DYNAMIC
+
+    def __post_init__(self) -> None:
+        counts = {
+            "KV blocks": self.kv_blocks,
+            "block size": self.block_size,
+            "arena tokens": self.arena_tokens,
+            "chunk tokens": self.chunk_tokens,
+            "requests in a step": self.max_requests,
+            "token budget": 1 if self.stock_budget is None else self.stock_budget,
+            "prompt tokens of a step": self.least_tokens,
+            "sched batch": self.sched_batch,
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigError(f"{name}: {value} must be at least 1")
+        if self.tbt_slo_s is not None and self.tbt_slo_s <= 0:
+            raise ConfigError(f"TBT SLO: {self.tbt_slo_s:g} s must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An instance of the cluster.
+
+    Raises:
+        ConfigError: An engine without this package has a role.
+    """
+
+    id: InstanceId
+    role: Role
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if self.shape.stock_budget is not None and self.role is not Role.BOTH:
+            raise ConfigError(f"{self.id}: a stock engine does both, not {self.role}")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A cluster.
+
+    Attributes:
+        mode: How requests find instances: a name in `modes.MODES`, or a factory as those.
+        seed: Of probes.
+        report_period_s: Between two load reports, and between two broadcasts of them.
+        handover_base_s: From the end of a prompt to where its KV can be used.
+        handover_token_s: On top per token whose KV did not travel while later ones were
+            computed.
+        dispatch: Policy (docs/policies.md).
+
+    Raises:
+        ConfigError: There is no instance, two have one name, or a time is negative.
+    """
+
+    instances: tuple[Place, ...]
+    mode: str | Callable[[Setting], Router] = "split"
+    seed: int = 0
+    report_period_s: float = 0.1
+    handover_base_s: float = 0.008
+    handover_token_s: float = 5e-6
+    dispatch: DispatchPolicy = DispatchPolicy.POWER_OF_TWO
+
+    def __post_init__(self) -> None:
+        if not self.instances:
+            raise ConfigError("a cluster needs at least one instance")
+        if len({each.id for each in self.instances}) < len(self.instances):
+            raise ConfigError("two instances have the same name")
+        if self.report_period_s <= 0 or min(self.handover_base_s, self.handover_token_s) < 0:
+            raise ConfigError("the report period must be above 0 s, a hand-over not below")
+
+
+def places(
+    prefill: int = 0,
+    decode: int = 0,
+    both: int = 0,
+    *,
+    shape: Shape | None = None,
+) -> tuple[Place, ...]:
+    """So many instances of every role, all of one shape.
+
+    Raises:
+        ConfigError: A number is negative.
+    """
+    shape = shape or Shape()
+    counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.BOTH: both}
+    for role, count in counts.items():
+        if count < 0:
+            raise ConfigError(f"{count} {role} instances: must be at least 0")
+    return tuple(
+        Place(InstanceId(f"{role}-{number}"), role, shape)
+        for role, count in counts.items()
+        for number in range(count)
+    )
