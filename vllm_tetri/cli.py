@@ -65,6 +65,12 @@ COMMANDS = (
         "flip decode-1 prefill",
     ),
     Command(
+        "mode",
+        "vllm_tetri.router.mode",
+        "serve requests split, whole, or as suits each",
+        "mode adaptive",
+    ),
+    Command(
         "leave",
         "vllm_tetri.router.leave",
         "let an instance finish what it has and go",

@@ -51,6 +51,11 @@ class StepCoefficients:
     context_s: float = 0.0
     confidence: float = 0.0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it says anything."""
+        return self.base_s + self.request_s + self.prompt_s > 0
+
     def step_s(
         self, num_decodes: float, decode_context: float, prompt_tokens: float, prompt_context: float
     ) -> float:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_tetri.bench import picture, setting
+from vllm_tetri.bench.decisions_placement import placement, renewal
 from vllm_tetri.bench.stats import quantile
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.admission import Admission, DecodePolicy, Held
@@ -117,6 +118,16 @@ def measure(count: int, repeats: int, seed: int) -> dict[str, Any]:
             "view": {
                 str(size): quickest(partial(_views, size, count // 20 + 1)) for size in INSTANCES
             },
+            "placement": {
+                name: {
+                    str(size): quickest(partial(_placements, make, size, times))
+                    for size in INSTANCES
+                }
+                for name, make, times in (
+                    ("a request", placement, count),
+                    ("once per view", renewal, count // 20 + 1),
+                )
+            },
             "admission": {
                 "as predicted": _admissions(count, repeats, seed, noise_tokens=0),
                 "predicted anew": _admissions(count, repeats, seed, noise_tokens=50),
@@ -168,6 +179,12 @@ def _dispatches(size: int, cluster: str, count: int, rng: Random) -> list[float]
 def _views(size: int, count: int, rng: Random) -> list[float]:
     view = _view(size, "all have room", rng)
     return _timed(lambda: Peers(view, _ME, 0.0), count)
+
+
+def _placements(
+    make: Callable[[int, Random], Callable[[], object]], size: int, count: int, rng: Random
+) -> list[float]:
+    return _timed(make(size, rng), count)
 
 
 def _need(rng: Random) -> Need:
@@ -290,7 +307,7 @@ def _lengths(count: int, rng: Random) -> list[float]:
 
 
 def show(console: Console, results: dict[str, Any]) -> None:
-    """Print both tables."""
+    """Print all tables."""
     conditions = results["conditions"]
     count, repeats = conditions["decisions"], conditions["repeats"]
     console.print(f"{conditions['cpu']}, {count} decisions of each kind, quickest of {repeats}")
@@ -300,6 +317,12 @@ def show(console: Console, results: dict[str, Any]) -> None:
     for name, found in results["dispatch"].items():
         table.add_row(name, *map(_text, found.values()))
     table.add_row("once per view", *map(_text, results["view"].values()))
+    console.print(table)
+    table = Table(
+        "us: median (p99)", *(f"{size} instances" for size in INSTANCES), title="Placement"
+    )
+    for name, found in results["placement"].items():
+        table.add_row(name, *map(_text, found.values()))
     console.print(table)
     kinds = ("all steps", "steps that refuse", "steps that admit")
     table = Table(

@@ -26,12 +26,13 @@ from vllm_tetri.types import InstanceId, Role
 # counts 1. Simulated between 0.1 and 1; less makes first tokens late, more makes answers slow.
 _FIRST_TOKEN_PART = 0.3
 _MOST_WEIGHT = 50.0
+_LEAST_S = 1e-6
 # By so much of its cost must a hand-over be better: what steps cost is a guess, or known.
 _MARGIN_GUESSED, _MARGIN_KNOWN = 0.25, 0.05
 # With more sites than this, looks at those that were best for the last view, and at some
 # at random.
 _ALL = 8
-_PROBES = 3
+_PROBES = 2
 # Beyond its objective a second counts so much more.
 _LATE_WEIGHT = 20.0
 
@@ -81,7 +82,7 @@ class Candidates:
     """The sites worth looking at for requests of one model, chosen once per view.
 
     Prompts may go anywhere. Answers go to prefill instances only if there is nobody else:
-    that these are free of decodes is what makes them quick (`policy.layout`).
+    that these are free of decodes is what makes them quick.
 
     Args:
         usual: What requests are like; orders the sites where there are many.
@@ -100,7 +101,7 @@ class Candidates:
         if len(sites) > _ALL:
             self._prompts = sorted(sites, key=lambda site: site.ttft_s(usual.prompt_tokens))
         if len(self._answers) > _ALL:
-            self._answers.sort(key=lambda site: _answer_cost(site, usual))
+            self._answers.sort(key=lambda site: _written(site, usual)[1])
 
     def prompts(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where a prompt may go."""
@@ -142,28 +143,34 @@ def choose_place(
         taken: Instances that cannot have it.
     """
     prompts, answers = candidates.prompts(taken), candidates.answers(taken)
-    together = {site.id: site for site in (*prompts, *answers)}
-    if not together:
+    if not answers:
         return None
-    ttfts = {name: site.ttft_s(ask.prompt_tokens) for name, site in together.items()}
-    weight = _first_token_weight(together.values(), ask)
-    answer_costs = {name: _answer_cost(site, ask, objective) for name, site in together.items()}
-    prompt_costs = {
-        name: _prompt_cost(site, ask, ttfts[name], weight, objective)
-        for name, site in together.items()
+    written = [_written(site, ask, objective) for site in answers]
+    ttfts = {site.id: site.ttft_s(ask.prompt_tokens) for site in answers}
+    for site in prompts:
+        if site.id not in ttfts:
+            ttfts[site.id] = site.ttft_s(ask.prompt_tokens)
+    weight = _first_token_weight(min(ttfts.values()), min(written)[0] * ask.answer_tokens)
+    costs = {
+        site.id: _prompt_cost(site, ask, ttfts[site.id], weight, objective)
+        for site in {*prompts, *answers}
     }
-    whole = min(answers, key=lambda each: prompt_costs[each.id] + answer_costs[each.id])
-    whole_s = prompt_costs[whole.id] + answer_costs[whole.id]
-    if may_split and len(together) > 1:
-        pair, pair_s = _best_pair(prompts, answers, prompt_costs, answer_costs, ask)
+    wholes = [costs[site.id] + each[1] for site, each in zip(answers, written, strict=True)]
+    whole_s = min(wholes)
+    index = wholes.index(whole_s)
+    whole, tpot_s = answers[index], written[index][0]
+    if may_split and ttfts.keys() != {whole.id}:
+        prompt, index, pair_s = _best_pair(prompts, answers, costs, written, ask)
         is_better = pair_s < whole_s * (1 - _margin(whole))
-        if pair is not None and (is_better or prefers_split):
-            return _place(*pair, pair_s, ask, f"whole on {whole.id} {whole_s:.3g}")
-    return _place(whole, whole, whole_s, ask, f"{len(together)} looked at")
+        if prompt is not None and (is_better or prefers_split):
+            answer, tpot_s = answers[index], written[index][0]
+            against = f"whole on {whole.id} {whole_s:.3g}"
+            return _place(prompt, answer, ttfts[prompt.id], tpot_s, pair_s, against)
+    return _place(whole, whole, ttfts[whole.id], tpot_s, whole_s, f"of {len(ttfts)}")
 
 
 def choose_answer(
-    sites: Iterable[Site], ask: Ask, *, at: Site | None, objective: Objective = Objective()
+    sites: Iterable[Site], ask: Ask, *, at: Site | None, objective: Objective = NO_OBJECTIVE
 ) -> tuple[InstanceId, str] | None:
     """Where the answer goes now that part of the prompt is computed: the choice is made
     again with what is known by now, the predicted length above all.
@@ -178,11 +185,11 @@ def choose_answer(
     best, best_s = None, inf
     for site in sites:
         if at is None or site.id != at.id:
-            answer_s = _answer_cost(site, ask, objective)
+            answer_s = _written(site, ask, objective)[1]
             if answer_s < best_s:
                 best, best_s = site, answer_s
     if at is not None:
-        stay_s = _answer_cost(at, ask, objective)
+        stay_s = _written(at, ask, objective)[1]
         moved_s = best_s + at.hand_over_s(ask.prompt_tokens)
         if best is None or moved_s >= stay_s * (1 - _margin(at)):
             return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"
@@ -194,32 +201,30 @@ def choose_answer(
 def _best_pair(
     prompts: list[Site],
     answers: list[Site],
-    prompt_costs: dict[InstanceId, float],
-    answer_costs: dict[InstanceId, float],
+    costs: dict[InstanceId, float],
+    written: list[tuple[float, float]],
     ask: Ask,
-) -> tuple[tuple[Site, Site] | None, float]:
-    """Two sites between which KV may travel, and what they cost together."""
-    pair, least_s = None, inf
-    answers = sorted(answers, key=lambda site: answer_costs[site.id])
+) -> tuple[Site | None, int, float]:
+    """Two sites between which KV may travel: the first, the other's place in `answers`, and
+    what they cost together."""
+    best, best_index, least_s = None, 0, inf
+    order = sorted(range(len(answers)), key=lambda index: written[index][1])
     for prompt in prompts:
-        prompt_s = prompt_costs[prompt.id] + prompt.hand_over_s(ask.prompt_tokens)
-        if prompt_s >= least_s:
-            continue
-        for answer in answers:
+        prompt_s = costs[prompt.id] + prompt.hand_over_s(ask.prompt_tokens)
+        for index in order:
+            answer = answers[index]
             if answer is not prompt and answer.key == prompt.key:
-                if prompt_s + answer_costs[answer.id] < least_s:
-                    pair, least_s = (prompt, answer), prompt_s + answer_costs[answer.id]
+                if prompt_s + written[index][1] < least_s:
+                    best, best_index, least_s = prompt, index, prompt_s + written[index][1]
                 break
-    return pair, least_s
+    return best, best_index, least_s
 
 
-def _first_token_weight(sites: Iterable[Site], ask: Ask) -> float:
+def _first_token_weight(ttft_s: float, answer_s: float) -> float:
     """What a second before the first token counts, if one of the answer counts 1: both
     waits count in proportion to what they would be at best."""
-    ttft_s = min(site.ttft_s(ask.prompt_tokens) for site in sites)
-    tpot_s = min(site.tpot_s(ask.prompt_tokens) for site in sites)
-    part = _FIRST_TOKEN_PART * (1 + ask.answer_tokens * tpot_s / ttft_s)
-    return 1 + min(_MOST_WEIGHT, part)
+    ttft_s = max(ttft_s, _LEAST_S)
+    return 1 + min(_MOST_WEIGHT, _FIRST_TOKEN_PART * (ttft_s + answer_s) / ttft_s)
 
 
 def _prompt_cost(site: Site, ask: Ask, ttft_s: float, weight: float, objective: Objective) -> float:
@@ -229,7 +234,8 @@ def _prompt_cost(site: Site, ask: Ask, ttft_s: float, weight: float, objective: 
     return cost_s
 
 
-def _answer_cost(site: Site, ask: Ask, objective: Objective = NO_OBJECTIVE) -> float:
+def _written(site: Site, ask: Ask, objective: Objective = NO_OBJECTIVE) -> tuple[float, float]:
+    """An answer's seconds per token, and what it costs."""
     tokens = ask.answer_tokens
     tpot_s = site.tpot_s(ask.prompt_tokens + tokens / 2)
     cost_s = tokens * tpot_s + site.answer_harm_s(ask)
@@ -238,16 +244,16 @@ def _answer_cost(site: Site, ask: Ask, objective: Objective = NO_OBJECTIVE) -> f
     missing_tokens = ask.prompt_tokens + tokens - site.free_tokens
     if missing_tokens > 0:  # until others there have ended
         cost_s += min(site.left_tokens, missing_tokens) * tpot_s
-    return cost_s
+    return tpot_s, cost_s
 
 
 def _margin(site: Site) -> float:
     return _MARGIN_KNOWN + (1 - site.cost.confidence) * (_MARGIN_GUESSED - _MARGIN_KNOWN)
 
 
-def _place(prompt: Site, answer: Site, cost_s: float, ask: Ask, against: str) -> Place:
-    ttft_s = prompt.ttft_s(ask.prompt_tokens)
-    tpot_s = answer.tpot_s(ask.prompt_tokens + ask.answer_tokens / 2)
+def _place(
+    prompt: Site, answer: Site, ttft_s: float, tpot_s: float, cost_s: float, against: str
+) -> Place:
     word = "whole" if prompt is answer else "split"
     reason = (
         f"{word}: costs {cost_s:.3g} s, {against}; first token in {ttft_s:.3g} s, "

@@ -20,6 +20,7 @@ from vllm_tetri.policy.step_fit import GUESS
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,
+    InstanceInfo,
     InstanceState,
     InstanceView,
     Role,
@@ -30,6 +31,7 @@ _SHARE_GAIN = 0.2  # of a report, for the part of its time that prompts take
 _MOST_SHARE = 0.9
 _DEFAULT_CHUNK_TOKENS = 512
 _MAX_SENT = 4096
+_MAX_IDENTITIES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,9 @@ class Sites:
         self._grace_s = grace_s
         self._shares: dict[InstanceId, tuple[int, int, float]] = {}  # seq, tokens done, share
         self._reported_s: dict[InstanceId, float] = {}
+        # What an instance said of itself, and a small number for its identity.
+        self._keys: dict[InstanceId, tuple[InstanceInfo, int]] = {}
+        self._identities: dict[str, int] = {}
         self._sent: deque[_Sent] = deque(maxlen=_MAX_SENT)
 
     def renew(self, view: ClusterView, now: float, period_s: float = 0.1) -> None:
@@ -183,16 +188,22 @@ class Sites:
         Args:
             period_s: Seconds between two reports of an instance.
         """
+        if len(self._identities) > _MAX_IDENTITIES:  # of instances that are gone
+            self._identities.clear()
+            self._keys.clear()
         ready = [each for each in view.instances if each.state is InstanceState.READY]
-        costs = _costs(ready)
-        keys: dict[tuple[tuple[str, str], ...], int] = {}
-        shares, self._shares = self._shares, {}
+        keys = {each.info.id: self._key(each.info) for each in ready}
+        self._keys = {name: self._keys[name] for name in keys}
+        # One that has not taken steps yet is as quick as another one of its kind.
+        known = {keys[each.info.id]: each.load.cost for each in ready if each.load.cost.is_known}
+        shares, self._shares, self._reported_s = self._shares, {}, {}
         self.at_s, self.by_model, self.by_id = now, {}, {}
-        for each, cost in zip(ready, costs, strict=True):
+        for each in ready:
             name = each.info.id
-            identity = tuple(sorted(each.info.identity.items()))
+            key, cost = keys[name], each.load.cost
+            cost = cost if cost.is_known else known.get(key, GUESS)
             share = self._share(each, cost, shares.get(name), period_s)
-            site = Site(each, cost, keys.setdefault(identity, len(keys)), share)
+            site = Site(each, cost, key, share)
             self._reported_s[name] = now - each.age_s
             self.by_id[name] = site
             for model in each.info.models:
@@ -209,6 +220,15 @@ class Sites:
         self._sent.append(sent)
         self._count(sent, is_prompt_known=False, is_answer_known=False)
 
+    def _key(self, info: InstanceInfo) -> int:
+        known = self._keys.get(info.id)
+        if known is not None and known[0] is info:
+            return known[1]
+        identity = str(sorted(info.identity.items()))
+        key = self._identities.setdefault(identity, len(self._identities))
+        self._keys[info.id] = info, key
+        return key
+
     def _send_again(self) -> None:
         """Count what loads do not show yet."""
         oldest_s = min(self._reported_s.values(), default=0.0) - self._grace_s
@@ -220,7 +240,6 @@ class Sites:
                 is_prompt_known=self._is_known(sent.prompt_site, sent.at_s),
                 is_answer_known=self._is_known(sent.answer_site, sent.at_s),
             )
-        self._reported_s = {name: self._reported_s[name] for name in self.by_id}
 
     def _is_known(self, name: InstanceId | None, sent_s: float) -> bool:
         reported_s = self._reported_s.get(name) if name else None
@@ -255,22 +274,6 @@ class Sites:
                 share += (now_share - share) * min(1.0, _SHARE_GAIN * (seq - before[0]))
         self._shares[one.info.id] = seq, done, share
         return min(share, _MOST_SHARE)
-
-
-def _costs(ready: list[InstanceView]) -> list[StepCoefficients]:
-    """Of each; of one that has not taken steps yet, somebody else's of its identity, or a
-    guess."""
-    known = {
-        str(sorted(each.info.identity.items())): each.load.cost
-        for each in ready
-        if each.load.cost.base_s or each.load.cost.request_s
-    }
-    return [
-        each.load.cost
-        if each.load.cost.base_s or each.load.cost.request_s
-        else known.get(str(sorted(each.info.identity.items())), GUESS)
-        for each in ready
-    ]
 
 
 def _see_neighbours(sites: Iterable[Site]) -> None:

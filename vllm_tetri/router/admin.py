@@ -52,6 +52,16 @@ def order(url: str, instance: str, what: str, body: dict[str, Any]) -> dict[str,
     return _call(url, path, json.dumps(body).encode())
 
 
+def mode(url: str, new: str | None) -> str:
+    """The mode that a router serves requests in, after changing it if there is a new one.
+
+    Raises:
+        AdminError: There is no router, or it refuses; with its words.
+    """
+    body = None if new is None else json.dumps({"mode": new}).encode()
+    return str(_call(url, "/tetri/v1/mode", body)["mode"])
+
+
 def work_of(row: dict[str, Any]) -> str:
     """What an instance has to do, as the commands that wait for it show."""
     return (
