@@ -26,7 +26,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 8 << 20
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]

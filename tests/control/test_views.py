@@ -127,3 +127,58 @@ async def test_a_view_comes_when_instances_come_or_go_and_only_loads_in_between(
         async with joined(router.address, info=replace(INFO, id=InstanceId("j"))):
             await eventually(lambda: len(one.sees()) == 2)
         await eventually(lambda: len(one.sees()) == 1)
+
+
+async def test_while_they_are_mixed_all_get_views_of_all() -> None:
+    roles = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+    infos = {n: replace(INFO, id=InstanceId(n), role=role) for n, role in roles.items()}
+    async with (
+        monitor() as router,
+        joined(router.address, info=infos["p"]) as p,
+        joined(router.address, info=infos["d"]) as d,
+        joined(router.address, info=infos["b"]) as b,
+    ):
+
+        def seen() -> list[list[str]]:
+            return [sorted(name for name, _ in each.sees()) for each in (p, d, b)]
+
+        await eventually(lambda: seen() == [["b", "d"], [], ["b", "d"]])
+        router.mix(True)
+        await eventually(lambda: seen() == [["b", "d", "p"]] * 3)
+        router.mix(True)  # changes nothing: only loads go on coming
+        seq = d.agent.view().seq
+        await eventually(lambda: d.agent.view().seq > seq + 2)
+        assert seen() == [["b", "d", "p"]] * 3
+        router.mix(False)
+        last = router.view().seq
+        await eventually(lambda: [seen()[0], seen()[2]] == [["b", "d"]] * 2)
+        await eventually(lambda: d.agent.view().seq == last)
+        await eventually(lambda: p.agent.view().seq > last + 2)
+        assert d.agent.view().seq == last  # who only decodes is told of nobody any more
+
+
+async def test_a_change_of_mixing_is_in_the_next_broadcast() -> None:
+    decode = replace(INFO, role=Role.DECODE)
+    async with monitor() as router, joined(router.address, info=decode) as d:
+        await eventually(lambda: states(router))
+        for is_mixed in (True, False) * 3:
+            before = router.view().seq
+            router.mix(is_mixed)
+            await eventually(lambda before=before: router.view().seq > before)
+            if is_mixed:
+                await eventually(lambda before=before: d.agent.view().seq > before)
+                assert d.sees()[0][0] == "i"
+
+
+async def test_instances_report_at_the_same_pace_mixed_or_not() -> None:
+    decode = replace(INFO, role=Role.DECODE)
+    async with monitor() as router, joined(router.address, info=decode):
+        await eventually(lambda: states(router))
+        for is_mixed in (True, False, True):
+            router.mix(is_mixed)
+            before = router.view()
+            enough = before.instances[0].seq + 10
+            await eventually(lambda enough=enough: router.view().instances[0].seq >= enough)
+            now = router.view()
+            num_reports = now.instances[0].seq - before.instances[0].seq
+            assert num_reports <= now.seq - before.seq + 2  # one for each broadcast

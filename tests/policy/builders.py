@@ -12,10 +12,16 @@ from vllm_tetri.types import (
     InstanceState,
     InstanceView,
     Role,
+    StepCoefficients,
 )
 
+# A small model on one core, measured.
+COST = StepCoefficients(0.013, 0.0006, 2.9e-6, 0.00055, 3.5e-7, confidence=1.0)
 
-def info(name: str, role: str = "both", *, layout: str = "a", model: str = "tiny") -> InstanceInfo:
+
+def info(
+    name: str, role: str = "both", *, layout: str = "a", model: str = "tiny", device: str = ""
+) -> InstanceInfo:
     return InstanceInfo(
         id=InstanceId(name),
         url=f"http://{name}",
@@ -27,6 +33,7 @@ def info(name: str, role: str = "both", *, layout: str = "a", model: str = "tiny
         block_size=16,
         pid=1,
         version="0",
+        device=device,
     )
 
 
@@ -37,16 +44,46 @@ def instance(
     state: str = "ready",
     layout: str = "a",
     model: str = "tiny",
+    device: str = "",
     age_s: float = 0.0,
+    seq: int = 0,
     **load: Any,
 ) -> InstanceView:
     load = {"blocks_total": 100, "arena_total_bytes": 10_000, **load}
     return InstanceView(
-        info(name, role, layout=layout, model=model),
+        info(name, role, layout=layout, model=model, device=device),
         InstanceState(state),
         InstanceLoad(**load),
         age_s,
+        seq,
     )
+
+
+def serving(
+    name: str,
+    role: str = "both",
+    *,
+    decodes: int = 0,
+    left_tokens: float = 100,
+    context_tokens: float = 300,
+    queued_tokens: float = 0,
+    cost: StepCoefficients = COST,
+    **options: Any,
+) -> InstanceView:
+    """An instance that has taken steps, with plenty of room; `left_tokens` and
+    `context_tokens` are those of each decode."""
+    load = {
+        "light": decodes,
+        "remaining_tokens": decodes * left_tokens,
+        "context_tokens": decodes * context_tokens,
+        "queued_prefill_tokens": queued_tokens,
+        "chunk_tokens": 512,
+        "blocks_total": 100_000,
+        "handover_s": 0.011,
+        "handover_token_s": 1e-6,
+        "cost": cost,
+    }
+    return instance(name, role, **{**load, **options})
 
 
 def view(*instances: InstanceView) -> ClusterView:

@@ -66,11 +66,8 @@ class _Member:
 
     @property
     def dispatches(self) -> bool:
-        """Whether it chooses where KV goes: also for prompts of a role that it had."""
-        has_flipped = self.flip is not None  # others may have prompts to serve whole
-        return self.info.role is not Role.DECODE or (
-            has_flipped and self.load.queued_prefill_tokens > 0
-        )
+        """Whether it chooses where KV goes: also for prompts of a role or mode that was."""
+        return self.info.role is not Role.DECODE or self.load.queued_prefill_tokens > 0
 
     def is_same_process(self, info: InstanceInfo) -> bool:
         return (self.info.pid, self.info.url) == (info.pid, info.url)

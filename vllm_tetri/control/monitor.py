@@ -215,6 +215,8 @@ class Monitor:
         """Whether any instance may compute prompts for any other from now on, or each in
         its role."""
         self._members.mix(is_mixed)
+        if is_mixed and self._socket is not None:
+            self._show()  # those who did not dispatch have no picture yet
 
     def _show(self) -> None:
         """To all who dispatch: who decodes."""

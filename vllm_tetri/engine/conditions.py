@@ -60,7 +60,7 @@ def device_place() -> str:
     """The host and what of it this engine computes on; equal for those who share that."""
     if is_cpu():
         return f"{platform.node()} cores {','.join(map(str, sorted(os.sched_getaffinity(0))))}"
-    return f"{platform.node()} GPUs {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
+    return f"{platform.node()} {current_platform.get_device_uuid(0)}"
 
 
 def is_cpu() -> bool:

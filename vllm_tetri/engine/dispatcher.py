@@ -59,6 +59,7 @@ class Dispatcher:
         self._bucket_tokens: list[float] = []
         self._own = OwnDispatches()
         self._sites = Sites()
+        self._priced_view: Picture | None = None
         self._candidates = Candidates([], _USUAL, rng)
         self._held: dict[str, float] = {}  # since when, by request
 
@@ -99,26 +100,51 @@ class Dispatcher:
         return dispatch
 
     def choose_anywhere(
-        self, request: Request, num_bytes: int, refused: frozenset[InstanceId]
+        self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool
     ) -> Dispatch | None:
         """The same for a request that any instance may decode, this one included: where
-        least is waited. Nobody has room: as `choose`, without waiting."""
+        least is waited."""
         now = self._clock()
         self._take_look()
+        candidates = self._priced()
         need = self.need(request, num_bytes)
-        ask = Ask(need.num_tokens, need.total_tokens - need.num_tokens)
-        able = [site for site in self._candidates.answers(refused) if self._has_room(site, need)]
+        expected_tokens = self._expected_tokens(self._predict(request))
+        ask = Ask(need.num_tokens, max(1, min(expected_tokens, self._most_tokens(request))))
+        able = [site for site in candidates.answers(refused) if self._has_room(site, need)]
         here = next((site for site in able if site.id == self._me.id), None)
         if here is None and self._me.role is not Role.PREFILL and self._me.id not in refused:
             here = self._sites.by_id.get(self._me.id)
             here = here if here is not None and self._has_room(here, need) else None
         chosen = choose_answer(able, ask, at=here)
         if chosen is None:
-            return self.choose(request, num_bytes, refused, may_wait=False)
+            return self._without_room(request, num_bytes, refused, may_wait)
         instance, reason = chosen
         self._own.add(instance, need, now)
         self._sites.send(None, instance, ask, now)
         return Dispatch(instance, self._peers.able[instance].kv_endpoint, f"adaptive: {reason}")
+
+    def _without_room(
+        self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool
+    ) -> Dispatch | None:
+        """Nobody has room, or nobody is known. In the end the prompt can stay where it is:
+        this instance knows itself."""
+        if may_wait:
+            return self.choose(request, num_bytes, refused, may_wait)
+        me = self._me
+        if me.id in refused or not me.kv_endpoint:
+            return self.choose(request, num_bytes, refused, may_wait)
+        return Dispatch(me.id, me.kv_endpoint, "adaptive: nobody has room, so it stays", False)
+
+    def _priced(self) -> Candidates:
+        """Sites of the newest view; only made where requests are priced."""
+        if self._priced_view is not self._seen:
+            picture = self._priced_view = self._seen
+            assert picture is not None, "a look was taken"
+            self._sites.renew(picture.view, picture.at_s)
+            known = (self._sites.by_id.get(name) for name in self._peers.able)
+            able = [site for site in known if site is not None]
+            self._candidates = Candidates(able, _USUAL, self._rng)
+        return self._candidates
 
     def _has_room(self, site: Site, need: Need) -> bool:
         peer = self._peers.able.get(site.id)
@@ -169,9 +195,6 @@ class Dispatcher:
         self._seen = picture
         self._peers = Peers(picture.view, self._me, picture.at_s)
         self._own.drop_reported(self._peers)
-        self._sites.renew(picture.view, picture.at_s)
-        able = [self._sites.by_id[name] for name in self._peers.able if name in self._sites.by_id]
-        self._candidates = Candidates(able, _USUAL, self._rng)
         self._bucket_tokens = _means(picture.view, num_buckets=self._lengths.num_buckets)
 
 

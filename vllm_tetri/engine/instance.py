@@ -302,7 +302,7 @@ class Instance:
     ) -> Dispatch | None:
         assert self._dispatcher is not None
         if leg.anywhere:
-            return self._dispatcher.choose_anywhere(request, num_bytes, refused)
+            return self._dispatcher.choose_anywhere(request, num_bytes, refused, may_wait)
         return self._dispatcher.choose(request, num_bytes, refused, may_wait)
 
     def _due_prediction(self, request: Request) -> Prediction | None:

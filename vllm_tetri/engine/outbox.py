@@ -59,6 +59,7 @@ class _Outbound:
     digest: str = ""  # of the prompt, once its router may open the second leg
     pushed_blocks: int = 0
     num_chunks: int = 0
+    last_tokens: int = 0  # of its newest chunk
     retry_at: float = 0.0
     gave_up: bool = False
     refused: set[InstanceId] = field(default_factory=set)
@@ -138,6 +139,7 @@ class Outbox:
             if entry.block_ids is not None:
                 self._push_finished(meta, entry, now)
             elif num_tokens := output.num_scheduled_tokens.get(entry.request.request_id):
+                entry.last_tokens = num_tokens
                 self._push_chunk(meta, entry, now)
                 if entry.request.num_computed_tokens + num_tokens >= entry.request.num_tokens:
                     self._push_tail(meta, entry)
@@ -241,7 +243,7 @@ class Outbox:
                 prefilled = self._prefilled(entry)
                 self._tell_decode(entry, prefilled.given)
                 if entry.is_sent:
-                    self.handovers.learn(request.num_prompt_tokens, 0.0)
+                    self._learn(entry, 0.0)
                     del self._entries[request.request_id]
                 return not entry.is_sent, prefilled
         if entry.is_open and not entry.is_sent:
@@ -288,7 +290,7 @@ class Outbox:
         for request_id in sent & self._entries.keys():
             entry = self._entries[request_id]
             if entry.done_s and not entry.freeing:
-                self.handovers.learn(entry.request.num_prompt_tokens, now - entry.done_s)
+                self._learn(entry, now - entry.done_s)
             if entry.block_ids is None and not entry.freeing:
                 entry.is_sent = True  # before vLLM said that it ended
             elif self._notes:
@@ -296,6 +298,11 @@ class Outbox:
             else:
                 found.add(request_id)
         return found
+
+    def _learn(self, entry: _Outbound, seconds: float) -> None:
+        if not entry.retry_at:  # else it includes waiting for room
+            last_tokens = min(entry.request.num_prompt_tokens, entry.last_tokens)
+            self.handovers.learn(last_tokens, seconds)
 
     def sent(self, request_id: str) -> None:
         """Workers reported that nothing reads the blocks of this request."""

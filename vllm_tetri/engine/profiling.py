@@ -245,10 +245,11 @@ def undisturbed_s() -> float:
 
 
 def _room_of(scheduler: Scheduler) -> Room:
+    """What trials may take. A chunk is no limit: what is found is remembered for any."""
     config = scheduler.vllm_config
     block = config.cache_config.block_size
     return Room(
-        step=scheduler.max_num_scheduled_tokens,
+        step=config.scheduler_config.max_num_batched_tokens,
         requests=scheduler.max_num_active_reqs,
         window=config.model_config.max_model_len,
         kv=(scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1) * block,

@@ -216,6 +216,7 @@ class TetriScheduler(Scheduler):
             paced_tokens = self._pace.tokens(self.running, time.monotonic())
             tokens = tokens if self._is_chunked and not num_decodes else paced_tokens
         self.max_num_scheduled_tokens = min(tokens, self._most_tokens)
+        self._instance.chunk_tokens = max(1, self.max_num_scheduled_tokens - num_decodes)
 
     def _look_for_arrivals(self) -> None:
         """KV and first tokens that other instances sent."""

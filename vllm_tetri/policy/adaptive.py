@@ -61,6 +61,9 @@ class Place:
         tpot_s: Expected.
         cost_s: What is waited for it, all together.
         reason: For the decision log; never parsed.
+        waits: Whether its first token waits for others there.
+        shares: Whether its answer shares steps with others there.
+        confidence: How well the steps of both are known.
     """
 
     prompt: InstanceId
@@ -69,6 +72,9 @@ class Place:
     tpot_s: float
     cost_s: float
     reason: str
+    waits: bool = True
+    shares: bool = True
+    confidence: float = 1.0
 
     @property
     def is_split(self) -> bool:
@@ -88,24 +94,34 @@ class Candidates:
         usual: What requests are like; orders the sites where there are many.
         rng: Source of probes.
         spares_prefill: Whether prefill instances are kept free of answers.
+        spares_decode: Whether decode instances are kept free of prompts.
     """
 
     def __init__(
-        self, sites: Sequence[Site], usual: Ask, rng: Random, *, spares_prefill: bool = True
+        self,
+        sites: Sequence[Site],
+        usual: Ask,
+        rng: Random,
+        *,
+        spares_prefill: bool = True,
+        spares_decode: bool = False,
     ) -> None:
         self._rng = rng
-        self._prompts = self._all = sites
+        self._all = sites
+        self._prompts = [
+            site for site in sites if site.role is not Role.DECODE or not spares_decode
+        ]
         self._answers = [
             site for site in sites if site.role is not Role.PREFILL or not spares_prefill
         ]
-        if len(sites) > _ALL:
-            self._prompts = sorted(sites, key=lambda site: site.ttft_s(usual.prompt_tokens))
+        if len(self._prompts) > _ALL:
+            self._prompts.sort(key=lambda site: site.ttft_s(usual.prompt_tokens))
         if len(self._answers) > _ALL:
             self._answers.sort(key=lambda site: _written(site, usual)[1])
 
     def prompts(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where a prompt may go."""
-        return self._some(self._prompts, taken)
+        return self._some(self._prompts, taken) or self._some(self._all, taken)
 
     def answers(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where an answer may go."""
@@ -158,7 +174,7 @@ def choose_place(
     wholes = [costs[site.id] + each[1] for site, each in zip(answers, written, strict=True)]
     whole_s = min(wholes)
     index = wholes.index(whole_s)
-    whole, tpot_s = answers[index], written[index][0]
+    whole, tpot_s, against = answers[index], written[index][0], f"of {len(ttfts)}"
     if may_split and ttfts.keys() != {whole.id}:
         prompt, index, pair_s = _best_pair(prompts, answers, costs, written, ask)
         is_better = pair_s < whole_s * (1 - _margin(whole))
@@ -166,7 +182,9 @@ def choose_place(
             answer, tpot_s = answers[index], written[index][0]
             against = f"whole on {whole.id} {whole_s:.3g}"
             return _place(prompt, answer, ttfts[prompt.id], tpot_s, pair_s, against)
-    return _place(whole, whole, ttfts[whole.id], tpot_s, whole_s, f"of {len(ttfts)}")
+        if prompt is not None:
+            against = f"split over {prompt.id} and {answers[index].id} {pair_s:.3g}"
+    return _place(whole, whole, ttfts[whole.id], tpot_s, whole_s, against)
 
 
 def choose_answer(
@@ -190,12 +208,11 @@ def choose_answer(
                 best, best_s = site, answer_s
     if at is not None:
         stay_s = _written(at, ask, objective)[1]
-        moved_s = best_s + at.hand_over_s(ask.prompt_tokens)
+        moved_s = best_s + at.transfer_s(ask.prompt_tokens)  # a second leg is needed anyway
         if best is None or moved_s >= stay_s * (1 - _margin(at)):
             return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"
-    if best is None:
-        return None
-    return best.id, f"costs {best_s:.3g} s"
+        return best.id, f"goes: {moved_s:.3g} s, here {stay_s:.3g}"
+    return None if best is None else (best.id, f"costs {best_s:.3g} s")
 
 
 def _best_pair(
@@ -211,6 +228,8 @@ def _best_pair(
     order = sorted(range(len(answers)), key=lambda index: written[index][1])
     for prompt in prompts:
         prompt_s = costs[prompt.id] + prompt.hand_over_s(ask.prompt_tokens)
+        if ask.prompt_tokens > prompt.free_tokens:
+            prompt_s += _room_s(prompt, ask.prompt_tokens, prompt.tpot_s(ask.prompt_tokens))
         for index in order:
             answer = answers[index]
             if answer is not prompt and answer.key == prompt.key:
@@ -241,10 +260,13 @@ def _written(site: Site, ask: Ask, objective: Objective = NO_OBJECTIVE) -> tuple
     cost_s = tokens * tpot_s + site.answer_harm_s(ask)
     if tpot_s > objective.tpot_s:
         cost_s += _LATE_WEIGHT * tokens * (tpot_s - objective.tpot_s)
-    missing_tokens = ask.prompt_tokens + tokens - site.free_tokens
-    if missing_tokens > 0:  # until others there have ended
-        cost_s += min(site.left_tokens, missing_tokens) * tpot_s
-    return tpot_s, cost_s
+    return tpot_s, cost_s + _room_s(site, ask.prompt_tokens + tokens, tpot_s)
+
+
+def _room_s(site: Site, tokens: float, tpot_s: float) -> float:
+    """Until others there have ended whose KV is in the way of so many tokens."""
+    missing_tokens = tokens - site.free_tokens
+    return min(site.left_tokens, missing_tokens) * tpot_s if missing_tokens > 0 else 0.0
 
 
 def _margin(site: Site) -> float:
@@ -259,4 +281,9 @@ def _place(
         f"{word}: costs {cost_s:.3g} s, {against}; first token in {ttft_s:.3g} s, "
         f"then {tpot_s * 1e3:.3g} ms each"
     )
-    return Place(prompt.id, answer.id, ttft_s, tpot_s, cost_s, reason)
+    return Place(
+        prompt.id, answer.id, ttft_s, tpot_s, cost_s, reason,
+        waits=prompt.queued_tokens > 0 or prompt.decodes > 0,
+        shares=answer.decodes > 0 or answer.prompt_share > 0,
+        confidence=min(prompt.cost.confidence, answer.cost.confidence),
+    )  # fmt: skip

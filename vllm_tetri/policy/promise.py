@@ -2,7 +2,8 @@
 
 A request whose first token, or pace, is expected to miss what clients were promised would
 take time from others and be of no use to its own. So it is refused when it arrives, and
-told when to come back: when the work before it is done as far as it must be.
+told when to come back: when the work before it is done as far as it must be. What would
+miss it with nobody else there is served: coming back would not help.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from vllm_tetri.policy.adaptive import Objective, Place
 # Forecasts are off by so much either way; only what is later than that is refused.
 _TOLERANCE = 1.25
 _LONGEST_S = 60
+# Forecasts from steps that are known less are guesses, and nobody is refused by a guess.
+_LEAST_CONFIDENCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,13 @@ def expected_late(place: Place, objective: Objective, answer_tokens: float) -> L
     Args:
         answer_tokens: Expected; a pace recovers when answers like it have ended.
     """
+    if place.confidence < _LEAST_CONFIDENCE:
+        return None  # serving it is how one learns
     late_s = place.ttft_s - objective.ttft_s
-    if place.ttft_s > _TOLERANCE * objective.ttft_s:
+    if place.waits and place.ttft_s > _TOLERANCE * objective.ttft_s:
         said = f"first token expected in {place.ttft_s:.2g} s, promised {objective.ttft_s:g} s"
         return Late(said, _whole(late_s))
-    if place.tpot_s > _TOLERANCE * objective.tpot_s:
+    if place.shares and place.tpot_s > _TOLERANCE * objective.tpot_s:
         said = (
             f"{place.tpot_s * 1e3:.3g} ms a token expected, promised {objective.tpot_s * 1e3:g} ms"
         )

@@ -13,8 +13,10 @@ Everything is counted in seconds that somebody waits, the request itself or anot
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
+from typing import NamedTuple
 
 from vllm_tetri.policy.step_fit import GUESS
 from vllm_tetri.types import (
@@ -27,7 +29,7 @@ from vllm_tetri.types import (
     StepCoefficients,
 )
 
-_SHARE_GAIN = 0.2  # of a report, for the part of its time that prompts take
+_SHARE_S = 2.0  # memory of the part of its time that prompts take
 _MOST_SHARE = 0.9
 _DEFAULT_CHUNK_TOKENS = 512
 _MAX_SENT = 4096
@@ -39,8 +41,8 @@ class Ask:
     """A request to be placed.
 
     Attributes:
-        prompt_tokens: To be computed.
-        answer_tokens: Expected to be written.
+        prompt_tokens: To be computed, at least 1.
+        answer_tokens: Expected to be written, at least 1.
     """
 
     prompt_tokens: int
@@ -58,6 +60,7 @@ class Site:
         left_tokens: What an answer there has left, in the mean.
         prompt_share: Part of its time that prompts take.
         free_tokens: KV that its pool has room for.
+        window_tokens: Longest prompt and answer together.
     """
 
     __slots__ = (
@@ -77,6 +80,7 @@ class Site:
         "queued_tokens",
         "request_s",
         "role",
+        "window_tokens",
     )
 
     def __init__(self, one: InstanceView, cost: StepCoefficients, key: int, share: float) -> None:
@@ -93,6 +97,7 @@ class Site:
         context = load.context_tokens / max(1.0, self.decodes)
         self.request_s = cost.request_s + context * cost.token_s  # a decode of usual context
         self.prompt_share = share
+        self.window_tokens = info.max_model_len
         self.free_tokens: float = info.block_size * (
             load.blocks_total - load.blocks_used - load.reserved_blocks
         )
@@ -121,7 +126,7 @@ class Site:
         if not (self.decodes or self.others):
             return 0.0
         steps = prompt_tokens / self.chunk_tokens
-        present = min(1.0, self.left_tokens / steps) if self.decodes else 1.0
+        present = min(1.0, self.left_tokens / max(1.0, steps)) if self.decodes else 1.0
         waiting = self.decodes * present + self.others
         return waiting * prompt_tokens * self.token_s(prompt_tokens)
 
@@ -148,17 +153,22 @@ class Site:
         return harm_s / (1 - self.prompt_share)
 
     def hand_over_s(self, prompt_tokens: float) -> float:
-        """Until a prompt's KV is somewhere else, when it is done here."""
+        """Until a prompt that is done here goes on somewhere else."""
+        return self.handover_s + self.transfer_s(prompt_tokens)
+
+    def transfer_s(self, prompt_tokens: float) -> float:
+        """What of that its KV takes."""
         last_tokens = min(prompt_tokens, self.chunk_tokens)  # the rest left before
-        return self.handover_s + last_tokens * self.handover_token_s
+        return last_tokens * self.handover_token_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     at_s: float
     prompt_site: InstanceId | None
-    answer_site: InstanceId
+    answer_site: InstanceId | None
     ask: Ask
+    answer_s: float
 
 
 class Sites:
@@ -175,19 +185,16 @@ class Sites:
         self.by_model: dict[str, list[Site]] = {}
         self.by_id: dict[InstanceId, Site] = {}
         self._grace_s = grace_s
-        self._shares: dict[InstanceId, tuple[int, int, float]] = {}  # seq, tokens done, share
+        self._shares: dict[InstanceId, _Share] = {}
         self._reported_s: dict[InstanceId, float] = {}
         # What an instance said of itself, and a small number for its identity.
         self._keys: dict[InstanceId, tuple[InstanceInfo, int]] = {}
         self._identities: dict[str, int] = {}
         self._sent: deque[_Sent] = deque(maxlen=_MAX_SENT)
+        self._devices: dict[str, list[Site]] = {}
 
-    def renew(self, view: ClusterView, now: float, period_s: float = 0.1) -> None:
-        """Take over a newer view, whose ages are right at `now`.
-
-        Args:
-            period_s: Seconds between two reports of an instance.
-        """
+    def renew(self, view: ClusterView, now: float) -> None:
+        """Take over a newer view, whose ages are right at `now`."""
         if len(self._identities) > _MAX_IDENTITIES:  # of instances that are gone
             self._identities.clear()
             self._keys.clear()
@@ -197,28 +204,46 @@ class Sites:
         # One that has not taken steps yet is as quick as another one of its kind.
         known = {keys[each.info.id]: each.load.cost for each in ready if each.load.cost.is_known}
         shares, self._shares, self._reported_s = self._shares, {}, {}
-        self.at_s, self.by_model, self.by_id = now, {}, {}
+        self.at_s, self.by_model, self.by_id, self._devices = now, {}, {}, {}
         for each in ready:
             name = each.info.id
             key, cost = keys[name], each.load.cost
             cost = cost if cost.is_known else known.get(key, GUESS)
-            share = self._share(each, cost, shares.get(name), period_s)
-            site = Site(each, cost, key, share)
-            self._reported_s[name] = now - each.age_s
+            self._reported_s[name] = reported_s = now - each.age_s
+            share = _share(each, cost, shares.get(name), reported_s)
+            self._shares[name] = share
+            site = Site(each, cost, key, share.part)
             self.by_id[name] = site
+            if site.device:
+                self._devices.setdefault(site.device, []).append(site)
             for model in each.info.models:
                 self.by_model.setdefault(model, []).append(site)
         self._send_again()
-        _see_neighbours(self.by_id.values())
+        for together in self._devices.values():
+            _see_neighbours(together)
 
     def send(
-        self, prompt_site: InstanceId | None, answer_site: InstanceId, ask: Ask, now: float
+        self,
+        prompt_site: InstanceId | None,
+        answer_site: InstanceId | None,
+        ask: Ask,
+        now: float,
+        *,
+        after_s: float = 0.0,
     ) -> None:
         """A request goes there; calls come in order of time. Without a site for its prompt
-        that is computed already."""
-        sent = _Sent(now, prompt_site, answer_site, ask)
+        that is computed already, without one for its answer nobody knows that yet.
+
+        Args:
+            after_s: Until the answer's site knows of it.
+        """
+        sent = _Sent(now, prompt_site, answer_site, ask, now + after_s)
         self._sent.append(sent)
         self._count(sent, is_prompt_known=False, is_answer_known=False)
+        for name in {prompt_site, answer_site}:
+            site = self.by_id.get(name) if name else None
+            if site is not None and site.device:
+                _see_neighbours(self._devices[site.device])
 
     def _key(self, info: InstanceInfo) -> int:
         known = self._keys.get(info.id)
@@ -232,13 +257,13 @@ class Sites:
     def _send_again(self) -> None:
         """Count what loads do not show yet."""
         oldest_s = min(self._reported_s.values(), default=0.0) - self._grace_s
-        while self._sent and self._sent[0].at_s < oldest_s:
+        while self._sent and self._sent[0].answer_s < oldest_s:
             self._sent.popleft()
         for sent in self._sent:
             self._count(
                 sent,
                 is_prompt_known=self._is_known(sent.prompt_site, sent.at_s),
-                is_answer_known=self._is_known(sent.answer_site, sent.at_s),
+                is_answer_known=self._is_known(sent.answer_site, sent.answer_s),
             )
 
     def _is_known(self, name: InstanceId | None, sent_s: float) -> bool:
@@ -249,43 +274,48 @@ class Sites:
         site = self.by_id.get(sent.prompt_site) if sent.prompt_site else None
         if site is not None and not is_prompt_known:
             site.queued_tokens += sent.ask.prompt_tokens
-        site = self.by_id.get(sent.answer_site)
+        site = self.by_id.get(sent.answer_site) if sent.answer_site else None
         if site is not None and not is_answer_known:
             total_tokens = site.left_tokens * site.decodes + sent.ask.answer_tokens
             site.decodes += 1
             site.left_tokens = total_tokens / site.decodes
             site.free_tokens -= sent.ask.prompt_tokens + sent.ask.answer_tokens
 
-    def _share(
-        self,
-        one: InstanceView,
-        cost: StepCoefficients,
-        before: tuple[int, int, float] | None,
-        period_s: float,
-    ) -> float:
-        """Part of its time that prompts take, over the last reports."""
-        seq, done = one.seq, one.load.prompt_tokens_done
-        share = 0.0
-        if before is not None and before[0] <= seq:
-            share = before[2]
-            if seq > before[0]:
-                taken_s = max(0, done - before[1]) * cost.prompt_s
-                now_share = min(1.0, taken_s / ((seq - before[0]) * period_s))
-                share += (now_share - share) * min(1.0, _SHARE_GAIN * (seq - before[0]))
-        self._shares[one.info.id] = seq, done, share
-        return min(share, _MOST_SHARE)
+
+class _Share(NamedTuple):
+    """What is known of the part of an instance's time that prompts take: its last report,
+    and weighted sums over the last seconds."""
+
+    seq: int
+    tokens_done: int
+    reported_s: float
+    taken_s: float = 0.0
+    passed_s: float = 0.0
+
+    @property
+    def part(self) -> float:
+        return min(_MOST_SHARE, self.taken_s / self.passed_s) if self.passed_s > 0 else 0.0
 
 
-def _see_neighbours(sites: Iterable[Site]) -> None:
-    """Tell sites what happens on their device beside them."""
-    devices: dict[str, list[Site]] = {}
-    for site in sites:
-        if site.device:
-            devices.setdefault(site.device, []).append(site)
-    for together in devices.values():
-        decodes = sum(site.decodes for site in together)
-        busy = sum(site.decodes > 0 or site.queued_tokens > 0 for site in together)
-        for site in together:
-            is_busy = site.decodes > 0 or site.queued_tokens > 0
-            site.others = decodes - site.decodes
-            site.busy_others = busy - is_busy
+def _share(
+    one: InstanceView, cost: StepCoefficients, before: _Share | None, reported_s: float
+) -> _Share:
+    done = one.load.prompt_tokens_done
+    if before is None or one.seq < before.seq or done < before.tokens_done:  # it is new
+        return _Share(one.seq, done, reported_s)
+    passed_s = reported_s - before.reported_s
+    if one.seq == before.seq or passed_s <= 0:
+        return before
+    kept = exp(-passed_s / _SHARE_S)
+    taken_s = kept * before.taken_s + (done - before.tokens_done) * cost.prompt_s
+    return _Share(one.seq, done, reported_s, taken_s, kept * before.passed_s + passed_s)
+
+
+def _see_neighbours(together: Sequence[Site]) -> None:
+    """Tell the sites of a device what happens there beside each."""
+    decodes = sum(site.decodes for site in together)
+    busy = sum(site.decodes > 0 or site.queued_tokens > 0 for site in together)
+    for site in together:
+        is_busy = site.decodes > 0 or site.queued_tokens > 0
+        site.others = decodes - site.decodes
+        site.busy_others = busy - is_busy

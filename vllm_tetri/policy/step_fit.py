@@ -30,7 +30,9 @@ _PRIOR_STEPS = 0.05
 _CONFIDENT_STEPS = 30.0
 # A step that takes so many times what it should says nothing of the engine.
 _OUTLIER = 4.0
-_SURE_STEPS = 20
+_LASTING_STEPS = 8
+# After so many steps the fit is renewed at once, so that a first odd one does not last.
+_EARLY = frozenset((1, 2, 4, 8, 16))
 _ERROR_GAIN = 1 / 32
 
 
@@ -50,6 +52,7 @@ class StepFit:
         self._decodes = _Sums(_KEPT_DECODES)
         self._prompts = _Sums(_KEPT_PROMPTS)
         self._error = 0.0
+        self._num_steps = self._num_outliers = 0
         self._decode_context = self._prompt_context = self._chunk_tokens = 0.0
 
     def learn(
@@ -71,21 +74,40 @@ class StepFit:
         if seconds <= 0 or not (num_decodes or prompt_tokens):
             return
         expected_s = self.cost.step_s(num_decodes, decode_context, prompt_tokens, prompt_context)
+        unit_s = seconds
         if expected_s > 0:
-            error = abs(seconds - expected_s) / max(seconds, expected_s)
-            self._error += (error - self._error) * _ERROR_GAIN
-            if self._decodes.count + self._prompts.count >= _SURE_STEPS:
-                seconds = min(max(seconds, expected_s / _OUTLIER), expected_s * _OUTLIER)
+            # In this unit a step counts as much if it is slower than expected as if quicker.
+            unit_s = expected_s
+            ratio = self._plausible(seconds / expected_s)
+            self._error += (abs(ratio - 1) / max(ratio, 1) - self._error) * _ERROR_GAIN
+            seconds = ratio * expected_s
         features = [
             1.0, num_decodes, decode_context, prompt_tokens, prompt_tokens * prompt_context,
         ]  # fmt: skip
-        (self._prompts if prompt_tokens else self._decodes).add(features, seconds)
+        (self._prompts if prompt_tokens else self._decodes).add(features, seconds, unit_s)
+        self._num_steps += 1
         if num_decodes:
             self._decode_context += (decode_context / num_decodes - self._decode_context) / 64
         if prompt_tokens:
             kept = _KEPT_CHUNK if self._chunk_tokens else 0.0
             self._chunk_tokens = kept * self._chunk_tokens + (1 - kept) * prompt_tokens
             self._prompt_context = kept * self._prompt_context + (1 - kept) * prompt_context
+        if self._num_steps in _EARLY:
+            self.refresh()
+
+    def _plausible(self, ratio: float) -> float:
+        """Of a step's seconds to the expected ones. One that is far off is bounded; when
+        nothing else comes, the engine has changed and everything is learnt anew."""
+        if 1 / _OUTLIER <= ratio <= _OUTLIER:
+            self._num_outliers = 0
+            return ratio
+        self._num_outliers += 1
+        if self._num_outliers < _LASTING_STEPS:
+            return min(max(ratio, 1 / _OUTLIER), _OUTLIER)
+        self._num_outliers = self._num_steps = 0
+        self._decodes, self._prompts = _Sums(_KEPT_DECODES), _Sums(_KEPT_PROMPTS)
+        self._error = 0.0
+        return ratio
 
     def refresh(self) -> StepCoefficients:
         """Fit anew to what was learnt; microseconds, so a few times a second."""
@@ -100,9 +122,9 @@ class StepFit:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Of usual steps with prompts, less what decodes beside them take; 0 before one."""
-        if not self._chunk_tokens:
-            return 0.0
-        return self._chunk_tokens / self.cost.step_s(0, 0, self._chunk_tokens, self._prompt_context)
+        tokens = self._chunk_tokens
+        seconds = self.cost.step_s(0, 0, tokens, self._prompt_context)
+        return tokens / seconds if seconds else 0.0  # not fitted yet
 
     @property
     def decode_base_s(self) -> float:
@@ -119,7 +141,7 @@ class StepFit:
 
 class _Sums:
     """Weighted sums of products of features, and of features and times, over steps that
-    are weighted by 1 / seconds²; the older the less."""
+    are weighted by 1 / unit²; the older the less."""
 
     def __init__(self, kept: float) -> None:
         size = len(_PRIOR)
@@ -128,15 +150,16 @@ class _Sums:
         self.squares = [[0.0] * (row + 1) for row in range(size)]  # lower triangle
         self.products = [0.0] * size
 
-    def add(self, features: Sequence[float], seconds: float) -> None:
+    def add(self, features: Sequence[float], seconds: float, unit_s: float) -> None:
         kept = self._kept
         self.count = kept * self.count + 1
         # In the unit of the prior, so that all of a kind are about 1.
-        scaled = [each * prior / seconds for each, prior in zip(features, _PRIOR, strict=True)]
+        scaled = [each * prior / unit_s for each, prior in zip(features, _PRIOR, strict=True)]
+        value = seconds / unit_s
         for row, (one, sums) in enumerate(zip(scaled, self.squares, strict=True)):
             for column in range(row + 1):
                 sums[column] = kept * sums[column] + one * scaled[column]
-            self.products[row] = kept * self.products[row] + one
+            self.products[row] = kept * self.products[row] + one * value
 
 
 def _fit(decodes: _Sums, prompts: _Sums) -> Vector:

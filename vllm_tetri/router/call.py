@@ -194,10 +194,27 @@ def _is_splittable(path: str, body: dict[str, Any]) -> bool:
 
 
 def _approx_tokens(body: dict[str, Any], raw: bytes) -> int:
-    prompt = body.get("prompt")
+    prompt, messages = body.get("prompt"), body.get("messages")
     if isinstance(prompt, list) and prompt and _is_int(prompt[0]):
         return len(prompt)
-    return len(raw) // _BYTES_PER_TOKEN
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace")) // _BYTES_PER_TOKEN
+    num_bytes = len(raw)
+    if isinstance(messages, list):  # pictures and the like are no text
+        num_bytes -= sum(map(_num_media_bytes, messages))
+    return num_bytes // _BYTES_PER_TOKEN
+
+
+def _num_media_bytes(message: object) -> int:
+    """Of a chat message's parts those that are data."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return 0
+    return sum(
+        len(msgspec.json.encode(part))
+        for part in parts
+        if isinstance(part, dict) and part.get("type") not in (None, "text")
+    )
 
 
 def _is_int(value: object) -> TypeGuard[int]:

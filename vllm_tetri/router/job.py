@@ -106,15 +106,19 @@ class Job:
         return await self._whole(instance, self._call.raw)
 
     def _route(self, is_splittable: bool) -> tuple[Route, InstanceInfo]:
-        route = self._hooks.route(
-            self._call, is_splittable, frozenset(self._excluded), frozenset(self._full)
-        )
-        if isinstance(route, Full):
-            raise self._hooks.no_room(route)
-        instance = None if route is None else self._hooks.info(_target(route))
-        if route is None or instance is None:
-            raise _NobodyLeft
-        return route, instance
+        gone: set[InstanceId] = set()  # what chose may not have heard of it yet
+        while True:
+            route = self._hooks.route(
+                self._call, is_splittable, frozenset(self._excluded | gone), frozenset(self._full)
+            )
+            if isinstance(route, Full):
+                raise self._hooks.no_room(route)
+            if route is None:
+                raise _NobodyLeft
+            instance = self._hooks.info(_target(route))
+            if instance is not None:
+                return route, instance
+            gone.add(_target(route))
 
     async def _whole(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
         self._entry.on(Event.WHOLE_SENT)

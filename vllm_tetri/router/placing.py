@@ -14,6 +14,9 @@ from vllm_tetri.policy.sites import Ask, Sites
 from vllm_tetri.router.call import Call
 from vllm_tetri.types import ClusterView, InstanceId, Mode
 
+# Prompt tokens that may wait at an instance; vLLM's own bound exists on prefill instances
+# only (`--max-num-queued-tokens`).
+_MOST_QUEUED_TOKENS = 131_072
 # A picture is looked at for so long: instances report every 100 ms. Renewing it takes 4 µs an
 # instance, so that with many it is looked at for longer.
 _FRESH_S = 0.02
@@ -53,6 +56,7 @@ class Placing:
         self._sites = Sites()
         self._answer_tokens = _UNKNOWN_ANSWER_TOKENS
         self._candidates: dict[str, Candidates] = {}
+        self._swamped: frozenset[InstanceId] = frozenset()
 
     def use(self, mode: Mode) -> None:
         """Place requests in another mode from now on."""
@@ -74,16 +78,23 @@ class Placing:
             excluded: Instances that already failed it.
             full: Instances that have no room for it.
         """
-        place = self._choose(call, {*excluded, *full}, is_splittable, now)
+        taken = {*excluded, *full, *self._swamped}
+        place = self._choose(call, taken, is_splittable, now)
         if place is None:
             names = [site.id for site in self._sites.by_model.get(call.model, ())]
-            refused = tuple(name for name in names if name in full and name not in excluded)
+            refused = tuple(name for name in names if name not in excluded)
             return Full(refused, "instances") if refused else None
-        self._sites.send(place.prompt, place.answer, self._ask(call), now)
+        after_s = place.ttft_s if place.is_split else 0.0
+        self._sites.send(place.prompt, place.answer, self._ask(call), now, after_s=after_s)
         _log.debug("request %s: %s", call.request_id, place.reason)
         if place.is_split:
             return Split(place.prompt, place.reason, anywhere=True)
         return Whole(place.prompt, place.reason)
+
+    def sent(self, instance: InstanceId, call: Call, now: float) -> None:
+        """A prompt goes to an instance that was chosen otherwise."""
+        if self.refuses_late:  # else nobody asks before the next report
+            self._sites.send(instance, None, self._ask(call), now)
 
     def late(self, call: Call, now: float) -> Late | None:
         """Why a request that has just come should be refused."""
@@ -99,6 +110,9 @@ class Placing:
         self._look(now)
         candidates = self._candidates.get(call.model)
         if candidates is None:
+            self._look(now, is_fresh=True)  # its first instance has just come
+            candidates = self._candidates.get(call.model)
+        if candidates is None:
             return None
         return choose_place(
             candidates,
@@ -110,13 +124,17 @@ class Placing:
         )
 
     def _ask(self, call: Call) -> Ask:
-        tokens = self._answer_tokens
+        tokens, sites = self._answer_tokens, self._sites.by_model.get(call.model)
         if call.most_tokens is not None:
             tokens = call.most_tokens if call.is_endless else min(tokens, call.most_tokens)
-        return Ask(call.approx_tokens, tokens * min(call.num_choices, _MOST_CHOICES))
+        if sites:
+            tokens = min(tokens, sites[0].window_tokens)
+        prompt_tokens = max(1, call.approx_tokens)  # a body may be empty, a prompt is not
+        return Ask(prompt_tokens, tokens * min(call.num_choices, _MOST_CHOICES))
 
-    def _look(self, now: float) -> None:
-        if now - self._sites.at_s < max(_FRESH_S, _FRESH_EACH_S * len(self._sites.by_id)):
+    def _look(self, now: float, *, is_fresh: bool = False) -> None:
+        fresh_s = max(_FRESH_S, _FRESH_EACH_S * len(self._sites.by_id))
+        if now - self._sites.at_s < fresh_s and not is_fresh:
             return
         view = self._view()
         self._sites.renew(view, now)
@@ -126,5 +144,14 @@ class Placing:
         self._candidates = {}
         for model, sites in self._sites.by_model.items():
             self._candidates[model] = Candidates(
-                sites, usual, self._rng, spares_prefill=self.mode is not Mode.WHOLE
+                sites,
+                usual,
+                self._rng,
+                spares_prefill=self.mode is not Mode.WHOLE,
+                spares_decode=self.mode is Mode.SPLIT,
             )
+        self._swamped = frozenset(
+            site.id
+            for site in self._sites.by_id.values()
+            if site.queued_tokens > _MOST_QUEUED_TOKENS
+        )

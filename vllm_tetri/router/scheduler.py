@@ -17,7 +17,7 @@ from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.lifecycle import Event, Phase
-from vllm_tetri.policy.route import Full, Route, Submissions, choose_route
+from vllm_tetri.policy.route import Full, Route, Split, Submissions, Whole, choose_route
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import NoRoom, Refusal
 from vllm_tetri.router.call import Call
@@ -35,7 +35,6 @@ from vllm_tetri.types import (
     InstanceInfo,
     InstanceState,
     Mode,
-    Role,
     TransferId,
 )
 
@@ -283,7 +282,7 @@ class GlobalScheduler:
                 now=now,
             )
         view = self.monitor.view()
-        return choose_route(
+        route = choose_route(
             view,
             model=call.model,
             splittable=is_splittable,
@@ -292,13 +291,18 @@ class GlobalScheduler:
             full=full,
             crowded=self.crowded(),
         )
+        if isinstance(route, Split | Whole):
+            first = route.prefill if isinstance(route, Split) else route.instance
+            self._placing.sent(first, call, now)
+        return route
 
     def _info(self, instance: InstanceId) -> InstanceInfo | None:
         one = self.monitor.view_of(instance)
         return one.info if one is not None and one.state in _IN_USE else None
 
     def _submitted(self, instance: InstanceId, num_tokens: int) -> None:
-        self._submissions.add(instance, num_tokens, time.monotonic())
+        if self.mode is Mode.SPLIT:  # the others count what they sent themselves
+            self._submissions.add(instance, num_tokens, time.monotonic())
 
     def _prefilled(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
         self._speeds.answered(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
@@ -311,11 +315,8 @@ class GlobalScheduler:
         self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]
     ) -> None:
         self.metrics.cancelled()
-        targets = set(decodes) or {
-            each.info.id
-            for each in self.monitor.view().instances
-            if each.info.role is not Role.PREFILL or self.mode is not Mode.SPLIT
-        }
+        # In other modes than split, now or when it was sent, any instance may have it.
+        targets = set(decodes) or {each.info.id for each in self.monitor.view().instances}
         for instance in targets | {prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))
 

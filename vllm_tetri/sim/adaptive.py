@@ -34,7 +34,9 @@ class AdaptiveMode:
         priced = PricedAsk(ask.prompt_tokens, look.answer_tokens)
         place = choose_place(look.candidates, priced, may_split=self.may_split)
         assert place is not None, "somebody is there"
-        look.sites.send(place.prompt, place.answer, priced, now)
+        look.sites.send(
+            place.prompt, place.answer, priced, now, after_s=place.ttft_s if place.is_split else 0.0
+        )
         if place.is_split:
             return Split(place.prompt, place.reason, anywhere=True)
         return Whole(place.prompt, place.reason)
@@ -82,7 +84,7 @@ class _Look:
         if picture is self._seen:
             return
         self._seen = picture
-        self.sites.renew(picture.view, picture.at_s, self._period_s)
+        self.sites.renew(picture.view, picture.at_s)
         rows = [
             each.load.bucket_tokens for each in picture.view.instances if each.load.bucket_tokens
         ]

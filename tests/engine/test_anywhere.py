@@ -1,0 +1,151 @@
+"""Prompts whose answers any instance may write: also the one that computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import Engine
+from tests.engine.test_handover import CHUNK, prompt
+from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, digest_of, from_params, to_params
+from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
+
+
+@pytest.fixture(params=list(Role))
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    """One of any role and a decode instance; both see both."""
+    first = Engine(tmp_path, request.param, chunk_size=CHUNK, arena_bytes=1 << 20)
+    second = Engine(tmp_path, Role.DECODE, arena_bytes=1 << 20, instance="other")
+    for each in (first, second):
+        each.sees(first, second)
+    yield first, second
+    first.close()
+    second.close()
+
+
+def begin(engine: Engine, name: str, tokens: list[int], *, anywhere: bool = True) -> None:
+    leg = PrefillLeg(TransferId(f"t-{name}"), RequestId(name), anywhere=anywhere)
+    engine.add(f"{name}-1", tokens, params=to_params(leg))
+
+
+def prefilled(engine: Engine, name: str) -> Prefilled:
+    engine.run_until(lambda: f"{name}-1" in engine.finished)
+    answer = from_params(engine.finished[f"{name}-1"])
+    assert isinstance(answer, Prefilled)
+    return answer
+
+
+def go_on(engine: Engine, name: str, tokens: list[int], answer: Prefilled) -> None:
+    """The second leg; its KV must be right and nothing computed again but one token."""
+    loads = engine.instance.inbox.loads_done
+    leg = DecodeLeg(answer.transfer, digest_of(tokens), answer.given)
+    request = engine.add(f"{name}-2", tokens, params=to_params(leg))
+    engine.run_until(lambda: f"{name}-2" in engine.outputs)
+    assert engine.holds(request, len(tokens))
+    engine.run_until(lambda: f"{name}-2" in engine.finished)
+    assert len(engine.outputs[f"{name}-2"]) == 4
+    assert engine.instance.inbox.loads_done - loads <= 1
+    assert engine.instance._read_load().kv_loads_failed == 0
+
+
+def settle(*engines: Engine) -> None:
+    for each in engines:
+        each.run_until(lambda each=each: each.is_at_rest)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 64, 65, 200, 511])
+def test_an_answer_that_may_stay_does_unless_its_role_is_prefill(
+    pair: tuple[Engine, Engine], num_tokens: int
+) -> None:
+    first, second = pair
+    tokens = prompt(num_tokens)
+    begin(first, "a", tokens)
+    answer = prefilled(first, "a")
+    stays = first.info.role is not Role.PREFILL
+    assert answer.decode == (first if stays else second).info.id
+    assert answer.reason.startswith("adaptive: ")
+    chosen = first if stays else second
+    if not stays:
+        first.run_until(lambda: first.is_at_rest)
+    go_on(chosen, "a", tokens, answer)
+    settle(first, second)
+    assert first.instance.outbox.prefills_done == 1
+
+
+def test_an_instance_that_hands_over_to_itself_answers_as_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(tmp_path, Role.BOTH, chunk_size=CHUNK, arena_bytes=1 << 20, num_blocks=128)
+    engine.sees(engine)
+    tokens = prompt(200)
+    engine.add("whole", tokens)
+    engine.run_until(lambda: "whole" in engine.finished)
+    for name in "abc":  # again and again: what the first one held is free
+        begin(engine, name, tokens)
+        answer = prefilled(engine, name)
+        assert answer.decode == engine.info.id
+        assert answer.given is not None
+        go_on(engine, name, tokens, answer)
+        assert engine.outputs[f"{name}-2"] == engine.outputs["whole"]
+        settle(engine)
+    engine.close()
+
+
+def test_many_at_once_stay_and_leave_nothing(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.BOTH, chunk_size=CHUNK, arena_bytes=1 << 20, num_blocks=256)
+    engine.sees(engine)
+    names = [f"r{index}" for index in range(8)]
+    texts = {name: prompt(40 + 13 * index, seed=index + 1) for index, name in enumerate(names)}
+    for name in names:
+        begin(engine, name, texts[name])
+    for name in names:
+        answer = prefilled(engine, name)
+        assert answer.decode == engine.info.id
+        leg = DecodeLeg(answer.transfer, digest_of(texts[name]), answer.given)
+        engine.add(f"{name}-2", texts[name], params=to_params(leg))
+    engine.run_until(lambda: all(f"{name}-2" in engine.finished for name in names))
+    assert all(len(engine.outputs[f"{name}-2"]) == 4 for name in names)
+    settle(engine)
+    load = engine.instance._read_load()
+    assert (load.kv_loads_failed, load.held, load.arena_used_bytes) == (0, 0, 0)
+    engine.close()
+
+
+def test_a_leg_that_is_not_for_anywhere_goes_to_who_decodes(tmp_path: Path) -> None:
+    first = Engine(tmp_path, Role.BOTH, chunk_size=CHUNK, arena_bytes=1 << 20)
+    second = Engine(tmp_path, Role.DECODE, arena_bytes=1 << 20)
+    first.sees(first, second)
+    begin(first, "a", prompt(100), anywhere=False)
+    assert prefilled(first, "a").decode == second.info.id
+    begin(first, "b", prompt(100, seed=9))
+    assert prefilled(first, "b").decode == first.info.id
+    for each in (first, second):
+        each.close()
+
+
+def test_an_instance_that_sees_nobody_yet_leaves_the_rest_to_the_router(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.DECODE, chunk_size=CHUNK, arena_bytes=1 << 20)
+    begin(engine, "a", prompt(100))
+    answer = prefilled(engine, "a")
+    assert answer.decode == InstanceId("")
+    assert answer.given is not None
+    settle(engine)
+    engine.close()
+
+
+def test_the_load_tells_what_hand_overs_take(pair: tuple[Engine, Engine]) -> None:
+    first, second = pair
+    before = first.instance._read_load()
+    assert before.handover_s > 0
+    begin(first, "a", prompt(200))
+    answer = prefilled(first, "a")
+    chosen = next(each for each in pair if each.info.id == answer.decode)
+    go_on(chosen, "a", prompt(200), answer)
+    settle(first, second)
+    after = first.instance._read_load()
+    assert (after.handover_s, after.handover_token_s) != (
+        before.handover_s,
+        before.handover_token_s,
+    )

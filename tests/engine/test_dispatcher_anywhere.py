@@ -1,0 +1,145 @@
+"""The choice of a decode instance for requests that any may decode."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from tests.engine.test_dispatcher import request
+from tests.policy.builders import serving, view
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.control.views import Picture
+from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.policy.lengths import Lengths
+from vllm_tetri.types import InstanceId, InstanceView, Prediction, Role
+
+SHORT, LONG = Prediction(0, 5, 200), Prediction(4, 5, 200)
+
+
+class Scene:
+    """A dispatcher of an instance `me` whose view, predictions and clock are set by hand."""
+
+    def __init__(self, *others: InstanceView, role: str = "both", **load: Any) -> None:
+        self.now = 10.0
+        self.prediction: Prediction | None = None
+        me = one("me", role, **load)
+        self.sees(me, *others)
+        self.dispatcher = Dispatcher(
+            config=TetriConfig(role=Role(role), report_period_s=0.1),
+            look=lambda: self.picture,
+            me=me.info,
+            lengths=Lengths(200, 5),
+            predict=lambda request: self.prediction,
+            rng=Random(0),
+            clock=lambda: self.now,
+        )
+
+    def sees(self, *views: InstanceView) -> None:
+        self.picture = Picture(view(*views), self.now)
+
+    def dispatch(
+        self, *refused: str, num_tokens: int = 100, num_bytes: int = 10
+    ) -> Dispatch | None:
+        return self.dispatcher.choose_anywhere(
+            request(num_tokens, max_tokens=300), num_bytes, frozenset(map(InstanceId, refused))
+        )
+
+    def chosen(self, *refused: str, **options: Any) -> str | None:
+        found = self.dispatch(*refused, **options)
+        return None if found is None else found.instance
+
+
+def one(name: str, role: str = "both", **load: Any) -> InstanceView:
+    return serving(name, role, **{"left_tokens": 300, **load})
+
+
+def test_an_answer_stays_here_if_elsewhere_is_not_better() -> None:
+    scene = Scene(one("other"))
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.kv_endpoint, found.has_room) == ("me", "me:1", True)
+    assert found.reason.startswith("adaptive: stays")
+
+
+def test_a_decode_instance_may_keep_a_prompt_it_computed() -> None:
+    assert Scene(one("other", "decode"), role="decode").chosen() == "me"
+    assert Scene(role="decode").chosen() == "me"
+
+
+def test_an_answer_moves_to_where_fewer_decode() -> None:
+    scene = Scene(one("a", decodes=30), one("b"), decodes=30)
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.kv_endpoint) == ("b", "b:1")
+
+
+def test_a_prefill_instance_hands_over_unless_nobody_else_is_there() -> None:
+    scene = Scene(one("d", "decode", decodes=90), one("q", "prefill"), role="prefill")
+    assert scene.chosen() == "d"
+    assert Scene(role="prefill").chosen() == "me"
+    assert Scene(one("q", "prefill"), role="prefill").chosen() == "me"
+
+
+def test_the_predicted_length_decides() -> None:
+    for prediction, chosen in ((SHORT, "me"), (LONG, "other")):
+        scene = Scene(one("other"), decodes=5, handover_s=1.5)
+        scene.prediction = prediction
+        assert scene.chosen() == chosen
+
+
+def test_one_that_refused_is_not_asked_again() -> None:
+    scene = Scene(one("a"), one("b", decodes=3), decodes=30)
+    assert scene.chosen() == "a"
+    assert scene.chosen("a") == "b"
+    assert scene.chosen("a", "b") == "me"
+    assert Scene(one("a"), one("b", decodes=3)).chosen("me") == "a"
+    assert Scene(one("a"), role="decode").chosen("me") == "a"
+
+
+def test_those_without_room_are_passed_over() -> None:
+    blocks, arena = one("blocks", blocks_total=3), one("arena", arena_total_bytes=5)
+    scene = Scene(blocks, arena, one("roomy", decodes=5), decodes=30)
+    assert scene.chosen() == "roomy"
+    assert Scene(one("a"), arena_total_bytes=5).chosen() == "a"
+    assert Scene(one("a", "decode"), role="decode", blocks_total=3).chosen() == "a"
+
+
+def test_if_nobody_has_room_the_most_free_arena_is_taken_at_once() -> None:
+    small, large = one("small", arena_total_bytes=5), one("large", arena_total_bytes=9)
+    found = Scene(small, large, arena_total_bytes=5).dispatch()
+    assert found is not None
+    assert (found.instance, found.has_room) == ("large", False)
+
+
+def test_nobody_there_is_nobody() -> None:
+    scene = Scene(one("a", state="silent"), one("b", layout="other"), role="decode")
+    assert scene.chosen("me") is None
+
+
+def test_what_was_sent_counts_before_the_next_report() -> None:
+    scene = Scene(*(one(name, "decode") for name in "abcd"), role="prefill")
+    chosen = [scene.chosen() for _ in range(8)]
+    assert sorted(map(str, chosen)) == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    scene.now += 5
+    scene.sees(one("me", "prefill"), *(one(name, "decode") for name in "abcd"))
+    assert len({scene.chosen() for _ in range(4)}) == 4
+
+
+def test_room_that_was_promised_to_one_is_not_promised_again() -> None:
+    tight = {"arena_total_bytes": 25}
+    scene = Scene(*(one(name, "decode", **tight) for name in "ab"), role="prefill")
+    assert sorted(str(scene.chosen()) for _ in range(4)) == ["a", "a", "b", "b"]
+    found = scene.dispatch()
+    assert found is not None
+    assert not found.has_room
+
+
+def test_another_role_counts_from_the_next_choice_on() -> None:
+    scene = Scene(one("d", "decode"), role="both")
+    assert scene.chosen() == "me"
+    scene.now += 5
+    me = one("me", "prefill")
+    scene.sees(me, one("d", "decode"))
+    scene.dispatcher.act_as(me.info)
+    assert scene.chosen() == "d"

@@ -1,0 +1,535 @@
+"""Whole or split, and where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policy.builders import COST, serving, view
+from vllm_tetri.policy.adaptive import (
+    NO_OBJECTIVE,
+    Candidates,
+    Objective,
+    Place,
+    choose_answer,
+    choose_place,
+)
+from vllm_tetri.policy.sites import Ask, Site, Sites
+from vllm_tetri.types import InstanceId, InstanceView, Role, StepCoefficients
+
+NOW = 100.0
+USUAL = Ask(512, 128)
+
+
+def sites_of(*instances: InstanceView) -> list[Site]:
+    sites = Sites()
+    sites.renew(view(*instances), NOW)
+    return list(sites.by_id.values())
+
+
+def choose(
+    *instances: InstanceView,
+    prompt: int = 500,
+    answer: float = 100,
+    taken: tuple[str, ...] = (),
+    may_split: bool = True,
+    prefers_split: bool = False,
+    objective: Objective = NO_OBJECTIVE,
+    spares_prefill: bool = True,
+    spares_decode: bool = False,
+    seed: int = 0,
+) -> Place | None:
+    sites = sites_of(*instances)
+    spares = {"spares_prefill": spares_prefill, "spares_decode": spares_decode}
+    return choose_place(
+        Candidates(sites, USUAL, Random(seed), **spares),
+        Ask(prompt, answer),
+        may_split=may_split,
+        prefers_split=prefers_split,
+        objective=objective,
+        taken={InstanceId(name) for name in taken},
+    )
+
+
+def where(*instances: InstanceView, **options: Any) -> tuple[str, str] | None:
+    """Of the prompt and of the answer."""
+    place = choose(*instances, **options)
+    return None if place is None else (place.prompt, place.answer)
+
+
+PREFILL, DECODE = serving("p", "prefill"), serving("d", "decode")
+BUSY = serving("d", "decode", decodes=40)
+
+
+# -- whole or split -------------------------------------------------------------------
+
+
+@given(st.integers(1, 8000), st.floats(0, 4000))
+def test_an_idle_cluster_serves_whole_because_a_hand_over_only_costs(
+    prompt: int, answer: float
+) -> None:
+    assert where(PREFILL, DECODE, prompt=prompt, answer=answer) == ("d", "d")
+    both = serving("a"), serving("b")
+    place = choose(*both, prompt=prompt, answer=answer)
+    assert place is not None
+    assert not place.is_split
+
+
+def test_a_long_prompt_beside_many_decodes_is_computed_where_nobody_decodes() -> None:
+    assert where(PREFILL, BUSY, prompt=4000) == ("p", "d")
+
+
+def test_it_stays_where_the_decodes_are_if_the_other_one_has_a_long_queue() -> None:
+    queued = serving("p", "prefill", queued_tokens=100_000)
+    assert where(queued, BUSY, prompt=4000) == ("d", "d")
+
+
+def test_a_hand_over_that_takes_long_is_not_worth_it() -> None:
+    slow = serving("p", "prefill", handover_s=1000.0)
+    assert where(slow, BUSY, prompt=4000) == ("d", "d")
+
+
+def test_what_may_not_be_split_is_not() -> None:
+    assert where(PREFILL, BUSY, prompt=4000, may_split=False) == ("d", "d")
+
+
+def test_in_split_mode_two_share_it_whatever_that_costs() -> None:
+    assert where(PREFILL, DECODE, prefers_split=True) == ("p", "d")
+    assert where(DECODE, prefers_split=True) == ("d", "d")
+    foreign = serving("p", "prefill", layout="other")
+    assert where(foreign, DECODE, prefers_split=True) == ("d", "d")
+
+
+def test_as_long_as_steps_are_guessed_a_split_must_gain_more() -> None:
+    guessed = replace(COST, confidence=0.0)
+
+    def splits(cost: StepCoefficients) -> set[int]:
+        """Lengths of prompts that are split."""
+        pair = serving("p", "prefill", cost=cost), serving("d", "decode", decodes=5, cost=cost)
+        lengths = range(50, 8000, 50)
+        return {n for n in lengths if where(*pair, prompt=n, answer=300) == ("p", "d")}
+
+    assert splits(guessed) < splits(COST)
+
+
+@given(
+    st.lists(st.floats(0.99, 1.01), min_size=8, max_size=8),
+    st.integers(0, 60),
+    st.integers(0, 20_000),
+    st.integers(1, 8000),
+    st.floats(1, 2000),
+)
+def test_between_equal_sites_choices_do_not_flap_as_loads_jitter(
+    jitter: list[float], decodes: int, queued: int, prompt: int, answer: float
+) -> None:
+    """Nothing is gained by a split, whatever a percent more or less looks like."""
+
+    def one(name: str, j: list[float]) -> InstanceView:
+        return serving(
+            name,
+            decodes=decodes,
+            left_tokens=300 * j[0],
+            context_tokens=400 * j[1],
+            queued_tokens=queued * j[2],
+            cost=StepCoefficients(*(each * j[3] for each in _plain(COST)), confidence=1.0),
+        )
+
+    place = choose(one("a", jitter[:4]), one("b", jitter[4:]), prompt=prompt, answer=answer)
+    assert place is not None
+    assert not place.is_split
+
+
+# -- which one ------------------------------------------------------------------------
+
+
+def test_answers_avoid_prefill_instances_as_long_as_somebody_else_is_there() -> None:
+    crowded = serving("d", "decode", decodes=200)
+    place = choose(PREFILL, crowded, prompt=10, answer=2000)
+    assert place is not None
+    assert place.answer == "d"
+    assert where(PREFILL, crowded, prompt=10, answer=2000, taken=("d",)) == ("p", "p")
+    assert where(PREFILL) == ("p", "p")
+    assert where(PREFILL, crowded, spares_prefill=False, answer=2000) == ("p", "p")
+
+
+def test_prompts_avoid_decode_instances_in_split_mode_unless_nobody_else_is_there() -> None:
+    queued = serving("p", "prefill", queued_tokens=100_000)
+    two = DECODE, serving("e", "decode")
+    options: dict[str, Any] = {"prefers_split": True, "spares_decode": True}
+    found = where(queued, *two, **options)
+    assert found is not None
+    assert found[0] == "p"
+    found = where(queued, *two, taken=("p",), **options)
+    assert found is not None
+    assert set(found) == {"d", "e"}
+
+
+def test_two_prefill_instances_alone_serve_whole() -> None:
+    assert where(serving("p", "prefill", queued_tokens=9000), serving("q", "prefill")) == ("q", "q")
+
+
+def test_short_answers_go_where_they_begin_soon_and_long_ones_where_they_go_on_quickly() -> None:
+    queue, decodes = serving("queue", queued_tokens=5000), serving("decodes", decodes=30)
+    lengths = [1, 10, 100, 1000, 4000]
+    found = [
+        where(queue, decodes, prompt=20, answer=n, may_split=False, spares_prefill=False)
+        for n in lengths
+    ]
+    assert found[0] == ("decodes", "decodes")
+    assert found[-1] == ("queue", "queue")
+    changes = sum(one != other for one, other in pairwise(found))
+    assert changes == 1
+
+
+def test_a_full_pool_is_waited_for_or_avoided() -> None:
+    full = serving("full", decodes=1, left_tokens=3000, blocks_total=20)
+    roomy = serving("roomy", decodes=3, left_tokens=3000)
+    assert where(full, roomy) == ("roomy", "roomy")
+    assert where(replace(full, load=replace(full.load, blocks_total=10_000)), roomy) == (
+        "full",
+        "full",
+    )
+
+
+def test_answers_on_one_device_gather_where_somebody_decodes_already() -> None:
+    busy = serving("busy", device="x", decodes=8)
+    idle = serving("idle", device="x")
+    assert where(busy, idle) == ("busy", "busy")
+    assert where(busy, serving("idle", device="y")) == ("idle", "idle")
+
+
+def test_nobody_is_left_when_all_are_taken() -> None:
+    assert where(PREFILL, DECODE, taken=("p", "d")) is None
+    assert where() is None
+
+
+def test_what_was_sent_since_the_last_report_spreads_requests() -> None:
+    sites = Sites()
+    sites.renew(view(*(serving(name) for name in "abcd")), NOW)
+    candidates = Candidates(list(sites.by_id.values()), USUAL, Random(0))
+    sent = Counter[str]()
+    for _ in range(20):
+        place = choose_place(candidates, USUAL, may_split=True)
+        assert place is not None
+        sites.send(place.prompt, place.answer, USUAL, NOW)
+        sent[place.answer] += 1
+    assert sent == {"a": 5, "b": 5, "c": 5, "d": 5}
+
+
+# -- what was promised ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [100, 300, 800])
+def test_a_place_that_keeps_the_first_token_s_promise_comes_before_a_cheaper_one(
+    answer: int,
+) -> None:
+    cheap, quick = serving("cheap", queued_tokens=1500), serving("quick", decodes=30)
+    options: dict[str, Any] = {"prompt": 20, "answer": answer, "may_split": False}
+    late, soon = (_alone(each, **options) for each in (cheap, quick))
+    assert soon.ttft_s < 0.3 < late.ttft_s
+    assert where(cheap, quick, **options) == ("cheap", "cheap")
+    assert where(cheap, quick, objective=Objective(ttft_s=60), **options) == ("cheap", "cheap")
+    assert where(cheap, quick, objective=Objective(ttft_s=0.3), **options) == ("quick", "quick")
+
+
+def test_a_place_that_keeps_the_pace_comes_before_a_cheaper_one() -> None:
+    cheap, steady = (
+        serving("cheap", decodes=30, left_tokens=20),
+        serving("steady", queued_tokens=7000),
+    )
+    options: dict[str, Any] = {"prompt": 20, "answer": 60, "may_split": False}
+    slow, quick = (_alone(each, prompt=20, answer=60) for each in (cheap, steady))
+    assert quick.tpot_s < slow.tpot_s
+    assert where(cheap, steady, **options) == ("cheap", "cheap")
+    promised = Objective(tpot_s=(quick.tpot_s + slow.tpot_s) / 2)
+    assert where(cheap, steady, objective=promised, **options) == ("steady", "steady")
+    assert where(cheap, steady, objective=Objective(tpot_s=1), **options) == ("cheap", "cheap")
+
+
+def test_where_nobody_keeps_a_promise_the_least_late_is_taken() -> None:
+    many = [serving(f"q{n}", queued_tokens=n * 5000) for n in (3, 1, 2)]
+    assert where(*many, objective=Objective(ttft_s=0.001)) == ("q1", "q1")
+
+
+def _alone(one: InstanceView, **options: Any) -> Place:
+    place = choose(one, **options)
+    assert place is not None
+    return place
+
+
+# -- what a place says of itself ------------------------------------------------------
+
+
+def test_a_place_says_what_is_expected_there() -> None:
+    place = choose(PREFILL, BUSY, prompt=4000)
+    assert place is not None
+    p, d = sites_of(PREFILL, BUSY)
+    assert place.ttft_s == p.ttft_s(4000)
+    assert place.tpot_s == d.tpot_s(4050)
+    assert place.is_split
+    assert (place.waits, place.shares, place.confidence) == (False, True, 1.0)
+
+
+def test_a_place_says_whether_others_are_in_the_way_and_what_is_a_guess() -> None:
+    guessed = serving("d", "decode", cost=replace(COST, confidence=0.1))
+    idle, queued = choose(guessed), choose(serving("d", "decode", queued_tokens=10))
+    assert idle is not None
+    assert queued is not None
+    assert (idle.waits, idle.shares, idle.confidence) == (False, False, 0.1)
+    assert (queued.waits, queued.shares, queued.confidence) == (True, False, 1.0)
+
+
+def test_reasons_name_both_alternatives() -> None:
+    split, whole = choose(PREFILL, BUSY, prompt=4000), choose(PREFILL, DECODE)
+    assert split is not None
+    assert whole is not None
+    assert split.reason.startswith("split: costs")
+    assert "whole on d" in split.reason
+    assert whole.reason.startswith("whole: costs")
+    assert "split over p and d" in whole.reason
+    alone = choose(DECODE)
+    assert alone is not None
+    assert "split over" not in alone.reason
+
+
+# -- again, when part of the prompt is computed ---------------------------------------
+
+
+def again(
+    *instances: InstanceView, at: str | None, prompt: int = 500, answer: float = 100, **options: Any
+) -> str | None:
+    sites = sites_of(*instances)
+    here = next((site for site in sites if site.id == at), None)
+    chosen = choose_answer(sites, Ask(prompt, answer), at=here, **options)
+    return None if chosen is None else chosen[0]
+
+
+def test_an_answer_stays_where_its_prompt_is_if_that_is_as_good() -> None:
+    assert again(serving("a"), serving("b"), at="b") == "b"
+    assert again(serving("a", decodes=3), serving("b", decodes=3), at="b") == "b"
+    assert again(serving("b"), at="b") == "b"
+
+
+def test_an_answer_goes_where_fewer_decode() -> None:
+    busy = serving("a", decodes=30)
+    assert again(busy, serving("b"), at="a") == "b"
+    assert again(busy, serving("b", handover_token_s=1.0), at="a") == "b"  # what counts is a's
+    assert again(serving("a", decodes=30, handover_token_s=1.0), serving("b"), at="a") == "a"
+    # A second leg is needed either way.
+    assert again(serving("a", decodes=30, handover_s=50.0), serving("b"), at="a") == "b"
+
+
+def test_only_what_is_left_of_an_answer_makes_a_move_worth_it() -> None:
+    pair = serving("a", decodes=2, handover_token_s=2e-5), serving("b")
+    assert again(*pair, at="a", answer=1) == "a"
+    assert again(*pair, at="a", answer=1000) == "b"
+
+
+def test_a_prompt_that_may_not_stay_goes_to_the_cheapest() -> None:
+    assert again(serving("a", decodes=9), serving("b", decodes=2), at=None) == "b"
+    assert again(at=None) is None
+
+
+def test_a_promised_pace_moves_an_answer() -> None:
+    pair = serving("a", decodes=6, left_tokens=2), serving("b", queued_tokens=100, decodes=5)
+    paces = {site.id: site.tpot_s(550) for site in sites_of(*pair)}
+    assert again(*pair, at="a", answer=100) == "a"
+    promised = Objective(tpot_s=(paces[InstanceId("a")] + paces[InstanceId("b")]) / 2)
+    assert again(*pair, at="a", answer=100, objective=promised) == "b"
+
+
+def test_reasons_of_the_second_choice_name_both_alternatives() -> None:
+    a, b = sites_of(serving("a", decodes=30), serving("b"))
+    stays, goes = choose_answer([a, b], USUAL, at=b), choose_answer([a, b], USUAL, at=a)
+    assert stays is not None
+    assert goes is not None
+    assert stays[1].startswith("stays: ")
+    assert "elsewhere" in stays[1]
+    assert goes[1].startswith("goes: ")
+    assert "here" in goes[1]
+
+
+# -- many -----------------------------------------------------------------------------
+
+
+def test_the_best_of_many_is_found_though_few_are_looked_at() -> None:
+    many = [serving(f"d{n}", "decode", decodes=30 + n % 7) for n in range(60)]
+    for free in (0, 31, 59):
+        some = list(many)
+        some[free] = serving(f"d{free}", "decode")
+        assert where(*some) == (f"d{free}", f"d{free}")
+
+
+def test_of_many_any_that_is_not_taken_is_found() -> None:
+    many = [serving(f"d{n}", "decode", decodes=n) for n in range(40)]
+    taken = tuple(f"d{n}" for n in range(40) if n != 37)
+    assert where(*many, taken=taken) == ("d37", "d37")
+    assert where(*many, taken=(*taken, "d37")) is None
+
+
+def test_when_all_that_decode_are_taken_one_of_many_prefill_instances_answers() -> None:
+    many = [serving(f"p{n}", "prefill") for n in range(20)]
+    place = choose(*many, *(serving(f"d{n}", "decode") for n in range(20)))
+    assert place is not None
+    assert place.answer.startswith("d")
+    place = choose(
+        *many,
+        *(serving(f"d{n}", "decode") for n in range(20)),
+        taken=tuple(f"d{n}" for n in range(20)),
+    )
+    assert place is not None
+    assert place.answer.startswith("p")
+
+
+# -- whatever the cluster -------------------------------------------------------------
+
+coefficients = st.builds(
+    lambda scale, confidence: replace(
+        StepCoefficients(*(scale * each for each in _plain(COST))), confidence=confidence
+    ),
+    st.floats(0.05, 20),
+    st.floats(0, 1),
+)
+instances = st.builds(
+    serving,
+    st.sampled_from([f"i{n}" for n in range(8)]),
+    st.sampled_from(list(Role)),
+    decodes=st.integers(0, 80),
+    left_tokens=st.integers(0, 2000),
+    context_tokens=st.integers(1, 4000),
+    queued_tokens=st.integers(0, 50_000),
+    cost=coefficients,
+    layout=st.sampled_from("ab"),
+    device=st.sampled_from(["", "x", "y"]),
+    blocks_total=st.integers(1, 1000),
+    chunk_tokens=st.sampled_from([0, 256, 2048]),
+    handover_s=st.floats(0, 0.5),
+    handover_token_s=st.floats(0, 1e-3),
+)
+clusters = st.lists(instances, unique_by=lambda each: each.info.id, max_size=8)
+asks = st.builds(Ask, st.integers(1, 20_000), st.floats(0, 5000))
+objectives = st.builds(
+    Objective,
+    st.sampled_from([0.01, 0.5, 5.0, float("inf")]),
+    st.sampled_from([0.001, 0.05, float("inf")]),
+)
+
+
+def placed(
+    many: list[InstanceView], ask: Ask, objective: Objective = NO_OBJECTIVE, **options: Any
+) -> Place | None:
+    return choose(
+        *many, prompt=ask.prompt_tokens, answer=ask.answer_tokens, objective=objective, **options
+    )
+
+
+@given(clusters, asks, objectives)
+def test_nothing_whole_among_those_who_may_answer_is_cheaper(
+    many: list[InstanceView], ask: Ask, objective: Objective
+) -> None:
+    place = placed(many, ask, objective)
+    if not many:
+        assert place is None
+        return
+    assert place is not None
+    answering = [each.info.id for each in many if each.info.role is not Role.PREFILL]
+    answering = answering or [each.info.id for each in many]
+    assert place.answer in answering
+    for name in answering:
+        assert place.cost_s <= _whole_s(many, name, ask, objective) * (1 + 1e-9)
+
+
+def _whole_s(many: list[InstanceView], name: str, ask: Ask, objective: Objective) -> float:
+    """What serving it there whole costs, written down anew: the sums of docs/modes.md."""
+    sites = {site.id: site for site in sites_of(*many)}
+    answering = [s for s in sites.values() if s.role is not Role.PREFILL] or list(sites.values())
+    site, tokens = sites[InstanceId(name)], ask.answer_tokens
+    context = ask.prompt_tokens + tokens / 2
+    least_ttft_s = min(each.ttft_s(ask.prompt_tokens) for each in sites.values())
+    least_answer_s = tokens * min(each.tpot_s(context) for each in answering)
+    weight = 1 + min(50, 0.3 * (1 + least_answer_s / least_ttft_s))
+    ttft_s, tpot_s = site.ttft_s(ask.prompt_tokens), site.tpot_s(context)
+    cost_s = weight * ttft_s + site.prompt_harm_s(ask.prompt_tokens)
+    cost_s += tokens * tpot_s + site.answer_harm_s(ask)
+    cost_s += 20 * max(0, ttft_s - objective.ttft_s) + 20 * tokens * max(
+        0, tpot_s - objective.tpot_s
+    )
+    missing_tokens = max(0, ask.prompt_tokens + tokens - site.free_tokens)
+    return cost_s + min(missing_tokens, site.left_tokens) * tpot_s
+
+
+@given(clusters, asks, st.sets(st.sampled_from([f"i{n}" for n in range(8)])), st.booleans())
+def test_nobody_taken_and_no_pair_of_two_identities_is_ever_chosen(
+    many: list[InstanceView], ask: Ask, taken: set[str], prefers_split: bool
+) -> None:
+    place = placed(many, ask, taken=tuple(taken), prefers_split=prefers_split)
+    free = {each.info.id: each for each in many if each.info.id not in taken}
+    assert (place is None) == (not free)
+    if place is not None:
+        assert {place.prompt, place.answer} <= set(free)
+        assert free[place.prompt].info.identity == free[place.answer].info.identity
+
+
+@given(clusters, asks)
+def test_a_split_is_better_by_more_than_noise(many: list[InstanceView], ask: Ask) -> None:
+    place, whole = placed(many, ask), placed(many, ask, may_split=False)
+    if place is not None and place.is_split:
+        assert whole is not None
+        assert place.cost_s < whole.cost_s * 0.95
+
+
+def scaled(one: InstanceView, times: float) -> InstanceView:
+    """An instance that takes so much longer for everything."""
+    load = one.load
+    cost = StepCoefficients(*(each * times for each in _plain(load.cost)), load.cost.confidence)
+    slower = replace(
+        load,
+        cost=cost,
+        handover_s=load.handover_s * times,
+        handover_token_s=load.handover_token_s * times,
+    )
+    return replace(one, load=slower)
+
+
+@given(clusters, asks, objectives)
+def test_choices_do_not_depend_on_how_quick_all_are(
+    many: list[InstanceView], ask: Ask, objective: Objective
+) -> None:
+    # Times 16, so that no rounding decides between equal places.
+    slower = Objective(objective.ttft_s * 16, objective.tpot_s * 16)
+    place, other = placed(many, ask, objective), placed([scaled(e, 16) for e in many], ask, slower)
+    if place is None:
+        assert other is None
+        return
+    assert other is not None
+    assert (other.prompt, other.answer) == (place.prompt, place.answer)
+    assert other.cost_s == pytest.approx(place.cost_s * 16)
+    ten = placed(
+        [scaled(each, 10) for each in many],
+        ask,
+        Objective(objective.ttft_s * 10, objective.tpot_s * 10),
+    )
+    assert ten is not None
+    if ten.is_split == place.is_split:
+        assert ten.cost_s == pytest.approx(place.cost_s * 10)
+
+
+@given(clusters, asks, st.sampled_from([f"i{n}" for n in range(8)]))
+def test_the_second_choice_is_somebody_of_those_with_room_or_stays(
+    many: list[InstanceView], ask: Ask, at: str
+) -> None:
+    chosen = again(*many, at=at, prompt=ask.prompt_tokens, answer=ask.answer_tokens)
+    names = {each.info.id for each in many}
+    assert (chosen is None) == (not names)
+    assert chosen is None or chosen in names
+
+
+def _plain(cost: StepCoefficients) -> tuple[float, float, float, float, float]:
+    return cost.base_s, cost.request_s, cost.token_s, cost.prompt_s, cost.context_s

@@ -1,0 +1,222 @@
+"""What steps cost, learnt from steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_tetri.policy.step_fit import GUESS, StepFit
+from vllm_tetri.types import StepCoefficients
+
+# Slower than the prior, and not in its proportions.
+ENGINE = StepCoefficients(
+    base_s=0.02, request_s=0.002, token_s=4e-6, prompt_s=0.0005, context_s=6e-7
+)
+CHUNK = 256
+Step = tuple[int, int, int, float]  # decodes, their context, prompt tokens, tokens before each
+
+
+def teach(fit: StepFit, steps: Iterable[Step], engine: StepCoefficients, noise: float = 0) -> None:
+    rng = Random(1)
+    for step in steps:
+        fit.learn(*step, engine.step_s(*step) * (1 + noise * rng.uniform(-1, 1)))
+        fit.refresh()
+
+
+def learnt(steps: Iterable[Step], engine: StepCoefficients = ENGINE, noise: float = 0) -> StepFit:
+    fit = StepFit()
+    teach(fit, steps, engine, noise)
+    return fit
+
+
+def decodes(count: int, seed: int = 2) -> list[Step]:
+    """Of batches and contexts of all sizes."""
+    rng = Random(seed)
+    sizes = [rng.randrange(1, 41) for _ in range(count)]
+    return [(size, size * rng.randrange(20, 1500), 0, 0.0) for size in sizes]
+
+
+def prompts(count: int, num_decodes: int = 0, seed: int = 3) -> list[Step]:
+    """Chunks of prompts, some behind long contexts."""
+    rng = Random(seed)
+    return [
+        (num_decodes, num_decodes * 300, rng.randrange(16, CHUNK + 1), float(rng.randrange(2000)))
+        for _ in range(count)
+    ]
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    fit = StepFit()
+    assert fit.refresh() == fit.cost == StepCoefficients()
+    assert fit.prefill_tokens_per_s == fit.decode_base_s == fit.decode_request_s == 0
+
+
+def test_nothing_is_said_of_prompts_before_one_and_of_decodes_before_one() -> None:
+    assert learnt(decodes(50)).prefill_tokens_per_s == 0
+    only_prompts = learnt(prompts(50))
+    assert only_prompts.decode_base_s == only_prompts.decode_request_s == 0
+    assert only_prompts.prefill_tokens_per_s > 0
+
+
+def test_steps_of_all_sizes_tell_every_coefficient_through_noise() -> None:
+    steps = [*decodes(400), *prompts(400), *prompts(100, num_decodes=8)]
+    Random(4).shuffle(steps)
+    cost = learnt(steps, noise=0.1).cost
+    assert cost.base_s == pytest.approx(ENGINE.base_s, rel=0.15)
+    assert cost.request_s == pytest.approx(ENGINE.request_s, rel=0.2)
+    assert cost.token_s == pytest.approx(ENGINE.token_s, rel=0.2)
+    assert cost.prompt_s == pytest.approx(ENGINE.prompt_s, rel=0.2)
+    assert cost.context_s == pytest.approx(ENGINE.context_s, rel=0.2)
+
+
+def test_what_was_done_is_counted() -> None:
+    fit = learnt([(3, 30, 0, 0.0), (2, 20, 50, 1.0), (0, 0, 7, 1.0)])
+    assert (fit.answer_tokens_done, fit.prompt_tokens_done) == (5, 57)
+
+
+def test_a_request_of_usual_context_costs_what_its_context_costs_too() -> None:
+    fit = learnt([*decodes(400), *((20, 20 * 500, 0, 0.0) for _ in range(400))])
+    usual_s = ENGINE.request_s + 500 * ENGINE.token_s
+    assert fit.decode_request_s == pytest.approx(usual_s, rel=0.05)
+    assert fit.decode_base_s == pytest.approx(ENGINE.base_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [(1, 50, 0, 0.0), (8, 3000, 0, 0.0), (64, 64 * 1024, 0, 0.0), (0, 0, CHUNK, 128.0)],
+)
+def test_steps_of_one_size_tell_their_own_time(step: Step) -> None:
+    cost = learnt([step] * 50).cost
+    assert cost.step_s(*step) == pytest.approx(ENGINE.step_s(*step), rel=0.02)
+
+
+def test_what_steps_do_not_tell_is_in_usual_proportions() -> None:
+    ten_times_slower = StepCoefficients(*(10 * each for each in _plain(GUESS)))
+    cost = learnt([(1, 50, 0, 0.0)] * 50, ten_times_slower).cost
+    assert cost.prompt_s == pytest.approx(10 * GUESS.prompt_s, rel=0.1)
+    assert cost.context_s == pytest.approx(10 * GUESS.context_s, rel=0.1)
+
+
+def test_a_slope_outlives_thousands_of_steps_that_tell_none() -> None:
+    known = learnt(decodes(400))
+    request_s = known.cost.request_s
+    teach(known, [(30, 30 * 400, 0, 0.0)] * 3000, ENGINE)
+    assert request_s == pytest.approx(ENGINE.request_s, rel=0.05)
+    assert known.cost.request_s == pytest.approx(ENGINE.request_s, rel=0.25)
+    assert known.cost.step_s(30, 30 * 400, 0, 0) == pytest.approx(
+        ENGINE.step_s(30, 30 * 400, 0, 0), rel=0.01
+    )
+
+
+def test_hours_of_decodes_do_not_change_what_a_prompt_costs() -> None:
+    fit = learnt([*decodes(200), *prompts(200)])
+    before_s = fit.cost.prompt_s
+    teach(fit, decodes(5000, seed=5), ENGINE)
+    assert fit.cost.prompt_s == pytest.approx(before_s, rel=0.02)
+    assert fit.cost.prompt_s == pytest.approx(ENGINE.prompt_s, rel=0.1)
+
+
+def test_prompts_are_timed_less_the_decodes_beside_them() -> None:
+    alone = learnt([*decodes(400), *prompts(200)])
+    beside = learnt([*decodes(400), *prompts(200, num_decodes=20)])
+    assert beside.cost.prompt_s == pytest.approx(alone.cost.prompt_s, rel=0.1)
+    assert beside.prefill_tokens_per_s == pytest.approx(alone.prefill_tokens_per_s, rel=0.1)
+    chunk_s = ENGINE.step_s(0, 0, CHUNK, CHUNK / 2)
+    full = learnt([*decodes(400), *[(0, 0, CHUNK, CHUNK / 2)] * 100])
+    assert full.prefill_tokens_per_s == pytest.approx(CHUNK / chunk_s, rel=0.02)
+
+
+def test_the_newest_steps_count_most() -> None:
+    fit = learnt(prompts(100))
+    slower = StepCoefficients(*(3 * each for each in _plain(ENGINE)))
+    teach(fit, prompts(200, seed=6), slower)
+    expected_s = slower.step_s(0, 0, CHUNK, 0)
+    assert fit.cost.step_s(0, 0, CHUNK, 0) == pytest.approx(expected_s, rel=0.1)
+
+
+def test_an_engine_that_is_many_times_slower_all_at_once_is_believed_in_the_end() -> None:
+    fit = learnt(prompts(100))
+    slower = StepCoefficients(*(10 * each for each in _plain(ENGINE)))
+    teach(fit, prompts(500, seed=6), slower)
+    expected_s = slower.step_s(0, 0, CHUNK, 0)
+    assert fit.cost.step_s(0, 0, CHUNK, 0) == pytest.approx(expected_s, rel=0.1)
+
+
+@pytest.mark.parametrize("times", [1000.0, 0.001])
+def test_one_step_far_off_says_little(times: float) -> None:
+    fit = learnt(decodes(200))
+    step = (20, 20 * 400, 0, 0.0)
+    before_s = fit.cost.step_s(*step)
+    fit.learn(*step, ENGINE.step_s(*step) * times)
+    fit.refresh()
+    assert fit.cost.step_s(*step) == pytest.approx(before_s, rel=0.1)
+
+
+@pytest.mark.parametrize("step", [(0, 0, 0, 0.0, 1.0), (4, 40, 0, 0.0, 0.0), (4, 40, 0, 0.0, -1.0)])
+def test_steps_that_computed_nothing_or_took_no_time_teach_nothing(
+    step: tuple[int, int, int, float, float],
+) -> None:
+    fit = StepFit()
+    fit.learn(*step)
+    assert fit.refresh() == StepCoefficients()
+
+
+def test_confidence_grows_with_steps() -> None:
+    found = [learnt(decodes(count), noise=0.02).cost.confidence for count in (1, 10, 100, 1000)]
+    assert found == sorted(found)
+    assert 0 < found[0] < 0.1
+    assert 0.85 < found[-1] < 1
+
+
+def test_confidence_falls_while_the_engine_is_not_as_it_was_and_comes_back() -> None:
+    fit = learnt(decodes(500))
+    before = fit.cost.confidence
+    slower = StepCoefficients(*(3 * each for each in _plain(ENGINE)))
+    lowest = before
+    for step in decodes(3000, seed=7):
+        teach(fit, [step], slower)
+        lowest = min(lowest, fit.cost.confidence)
+    assert lowest < before - 0.2
+    assert fit.cost.confidence > before - 0.05
+
+
+def test_an_engine_that_cannot_be_foretold_is_never_known() -> None:
+    fit, rng = StepFit(), Random(8)
+    for step in decodes(1000):
+        fit.learn(*step, ENGINE.step_s(*step) * rng.choice([0.3, 3.0]))
+        fit.refresh()
+    assert fit.cost.confidence < 0.6
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 500),
+            st.integers(0, 500_000),
+            st.integers(0, 20_000),
+            st.floats(0, 100_000),
+            st.floats(1e-6, 1e3),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_steps_take_no_coefficient_is_negative(
+    steps: list[tuple[int, int, int, float, float]],
+) -> None:
+    fit = StepFit()
+    for step in steps:
+        fit.learn(*step)
+        cost = fit.refresh()
+        assert all(0 <= each < float("inf") for each in _plain(cost))
+        assert 0 <= cost.confidence < 1
+        assert fit.prefill_tokens_per_s >= 0
+        assert fit.decode_base_s >= 0
+        assert fit.decode_request_s >= 0
+
+
+def _plain(cost: StepCoefficients) -> tuple[float, float, float, float, float]:
+    return cost.base_s, cost.request_s, cost.token_s, cost.prompt_s, cost.context_s

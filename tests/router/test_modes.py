@@ -1,0 +1,379 @@
+"""Requests that are placed by what they would cost, and modes that change."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.policy.builders import COST
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.test_crowded import begin, held_back, let_go, refused
+from vllm_tetri import cli
+from vllm_tetri.handover import PrefillLeg
+from vllm_tetri.policy.adaptive import Objective
+from vllm_tetri.policy.watch_group import Look
+from vllm_tetri.router import command
+from vllm_tetri.types import ClusterView, InstanceLoad, Mode, Role
+
+LONG = [1] * 4000
+FREE = InstanceLoad(
+    blocks_total=100_000,
+    arena_total_bytes=1 << 20,
+    chunk_tokens=512,
+    handover_s=0.011,
+    handover_token_s=1e-6,
+    cost=COST,
+)
+BUSY = replace(FREE, light=40, remaining_tokens=40 * 100, context_tokens=40 * 300)
+CROWDED = replace(FREE, queued_prefill_tokens=200_000)
+
+
+def pair(prefill: InstanceLoad = FREE, decode: InstanceLoad = FREE) -> tuple[FakeInstance, ...]:
+    p = FakeInstance("p", Role.PREFILL, decode="d")
+    d = FakeInstance("d", Role.DECODE, decode="d")
+    p.load, d.load = prefill, decode
+    return p, d
+
+
+async def until_reported(made: Cluster) -> None:
+    """The router knows of everybody what it says now."""
+    await eventually(
+        lambda: all(
+            each.load == made[each.info.id].load for each in made.scheduler.monitor.view().instances
+        )
+    )
+    # It looks at a picture for a moment.
+    made.scheduler.set_mode(made.scheduler.mode)
+
+
+async def where(made: Cluster, **body: Any) -> tuple[str, str]:
+    """Who computed a prompt, and who wrote the answer."""
+    status, answer, headers = await made.ask(**body)
+    assert status == 200, answer
+    return headers["x-tetri-prefill"], headers["x-tetri-decode"]
+
+
+async def set_mode(made: Cluster, body: Any) -> tuple[int, Any]:
+    async with made.client.post(f"{made.url}/tetri/v1/mode", json=body) as response:
+        return response.status, await response.json()
+
+
+# -- every mode -----------------------------------------------------------------------
+
+
+async def test_split_mode_shares_a_request_even_if_that_only_costs() -> None:
+    async with cluster(*pair()) as made:
+        await until_reported(made)
+        assert await where(made) == ("p", "d")
+        assert made["p"].leg() == PrefillLeg(made["p"].leg().transfer, made["p"].leg().request)
+
+
+async def test_whole_mode_never_shares_and_uses_every_role() -> None:
+    async with cluster(*pair(decode=BUSY), mode=Mode.WHOLE) as made:
+        await until_reported(made)
+        assert await where(made, prompt=LONG) == ("p", "p")
+        made["p"].load, made["d"].load = CROWDED, FREE
+        await until_reported(made)
+        assert await where(made, prompt=LONG) == ("d", "d")
+        assert "kv_transfer_params" not in made["d"].calls[-1][1]
+
+
+async def test_adaptive_mode_serves_whole_or_split_as_it_is_cheaper() -> None:
+    async with cluster(*pair(), mode=Mode.ADAPTIVE) as made:
+        await until_reported(made)
+        assert await where(made, prompt=LONG) == ("d", "d")
+        made["d"].load = BUSY
+        await until_reported(made)
+        assert await where(made, prompt=LONG) == ("p", "d")
+        leg = made["p"].leg()
+        assert isinstance(leg, PrefillLeg)
+        assert leg.anywhere
+        made["p"].load = CROWDED
+        await until_reported(made)
+        assert await where(made, prompt=LONG) == ("d", "d")
+
+
+async def test_only_adaptive_requests_may_be_decoded_anywhere() -> None:
+    async with cluster(*pair(decode=BUSY)) as made:
+        for mode, anywhere in ((Mode.SPLIT, False), (Mode.ADAPTIVE, True), (Mode.SPLIT, False)):
+            await set_mode(made, {"mode": mode})
+            await until_reported(made)
+            assert await where(made, prompt=LONG) == ("p", "d")
+            leg = made["p"].leg()
+            assert isinstance(leg, PrefillLeg)
+            assert leg.anywhere is anywhere
+
+
+async def test_a_prompt_on_a_decode_instance_may_be_answered_there_by_hand_over() -> None:
+    """Direction is per request: the first chunk is done, and the choice made again."""
+    async with cluster(*pair(decode=BUSY), mode=Mode.ADAPTIVE) as made:
+        made["p"].decode = "p"
+        await until_reported(made)
+        assert await where(made, prompt=LONG) == ("p", "p")
+        assert len(made["p"].calls) == 2
+
+
+async def test_what_cannot_be_split_is_served_whole_in_every_mode() -> None:
+    async with cluster(*pair(decode=BUSY)) as made:
+        for mode in Mode:
+            await set_mode(made, {"mode": mode})
+            await until_reported(made)
+            prefill, decode = await where(made, prompt=LONG, best_of=2)
+            assert prefill == decode
+
+
+async def test_answers_of_known_length_are_priced_by_it() -> None:
+    steady = replace(FREE, queued_prefill_tokens=2500)
+    async with cluster(*pair(steady, BUSY), mode=Mode.WHOLE) as made:
+        await until_reported(made)
+        assert await where(made, max_tokens=1) == ("d", "d")
+        made.scheduler.set_mode(Mode.WHOLE)  # forgets nothing, looks again
+        assert await where(made, max_tokens=4000, ignore_eos=True) == ("p", "p")
+
+
+async def test_requests_in_a_burst_spread_before_any_report() -> None:
+    many = [FakeInstance(name, Role.BOTH) for name in "abcd"]
+    for each in many:
+        each.load = FREE
+    held_back(*many)
+    async with cluster(*many, mode=Mode.ADAPTIVE) as made:
+        await until_reported(made)
+        tasks = await begin(made, 8)
+        assert [len(each.calls) for each in many] == [2, 2, 2, 2]
+        let_go(*many)
+        assert [status for status, *_ in await asyncio.gather(*tasks)] == [200] * 8
+
+
+async def test_a_body_without_a_prompt_is_an_instance_s_to_complain_about() -> None:
+    async with cluster(*pair(decode=BUSY)) as made:
+        for mode in (Mode.WHOLE, Mode.ADAPTIVE):
+            made.scheduler.set_mode(mode)
+            async with made.client.post(f"{made.url}/v1/completions", data=b"{}") as response:
+                assert response.status == 200
+                assert (await response.json())["kind"] == "whole"
+
+
+# -- failures and room ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [Mode.ADAPTIVE, Mode.WHOLE])
+async def test_an_instance_that_fails_leads_to_another_one(mode: Mode) -> None:
+    async with cluster(*pair(), mode=mode) as made:
+        await until_reported(made)
+        first, _ = await where(made)
+        other = "p" if first == "d" else "d"
+        await made[first].stop_http()
+        assert await where(made) == (other, other)
+
+
+@pytest.mark.parametrize("mode", [Mode.ADAPTIVE, Mode.WHOLE])
+async def test_crowded_instances_lead_to_another_one_and_all_crowded_to_503(mode: Mode) -> None:
+    both = held_back(*(FakeInstance(name, Role.BOTH) for name in "ab"))
+    async with cluster(*both, mode=mode, max_in_flight_each=1) as made:
+        tasks = await begin(made, 1)
+        tasks += await begin(made, 1)
+        assert [len(each.calls) for each in both] == [1, 1]
+        await refused(made, "instances (2)")
+        let_go(*both)
+        assert [status for status, *_ in await asyncio.gather(*tasks)] == [200, 200]
+        assert (await made.ask())[0] == 200
+
+
+@pytest.mark.parametrize("mode", [Mode.ADAPTIVE, Mode.WHOLE])
+async def test_instances_that_say_they_are_full_lead_on_and_then_to_503(mode: Mode) -> None:
+    async with cluster(*pair(decode=BUSY), mode=mode) as made:
+        await until_reported(made)
+        full = {"p"}
+
+        async def serve(fake: FakeInstance, request: Any, body: Any) -> Any:
+            return _busy() if fake.id in full else await fake.answer(request, body)
+
+        for each in made.instances.values():
+            each.handler = serve
+        assert await where(made, prompt=LONG) == ("d", "d")
+        assert len(made["p"].calls) == 1
+        full.add("d")
+        await refused(made, "instances (2)", prompt=LONG)
+
+
+def _busy() -> Any:
+    from aiohttp import web
+
+    error = {"message": "queue", "type": "Service Unavailable", "param": None, "code": 503}
+    return web.json_response({"error": error}, status=503)
+
+
+async def test_adaptive_requests_without_an_instance_are_refused() -> None:
+    async with cluster(*pair(), mode=Mode.ADAPTIVE) as made:
+        for each in made.instances.values():
+            await each.stop_http()
+        status, answer, _ = await made.ask()
+        assert status in (502, 503)
+        assert answer["error"]["message"]
+
+
+# -- another mode at run time ---------------------------------------------------------
+
+
+async def test_the_mode_is_shown_and_changed() -> None:
+    async with cluster(*pair(decode=BUSY)) as made:
+        assert await made.get("/tetri/v1/mode") == {"mode": "split"}
+        for mode in ("adaptive", "whole", "split"):
+            assert await set_mode(made, {"mode": mode}) == (200, {"mode": mode})
+            assert await made.get("/tetri/v1/mode") == {"mode": mode}
+            assert (await made.get("/tetri/v1/instances"))["mode"] == mode
+
+
+@pytest.mark.parametrize("body", [{"mode": "half"}, {}, {"mode": "split", "now": True}, [], 7])
+async def test_what_is_no_mode_is_refused_and_changes_nothing(body: Any) -> None:
+    async with cluster(mode=Mode.WHOLE) as made:
+        status, answer = await set_mode(made, body)
+        assert status == 400
+        assert "the body is no mode" in answer["error"]["message"]
+        assert await made.get("/tetri/v1/mode") == {"mode": "whole"}
+
+
+async def test_a_request_under_way_goes_on_as_it_began() -> None:
+    async with cluster(*pair()) as made:
+        held_back(made["p"])
+        (asking,) = await begin(made, 1)
+        await set_mode(made, {"mode": "whole"})
+        let_go(made["p"])
+        status, _, headers = await asking
+        assert status == 200
+        assert (headers["x-tetri-prefill"], headers["x-tetri-decode"]) == ("p", "d")
+
+
+async def test_instances_see_all_others_in_adaptive_mode_only() -> None:
+    async with cluster(*pair()) as made:
+
+        def seen() -> dict[str, set[str]]:
+            return {
+                name: {each.info.id for each in fake.agent.view().instances}
+                for name, fake in made.instances.items()
+                if fake.agent is not None
+            }
+
+        await eventually(lambda: seen() == {"p": {"d"}, "d": set()})
+        await set_mode(made, {"mode": "adaptive"})
+        await eventually(lambda: seen() == {"p": {"p", "d"}, "d": {"p", "d"}})
+        await set_mode(made, {"mode": "whole"})
+        await eventually(lambda: seen()["p"] == {"d"})
+
+
+class _Watcher:
+    looks = 0
+
+    def look(self, view: ClusterView, now: float) -> Look:
+        self.looks += 1
+        return Look(None, f"look {self.looks}")
+
+
+async def test_nobody_watches_roles_outside_split_mode() -> None:
+    watcher = _Watcher()
+    async with cluster(*pair(), watcher=watcher) as made:
+        await eventually(lambda: watcher.looks)
+        for mode in ("adaptive", "whole"):
+            await set_mode(made, {"mode": mode})
+            looks = watcher.looks
+            await eventually(lambda: "nobody watches" in made.scheduler.flips.newest.explanation)
+            answer = await made.get("/tetri/v1/instances")
+            assert "not split by role" in answer["watcher"]
+            assert watcher.looks == looks
+            await set_mode(made, {"mode": "split"})
+            await eventually(lambda looks=looks: watcher.looks > looks)
+
+
+async def test_the_command_shows_and_changes_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    async def run(*words: str) -> tuple[int, str]:
+        status = await asyncio.to_thread(cli.main, ["mode", *words, "--url", made.url])
+        return status, capsys.readouterr().out.strip()
+
+    async with cluster() as made:
+        assert await run() == (0, "split")
+        assert await run("adaptive") == (0, "adaptive")
+        assert made.scheduler.mode is Mode.ADAPTIVE
+        assert await run() == (0, "adaptive")
+
+
+# -- what clients were promised -------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_what_would_come_late_is_refused_at_once(mode: Mode) -> None:
+    promised = {"objective": Objective(ttft_s=1.0), "refuses_late": True, "mode": mode}
+    async with cluster(*pair(CROWDED, CROWDED), **promised) as made:
+        await until_reported(made)
+        status, answer, headers = await made.ask()
+        assert (status, answer["error"]["code"]) == (429, "expected_late")
+        assert "first token expected in" in answer["error"]["message"]
+        assert headers["Retry-After"] == "60"
+        assert not made["p"].calls
+        assert not made["d"].calls
+        assert await made.table() == []
+        async with made.client.get(made.url + "/metrics") as response:
+            text = await response.text()
+        assert 'tetri_requests_total{outcome="late",route="none"} 1' in text
+        made["p"].load = made["d"].load = FREE
+        await until_reported(made)
+        assert (await made.ask())[0] == 200
+
+
+async def test_a_pace_that_would_not_be_kept_is_refused_too() -> None:
+    promised = {"objective": Objective(tpot_s=0.02), "refuses_late": True}
+    both = FakeInstance("b", Role.BOTH)
+    both.load = BUSY
+    async with cluster(both, mode=Mode.ADAPTIVE, **promised) as made:
+        await until_reported(made)
+        status, answer, headers = await made.ask(max_tokens=100)
+        assert (status, answer["error"]["code"]) == (429, "expected_late")
+        assert "ms a token expected" in answer["error"]["message"]
+        assert 1 <= int(headers["Retry-After"]) <= 60
+
+
+async def test_late_requests_are_served_late_unless_told_otherwise() -> None:
+    promised = {"objective": Objective(ttft_s=1.0), "mode": Mode.ADAPTIVE}
+    async with cluster(*pair(CROWDED, CROWDED), **promised) as made:
+        await until_reported(made)
+        assert (await made.ask())[0] == 200
+
+
+async def test_a_place_that_keeps_the_promise_is_chosen() -> None:
+    cheap, quick = FakeInstance("cheap", Role.BOTH), FakeInstance("quick", Role.BOTH)
+    cheap.load = replace(FREE, queued_prefill_tokens=1500)
+    quick.load = replace(BUSY, light=30, remaining_tokens=3000, context_tokens=9000)
+    body: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+    for objective, chosen in ((Objective(), "cheap"), (Objective(ttft_s=0.3), "quick")):
+        made_of = {"objective": objective, "mode": Mode.WHOLE}
+        async with cluster(cheap, quick, **made_of) as made:
+            await until_reported(made)
+            assert await where(made, **body) == (chosen, chosen)
+
+
+@pytest.mark.parametrize("words", [[], ["--ttft-slo", "inf"]])
+def test_without_a_promise_nothing_can_be_refused_as_late(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--port", "0", "--control", "tcp://127.0.0.1:0", "--refuse-late"]
+    assert cli.main(["router", *options, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "vllm-tetri router: --refuse-late needs --ttft-slo or --tpot-slo: what is late?"
+    )
+
+
+@pytest.mark.parametrize("option", ["--ttft-slo", "--tpot-slo"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
+def test_promises_are_positive_seconds(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args([option, value])
+    assert caught.value.code == 2
+    assert option in capsys.readouterr().err
