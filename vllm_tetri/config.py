@@ -53,16 +53,15 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         url: Base URL that the router uses to reach this instance's HTTP server.
         control: ZeroMQ addresses of the routers, one or more.
         host: Address that the KV receiver binds.
-        prefill_policy: Order of waiting prompts on a prefill instance or one of
-            role both.
+        prefill_policy: Order of waiting prompts.
         sched_batch: Prompts taken from the queue and ordered together (the
             paper's PrefillSchedBatch, section 3.3.1).
-        chunk_size: Tokens per prefill step of a prefill instance; "auto" finds
-            where this model saturates this device (section 3.3.3).
+        chunk_size: Prompt tokens per step, decodes come on top; "auto" finds where
+            this model saturates this device (section 3.3.3).
         pad: Fill up a chunk that is not full, as the paper does.
-        tbt_slo_s: Longest time between two tokens of an answer that a decode
-            instance or one of role both aims at: bounds the prompt tokens that
-            share a step with decodes (Sarathi-Serve). None means no bound.
+        tbt_slo_s: Longest time between two tokens of an answer that is aimed at:
+            says how many prompt tokens share a step with decodes
+            (Sarathi-Serve). None means a chunk.
         push: Send KV when a chunk is done, or once per request (the paper's way).
         device: What it computes on; instances of the same name share it, and slow each
             other down. Empty: named by its host and its cores or GPUs.

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.test_handover import CHUNK, prompt
 from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, digest_of, from_params, to_params
-from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
+from vllm_tetri.types import RequestId, Role, TransferId
 
 
 @pytest.fixture(params=list(Role))
@@ -125,12 +125,12 @@ def test_a_leg_that_is_not_for_anywhere_goes_to_who_decodes(tmp_path: Path) -> N
         each.close()
 
 
-def test_an_instance_that_sees_nobody_yet_leaves_the_rest_to_the_router(tmp_path: Path) -> None:
+def test_an_instance_that_sees_nobody_yet_keeps_what_it_computed(tmp_path: Path) -> None:
     engine = Engine(tmp_path, Role.DECODE, chunk_size=CHUNK, arena_bytes=1 << 20)
-    begin(engine, "a", prompt(100))
+    begin(engine, "a", prompt(200))
     answer = prefilled(engine, "a")
-    assert answer.decode == InstanceId("")
-    assert answer.given is not None
+    assert answer.decode == engine.info.id
+    go_on(engine, "a", prompt(200), answer)
     settle(engine)
     engine.close()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import pytest
+
 from tests.engine.test_dispatcher import request
 from tests.policy.builders import serving, view
 from vllm_tetri.config import TetriConfig
@@ -38,12 +40,9 @@ class Scene:
     def sees(self, *views: InstanceView) -> None:
         self.picture = Picture(view(*views), self.now)
 
-    def dispatch(
-        self, *refused: str, num_tokens: int = 100, num_bytes: int = 10
-    ) -> Dispatch | None:
-        return self.dispatcher.choose_anywhere(
-            request(num_tokens, max_tokens=300), num_bytes, frozenset(map(InstanceId, refused))
-        )
+    def dispatch(self, *refused: str, may_wait: bool = False) -> Dispatch | None:
+        them = frozenset(map(InstanceId, refused))
+        return self.dispatcher.choose_anywhere(request(100, max_tokens=300), 10, them, may_wait)
 
     def chosen(self, *refused: str, **options: Any) -> str | None:
         found = self.dispatch(*refused, **options)
@@ -83,7 +82,7 @@ def test_a_prefill_instance_hands_over_unless_nobody_else_is_there() -> None:
 
 def test_the_predicted_length_decides() -> None:
     for prediction, chosen in ((SHORT, "me"), (LONG, "other")):
-        scene = Scene(one("other"), decodes=5, handover_s=1.5)
+        scene = Scene(one("other"), decodes=5, handover_token_s=0.015)
         scene.prediction = prediction
         assert scene.chosen() == chosen
 
@@ -105,11 +104,36 @@ def test_those_without_room_are_passed_over() -> None:
     assert Scene(one("a", "decode"), role="decode", blocks_total=3).chosen() == "a"
 
 
-def test_if_nobody_has_room_the_most_free_arena_is_taken_at_once() -> None:
+@pytest.mark.parametrize("role", list(Role))
+def test_if_nobody_has_room_it_stays_in_the_end(role: Role) -> None:
     small, large = one("small", arena_total_bytes=5), one("large", arena_total_bytes=9)
-    found = Scene(small, large, arena_total_bytes=5).dispatch()
+    scene = Scene(small, large, role=role, arena_total_bytes=5)
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.has_room) == ("me", False)
+    found = scene.dispatch("me")
     assert found is not None
     assert (found.instance, found.has_room) == ("large", False)
+
+
+def test_if_nobody_has_room_a_prompt_that_is_not_done_waits_for_one_report() -> None:
+    scene = Scene(one("other", arena_total_bytes=9), arena_total_bytes=5)
+    assert scene.dispatch(may_wait=True) is None
+    scene.now += 0.05
+    assert scene.dispatch(may_wait=True) is None
+    scene.now += 0.05
+    assert scene.chosen(may_wait=True) == "other"
+    scene.sees(one("me"), one("other"))
+    assert scene.chosen(may_wait=True) == "me"
+
+
+def test_one_that_knows_nobody_keeps_what_it_computed() -> None:
+    scene = Scene(role="decode")
+    scene.sees()
+    assert scene.dispatch(may_wait=True) is None  # a view may come
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.kv_endpoint) == ("me", "me:1")
 
 
 def test_nobody_there_is_nobody() -> None:

@@ -62,6 +62,12 @@ def test_nothing_is_said_of_prompts_before_one_and_of_decodes_before_one() -> No
     assert only_prompts.prefill_tokens_per_s > 0
 
 
+def test_the_first_step_is_known_at_once() -> None:
+    fit = StepFit()
+    fit.learn(0, 0, CHUNK, CHUNK / 2, 0.2)
+    assert fit.prefill_tokens_per_s > 0.9 * CHUNK / 0.2
+
+
 def test_steps_of_all_sizes_tell_every_coefficient_through_noise() -> None:
     steps = [*decodes(400), *prompts(400), *prompts(100, num_decodes=8)]
     Random(4).shuffle(steps)
@@ -138,10 +144,13 @@ def test_the_newest_steps_count_most() -> None:
     assert fit.cost.step_s(0, 0, CHUNK, 0) == pytest.approx(expected_s, rel=0.1)
 
 
-def test_an_engine_that_is_many_times_slower_all_at_once_is_believed_in_the_end() -> None:
+@pytest.mark.parametrize("times", [0.02, 0.1, 10.0, 50.0])
+def test_an_engine_that_is_many_times_slower_or_quicker_from_now_on_is_believed(
+    times: float,
+) -> None:
     fit = learnt(prompts(100))
-    slower = StepCoefficients(*(10 * each for each in _plain(ENGINE)))
-    teach(fit, prompts(500, seed=6), slower)
+    slower = StepCoefficients(*(times * each for each in _plain(ENGINE)))
+    teach(fit, prompts(200, seed=6), slower)
     expected_s = slower.step_s(0, 0, CHUNK, 0)
     assert fit.cost.step_s(0, 0, CHUNK, 0) == pytest.approx(expected_s, rel=0.1)
 

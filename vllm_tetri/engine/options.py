@@ -37,8 +37,8 @@ HELP: dict[str, str] = {
     "chunk_size": "prompt tokens per step, or auto: measured at the first start, then remembered; "
     "default: 512, on CPU 256 for prefill and decode",
     "pad": "fill up a chunk that is not full, as the paper does; costs compute",
-    "tbt_slo_s": "longest time in seconds between two tokens of an answer that is aimed at: bounds "
-    "the prompt tokens beside decodes; default: a chunk of them",
+    "tbt_slo_s": "longest time in seconds between two tokens of an answer that is aimed at: sets "
+    "how many prompt tokens share a step with decodes; default: a chunk",
     "device": "name of what this instance computes on; instances of the same name share it and "
     "slow each other down; default: host and cores, or GPUs",
     "push": "send KV after every chunk, or once per request when its prompt is done",
