@@ -21,7 +21,8 @@ from vllm_tetri.policy.adaptive import (
     choose_answer,
     choose_place,
 )
-from vllm_tetri.policy.sites import Ask, Site, Sites
+from vllm_tetri.policy.site import Ask, Site
+from vllm_tetri.policy.sites import Sites
 from vllm_tetri.types import InstanceId, InstanceView, Role, StepCoefficients
 
 NOW = 100.0

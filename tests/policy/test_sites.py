@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import COST, instance, serving, view
-from vllm_tetri.policy.sites import Ask, Site, Sites
+from vllm_tetri.policy.site import Ask, Site
+from vllm_tetri.policy.sites import Sites
 from vllm_tetri.policy.step_fit import GUESS
 from vllm_tetri.types import InstanceId, InstanceView, StepCoefficients
 

@@ -7,7 +7,8 @@ from functools import partial
 from random import Random
 
 from vllm_tetri.policy.adaptive import Candidates, choose_place
-from vllm_tetri.policy.sites import Ask, Sites
+from vllm_tetri.policy.site import Ask
+from vllm_tetri.policy.sites import Sites
 from vllm_tetri.policy.step_fit import GUESS
 from vllm_tetri.types import (
     ClusterView,

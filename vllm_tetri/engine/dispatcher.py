@@ -19,7 +19,8 @@ from vllm_tetri.policy.adaptive import Candidates, choose_answer
 from vllm_tetri.policy.dispatch import Dispatch, choose_decode, roomy
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
-from vllm_tetri.policy.sites import Ask, Site, Sites
+from vllm_tetri.policy.site import Ask, Site
+from vllm_tetri.policy.sites import Sites
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, Prediction, Role
 
 # Orders instances where there are many; the request itself decides among the first.

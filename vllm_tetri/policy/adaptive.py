@@ -2,7 +2,7 @@
 
 Of all pairs of a site for the prompt and one for the answer, mostly the same one, the pair
 is taken for which least is waited: by the request (time to first token, then the answer)
-and by the others there (`policy.sites`). Waiting for the first token counts more the
+and by the others there (`policy.site`). Waiting for the first token counts more the
 shorter it is against the whole, so that both grow little in proportion. A hand-over costs
 what hand-overs cost; on top, splitting must be better by a margin that shrinks as step times
 become known, so that requests do not flap between choices that are as good. Where objectives
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
-from vllm_tetri.policy.sites import Ask, Site
+from vllm_tetri.policy.site import Ask, Site
 from vllm_tetri.types import InstanceId, Role
 
 # What relative growth of the time to the first token counts, if that of the whole time

@@ -55,10 +55,16 @@ class Leaving:
         return Verdict.CUT_OFF if is_late else Verdict.STAY
 
 
-def why_needed(view: ClusterView, one: InstanceView, *, becomes: Role | None = None) -> str:
+def why_needed(
+    view: ClusterView,
+    one: InstanceView,
+    *,
+    becomes: Role | None = None,
+    are_roles_needed: bool = True,
+) -> str:
     """Why an instance should stay, or keep its role: the cluster could not do without it
     what it can do now. Empty when others stand in for it, or it can itself as what it
-    `becomes`."""
+    `becomes`. Where no roles are needed, anybody stands in for anybody."""
     others = {
         each.info.role
         for each in view.instances
@@ -69,7 +75,7 @@ def why_needed(view: ClusterView, one: InstanceView, *, becomes: Role | None = N
     }
     if becomes is not None:
         others.add(becomes)
-    if Role.BOTH in others:
+    if Role.BOTH in others or (others and not are_roles_needed):
         return ""
     needed = {Role.PREFILL, Role.DECODE} if one.info.role is Role.BOTH else {one.info.role}
     missing = sorted(role.value for role in needed - others)

@@ -14,7 +14,7 @@ from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.watch_group import Look
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import Refusal
-from vllm_tetri.types import FlipStage, InstanceId, InstanceState, InstanceView, Role
+from vllm_tetri.types import ClusterView, FlipStage, InstanceId, InstanceState, InstanceView, Role
 
 DEADLINE_S = 60.0
 _LOOK_S = 0.25
@@ -37,6 +37,10 @@ class Flips:
     Args:
         watcher: Decides when to flip; None leaves it to operators.
         is_dry: Only say what the watcher would do.
+
+    Attributes:
+        are_roles_needed: Whether requests are split by role; else the watcher rests, and any
+            instance stands in for any other.
     """
 
     def __init__(self, monitor: Monitor, watcher: Watcher | None, *, is_dry: bool) -> None:
@@ -45,7 +49,7 @@ class Flips:
         self._is_dry = is_dry
         self._task: asyncio.Task[None] | None = None
         self._said: tuple[InstanceId, Role] | None = None
-        self.is_paused = False  # roles do not matter now
+        self.are_roles_needed = True
         self.newest = Look(None, "nobody watches: roles change by order only")
 
     def start(self) -> None:
@@ -90,13 +94,16 @@ class Flips:
             if role is not under_way:
                 _require_able(one, under_way)
             view = self._monitor.view()
-            why = why_needed(view, one, becomes=role)
+            why = self._why_needed(view, one, becomes=role)
             if why and not force:
                 raise Refusal(409, f'{why}; {{"force": true}} flips it all the same')
             # Without anybody who stands in for it while it would drain, it does not.
-            is_now = is_now or bool(why_needed(view, one))
+            is_now = is_now or bool(self._why_needed(view, one))
         order = FlipRole(0, role, is_now, deadline_s, reason)
         return Ordered(is_new=True, epoch=self._monitor.order_flip(instance, order))
+
+    def _why_needed(self, view: ClusterView, one: InstanceView, becomes: Role | None = None) -> str:
+        return why_needed(view, one, becomes=becomes, are_roles_needed=self.are_roles_needed)
 
     async def _watch(self, watcher: Watcher) -> None:
         while True:
@@ -107,7 +114,7 @@ class Flips:
                 _log.exception("the watcher failed; it goes on")
 
     def _look(self, watcher: Watcher) -> None:
-        if self.is_paused:
+        if not self.are_roles_needed:
             self.newest = Look(None, "nobody watches: requests are not split by role now")
             return
         self.newest = look = watcher.look(self._monitor.view(), time.monotonic())

@@ -10,7 +10,8 @@ from statistics import fmean
 from vllm_tetri.policy.adaptive import Candidates, Objective, Place, choose_place
 from vllm_tetri.policy.promise import Late, expected_late
 from vllm_tetri.policy.route import Full, Route, Split, Whole
-from vllm_tetri.policy.sites import Ask, Sites
+from vllm_tetri.policy.site import Ask
+from vllm_tetri.policy.sites import Sites
 from vllm_tetri.router.call import Call
 from vllm_tetri.types import ClusterView, InstanceId, Mode
 

@@ -151,8 +151,7 @@ class GlobalScheduler:
         """Serve requests in another way from now on; those under way go on as they are."""
         self._placing.use(mode)
         self.monitor.mix(mode is Mode.ADAPTIVE)
-        # Only here does it matter which role an instance has.
-        self.flips.is_paused = mode is not Mode.SPLIT
+        self.flips.are_roles_needed = mode is Mode.SPLIT
 
     @property
     def upstream(self) -> Upstream:
@@ -179,7 +178,7 @@ class GlobalScheduler:
         one = self.monitor.view_of(instance)
         if one is None:
             raise Refusal(404, f"there is no instance {instance!r}")
-        why = why_needed(self.monitor.view(), one)
+        why = why_needed(self.monitor.view(), one, are_roles_needed=self.flips.are_roles_needed)
         if why and not force and one.state is not InstanceState.LEAVING:
             raise Refusal(409, f'{why}; {{"force": true}} lets it go all the same')
         self.monitor.ask_to_leave(instance, deadline_s)

@@ -7,7 +7,7 @@ from random import Random
 from vllm_tetri.policy.adaptive import Candidates, choose_answer, choose_place
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.route import Route, Split, Whole
-from vllm_tetri.policy.sites import Ask as PricedAsk
+from vllm_tetri.policy.site import Ask as PricedAsk
 from vllm_tetri.policy.sites import Sites
 from vllm_tetri.sim.setting import Setting
 from vllm_tetri.sim.views import MODEL, Picture
