@@ -159,6 +159,7 @@ async def test_the_request_table_follows_a_request(made_slow: Cluster) -> None:
             "prompt_tokens": PROMPT_TOKENS,
             "predicted": None,
             "generated": 1,
+            "reason": "least of 1: 0 tokens queued",
         }
         made["d"].chunk_gate.set()
         await response.read()

@@ -97,6 +97,7 @@ class Job:
             self._hooks.fell_back("decode_failed")
             return await self._go_on(self._legs.shown)
         route, instance = self._route(is_splittable)
+        self._entry.reason = route.reason
         if isinstance(route, Split):
             self.route_kind = "split"
             return await self._split(instance, anywhere=route.anywhere)

@@ -16,8 +16,8 @@ from vllm_tetri.types import InstanceId, RequestId, TransferId
 @dataclass(slots=True)
 class Entry:
     """One request. `predicted` is where the predicted bucket of its answer's length begins,
-    in tokens. `generated` counts streamed events, an early first token included;
-    times are monotonic seconds."""
+    in tokens. `generated` counts streamed events, an early first token included; `reason`
+    says why it went where it is; times are monotonic seconds."""
 
     id: RequestId
     arrival_s: float
@@ -30,6 +30,7 @@ class Entry:
     prompt_tokens: int | None = None
     predicted: int | None = None
     generated: int = 0
+    reason: str = ""
     first_byte_s: float | None = None
     on_opening: Callable[[Dispatched], None] | None = None  # told when the last chunk begins
 
@@ -67,6 +68,7 @@ class Entry:
             "prompt_tokens": self.prompt_tokens,
             "predicted": self.predicted,
             "generated": self.generated,
+            "reason": self.reason,
         }
 
 
