@@ -162,6 +162,13 @@ COMMANDS = (
         "OPTIONS OF vllm serve",
     ),
     Command(
+        "bench fit",
+        "vllm_tetri.bench.fit",
+        "measure what an instance's steps cost, for the simulator",
+        "bench fit MODEL --cores 2",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
         "bench modes",
         "vllm_tetri.bench.modes",
         "measure our modes beside stock vLLM and replicas, on the same cores",

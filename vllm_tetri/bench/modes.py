@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from vllm_tetri.bench import fleet, modes_load, setting
+from vllm_tetri.bench import fleet, modes_load, modes_simulated, setting
 from vllm_tetri.bench.modes_cells import Raw
 from vllm_tetri.bench.modes_figures import LOOSE, STRICT, Results, slos
 from vllm_tetri.bench.modes_load import CLASSES, RATES, Load
@@ -29,6 +29,7 @@ from vllm_tetri.bench.modes_systems import DEFAULT, OWN_OPTIONS, REPLICAS, SYSTE
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import vllm_version
 from vllm_tetri.launch.plan import given_options
+from vllm_tetri.sim.profiles import profile
 
 _REPORT = "report.md"
 _INTERRUPTED = 130
@@ -62,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue a run under the same conditions in the output folder, or add to it",
     )
     add("--report", type=Path, metavar="FOLDER", help="only report what a folder holds")
+    add(
+        "--simulate",
+        nargs=2,
+        metavar=("ALL", "HALF"),
+        help="report also how far the simulator is off, with profiles (`bench fit`) of all the "
+        "cores and of half of them",
+    )
     setting.add_place(parser, "modes", cores=2)
 
 
@@ -195,7 +203,12 @@ def _report(options: argparse.Namespace, console: Console, folder: Path, raw: Ra
     results = Results(
         list(raw.cells.values()), slos(raw.head["lone"], options.loose, options.strict)
     )
-    (folder / _REPORT).write_text(markdown(raw, results))
+    text = markdown(raw, results)
+    if options.simulate is not None:
+        profiles = modes_simulated.Profiles(*map(profile, options.simulate))
+        cells = sorted(raw.cells.values(), key=lambda cell: cell.key)
+        text += "\n" + modes_simulated.markdown(modes_simulated.beside(cells, profiles))
+    (folder / _REPORT).write_text(text)
     pictures = draw(results, folder)
     show(console, raw, results)
     console.print(f"written: {folder / _REPORT}, {', '.join(pictures)}")

@@ -19,7 +19,7 @@ from vllm_tetri.bench.modes_client import Reply, Turn
 from vllm_tetri.bench.modes_figures import tpot_s
 from vllm_tetri.bench.modes_load import MIXED, RATES, Load
 from vllm_tetri.bench.modes_speed import speeds
-from vllm_tetri.bench.modes_systems import STOCK, SYSTEMS, Site, serving
+from vllm_tetri.bench.modes_systems import STOCK, SYSTEMS, Site, System, serving
 from vllm_tetri.bench.modes_usage import used
 from vllm_tetri.bench.router_systems import Talker
 from vllm_tetri.errors import UnsupportedError
@@ -132,7 +132,7 @@ class Run:
             self._note_speed(block, "after")
         self._progress.update(task, description="done")
 
-    def _measure_cell(self, client: _Client, block: Block, load: Load, task: TaskID) -> None:
+    def _measure_cell(self, client: Client, block: Block, load: Load, task: TaskID) -> None:
         title = f"{block.system}, {' '.join(load)}, repeat {block.repeat + 1}"
         self._progress.update(task, description=title)
         capacities = self._raw.head["capacities"]
@@ -154,7 +154,7 @@ class Run:
         )
         self._raw.add_cell(self._cells, cell)
 
-    def _measure_lone(self, client: _Client) -> None:
+    def _measure_lone(self, client: Client) -> None:
         rng = Random(f"{self._seed} lone")
         schedule = modes_load.at_once(_LONE_CLASS, _LONE, rng)
         found = self._measure_stock(
@@ -169,7 +169,7 @@ class Run:
             "tpot_s": round(median(tpot_s(each) for each in found), 6),
         }
 
-    def _measure_capacity(self, client: _Client, name: str) -> None:
+    def _measure_capacity(self, client: Client, name: str) -> None:
         key = f"{self._seed} capacity {name}"
         schedule = modes_load.at_once(name, _AT_ONCE, Random(key))
         found = self._measure_stock(lambda: client.play(schedule, key))
@@ -198,20 +198,8 @@ class Run:
         return fleet.in_time(tries(), lambda each: each.foreign)
 
     @contextmanager
-    def _serving(self, name: str) -> Iterator[_Client]:
-        """The system, started and warmed up."""
-        with (
-            serving(SYSTEMS[name], self._site) as url,
-            Talker(
-                [sys.executable, "-m", modes_client.__name__],
-                self._site.cores,
-                self._site.folder / "client.log",
-            ) as talker,
-        ):
-            client = _Client(talker, url, self._site.served_name)
-            rng = Random(f"{self._seed} warm-up")
-            warm_up = modes_load.at_once(MIXED, _WARM_UP, rng)
-            _require(client.play(warm_up, f"{self._seed} warm-up"), f"warming up {name}")
+    def _serving(self, name: str) -> Iterator[Client]:
+        with serve(SYSTEMS[name], self._site, self._seed) as (client, _):
             yield client
 
     def _note_speed(self, block: Block, when: str) -> None:
@@ -227,7 +215,25 @@ def schedule_of(
     return modes_load.schedule(load, count, capacities, Random(key)), key
 
 
-class _Client:
+@contextmanager
+def serve(system: System, site: Site, seed: int) -> Iterator[tuple[Client, str]]:
+    """A system, started and warmed up: who asks it, and its URL.
+
+    Raises:
+        UnsupportedError: It does not start, or a request fails.
+    """
+    words = [sys.executable, "-m", modes_client.__name__]
+    with (
+        serving(system, site) as url,
+        Talker(words, site.cores, site.folder / "client.log") as talker,
+    ):
+        client = Client(talker, url, site.served_name)
+        warm_up = modes_load.at_once(MIXED, _WARM_UP, Random(f"{seed} warm-up"))
+        _require(client.play(warm_up, f"{seed} warm-up"), f"warming up {system.name}")
+        yield client, url
+
+
+class Client:
     """Sends schedules to one system, from a process of its own."""
 
     def __init__(self, talker: Talker, url: str, model: str) -> None:
