@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     with Progress(console=console, refresh_per_second=1) as progress:
         cost = _measure(site, options.repeats, options.seed, progress)
     path = options.output / "profile.json"
-    setting.write_json(path, _plain(cost))
+    path.write_text(json.dumps(_plain(cost), indent=2) + "\n")  # not rounded
     table = Table("coefficient", "seconds", title=f"{site.served_name}, {len(site.cores)} cores")
     for name, value in _plain(cost).items():
         if name != "version":
