@@ -164,6 +164,7 @@ def _measure(
     with Progress(console=console, refresh_per_second=1) as progress:
         running = Run(site, raw, progress, count=options.requests, seed=options.seed)
         running.measure_first([name for name, _ in loads])
+        running.promise(slos(raw.head["lone"], options.loose, options.strict).strict)
         cells = sum(len(block.loads) for block in left)
         minutes = estimate_s(left, options.requests, raw.head["capacities"]) / 60
         console.print(

@@ -10,7 +10,7 @@ from vllm_tetri.bench.modes_load import CLASSES, RATES, loads
 from vllm_tetri.bench.modes_systems import SYSTEMS
 
 _COLUMNS = 3
-_COLORS = dict(zip(SYSTEMS, (*picture.COLORS, "#222222"), strict=True))
+_COLORS = dict(zip(SYSTEMS, (*picture.COLORS, "#222222", "#9c6b30"), strict=True))
 
 
 def draw(results: Results, folder: Path) -> list[str]:

@@ -6,14 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from statistics import median
 
 from rich.progress import Progress, TaskID
 
 from vllm_tetri.bench import fleet, modes_client, modes_load, setting
-from vllm_tetri.bench.arrivals import Arrival
+from vllm_tetri.bench.arrivals import Arrival, Slo
 from vllm_tetri.bench.modes_cells import Cell, Key, Raw, Request, Speed, requests_of
 from vllm_tetri.bench.modes_client import Reply, Turn
 from vllm_tetri.bench.modes_figures import tpot_s
@@ -111,6 +111,10 @@ class Run:
                 setting.write_json(self._site.folder / HEAD, head)
                 self._progress.advance(task)
         self._progress.remove_task(task)
+
+    def promise(self, slo: Slo) -> None:
+        """What systems that are told are to keep."""
+        self._site = replace(self._site, slo=slo)
 
     def measure(self, left: Sequence[Block]) -> None:
         """One block after the other.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_tetri.bench import setting
+from vllm_tetri.bench.arrivals import Slo
 from vllm_tetri.bench.modes_load import WINDOW_TOKENS
 from vllm_tetri.bench.process import failed, guard
 from vllm_tetri.bench.serving import Server
@@ -46,12 +47,14 @@ class System:
         engines: How many share KV memory and places in the batch.
         serve: Its own options of stock `vllm serve`.
         up: Options of `vllm-tetri up`; none: it is stock vLLM.
+        has_slo: Whether it is told the strict SLO, and refuses what would miss it.
     """
 
     name: str
     engines: int = 1
     serve: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    has_slo: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -68,6 +71,7 @@ SYSTEMS = {
         System(REPLICAS, engines=2),
         System("split", engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
         System(ADAPTIVE, up=("--mode", "adaptive")),
+        System("adaptive-slo", up=("--mode", "adaptive"), has_slo=True),
         System("whole", up=("--mode", "whole")),
     )
 }
@@ -82,6 +86,7 @@ class Site:
         serve: The user's options of `vllm serve`, for every system.
         rival: Path of vllm-router; None: there is none.
         folder: For logs, and for what instances remember from one start to the next.
+        slo: What clients are promised, for systems that are told.
     """
 
     model: str
@@ -89,6 +94,7 @@ class Site:
     cores: Sequence[int]
     rival: str | None
     folder: Path
+    slo: Slo | None = None
 
     @property
     def served_name(self) -> str:
@@ -168,6 +174,9 @@ def _cluster(system: System, site: Site) -> Iterator[str]:
     log = site.folder / f"{system.name}.log"
     ready.unlink(missing_ok=True)
     words = [sys.executable, "-m", "vllm_tetri.cli", "up", site.model, *system.up]
+    if system.has_slo and site.slo is not None:
+        words += ["--ttft-slo", str(site.slo.ttft_s), "--tpot-slo", str(site.slo.tpot_s)]
+        words += ["--refuse-late"]
     words += ["--port", "0", "--ready-file", str(ready.resolve())]
     words += ["--log-dir", str((site.folder / f"{system.name}-logs").resolve())]
     words += ["--", *serve_options(system, site)]

@@ -229,7 +229,11 @@ def _instance(name: str, role: Role, serve: list[str], placement: Placement) -> 
 
 def _router(options: argparse.Namespace, control: str) -> Spec:
     words = [*ROUTER, "--host", options.host, "--control", control, "--mode", options.mode]
-    for name in ("max_in_flight", "flip", "flip_after"):
+    if options.refuse_late:
+        if options.ttft_slo is None and options.tpot_slo is None:
+            raise ConfigError("--refuse-late needs --ttft-slo or --tpot-slo: what is late?")
+        words.append("--refuse-late")
+    for name in ("max_in_flight", "flip", "flip_after", "ttft_slo", "tpot_slo"):
         value = getattr(options, name)
         if value is not None:
             words += ["--" + name.replace("_", "-"), str(value)]

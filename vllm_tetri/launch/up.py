@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flip", choices=[policy.value for policy in WatchPolicy], help=_TEXT["flip"]
     )
+    parser.add_argument("--ttft-slo", type=_seconds, metavar="SECONDS", help=_TEXT["ttft"])
+    parser.add_argument("--tpot-slo", type=_seconds, metavar="SECONDS", help=_TEXT["tpot"])
+    parser.add_argument("--refuse-late", action="store_true", help=_TEXT["late"])
     parser.add_argument("--flip-after", type=float, metavar="SECONDS", help=_TEXT["flip_after"])
     parser.add_argument("--arena-bytes", type=_bytes, metavar="BYTES", help=_TEXT["arena"])
     parser.add_argument("--predictor", metavar="FOLDER", help=_TEXT["predictor"])
@@ -66,6 +69,9 @@ _TEXT = {
     "flip": "when the router lets an instance change role: when prompts and answers are out of "
     "balance, when it had little (threshold) or nothing (idle) to do, or when told to; default: "
     "balance",
+    "ttft": "longest time to the first token that clients are promised; default: no promise",
+    "tpot": "longest mean time per token after the first, likewise; default: no promise",
+    "late": "answer requests that are expected to miss either with 429 and Retry-After at once",
     "flip_after": "how long it must have had little or nothing to do; default: 60",
     "arena": "receive arena of every instance; suffixes K, M, G; default: that of vllm serve",
     "predictor": "length predictor beside every instance that computes prompts: a folder that "
@@ -101,6 +107,13 @@ def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of instances")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return value
 
 
 def _port(text: str) -> int:
