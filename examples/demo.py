@@ -59,7 +59,15 @@ def cluster(model: Path, dtype: str) -> Iterator[dict[str, Any]]:
     """`vllm-tetri up` with one prefill and one decode instance, as a user runs it."""
     with tempfile.TemporaryDirectory() as folder:
         ready_file = Path(folder) / "ready.json"
-        command = [sys.executable, "-m", "vllm_tetri.cli", "up", str(model), "--port=0"]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm_tetri.cli",
+            "up",
+            str(model),
+            "--mode=split",
+            "--port=0",
+        ]
         command += [f"--ready-file={ready_file}", "--", "--max-model-len=2048"]
         command += ["--served-model-name=smollm2", f"--dtype={dtype}"]
         up = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"})

@@ -105,6 +105,7 @@ def _cluster(options: argparse.Namespace, model: str, serve: Sequence[str]) -> I
     ready, log = options.output / "ready.json", options.output / "up.log"
     ready.unlink(missing_ok=True)
     words = [sys.executable, "-m", "vllm_tetri.cli", "up", model, "--port", "0"]
+    words += ["--mode", "split", "--placement", "split"]
     words += ["--ready-file", str(ready), "--log-dir", str(options.output / "logs"), "--"]
     words += [*serve, "--tetri-chunk-size", str(options.chunk)]
     with log.open("wb") as file:
