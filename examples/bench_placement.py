@@ -81,8 +81,8 @@ def measure(options: argparse.Namespace, placement: str, into: Result) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready.json"
         command = [
-            sys.executable, "-m", "vllm_tetri.cli", "up", options.model, "--mode", "split", "--port", "0",
-            "--placement", placement, "--ready-file", str(ready),
+            sys.executable, "-m", "vllm_tetri.cli", "up", options.model, "--port", "0",
+            "--mode", "split", "--placement", placement, "--ready-file", str(ready),
             "--", "--max-model-len", "1024", "--dtype", options.dtype,
         ]  # fmt: skip
         cluster = subprocess.Popen(
