@@ -338,14 +338,6 @@ def test_a_prompt_that_may_not_stay_goes_to_the_cheapest() -> None:
     assert again(at=None) is None
 
 
-def test_a_promised_pace_moves_an_answer() -> None:
-    pair = serving("a", decodes=6, left_tokens=2), serving("b", queued_tokens=100, decodes=5)
-    paces = {site.id: site.tpot_s(550) for site in sites_of(*pair)}
-    assert again(*pair, at="a", answer=100) == "a"
-    promised = Objective(tpot_s=(paces[InstanceId("a")] + paces[InstanceId("b")]) / 2)
-    assert again(*pair, at="a", answer=100, objective=promised) == "b"
-
-
 def test_reasons_of_the_second_choice_name_both_alternatives() -> None:
     a, b = sites_of(serving("a", decodes=30), serving("b"))
     stays, goes = choose_answer([a, b], USUAL, at=b), choose_answer([a, b], USUAL, at=a)

@@ -20,8 +20,8 @@ from rich.progress import Progress, TaskID
 from vllm_tetri.bench import dispatch_report, fleet, setting, workload
 from vllm_tetri.bench.fleet import Fleet, Member, pool
 from vllm_tetri.policy.dispatch import DispatchPolicy
+from vllm_tetri.policy.lengths import HEAVY_TOKENS
 
-HEAVY_TOKENS = 128  # an answer with more is heavy (paper section 5.1)
 _LIMIT_S = 1800.0
 _WARM_UP = 4  # requests per decode instance
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from random import Random
-from statistics import fmean
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.views import Picture
 from vllm_tetri.engine.compat import Request
-from vllm_tetri.engine.load import HEAVY_TOKENS
 from vllm_tetri.policy.adaptive import Candidates, choose_answer
 from vllm_tetri.policy.dispatch import Dispatch, choose_decode, roomy
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, reported_tokens
 from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
 from vllm_tetri.policy.site import Ask, Site
 from vllm_tetri.policy.sites import Sites
@@ -129,10 +127,8 @@ class Dispatcher:
     ) -> Dispatch | None:
         """Nobody has room, or nobody is known. In the end the prompt can stay where it is:
         this instance knows itself."""
-        if may_wait:
-            return self.choose(request, num_bytes, refused, may_wait)
         me = self._me
-        if me.id in refused or not me.kv_endpoint:
+        if may_wait or me.id in refused or not me.kv_endpoint:
             return self.choose(request, num_bytes, refused, may_wait)
         return Dispatch(me.id, me.kv_endpoint, "adaptive: nobody has room, so it stays", False)
 
@@ -196,14 +192,4 @@ class Dispatcher:
         self._seen = picture
         self._peers = Peers(picture.view, self._me, picture.at_s)
         self._own.drop_reported(self._peers)
-        self._bucket_tokens = _means(picture.view, num_buckets=self._lengths.num_buckets)
-
-
-def _means(view: ClusterView, *, num_buckets: int) -> list[float]:
-    """Over the decode instances that have seen answers end; empty if none has."""
-    rows = [
-        each.load.bucket_tokens
-        for each in view.instances
-        if len(each.load.bucket_tokens) == num_buckets + 1
-    ]
-    return [fmean(column) for column in zip(*rows, strict=True)]
+        self._bucket_tokens = reported_tokens(picture.view, self._lengths.num_buckets)

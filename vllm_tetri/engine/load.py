@@ -15,15 +15,12 @@ import psutil
 from vllm_tetri.engine.admission import Answers
 from vllm_tetri.engine.compat import Request, Scheduler
 from vllm_tetri.engine.own import is_own
-from vllm_tetri.policy.lengths import End
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, End
 from vllm_tetri.transport.native import ReceiverStats
 from vllm_tetri.types import InstanceLoad
 
 if TYPE_CHECKING:
     from vllm_tetri.engine.instance import Instance
-
-# A decode is heavy above this many expected tokens (paper section 5.1.1).
-HEAVY_TOKENS = 128
 
 
 def read_load(

@@ -162,14 +162,11 @@ def choose_place(
     if not answers:
         return None
     written = [_written(site, ask, objective) for site in answers]
-    ttfts = {site.id: site.ttft_s(ask.prompt_tokens) for site in answers}
-    for site in prompts:
-        if site.id not in ttfts:
-            ttfts[site.id] = site.ttft_s(ask.prompt_tokens)
+    everyone = {*prompts, *answers}
+    ttfts = {site.id: site.ttft_s(ask.prompt_tokens) for site in everyone}
     weight = _first_token_weight(min(ttfts.values()), min(written)[0] * ask.answer_tokens)
     costs = {
-        site.id: _prompt_cost(site, ask, ttfts[site.id], weight, objective)
-        for site in {*prompts, *answers}
+        site.id: _prompt_cost(site, ask, ttfts[site.id], weight, objective) for site in everyone
     }
     wholes = [costs[site.id] + each[1] for site, each in zip(answers, written, strict=True)]
     whole_s = min(wholes)
@@ -188,7 +185,7 @@ def choose_place(
 
 
 def choose_answer(
-    sites: Iterable[Site], ask: Ask, *, at: Site | None, objective: Objective = NO_OBJECTIVE
+    sites: Iterable[Site], ask: Ask, *, at: Site | None
 ) -> tuple[InstanceId, str] | None:
     """Where the answer goes now that part of the prompt is computed: the choice is made
     again with what is known by now, the predicted length above all.
@@ -203,11 +200,11 @@ def choose_answer(
     best, best_s = None, inf
     for site in sites:
         if at is None or site.id != at.id:
-            answer_s = _written(site, ask, objective)[1]
+            answer_s = _written(site, ask)[1]
             if answer_s < best_s:
                 best, best_s = site, answer_s
     if at is not None:
-        stay_s = _written(at, ask, objective)[1]
+        stay_s = _written(at, ask)[1]
         moved_s = best_s + at.transfer_s(ask.prompt_tokens)  # a second leg is needed anyway
         if best is None or moved_s >= stay_s * (1 - _margin(at)):
             return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"

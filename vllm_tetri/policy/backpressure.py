@@ -51,7 +51,12 @@ def retry_after_s(view: ClusterView, full: Collection[InstanceId], speeds: Prefi
     known counts as 1 s.
     """
     waits = [_wait_s(each, speeds) for each in view.instances if each.info.id in full]
-    return min(LONGEST_S, max(SHORTEST_S, math.ceil(min(waits, default=0.0))))
+    return whole_seconds(min(waits, default=0.0))
+
+
+def whole_seconds(wait_s: float) -> int:
+    """A wait as `Retry-After` says it, 1 to 60."""
+    return min(LONGEST_S, max(SHORTEST_S, math.ceil(wait_s)))
 
 
 def _wait_s(each: InstanceView, speeds: PrefillSpeeds) -> float:

@@ -17,9 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from itertools import accumulate
+from statistics import fmean
 
-from vllm_tetri.types import Prediction
+from vllm_tetri.types import ClusterView, Prediction
 
+# An answer is heavy above this many tokens (paper section 5.1.1).
+HEAVY_TOKENS = 128
 _BINS_PER_BUCKET = 10
 _MAX_BINS = 640  # of one histogram, which many narrow buckets share out
 _PRIOR_ANSWERS = 4.0
@@ -235,3 +238,14 @@ class _Histogram:
         self._counts, self._beyond = values[:-2], values[-2:]
         self._num_answers = sum(self._counts) + self._beyond[0]
         self._table = []
+
+
+def reported_tokens(view: ClusterView, num_buckets: int) -> list[float]:
+    """What instances report of answers by predicted bucket, then without a prediction: means
+    over those that have seen answers end, empty if none has."""
+    rows = [
+        each.load.bucket_tokens
+        for each in view.instances
+        if len(each.load.bucket_tokens) == num_buckets + 1
+    ]
+    return [fmean(column) for column in zip(*rows, strict=True)]

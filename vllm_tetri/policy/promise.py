@@ -8,14 +8,13 @@ miss it with nobody else there is served: coming back would not help.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from vllm_tetri.policy.adaptive import Objective, Place
+from vllm_tetri.policy.backpressure import whole_seconds
 
 # Forecasts are off by so much either way; only what is later than that is refused.
 _TOLERANCE = 1.25
-_LONGEST_S = 60
 # Forecasts from steps that are known less are guesses, and nobody is refused by a guess.
 _LEAST_CONFIDENCE = 0.5
 
@@ -39,15 +38,11 @@ def expected_late(place: Place, objective: Objective, answer_tokens: float) -> L
     late_s = place.ttft_s - objective.ttft_s
     if place.waits and place.ttft_s > _TOLERANCE * objective.ttft_s:
         said = f"first token expected in {place.ttft_s:.2g} s, promised {objective.ttft_s:g} s"
-        return Late(said, _whole(late_s))
+        return Late(said, whole_seconds(late_s))
     if place.shares and place.tpot_s > _TOLERANCE * objective.tpot_s:
         said = (
             f"{place.tpot_s * 1e3:.3g} ms a token expected, promised {objective.tpot_s * 1e3:g} ms"
         )
         # Answers are half written on average.
-        return Late(said, _whole(place.tpot_s * answer_tokens / 2))
+        return Late(said, whole_seconds(place.tpot_s * answer_tokens / 2))
     return None
-
-
-def _whole(seconds: float) -> int:
-    return min(_LONGEST_S, max(1, math.ceil(seconds)))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_tetri.policy.lengths import HEAVY_TOKENS
 from vllm_tetri.predictor.dataset import Buckets, Example
 from vllm_tetri.predictor.guesses import Floats, Guesses, Integers
 
-HEAVY_TOKENS = 128  # more makes a heavy decode (paper section 5.1)
 _CONFIDENCE_BINS = 10
 _RESAMPLES = 2000
 _INTERVAL = (2.5, 97.5)

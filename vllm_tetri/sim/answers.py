@@ -12,8 +12,6 @@ from vllm_tetri.sim.setting import Shape
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS
 from vllm_tetri.types import Prediction
 
-# A decode is heavy above this many expected tokens (paper section 5.1.1).
-HEAVY_TOKENS = 128
 # What is expected of an answer changes slowly while it is written.
 _LOOK_AGAIN_TOKENS = 16
 _BUCKETS = [

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from random import Random
-from statistics import fmean
 
 from vllm_tetri.policy.dispatch import Dispatch, DispatchPolicy, choose_decode
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, reported_tokens
 from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
-from vllm_tetri.sim.answers import HEAVY_TOKENS
 from vllm_tetri.sim.views import Picture
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, Ask
-from vllm_tetri.types import ClusterView, InstanceInfo
+from vllm_tetri.types import ClusterView, InstanceInfo, Prediction
+
+
+class Expected:
+    """How long answers will be, as instances have reported until now."""
+
+    def __init__(self) -> None:
+        self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any answer
+        self._bucket_tokens: list[float] = []
+
+    def look(self, picture: Picture) -> None:
+        """There is a newer picture."""
+        self._bucket_tokens = reported_tokens(picture.view, NUM_BUCKETS)
+
+    def tokens(self, predicted: Prediction | None) -> int:
+        """Of an answer."""
+        known = self._bucket_tokens
+        if not known:
+            return self._lengths.total_tokens(predicted, 0, End.EXPECTED)
+        return round(known[-1] if predicted is None else known[predicted.bucket])
 
 
 class Dispatcher:
@@ -27,8 +44,7 @@ class Dispatcher:
         self._seen: Picture | None = None
         self._peers = Peers(ClusterView(), me, 0.0)
         self._own = OwnDispatches()
-        self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any answer
-        self._bucket_tokens: list[float] = []
+        self._expected = Expected()
         self._held_s: dict[int, float] = {}
 
     def choose(self, picture: Picture, ask: Ask, now: float, *, may_wait: bool) -> Dispatch | None:
@@ -50,7 +66,7 @@ class Dispatcher:
 
     def need(self, ask: Ask) -> Need:
         """What a request will take where it is decoded."""
-        answer_tokens = self._expected_tokens(ask)
+        answer_tokens = self._expected.tokens(ask.predicted)
         return Need(
             num_tokens=ask.prompt_tokens,
             num_bytes=ask.prompt_tokens,
@@ -58,17 +74,10 @@ class Dispatcher:
             is_heavy=answer_tokens > HEAVY_TOKENS,
         )
 
-    def _expected_tokens(self, ask: Ask) -> int:
-        known, predicted = self._bucket_tokens, ask.predicted
-        if not known:
-            return self._lengths.total_tokens(predicted, 0, End.EXPECTED)
-        return round(known[-1] if predicted is None else known[predicted.bucket])
-
     def _look(self, picture: Picture) -> None:
         if picture is self._seen:
             return
         self._seen = picture
         self._peers = Peers(picture.view, self._me, picture.at_s)
         self._own.drop_reported(self._peers)
-        rows = [each.load.bucket_tokens for each in picture.view.instances]
-        self._bucket_tokens = [fmean(column) for column in zip(*filter(None, rows), strict=True)]
+        self._expected.look(picture)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from vllm_tetri.policy.lengths import HEAVY_TOKENS
 from vllm_tetri.policy.order import PrefillPolicy, PrefillQueues
-from vllm_tetri.sim.answers import HEAVY_TOKENS, Answers, Arena, Gate
+from vllm_tetri.sim.answers import Answers, Arena, Gate
 from vllm_tetri.sim.instance import Cluster, Instance, Share
 from vllm_tetri.sim.job import Job
 from vllm_tetri.sim.loop import Loop
