@@ -359,6 +359,8 @@ class TetriScheduler(Scheduler):
             is_own = self._instance.profiling is not None
             self._instance.step_s = self._clock.end(time.monotonic(), learns=not is_own)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        if self.running and scheduler_output.total_num_scheduled_tokens:
+            self._clock.go_on()
         for answer in outputs.values():
             self._injections.show(answer.outputs)
             pass_on_logprobs(answer.outputs)

@@ -20,33 +20,40 @@ class _Step(NamedTuple):
 
 
 class StepClock:
-    """Times steps from their scheduling to their end, and learns from them.
+    """Times steps, and learns from them.
 
-    With asynchronous scheduling a step is scheduled while the one before it runs, so it
-    begins when that one has ended.
+    A step begins when it is scheduled. While requests run, it begins when the one before it
+    has ended: what the engine does between two steps is part of every gap that clients see,
+    and with asynchronous scheduling a step is scheduled while the one before it runs.
     """
 
     def __init__(self, fit: StepFit) -> None:
         self._fit = fit
         self._begun: deque[_Step] = deque()
         self._ended_s = float("-inf")
+        self._goes_on = False
         self._refreshed_s = float("-inf")
 
     def begin(self, output: SchedulerOutput, now: float) -> None:
         """A step is scheduled; it computes something."""
-        self._begun.append(_read(output, now))
+        self._begun.append(_read(output, self._ended_s if self._goes_on else now))
 
     def end(self, now: float, *, learns: bool = True) -> float:
         """The oldest of them has ended; returns its seconds."""
         step = self._begun.popleft()
         seconds = now - max(step.begun_s, self._ended_s)
         self._ended_s = now
+        self._goes_on = False
         if learns:
             self._fit.learn(*step[1:], seconds)
             if now - self._refreshed_s >= _REFRESH_S:
                 self._refreshed_s = now
                 self._fit.refresh()
         return seconds
+
+    def go_on(self) -> None:
+        """Requests run after the step that has just ended, so the next one follows at once."""
+        self._goes_on = True
 
 
 def _read(output: SchedulerOutput, now: float) -> _Step:
