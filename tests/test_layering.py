@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "psutil", "rich", "torch", "yaml"},
     ),
     "bench": (
-        SHARED | {"control", "engine", "launch", "predictor", "sim", "transport"},
+        SHARED | {"__init__", "control", "engine", "launch", "predictor", "sim", "transport"},
         {"aiohttp", "matplotlib", "numpy", "psutil", "rich", "transformers", "uvloop", "vllm"},
     ),
     "sim": (VALUES | {"policy"}, {"numpy", "rich"}),

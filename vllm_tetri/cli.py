@@ -77,6 +77,18 @@ COMMANDS = (
         "leave decode-1 --deadline 60",
     ),
     Command(
+        "sim plan",
+        "vllm_tetri.sim.plan_command",
+        "find how many prefill and decode instances serve most, or none",
+        "sim plan --model llama-3-8b --gpu h100 --gpus 8 --kind mixed --ttft 0.4 --tpot 0.03",
+    ),
+    Command(
+        "sim profile",
+        "vllm_tetri.sim.profile_command",
+        "show what the simulator takes for the cost of steps",
+        "sim profile roofline:llama-3-8b:h100",
+    ),
+    Command(
         "sim",
         "vllm_tetri.sim.command",
         "simulate clusters of any size on this machine",
@@ -111,6 +123,25 @@ COMMANDS = (
         "vllm_tetri.predictor.serve",
         "answer an instance's questions about lengths",
         "predictor serve FOLDER --tokenizer MODEL --address ipc:///tmp/predictor",
+    ),
+    Command(
+        "bench suite",
+        "vllm_tetri.bench.suite",
+        "run every experiment of the paper and its rivals, one after the other",
+        "bench suite MODEL --quick",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
+        "bench report",
+        "vllm_tetri.bench.report",
+        "make one page of what a suite has found, beside the paper's numbers",
+        "bench report bench-suite",
+    ),
+    Command(
+        "bench paper",
+        "vllm_tetri.bench.paper",
+        "simulate what the paper and its rivals measured",
+        "bench paper --quick",
     ),
     Command(
         "bench order",

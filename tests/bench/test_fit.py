@@ -14,6 +14,7 @@ from vllm_tetri.bench import fit
 from vllm_tetri.bench.modes_cells import Request
 from vllm_tetri.bench.modes_client import Reply
 from vllm_tetri.sim.profiles import profile
+from vllm_tetri.sim.step_cost import linear
 from vllm_tetri.types import StepCoefficients
 
 COST = StepCoefficients(0.01, 0.0004, 2e-6, 0.0003, 2e-7, confidence=0.9)
@@ -51,7 +52,7 @@ def test_what_was_fitted_is_a_profile_of_the_simulator(
     assert status == 0
     assert 1 in client.sizes  # one at a time
     assert max(client.sizes) > 16  # and many
-    found = profile(str(tmp_path / "profile.json"))
+    found = linear(profile(str(tmp_path / "profile.json")).cost)
     assert (found.base_s, found.prompt_s, found.context_s) == (0.01, 0.0003, 2e-7)
 
 

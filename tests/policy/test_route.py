@@ -7,6 +7,7 @@ from tests.policy.builders import instance, view
 from vllm_tetri.policy.route import (
     Full,
     Route,
+    Shortlist,
     Split,
     Submissions,
     Whole,
@@ -246,3 +247,43 @@ def test_another_one_keeps_answers_only_when_the_first_is_out_of_use() -> None:
     assert choose_keeper(view(silent, instance("d2", "decode")), model="tiny") == "d2"
     assert choose_keeper(view(DECODE, BOTH), model="tiny", excluded={InstanceId("b")}) == "d"
     assert choose_keeper(view(DECODE), model="another") is None
+
+
+@given(
+    many=st.lists(st.sampled_from(["prefill", "decode", "both"]), max_size=6),
+    queued=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    running=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    prompts=st.lists(st.integers(1, 4), max_size=30),
+    splittable=st.booleans(),
+    is_sent=st.booleans(),
+)
+def test_a_shortlist_says_the_same_of_one_request_after_the_other(
+    many: list[str],
+    queued: list[int],
+    running: list[int],
+    prompts: list[int],
+    splittable: bool,
+    is_sent: bool,
+) -> None:
+    seen = view(
+        *(
+            instance(
+                f"{role}{place}",
+                role,
+                queued_prefill_tokens=queued[place],
+                running=running[place],
+            )
+            for place, role in enumerate(many)
+        )
+    )
+    own = {seen.instances[0].info.id: 2} if is_sent and many else {}
+    shortlist = Shortlist(seen, model="tiny", splittable=splittable, own_tokens=own)
+    for num_tokens in prompts:
+        expected = choose_route(seen, model="tiny", splittable=splittable, own_tokens=own)
+        found = shortlist.choose()
+        assert found == expected
+        if found is None:
+            return
+        to = found.prefill if isinstance(found, Split) else found.instance
+        own[to] = own.get(to, 0) + num_tokens
+        shortlist.sent(to, num_tokens)

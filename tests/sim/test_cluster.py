@@ -23,6 +23,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.sim.cluster import run, simulate
+from vllm_tetri.sim.engines import Engine, Stock, Tetri
 from vllm_tetri.sim.setting import Place, Setting, Shape, places
 from vllm_tetri.sim.workload import draw
 from vllm_tetri.types import InstanceId, Role
@@ -30,9 +31,9 @@ from vllm_tetri.types import InstanceId, Role
 # -- one engine ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [None, 64])
-def test_a_request_alone_takes_what_its_steps_cost(budget: int | None) -> None:
-    (served,) = simulate(one(stock_budget=budget), [ask(0, 10, 3)])
+@pytest.mark.parametrize("engine", [Tetri(), Stock(64)])
+def test_a_request_alone_takes_what_its_steps_cost(engine: Engine) -> None:
+    (served,) = simulate(one(engine=engine), [ask(0, 10, 3)])
 
     assert served.ttft_s == pytest.approx(1.1)
     assert served.jct_s == pytest.approx(1.1 + 1.11 + 1.111)
@@ -47,9 +48,9 @@ def test_an_answer_of_one_token_ends_with_its_prompt() -> None:
     assert served.max_itl_s == 0.0
 
 
-@pytest.mark.parametrize("budget", [None, 64])
-def test_two_requests_share_decode_steps(budget: int | None) -> None:
-    first, second = simulate(one(stock_budget=budget), [ask(0, 10, 3), ask(1, 10, 2)])
+@pytest.mark.parametrize("engine", [Tetri(), Stock(64)])
+def test_two_requests_share_decode_steps(engine: Engine) -> None:
+    first, second = simulate(one(engine=engine), [ask(0, 10, 3), ask(1, 10, 2)])
 
     # A prompt alone; a decode beside the other prompt; two decodes.
     assert first.ttft_s == pytest.approx(1.1)
@@ -57,7 +58,7 @@ def test_two_requests_share_decode_steps(budget: int | None) -> None:
     assert first.jct_s == second.jct_s == pytest.approx(1.1 + 1.21 + 1.221)
 
 
-@pytest.mark.parametrize("changes", [{"chunk_tokens": 4}, {"stock_budget": 4}])
+@pytest.mark.parametrize("changes", [{"chunk_tokens": 4}, {"engine": Stock(4)}])
 def test_a_long_prompt_is_computed_in_chunks(changes: dict[str, Any]) -> None:
     cost = replace(COST, context_s=1e-4)
     (served,) = simulate(one(cost=cost, **changes), [ask(0, 10, 1)])
@@ -70,7 +71,7 @@ def test_chunks_are_on_top_of_decodes_here_and_share_a_budget_in_stock() -> None
     asks = [ask(0, 2, 9), ask(1, 8, 1, arrival_s=0.5)]
 
     _, ours = simulate(one(chunk_tokens=4), asks)
-    _, stock = simulate(one(stock_budget=4), asks)
+    _, stock = simulate(one(engine=Stock(4)), asks)
 
     def beside(prompt_tokens: int, decode_context: int) -> float:
         return COST.step_s(1, decode_context, prompt_tokens, 0)
@@ -85,7 +86,7 @@ def test_prompts_finish_in_one_step_if_the_budget_holds_them(
 ) -> None:
     asks = [ask(0, 8, 9), ask(1, 4, 1, arrival_s=0.5), ask(2, 4, 1, arrival_s=0.5)]
 
-    _, first, second = simulate(one(stock_budget=budget), asks)
+    _, first, second = simulate(one(engine=Stock(budget)), asks)
 
     assert (first.ttft_s == second.ttft_s) is is_one_step
 
@@ -93,9 +94,9 @@ def test_prompts_finish_in_one_step_if_the_budget_holds_them(
 def test_no_more_requests_than_tokens_are_in_a_stock_step() -> None:
     asks = [ask(number, 1, 20) for number in range(3)]
 
-    *_, last = simulate(one(stock_budget=2), asks)
+    *_, last = simulate(one(engine=Stock(2)), asks)
 
-    assert last.ttft_s > simulate(one(stock_budget=3), asks)[2].ttft_s + 10
+    assert last.ttft_s > simulate(one(engine=Stock(3)), asks)[2].ttft_s + 10
 
 
 def test_short_prompts_pass_long_ones_of_their_batch() -> None:
@@ -120,7 +121,7 @@ def test_prompts_leave_decodes_their_pace() -> None:
 def test_the_newest_loses_its_blocks_when_they_run_out() -> None:
     asks = [ask(0, 30, 60), ask(1, 30, 60)]
 
-    outcome = run(one(stock_budget=64, kv_blocks=8), asks)
+    outcome = run(one(engine=Stock(64), kv_blocks=8), asks)
 
     first, second = outcome.served
     assert outcome.preemptions == 1
@@ -192,10 +193,10 @@ def _settings() -> dict[str, Setting]:
             places(1, 1, shape=Shape(kv_blocks=140, admission=DecodePolicy.GREEDY)), "split"
         ),
         "replicas": Setting(
-            places(both=2, shape=Shape(kv_blocks=140, stock_budget=128)), "least-in-flight"
+            places(both=2, shape=Shape(kv_blocks=140, engine=Stock(128))), "least-in-flight"
         ),
         "turns": Setting(
-            places(both=3, shape=Shape(kv_blocks=140, stock_budget=2048)), "round-robin"
+            places(both=3, shape=Shape(kv_blocks=140, engine=Stock(2048))), "round-robin"
         ),
     }
     for order in PrefillPolicy:
@@ -273,9 +274,9 @@ def test_settings_that_make_no_sense_are_errors() -> None:
     with pytest.raises(ConfigError, match="-1 prefill instances"):
         places(-1)
     with pytest.raises(ConfigError, match="does both"):
-        Place(InstanceId("x"), Role.PREFILL, Shape(stock_budget=1))
-    with pytest.raises(ConfigError, match="token budget: 0"):
-        Shape(stock_budget=0)
+        Place(InstanceId("x"), Role.PREFILL, Shape(engine=Stock(1)))
+    with pytest.raises(ConfigError, match="budget tokens: 0"):
+        Stock(0)
     with pytest.raises(ConfigError, match="chunk tokens: 0"):
         Shape(chunk_tokens=0)
     with pytest.raises(ConfigError, match="TBT"):

@@ -8,6 +8,7 @@ from tests.sim.builders import SHAPE, ask, shape
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.route import Split
 from vllm_tetri.sim.cluster import simulate
+from vllm_tetri.sim.engines import Stock
 from vllm_tetri.sim.modes import SplitMode
 from vllm_tetri.sim.setting import Setting, places
 from vllm_tetri.sim.views import Picture
@@ -65,7 +66,7 @@ def test_replicas_are_chosen_without_reports(mode: str, expected: list[int]) -> 
         *(ask(number, 10, 1, 3.0 * number) for number in range(1, 4)),
     ]
 
-    served = simulate(Setting(places(both=2, shape=shape(stock_budget=64)), mode), asks)
+    served = simulate(Setting(places(both=2, shape=shape(engine=Stock(64))), mode), asks)
 
     assert [each.prefill for each in served] == [f"both-{index}" for index in expected]
 

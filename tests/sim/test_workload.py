@@ -1,10 +1,7 @@
-"""Requests, profiles and figures."""
+"""Requests and figures."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -13,8 +10,7 @@ from tests.sim.builders import ask, one
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.figures import Slo, figures
-from vllm_tetri.sim.profiles import PROFILES, profile
-from vllm_tetri.sim.workload import CLASSES, Ask, Phase, draw, draw_phases, read_lengths
+from vllm_tetri.sim.workload import CLASSES, Ask, Phase, draw, draw_phases
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -71,33 +67,6 @@ def test_phases_follow_each_other() -> None:
     assert 140 < asks[-1].arrival_s < 150
 
 
-def test_lengths_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,70,8\ny,900,33\n")
-
-    known = read_lengths(path)
-    asks = draw("mixed", 100, 1.0, seed=0, known=known)
-
-    assert known == [(70, 8), (900, 33)]
-    assert {(each.prompt_tokens, each.output_tokens) for each in asks} == set(known)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,b\n1,2\n", "no column ContextTokens and no GeneratedTokens"),
-        ("ContextTokens,GeneratedTokens\n", "no lengths"),
-        ("ContextTokens,GeneratedTokens\n5,0\n", "line 2"),
-        ("ContextTokens,GeneratedTokens\n5\n", "line 2"),
-    ],
-)
-def test_a_file_without_lengths_is_an_error(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_lengths(path)
-
-
 def test_requests_that_make_no_sense_are_errors() -> None:
     with pytest.raises(ConfigError, match="no kind"):
         draw("heavy", 1, 1.0, 0)
@@ -113,48 +82,6 @@ def test_requests_that_make_no_sense_are_errors() -> None:
         draw_phases([Phase("mixed", 0.001, 0.001)], 0)
     with pytest.raises(ConfigError, match="must be longer"):
         Phase("mixed", 1.0, 0.0)
-
-
-# -- profiles ------------------------------------------------------------------------------
-
-
-def written(tmp_path: Path, **changes: object) -> str:
-    values = asdict(PROFILES["smollm2-1core"])
-    del values["confidence"]
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps({"version": 1, **values, **changes}))
-    return str(path)
-
-
-def test_a_profile_comes_from_a_file(tmp_path: Path) -> None:
-    assert profile(written(tmp_path)) == profile("smollm2-1core")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"version": 2}, "version 2"),
-        ({"base_s": -1}, "base_s is -1"),
-        ({"base_s": "fast"}, "base_s is 'fast'"),
-        ({"base_s": True}, "base_s is True"),
-        ({"prompt_s": float("nan")}, "prompt_s is nan"),
-        ({"more": 1}, "write an object"),
-        ({"base_s": 0, "request_s": 0}, "no time"),
-    ],
-)
-def test_a_wrong_profile_is_one_clear_error(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        profile(written(tmp_path, **changes))
-    assert "\n" not in str(error.value)
-
-
-def test_a_profile_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there are smollm2-1core"):
-        profile("h200")
-    with pytest.raises(ConfigError, match="No such file"):
-        profile(str(tmp_path / "none.json"))
 
 
 # -- figures ---------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from vllm_tetri.bench.modes_cells import Cell
 from vllm_tetri.bench.modes_load import WINDOW_TOKENS
 from vllm_tetri.bench.modes_systems import REPLICAS, SYSTEMS
 from vllm_tetri.sim.cluster import simulate
-from vllm_tetri.sim.setting import STOCK_BUDGET_TOKENS, Setting, Shape, places
+from vllm_tetri.sim.engines import Stock
+from vllm_tetri.sim.setting import Setting, Shape, places
+from vllm_tetri.sim.step_cost import StepCost
 from vllm_tetri.sim.workload import Ask
-from vllm_tetri.types import StepCoefficients
 
 _BLOCK_SIZE = 128  # of vLLM on CPUs
 _KV_BLOCKS = 512  # more than enough for all requests of a cell
@@ -28,8 +29,8 @@ _SPLIT_CHUNK_TOKENS = 256  # default of prefill and decode instances on CPUs
 class Profiles:
     """What steps cost on all cores of a run, and on half of them."""
 
-    whole: StepCoefficients
-    half: StepCoefficients
+    whole: StepCost
+    half: StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ def _setting(name: str, profiles: Profiles) -> Setting:
     cost = profiles.whole if system.engines == 1 else profiles.half
     shape = Shape(cost=cost, kv_blocks=_KV_BLOCKS, block_size=_BLOCK_SIZE)
     if not system.is_ours:
-        budget = int(system.serve[-1]) if system.serve else STOCK_BUDGET_TOKENS
-        alike = places(both=system.engines, shape=replace(shape, stock_budget=budget))
+        engine = Stock(int(system.serve[-1])) if system.serve else Stock()
+        alike = places(both=system.engines, shape=replace(shape, engine=engine))
         return Setting(alike, "least-in-flight" if name == REPLICAS else "round-robin")
     if system.engines == 1:
         return Setting(places(both=1, shape=shape), "adaptive")

@@ -117,28 +117,37 @@ class Candidates:
         if len(self._prompts) > _ALL:
             self._prompts.sort(key=lambda site: site.ttft_s(usual.prompt_tokens))
         if len(self._answers) > _ALL:
-            self._answers.sort(key=lambda site: _written(site, usual)[1])
+            self._answers.sort(key=lambda site: answer_price_s(site, usual))
 
     def prompts(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where a prompt may go."""
-        return self._some(self._prompts, taken) or self._some(self._all, taken)
+        rng = self._rng
+        return some_of(self._prompts, taken, rng) or some_of(self._all, taken, rng)
 
     def answers(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where an answer may go."""
-        return self._some(self._answers, taken) or self._some(self._all, taken)
+        rng = self._rng
+        return some_of(self._answers, taken, rng) or some_of(self._all, taken, rng)
 
-    def _some(self, ordered: Sequence[Site], taken: Collection[InstanceId]) -> list[Site]:
-        if len(ordered) <= _ALL:
-            return [site for site in ordered if site.id not in taken]
-        found = []
-        for site in ordered:
-            if site.id not in taken:
-                found.append(site)
-                if len(found) == _PROBES:
-                    break
-        probes = (ordered[int(self._rng.random() * len(ordered))] for _ in range(_PROBES))
-        found += [site for site in probes if site.id not in taken and site not in found]
-        return found
+
+def some_of(ordered: Sequence[Site], taken: Collection[InstanceId], rng: Random) -> list[Site]:
+    """Of few sites all, of many the first ones and some at random."""
+    if len(ordered) <= _ALL:
+        return [site for site in ordered if site.id not in taken]
+    found = []
+    for site in ordered:
+        if site.id not in taken:
+            found.append(site)
+            if len(found) == _PROBES:
+                break
+    probes = (ordered[int(rng.random() * len(ordered))] for _ in range(_PROBES))
+    found += [site for site in probes if site.id not in taken and site not in found]
+    return found
+
+
+def answer_price_s(site: Site, ask: Ask) -> float:
+    """What an answer costs there; orders sites where there are many."""
+    return _written(site, ask)[1]
 
 
 def choose_place(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import accumulate
 from statistics import fmean
 
@@ -156,8 +157,12 @@ class _Histogram:
     ) -> None:
         self._width_tokens = width_tokens
         self._granularity_tokens = granularity_tokens
-        self._prior = prior
+        span = None if prior is None else (prior.start, prior.stop)
+        self._prior_tokens = _prior_table(num_bins, width_tokens, granularity_tokens, span)
+        self._prior_round = _rounded(self._prior_tokens)
+        self._middle_tokens = _middles(num_bins, width_tokens)
         self._counts = [0.0] * num_bins
+        self._used_bins = 0  # no answer is in a later one
         self._beyond = [0.0, 0.0]  # answers beyond the bins, and their tokens
         self._num_answers = 0.0
         self._table: list[int] = []  # expected tokens by bin of what is there
@@ -167,9 +172,11 @@ class _Histogram:
         bin_ = num_tokens // self._width_tokens
         if bin_ < len(self._counts):
             self._counts[bin_] += 1.0
+            self._used_bins = max(self._used_bins, bin_ + 1)
         else:
             self._beyond[0] += 1.0
             self._beyond[1] += num_tokens
+            self._used_bins = len(self._counts)
         self._num_answers += 1.0
         if self._num_answers >= _FULL_ANSWERS:
             self._counts = [count / 2 for count in self._counts]
@@ -186,21 +193,24 @@ class _Histogram:
         return expected if expected > produced_tokens else produced_tokens + 1
 
     def _tabulate(self) -> list[int]:
-        """Mean of answers at least as long as the start of each bin, the prior's among them."""
-        width = self._width_tokens
-        num_beyond, beyond_tokens = self._beyond
-        middle = (width - 1) / 2
-        sums = [count * (bin_ * width + middle) for bin_, count in enumerate(self._counts)]
-        answers = list(accumulate(reversed(self._counts), initial=num_beyond))
+        """Mean of answers at least as long as the start of each bin, the prior's among them.
+
+        Behind the last bin with an answer that is the prior alone.
+        """
+        used, (num_beyond, beyond_tokens) = self._used_bins, self._beyond
+        counts = self._counts[:used]
+        sums = [count * middle for count, middle in zip(counts, self._middle_tokens, strict=False)]
+        answers = list(accumulate(reversed(counts), initial=num_beyond))
         tokens = list(accumulate(reversed(sums), initial=beyond_tokens))
         table = self._table = [
-            round(
-                (_PRIOR_ANSWERS * self._prior_tokens(bin_ * width) + tokens[-1 - bin_])
-                / (_PRIOR_ANSWERS + answers[-1 - bin_])
+            round((_PRIOR_ANSWERS * prior_tokens + its_tokens) / (_PRIOR_ANSWERS + its_answers))
+            for prior_tokens, its_tokens, its_answers in zip(
+                self._prior_tokens, reversed(tokens), reversed(answers), strict=False
             )
-            for bin_ in range(len(self._counts))
         ]
-        end_tokens = len(self._counts) * width
+        del table[used:]
+        table += self._prior_round[used:]
+        end_tokens = len(self._counts) * self._width_tokens
         excess_tokens = max(0.0, beyond_tokens - num_beyond * end_tokens)
         self._rest_tokens = max(
             1,
@@ -210,20 +220,6 @@ class _Histogram:
             ),
         )
         return table
-
-    def _prior_tokens(self, produced_tokens: int) -> float:
-        """Mean before anything was seen, of answers of at least `produced_tokens`."""
-        granularity, prior = self._granularity_tokens, self._prior
-        if prior is None:
-            return produced_tokens + granularity
-        if not prior and produced_tokens >= prior.start:  # geometric: it has no memory
-            return produced_tokens + granularity
-        if not prior:
-            return prior.start + granularity
-        if produced_tokens < prior.stop:
-            return (max(prior.start, produced_tokens) + prior.stop - 1) / 2
-        end_tokens = (produced_tokens // granularity + 1) * granularity
-        return (produced_tokens + end_tokens - 1) / 2
 
     def state(self) -> list[float]:
         """Counts, then answers and tokens beyond them."""
@@ -236,8 +232,45 @@ class _Histogram:
             raise ValueError("not a histogram of lengths: counts are numbers from 0 on")
         values = [float(value) for value in state]
         self._counts, self._beyond = values[:-2], values[-2:]
+        self._used_bins = len(values) - 2
         self._num_answers = sum(self._counts) + self._beyond[0]
         self._table = []
+
+
+@lru_cache(maxsize=256)
+def _middles(num_bins: int, width_tokens: int) -> tuple[float, ...]:
+    """What stands for an answer of each bin."""
+    return tuple(bin_ * width_tokens + (width_tokens - 1) / 2 for bin_ in range(num_bins))
+
+
+@lru_cache(maxsize=256)
+def _prior_table(
+    num_bins: int, width_tokens: int, granularity_tokens: int, span: tuple[int, int] | None
+) -> tuple[float, ...]:
+    """`_prior_tokens` at the start of each bin; empty ranges are all equal, so none is a key."""
+    prior = None if span is None else range(*span)
+    return tuple(
+        _prior_tokens(bin_ * width_tokens, granularity_tokens, prior) for bin_ in range(num_bins)
+    )
+
+
+@lru_cache(maxsize=256)
+def _rounded(tokens: tuple[float, ...]) -> tuple[int, ...]:
+    return tuple(map(round, tokens))
+
+
+def _prior_tokens(produced_tokens: int, granularity: int, prior: range | None) -> float:
+    """Mean before anything was seen, of answers of at least `produced_tokens`."""
+    if prior is None:
+        return produced_tokens + granularity
+    if not prior and produced_tokens >= prior.start:  # geometric: it has no memory
+        return produced_tokens + granularity
+    if not prior:
+        return prior.start + granularity
+    if produced_tokens < prior.stop:
+        return (max(prior.start, produced_tokens) + prior.stop - 1) / 2
+    end_tokens = (produced_tokens // granularity + 1) * granularity
+    return (produced_tokens + end_tokens - 1) / 2
 
 
 def reported_tokens(view: ClusterView, num_buckets: int) -> list[float]:

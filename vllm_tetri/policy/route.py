@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView, Role
 
@@ -68,13 +69,7 @@ def choose_route(
         The choice; `Full` when there is nobody but full ones to choose from; None
         when no ready instance serves the model.
     """
-    ready = [
-        each
-        for each in view.instances
-        if each.state is InstanceState.READY
-        and model in each.info.models
-        and each.info.id not in excluded
-    ]
+    ready = _ready(view, model, excluded)
     if not ready:
         return None
 
@@ -91,16 +86,66 @@ def choose_route(
             decodes = [each for each in ready if each.info.role is not Role.PREFILL]
             if all(each.info.id in crowded for each in decodes):
                 return Full(_ids(decodes), "decode instances")
-        best = min(able, key=lambda each: (tokens(each), each.info.role is Role.BOTH))
-        return Split(best.info.id, f"least of {len(able)}: {tokens(best)} tokens queued")
-    first = min(_LAST_RESORT[each.info.role] for each in ready)
-    able = [each for each in ready if _LAST_RESORT[each.info.role] == first]
+        best = min(able, key=lambda each: (tokens(each), _split_tie(each)))
+        return _split(best, tokens(best), len(able))
+    able = _last_resorts(ready)
     roomy = [each for each in able if each.info.id not in taken]
     if not roomy:
         return Full(_ids(able), "instances that could serve it whole")
-    best = min(roomy, key=lambda each: (tokens(each), each.load.running + each.load.waiting))
-    why = "no pair to split over" if splittable else "not split"
-    return Whole(best.info.id, f"{why}: {best.info.role} with {tokens(best)} tokens queued")
+    best = min(roomy, key=lambda each: (tokens(each), _whole_tie(each)))
+    return _whole(best, tokens(best), splittable)
+
+
+class Shortlist:
+    """What `choose_route` says of one request after the other on the same view, in time that
+    does not grow with the instances. For requests of one kind, while nobody is excluded, full
+    or crowded. Owner: one thread.
+
+    Args:
+        view, model, splittable, own_tokens: As for `choose_route`.
+    """
+
+    def __init__(
+        self,
+        view: ClusterView,
+        *,
+        model: str,
+        splittable: bool,
+        own_tokens: Mapping[InstanceId, int],
+    ) -> None:
+        ready = _ready(view, model, ())
+        prefills = _prefills(ready) if splittable else []
+        self._is_split, self._splittable = bool(prefills), splittable
+        self._able = prefills or _last_resorts(ready)
+        self._places = {each.info.id: place for place, each in enumerate(self._able)}
+        self._tokens = [
+            each.load.queued_prefill_tokens + own_tokens.get(each.info.id, 0) for each in self._able
+        ]
+        tie = _split_tie if prefills else _whole_tie
+        # The least comes first. Tokens only grow, so what is noted too low is put right when
+        # it gets there.
+        self._order = [
+            (tokens, tie(each), place)
+            for place, (tokens, each) in enumerate(zip(self._tokens, self._able, strict=True))
+        ]
+        heapify(self._order)
+
+    def choose(self) -> Route | None:
+        """Where the next request goes; None when no ready instance serves the model."""
+        if not self._order:
+            return None
+        while (least := self._order[0])[0] < (tokens := self._tokens[least[2]]):
+            heapreplace(self._order, (tokens, *least[1:]))
+        best = self._able[least[2]]
+        if self._is_split:
+            return _split(best, tokens, len(self._able))
+        return _whole(best, tokens, self._splittable)
+
+    def sent(self, instance: InstanceId, num_tokens: int) -> None:
+        """A prompt went to an instance."""
+        place = self._places.get(instance)
+        if place is not None:
+            self._tokens[place] += num_tokens
 
 
 def choose_keeper(
@@ -122,6 +167,39 @@ def choose_keeper(
         and each.info.id not in excluded
     ]
     return min(ready)[1] if ready else None
+
+
+def _ready(view: ClusterView, model: str, excluded: Collection[InstanceId]) -> list[InstanceView]:
+    return [
+        each
+        for each in view.instances
+        if each.state is InstanceState.READY
+        and model in each.info.models
+        and each.info.id not in excluded
+    ]
+
+
+def _last_resorts(ready: list[InstanceView]) -> list[InstanceView]:
+    """Those that serve a request whole."""
+    first = min((_LAST_RESORT[each.info.role] for each in ready), default=0)
+    return [each for each in ready if _LAST_RESORT[each.info.role] == first]
+
+
+def _split_tie(each: InstanceView) -> int:
+    return each.info.role is Role.BOTH
+
+
+def _whole_tie(each: InstanceView) -> int:
+    return each.load.running + each.load.waiting
+
+
+def _split(best: InstanceView, tokens: int, num_able: int) -> Split:
+    return Split(best.info.id, f"least of {num_able}: {tokens} tokens queued")
+
+
+def _whole(best: InstanceView, tokens: int, splittable: bool) -> Whole:
+    why = "no pair to split over" if splittable else "not split"
+    return Whole(best.info.id, f"{why}: {best.info.role} with {tokens} tokens queued")
 
 
 def _ids(instances: list[InstanceView]) -> tuple[InstanceId, ...]:

@@ -88,6 +88,13 @@ class Site:
         self.handover_token_s = load.handover_token_s
         self.others = self.busy_others = 0.0
 
+    def add_answer(self, ask: Ask) -> None:
+        """One more answer is to be written here, behind its prompt's KV."""
+        total_tokens = self.left_tokens * self.decodes + ask.answer_tokens
+        self.decodes += 1
+        self.left_tokens = total_tokens / self.decodes
+        self.free_tokens -= ask.prompt_tokens + ask.answer_tokens
+
     # -- a prompt here ----------------------------------------------------------------
 
     def token_s(self, prompt_tokens: float) -> float:

@@ -21,7 +21,8 @@ from vllm_tetri.types import (
 
 _SHARE_S = 2.0  # memory of the part of its time that prompts take
 _MOST_SHARE = 0.9
-_MAX_SENT = 4096
+GRACE_S = 0.1
+MAX_SENT = 4096
 _MAX_IDENTITIES = 1024
 
 
@@ -43,7 +44,7 @@ class Sites:
             request some time after its bytes.
     """
 
-    def __init__(self, grace_s: float = 0.1) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
         self.at_s = float("-inf")
         self.by_model: dict[str, list[Site]] = {}
         self.by_id: dict[InstanceId, Site] = {}
@@ -53,7 +54,7 @@ class Sites:
         # What an instance said of itself, and a small number for its identity.
         self._keys: dict[InstanceId, tuple[InstanceInfo, int]] = {}
         self._identities: dict[str, int] = {}
-        self._sent: deque[_Sent] = deque(maxlen=_MAX_SENT)
+        self._sent: deque[_Sent] = deque(maxlen=MAX_SENT)
         self._devices: dict[str, list[Site]] = {}
 
     def renew(self, view: ClusterView, now: float) -> None:
@@ -139,10 +140,7 @@ class Sites:
             site.queued_tokens += sent.ask.prompt_tokens
         site = self.by_id.get(sent.answer_site) if sent.answer_site else None
         if site is not None and not is_answer_known:
-            total_tokens = site.left_tokens * site.decodes + sent.ask.answer_tokens
-            site.decodes += 1
-            site.left_tokens = total_tokens / site.decodes
-            site.free_tokens -= sent.ask.prompt_tokens + sent.ask.answer_tokens
+            site.add_answer(sent.ask)
 
 
 class _Share(NamedTuple):

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from vllm_tetri.policy.adaptive import Candidates, choose_answer, choose_place
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.route import Route, Split, Whole
 from vllm_tetri.policy.site import Ask as PricedAsk
+from vllm_tetri.policy.site import Site
 from vllm_tetri.policy.sites import Sites
+from vllm_tetri.sim.crowd import Crowd, Member
 from vllm_tetri.sim.dispatcher import Expected
 from vllm_tetri.sim.setting import Setting
 from vllm_tetri.sim.views import MODEL, Picture
 from vllm_tetri.sim.workload import Ask
-from vllm_tetri.types import InstanceId
+from vllm_tetri.types import InstanceId, Role
 
 _USUAL_PROMPT_TOKENS = 512
 
 
 class AdaptiveMode:
-    """As `router.placing` and `engine.dispatcher` do it."""
+    """As `router.placing` and `engine.dispatcher` do it.
+
+    Attributes:
+        most_alone: Up to so many instances that decode, each looks at all of a picture
+            itself; more are a `Crowd`.
+    """
 
     may_split = True
+    most_alone = 32
 
     def __init__(self, setting: Setting) -> None:
         rng = Random(f"{setting.seed} adaptive")
         self._router = _Look(rng, spares_prefill=self.may_split)
-        self._dispatchers = {each.id: _Look(rng) for each in setting.instances}
+        num_decode = sum(each.role is not Role.PREFILL for each in setting.instances)
+        self._crowd = Crowd(rng, _USUAL_PROMPT_TOKENS) if num_decode > self.most_alone else None
+        self._members: dict[InstanceId, Member] = {}
+        self._dispatchers: dict[InstanceId, _Look] = {}
+        for each in setting.instances:
+            if self._crowd is not None:
+                self._members[each.id] = Member(self._crowd)
+            else:
+                self._dispatchers[each.id] = _Look(rng)
 
     def route(self, picture: Picture, ask: Ask, now: float) -> Route:
         look = self._router
@@ -44,15 +61,17 @@ class AdaptiveMode:
     def dispatch(
         self, prefill: InstanceId, picture: Picture, ask: Ask, now: float, *, may_wait: bool
     ) -> Dispatch | None:
-        look = self._dispatchers[prefill]
-        look.take(picture)
-        priced = PricedAsk(ask.prompt_tokens, look.expected.tokens(ask.predicted))
-        sites = look.candidates.answers(())
-        here = next((site for site in sites if site.id == prefill), None)
-        chosen = choose_answer(sites, priced, at=here)
-        assert chosen is not None, "somebody is there"
-        look.sites.send(None, chosen[0], priced, now)
-        return Dispatch(chosen[0], "", chosen[1])
+        if self._crowd is not None:
+            member = self._members[prefill]
+            chosen, priced = _choose(member.sites(picture), self._crowd.expected, prefill, ask)
+            member.send(chosen.instance, priced, now)
+        else:
+            look = self._dispatchers[prefill]
+            look.take(picture)
+            sites = look.candidates.answers(())
+            chosen, priced = _choose(sites, look.expected, prefill, ask)
+            look.sites.send(None, chosen.instance, priced, now)
+        return chosen
 
     def ended(self, ask: Ask, now: float) -> None:
         """Nothing to note."""
@@ -62,6 +81,17 @@ class WholeMode(AdaptiveMode):
     """The same without splitting."""
 
     may_split = False
+
+
+def _choose(
+    sites: Sequence[Site], expected: Expected, prefill: InstanceId, ask: Ask
+) -> tuple[Dispatch, PricedAsk]:
+    """Where an answer goes, and what it is taken for."""
+    priced = PricedAsk(ask.prompt_tokens, expected.tokens(ask.predicted))
+    here = next((site for site in sites if site.id == prefill), None)
+    chosen = choose_answer(sites, priced, at=here)
+    assert chosen is not None, "somebody is there"
+    return Dispatch(chosen[0], "", chosen[1]), priced
 
 
 class _Look:

@@ -17,7 +17,8 @@ class DecodeBatch:
     """Owner: its instance.
 
     Attributes:
-        durations: Seconds of every step so far in which somebody was decoded.
+        durations: Seconds of every step so far in which somebody was decoded, and of pauses
+            before it.
         num_steps: How many those are.
         context_tokens: Whose KV all of them hold together.
     """
@@ -50,15 +51,25 @@ class DecodeBatch:
 
     def join(self, job: Job) -> None:
         """From the next step on it gets a token."""
-        job.joined_step, job.known_until = self.num_steps, 0
+        job.joined_step = self.num_steps
         self._members[job] = None
         self._new.append(job)
         self.context_tokens += job.held_tokens
         self._ends.setdefault(self._end_of(job), []).append(job)
         self._borders[(job.joined_step - job.held_tokens) % self._block_size] += 1
 
+    def put_last(self, job: Job) -> None:
+        """As if it had come last, if it is here."""
+        if job in self._members:
+            del self._members[job]
+            self._members[job] = None
+
     def leave(self, job: Job, now: float) -> None:
-        """Right after a step: it gets no more tokens here. What it has is written to it."""
+        """It gets no more tokens here. What it has is written to it.
+
+        Args:
+            now: End of the newest step.
+        """
         if job.joined_step < self.num_steps:
             job.last_token_s = now
         self._ends[self._end_of(job)].remove(job)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
+from operator import attrgetter
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.promise import Late
 from vllm_tetri.policy.route import Split
 from vllm_tetri.sim.instance import Instance
-from vllm_tetri.sim.job import Job, Served, served
+from vllm_tetri.sim.job import Job, Refused, Served, served
+from vllm_tetri.sim.links import Links, Transfer
+from vllm_tetri.sim.log import Dispatched, Log, Routed
 from vllm_tetri.sim.loop import Loop
+from vllm_tetri.sim.machines import instance_of
 from vllm_tetri.sim.modes import router_of
-from vllm_tetri.sim.setting import Place, Setting
-from vllm_tetri.sim.stock import StockInstance
+from vllm_tetri.sim.setting import Setting
 from vllm_tetri.sim.tetri import TetriInstance
 from vllm_tetri.sim.views import Pictures
 from vllm_tetri.sim.workload import Ask
@@ -28,15 +29,16 @@ class Outcome:
     """What came of a simulation.
 
     Attributes:
-        served: Every request, as they were given.
-        busy: Per instance the part of the time, from 0 s to the last token, that it spent
-            in steps.
+        served: Every request that was not refused, as they were given.
+        refused: The others.
+        busy: Per instance the part of the time, from 0 s to the end, that it spent in steps.
         num_steps: Of all instances.
         preemptions: Of all instances.
-        end_s: When the last token came.
+        end_s: When the last token came, or the last refusal.
     """
 
     served: list[Served]
+    refused: list[Refused]
     busy: dict[InstanceId, float]
     num_steps: int
     preemptions: int
@@ -44,27 +46,32 @@ class Outcome:
 
 
 def simulate(setting: Setting, requests: Sequence[Ask]) -> list[Served]:
-    """What becomes of every request, as they were given.
+    """What becomes of every request, as they were given; of one that is refused, nothing.
 
     Raises:
-        ConfigError: There are none, or one does not fit into an instance's KV pool.
+        ConfigError: There are none, or one does not fit into an instance.
     """
     return run(setting, requests).served
 
 
 def run(
-    setting: Setting, requests: Sequence[Ask], *, on_end: Callable[[], object] = lambda: None
+    setting: Setting,
+    requests: Sequence[Ask],
+    *,
+    on_end: Callable[[], object] = lambda: None,
+    log: Log | None = None,
 ) -> Outcome:
     """The same, with figures of the instances.
 
     Args:
         on_end: Called after every request.
+        log: Called with every decision.
 
     Raises:
         ConfigError: See `simulate`.
     """
     _check(setting, requests)
-    return _Simulation(setting, requests, on_end).run()
+    return _Simulation(setting, requests, on_end, log).run()
 
 
 def _check(setting: Setting, requests: Sequence[Ask]) -> None:
@@ -80,45 +87,53 @@ def _check(setting: Setting, requests: Sequence[Ask]) -> None:
                 f"a request of {longest} tokens does not fit into the KV pool of {each.id}: "
                 f"{each.shape.kv_blocks} blocks of {each.shape.block_size} tokens"
             )
+        if longest > each.shape.window_tokens:
+            raise ConfigError(
+                f"a request of {longest} tokens is longer than the window of {each.id}: "
+                f"{each.shape.window_tokens} tokens"
+            )
 
 
 class _Simulation:
     """Owner of everything in it. Implements `instance.Cluster`."""
 
     def __init__(
-        self, setting: Setting, requests: Sequence[Ask], on_end: Callable[[], object]
+        self,
+        setting: Setting,
+        requests: Sequence[Ask],
+        on_end: Callable[[], object],
+        log: Log | None,
     ) -> None:
         self._setting = setting
         self._requests = requests
         self._on_end = on_end
+        self._log = log
         self._loop = Loop()
         self._instances: dict[InstanceId, Instance] = {
-            place.id: self._make(place) for place in setting.instances
+            place.id: instance_of(place, self, self._loop) for place in setting.instances
         }
+        for each in self._instances.values():
+            each.log = log
         self._router = router_of(setting)
         self._pictures = Pictures(list(self._instances.values()), setting)
         self._picture = self._heard = self._pictures.take(0.0)
         self._num_left = len(requests)
-        self._jobs: list[Job] = []
+        self._links = None if setting.link is None else Links(setting.link, self._loop.at)
+        self._served: dict[int, Served] = {}
+        self._refused: list[Refused] = []
         self._end_s = 0.0
-
-    def _make(self, place: Place) -> Instance:
-        kind = StockInstance if place.shape.stock_budget else TetriInstance
-        return kind(place, self, self._loop)
 
     def run(self) -> Outcome:
         loop = self._loop
-        self._jobs = [Job(ask, str(ask.id)) for ask in self._requests]
-        for job in self._jobs:
-            loop.at(job.ask.arrival_s, partial(self._arrive, job))
         loop.at(self._setting.report_period_s, self._report)
-        loop.run()
+        in_order = sorted(self._requests, key=attrgetter("arrival_s"))
+        loop.run((ask.arrival_s, partial(self._arrive, ask)) for ask in in_order)
         self._check_rest()
-        views: dict[int, NDArray[np.float64]] = {}
         instances = list(self._instances.values())
         return Outcome(
-            served=[served(job, views) for job in self._jobs],
-            busy={each.place.id: each.busy_s / self._end_s for each in instances},
+            served=[self._served[ask.id] for ask in self._requests if ask.id in self._served],
+            refused=self._refused,
+            busy={each.place.id: each.busy_s / (self._end_s or 1.0) for each in instances},
             num_steps=sum(each.num_steps for each in instances),
             preemptions=sum(each.preemptions for each in instances),
             end_s=self._end_s,
@@ -135,10 +150,17 @@ class _Simulation:
 
     # -- router --------------------------------------------------------------------
 
-    def _arrive(self, job: Job, now: float) -> None:
-        route = self._router.route(self._picture, job.ask, now)
+    def _arrive(self, ask: Ask, now: float) -> None:
+        route = self._router.route(self._picture, ask, now)
+        if isinstance(route, Late):
+            self._refused.append(Refused(ask, route.reason))
+            self._one_less(now)
+            return
+        job = Job(ask, str(ask.id))
         job.is_split = isinstance(route, Split)
         job.prefill = route.prefill if isinstance(route, Split) else route.instance
+        if self._log is not None:
+            self._log(Routed(job.ask.id, job.prefill, job.is_split))
         self._instances[job.prefill].submit(job, now)
 
     def _report(self, now: float) -> None:
@@ -159,6 +181,8 @@ class _Simulation:
     def computed(self, job: Job, now: float) -> None:
         if job.is_split and job.decode is None:
             self._dispatch(job, now, may_wait=True)
+        if job.is_granted and self._setting.sends_chunks:
+            self._send(job, now, is_last=False)
 
     def prefilled(self, job: Job, now: float) -> bool:
         if job.is_split and job.decode is None:
@@ -172,12 +196,16 @@ class _Simulation:
     def granted(self, job: Job, now: float) -> None:
         if job.produced_tokens:
             self._hand_over(job, now)
+        elif self._setting.sends_chunks:
+            self._send(job, now, is_last=False)
 
     def _dispatch(self, job: Job, now: float, *, may_wait: bool) -> None:
         assert job.prefill is not None
         chosen = self._router.dispatch(job.prefill, self._heard, job.ask, now, may_wait=may_wait)
         if chosen is None and may_wait:
             return
+        if self._log is not None and chosen is not None:
+            self._log(Dispatched(job.ask.id, chosen.instance))
         if chosen is None or chosen.instance == job.prefill:
             job.is_split = False
             return
@@ -186,10 +214,32 @@ class _Simulation:
 
     def _hand_over(self, job: Job, now: float) -> None:
         assert job.decode is not None
-        self._tetri(job.decode).expect(job)
-        exposed_tokens = job.ask.prompt_tokens - job.hidden_tokens
+        self._tetri(job.decode).expect(job, now)
+        if self._links is not None:
+            self._send(job, now, is_last=True)
+            return
+        hidden_tokens = job.hidden_tokens if self._setting.sends_chunks else 0
+        exposed_tokens = job.ask.prompt_tokens - hidden_tokens
         seconds = self._setting.handover_base_s + exposed_tokens * self._setting.handover_token_s
         self._loop.at(now + seconds, partial(self._handed_over, job))
+
+    def _send(self, job: Job, now: float, *, is_last: bool) -> None:
+        """Over links: what is computed of its KV and did not leave yet. A preempted prompt
+        computes some again that did."""
+        tokens = job.computed_tokens - job.sent_tokens
+        if self._links is None or tokens <= 0:
+            return
+        assert job.prefill is not None
+        if job.transfer is None:
+            assert job.decode is not None
+            job.transfer = Transfer(job.prefill, job.decode, partial(self._arrived, job))
+        job.sent_tokens += tokens
+        bytes_each = self._instances[job.prefill].shape.kv_token_bytes
+        assert bytes_each is not None, "links know what a token takes"
+        self._links.send(job.transfer, tokens * bytes_each, now, is_last=is_last)
+
+    def _arrived(self, job: Job, now: float) -> None:
+        self._loop.at(now + self._setting.handover_base_s, partial(self._handed_over, job))
 
     def _handed_over(self, job: Job, now: float) -> None:
         assert job.prefill is not None
@@ -203,7 +253,13 @@ class _Simulation:
         return found
 
     def ended(self, job: Job, now: float) -> None:
+        if job.is_split and job.decode is not None and job.produced_tokens == 1:
+            self._tetri(job.decode).drop(job, now)  # the first token was the last one
+        self._served[job.ask.id] = served(job)
+        self._router.ended(job.ask, now)
+        self._one_less(now)
+
+    def _one_less(self, now: float) -> None:
         self._num_left -= 1
         self._end_s = max(self._end_s, now)
-        self._router.ended(job.ask, now)
         self._on_end()

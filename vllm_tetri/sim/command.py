@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -14,17 +13,23 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import Outcome
 from vllm_tetri.sim.cluster import run as simulate
+from vllm_tetri.sim.engines import STOCK_BUDGET_TOKENS, Stock
 from vllm_tetri.sim.figures import Figures, Slo, figures
+from vllm_tetri.sim.links import LINKS, link
 from vllm_tetri.sim.modes import MODES
-from vllm_tetri.sim.profiles import PROFILES, profile
-from vllm_tetri.sim.setting import STOCK_BUDGET_TOKENS, Setting, Shape, places
-from vllm_tetri.sim.workload import KINDS, Ask, Phase, draw, draw_phases, read_lengths
+from vllm_tetri.sim.profiles import NAMES_OF_ROOFLINES, PROFILES, Profile, profile
+from vllm_tetri.sim.request_options import add_request_options, requests_of
+from vllm_tetri.sim.setting import Setting, Shape, places
+from vllm_tetri.sim.system_options import add_system_options, named_systems
 
 _FILE_COLUMNS = 150
 _MS = 1e3
 _INTERRUPTED = 130
+_PROGRESS_STEPS = 1000
+_BLOCK_TOKENS, _KV_BLOCKS = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +59,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         default="smollm2-1core",
         metavar="NAME",
-        help=f"what steps cost: {names}, or a *.json file (smollm2-1core)",
+        help=f"what steps cost: {names}, {NAMES_OF_ROOFLINES}, or a *.json file (smollm2-1core)",
     )
     add("--chunk", type=int, default=512, metavar="TOKENS", help="prompt tokens a step (512)")
     add("--tbt-slo", type=float, metavar="SECONDS", help="between two tokens of an answer (none)")
-    add("--kv-blocks", type=int, default=4096, metavar="N", help="of 16 tokens, each (4096)")
+    add(
+        "--link",
+        metavar="NAME|GBIT[:US]",
+        help=f"what KV travels over, shared by all that travels at once: {', '.join(LINKS)}, or "
+        "Gbit/s and µs of latency of every instance (none: 5 µs a token, never shared)",
+    )
+    add(
+        "--send",
+        choices=("chunk", "request"),
+        default="chunk",
+        help="when KV leaves: with each chunk of a prompt, or behind all of it (chunk)",
+    )
+    add(
+        "--kv-blocks",
+        type=int,
+        metavar="N",
+        help="of 16 tokens, each (those of the profile, else 4096)",
+    )
     add(
         "--stock",
         type=int,
@@ -69,23 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--replicas", type=int, default=1, metavar="N", help="of that (1)")
     add("--stock-profile", metavar="NAME", help="what its steps cost (as --profile)")
-    requests = parser.add_argument_group("requests")
-    add = requests.add_argument
-    add("--kind", default="mixed", metavar="KIND", help=f"{', '.join(KINDS)} (mixed)")
-    add("--rate", type=float, default=1.0, metavar="N", help="arrivals per second (1)")
-    add("--requests", type=int, default=500, metavar="N", help="how many (500)")
-    add(
-        "--phases",
-        metavar="KIND:RATE:SECONDS,...",
-        help="one after the other, instead of --kind, --rate and --requests",
-    )
-    add(
-        "--lengths",
-        type=Path,
-        metavar="CSV",
-        help="draw lengths from its columns ContextTokens and GeneratedTokens",
-    )
-    add("--accuracy", type=float, default=1.0, metavar="PART", help="of predictions (1)")
+    add_system_options(parser)
+    add_request_options(parser)
+    add = parser.add_argument
     add("--seed", type=int, default=0, metavar="N", help="of everything random (0)")
     add(
         "--slo",
@@ -103,12 +111,13 @@ def run(options: argparse.Namespace) -> int:
     found = Console()
     console = found if found.is_terminal else Console(width=_FILE_COLUMNS)
     try:
-        asks = _asks(options)
-        table = _table(len(asks), asks[-1].arrival_s, slo)
+        asks = requests_of(options)
+        table = _table(len(asks), asks[-1].arrival_s, slo, _estimates(options))
         with _progress(len(systems) * len(asks)) as advance:
             for system in systems:
                 outcome = simulate(system.setting, asks, on_end=advance)
-                table.add_row(system.name, *_cells(figures(outcome.served, slo), outcome))
+                sums = figures(outcome.served, slo, outcome.refused)
+                table.add_row(system.name, *_cells(sums, outcome))
     except KeyboardInterrupt:
         return _INTERRUPTED
     console.print(table)
@@ -116,56 +125,49 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _systems(options: argparse.Namespace) -> list[_System]:
+    known = profile(options.profile)
     shape = Shape(
-        cost=profile(options.profile),
-        kv_blocks=options.kv_blocks,
+        cost=known.cost,
+        kv_blocks=_kv_blocks(options, known),
         chunk_tokens=options.chunk,
         tbt_slo_s=options.tbt_slo,
+        kv_token_bytes=known.kv_token_bytes,
     )
     counts = {"P": options.prefill, "D": options.decode, "B": options.both}
     label = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
     ours = places(*counts.values(), shape=shape)
-    modes = options.mode or ["split"]
+    modes = options.mode or ([] if options.system else ["split"])
     for mode in modes:
         if mode not in MODES:
             raise ConfigError(f"--mode {mode}: there are {', '.join(MODES)}")
-    systems = [_System(f"{mode} {label}", Setting(ours, mode, options.seed)) for mode in modes]
+    systems = [_System(name, setting) for name, setting in named_systems(options, shape)]
+    for mode in modes:
+        objective = Objective(*options.slo)
+        setting = Setting(ours, mode, options.seed, objective=objective)
+        systems.append(_System(f"{mode} {label}", setting))
     if options.replicas < 1:
         raise ConfigError(f"--replicas {options.replicas}: must be at least 1")
     stock_shape = replace(shape, tbt_slo_s=None)
     if options.stock_profile is not None:
-        stock_shape = replace(stock_shape, cost=profile(options.stock_profile))
+        known = profile(options.stock_profile)
+        kv_blocks = _kv_blocks(options, known)
+        stock_shape = replace(stock_shape, cost=known.cost, kv_blocks=kv_blocks)
     for budget in options.stock:
-        alike = places(both=options.replicas, shape=replace(stock_shape, stock_budget=budget))
+        alike = places(both=options.replicas, shape=replace(stock_shape, engine=Stock(budget)))
         name = f"{options.replicas} stock, budget {budget}"
         systems.append(_System(name, Setting(alike, "least-in-flight", options.seed)))
-    return systems
+    return [_System(each.name, _connected(options, each.setting)) for each in systems]
 
 
-def _asks(options: argparse.Namespace) -> list[Ask]:
-    if options.phases is not None:
-        if options.lengths is not None:
-            raise ConfigError("--phases and --lengths exclude each other")
-        phases = [_phase(text) for text in options.phases.split(",")]
-        return draw_phases(phases, options.seed, accuracy=options.accuracy)
-    return draw(
-        options.kind,
-        options.requests,
-        options.rate,
-        options.seed,
-        accuracy=options.accuracy,
-        known=None if options.lengths is None else read_lengths(options.lengths),
-    )
+def _connected(options: argparse.Namespace, setting: Setting) -> Setting:
+    over = None if options.link is None else link(options.link)
+    return replace(setting, link=over, sends_chunks=options.send == "chunk")
 
 
-def _phase(text: str) -> Phase:
-    try:
-        kind, rate, seconds = text.split(":")
-        return Phase(kind, float(rate), float(seconds))
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"--phases {text!r}: write KIND:RATE:SECONDS") from error
+def _kv_blocks(options: argparse.Namespace, known: Profile) -> int:
+    if options.kv_blocks is not None:
+        return int(options.kv_blocks)
+    return known.kv_blocks(_BLOCK_TOKENS) or _KV_BLOCKS
 
 
 def _pair(text: str) -> tuple[float, float]:
@@ -183,17 +185,32 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     if not console.is_terminal:
         yield lambda: None
         return
+    done, every = 0, max(1, total // _PROGRESS_STEPS)
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if done % every == 0:
+            progress.update(task, completed=done)
+
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("simulating", total=total)
-        yield lambda: progress.advance(task)
+        yield advance
 
 
-def _table(count: int, last_s: float, slo: Slo) -> Table:
+def _estimates(options: argparse.Namespace) -> str:
+    """What steps take that nobody measured."""
+    names = dict.fromkeys((options.profile, options.stock_profile or options.profile))
+    known = [profile(name) for name in names]
+    return "".join(f"\n{each.name}: {each.source}" for each in known if each.is_estimate)
+
+
+def _table(count: int, last_s: float, slo: Slo, estimates: str) -> Table:
     title = f"{count} requests over {last_s:.0f} s of virtual time"
     note = f"good: first token within {slo.ttft_s:g} s, then {slo.tpot_s * _MS:g} ms a token"
     table = Table(
         title=title,
-        caption=f"times in ms; {note}; busy: parts of the time in steps",
+        caption=f"times in ms; {note}; busy: parts of the time in steps{estimates}",
         box=SIMPLE,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -201,7 +218,7 @@ def _table(count: int, last_s: float, slo: Slo) -> Table:
     table.add_column("system", min_width=10)
     for name in (
         "TTFT\nmean", "TTFT\np50", "TTFT\np99", "ITL\np99", "JCT\nmean", "JCT\np99",
-        "good", "good\n/s", "split",
+        "good", "good\n/s", "split", "refused",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("busy", justify="right", min_width=4)
@@ -224,5 +241,6 @@ def _cells(found: Figures, outcome: Outcome) -> list[str]:
         f"{found.good:.1%}",
         f"{found.goodput:.3g}",
         f"{found.split:.0%}",
+        str(found.refused),
         shown,
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from vllm_tetri.policy.dispatch import Dispatch, DispatchPolicy, choose_decode
-from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, reported_tokens
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths
 from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
 from vllm_tetri.sim.views import Picture
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, Ask
@@ -21,7 +21,7 @@ class Expected:
 
     def look(self, picture: Picture) -> None:
         """There is a newer picture."""
-        self._bucket_tokens = reported_tokens(picture.view, NUM_BUCKETS)
+        self._bucket_tokens = picture.bucket_tokens(NUM_BUCKETS)
 
     def tokens(self, predicted: Prediction | None) -> int:
         """Of an answer."""
@@ -66,10 +66,10 @@ class Dispatcher:
 
     def need(self, ask: Ask) -> Need:
         """What a request will take where it is decoded."""
-        answer_tokens = self._expected.tokens(ask.predicted)
+        answer_tokens, block_size = self._expected.tokens(ask.predicted), self._me.block_size
         return Need(
             num_tokens=ask.prompt_tokens,
-            num_bytes=ask.prompt_tokens,
+            num_bytes=-(-ask.prompt_tokens // block_size) * block_size,
             total_tokens=ask.prompt_tokens + answer_tokens,
             is_heavy=answer_tokens > HEAVY_TOKENS,
         )
@@ -78,6 +78,6 @@ class Dispatcher:
         if picture is self._seen:
             return
         self._seen = picture
-        self._peers = Peers(picture.view, self._me, picture.at_s)
+        self._peers = picture.peers(self._me)
         self._own.drop_reported(self._peers)
         self._expected.look(picture)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.job import Served
+from vllm_tetri.sim.gaps import Gaps
+from vllm_tetri.sim.job import Refused, Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class Figures:
 
     Attributes:
         itl_p99_s: Over all times between two tokens of all answers.
-        good: Share of requests within the SLO.
+        requests: All, those refused included; times are of the others, nan if there are none.
+        good: Share of requests within the SLO; one refused is not.
         goodput: Requests within the SLO per second, from the first arrival to the last
             token.
         split: Share of requests that two instances shared.
@@ -53,37 +56,44 @@ class Figures:
     good: float
     goodput: float
     split: float
+    refused: int
 
 
-def figures(served: Sequence[Served], slo: Slo) -> Figures:
+def figures(served: Sequence[Served], slo: Slo, refused: Sequence[Refused] = ()) -> Figures:
     """Of at least one request.
 
     Raises:
         ConfigError: There is none.
     """
-    if not served:
+    count = len(served) + len(refused)
+    if not count:
         raise ConfigError("no requests to sum up")
-    ttft = np.array([each.ttft_s for each in served])
-    jct = np.array([each.jct_s for each in served])
-    tpot = np.array([each.tpot_s for each in served])
-    parts = [part for each in served for part in each.gap_parts]
-    itl = np.concatenate(parts) if parts else np.zeros(1)
-    arrivals = np.array([each.ask.arrival_s for each in served])
+    ttft = _times([each.ttft_s for each in served])
+    jct = _times([each.jct_s for each in served])
+    tpot = _times([each.tpot_s for each in served])
+    itl = Gaps(served)
+    asks = [each.ask for each in served] + [each.ask for each in refused]
+    first_s = min(ask.arrival_s for ask in asks)
+    ends = [each.ask.arrival_s + each.jct_s for each in served]
     good = (ttft <= slo.ttft_s) & (tpot <= slo.tpot_s)
     ttft_p50, ttft_p99 = np.quantile(ttft, (0.5, 0.99))
-    itl_p50, itl_p99 = np.quantile(itl, (0.5, 0.99))
     return Figures(
-        requests=len(served),
+        requests=count,
         ttft_mean_s=float(ttft.mean()),
         ttft_p50_s=float(ttft_p50),
         ttft_p99_s=float(ttft_p99),
-        itl_p50_s=float(itl_p50),
-        itl_p99_s=float(itl_p99),
-        itl_max_s=float(itl.max()),
+        itl_p50_s=itl.quantile(0.5),
+        itl_p99_s=itl.quantile(0.99),
+        itl_max_s=itl.max_s,
         tpot_mean_s=float(tpot.mean()),
         jct_mean_s=float(jct.mean()),
         jct_p99_s=float(np.quantile(jct, 0.99)),
-        good=float(good.mean()),
-        goodput=float(good.sum() / ((arrivals + jct).max() - arrivals.min())),
-        split=float(np.mean([each.is_split for each in served])),
+        good=float(good.sum()) / count,
+        goodput=float(good.sum()) / (max(ends) - first_s) if ends else 0.0,
+        split=float(np.mean([each.is_split for each in served])) if served else 0.0,
+        refused=len(refused),
     )
+
+
+def _times(seconds: list[float]) -> NDArray[np.float64]:
+    return np.array(seconds or [np.nan])

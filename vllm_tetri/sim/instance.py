@@ -12,6 +12,7 @@ from typing import Protocol
 
 from vllm_tetri.sim.batch import DecodeBatch
 from vllm_tetri.sim.job import Job
+from vllm_tetri.sim.log import Log, Step
 from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.setting import Place
 
@@ -23,7 +24,7 @@ class Cluster(Protocol):
     """What an instance says to whoever connects it with others."""
 
     def computed(self, job: Job, now: float) -> None:
-        """A chunk of its prompt is done, but not the last one."""
+        """A chunk of its prompt is done, and another one begins."""
 
     def prefilled(self, job: Job, now: float) -> bool:
         """Its first token is there. Returns whether another instance goes on with it."""
@@ -42,6 +43,7 @@ class Instance(ABC):
         busy_s: Time in steps so far.
         num_steps: So far.
         step_s: Duration of the newest step.
+        is_batch_paused: Whether the step that is put together leaves decodes out.
     """
 
     def __init__(self, place: Place, cluster: Cluster, loop: Loop) -> None:
@@ -55,6 +57,10 @@ class Instance(ABC):
         self.num_steps = self.prompt_tokens_done = self.answer_tokens_done = 0
         self.prefills_done = self.decodes_done = self.preemptions = 0
         self.has_changed = True  # since the last report
+        self.log: Log | None = None
+        self._lost: list[int] = []  # for the log
+        self.is_batch_paused = False
+        self._paused_s = 0.0  # since the last step with decodes
         self._loop = loop
         self._is_busy = False
         self._shares: list[Share] = []
@@ -84,26 +90,44 @@ class Instance(ABC):
         self.has_changed = True
         if self._is_busy:
             return
+        self._is_busy = True  # who is told of something meanwhile may call again
         shares = self._compose_something(now)
-        num_decodes = len(self.batch)
+        num_decodes = 0 if self.is_batch_paused else len(self.batch)
         if not shares and not num_decodes:
+            self._is_busy = False
             return
-        tokens, context = 0, 0.0
-        for job, num in shares:
-            tokens += num
-            context += num * (job.computed_tokens + (num - 1) / 2)
-        mean_context = context / tokens if tokens else 0.0
-        seconds = self.shape.cost.step_s(
-            num_decodes, self.batch.context_tokens, tokens, mean_context
-        )
-        self.prompt_tokens_done += tokens
+        seconds = self.duration_s(shares)
+        self.prompt_tokens_done += sum(num for _, num in shares)
         self.answer_tokens_done += num_decodes
         self.num_steps += 1
         self.busy_s += seconds
         self.step_s = seconds
         self._shares = shares
-        self._is_busy = True
+        for job, _ in shares:
+            if not job.computed_tokens and not job.produced_tokens:
+                job.begun_s = now
+        if self.log is not None:
+            self._tell(self.log)
         self._loop.at(now + seconds, self._end_step)
+
+    def duration_s(self, shares: list[Share]) -> float:
+        """Of the step that was put together."""
+        tokens, context = 0, 0.0
+        for job, num in shares:
+            tokens += num
+            context += num * (job.computed_tokens + (num - 1) / 2)
+        mean_context = context / tokens if tokens else 0.0
+        if self.is_batch_paused:
+            return self.shape.cost.step_s(0, 0, tokens, mean_context)
+        return self.shape.cost.step_s(
+            len(self.batch), self.batch.context_tokens, tokens, mean_context
+        )
+
+    def _tell(self, log: Log) -> None:
+        prompts = tuple((job.ask.id, tokens) for job, tokens in self._shares)
+        decodes = () if self.is_batch_paused else tuple(job.ask.id for job in self.batch)
+        log(Step(self.place.id, self.num_steps, prompts, decodes, tuple(self._lost)))
+        self._lost.clear()
 
     def _compose_something(self, now: float) -> list[Share]:
         """Nothing may be left of a step that lost somebody, or in which started prompts
@@ -116,14 +140,15 @@ class Instance(ABC):
                 return shares
 
     def _end_step(self, now: float) -> None:
-        if len(self.batch):
-            for job in self.batch.step(self.step_s, now):
+        if self.is_batch_paused:
+            self._paused_s += self.step_s
+        elif len(self.batch):
+            seconds, self._paused_s = self._paused_s + self.step_s, 0.0
+            for job in self.batch.step(seconds, now):
                 self._end(job, now)
         for job, num in self._shares:
             job.computed_tokens += num
-            if job.computed_tokens < job.target_tokens:
-                self.cluster.computed(job, now)
-            else:
+            if job.computed_tokens >= job.target_tokens:
                 self.started.remove(job)
                 self._sample(job, now)
         self._is_busy = False
@@ -146,8 +171,10 @@ class Instance(ABC):
 
     def _end(self, job: Job, now: float) -> None:
         self.free_blocks += self.blocks(job.held_tokens)
-        self.decodes_done += 1
-        self.note_end(job)
+        # One token for somebody else is no answer.
+        if not (job.is_split and job.prefill == self.place.id):
+            self.decodes_done += 1
+            self.note_end(job)
         self.cluster.ended(job, now)
 
     def release(self, job: Job, now: float) -> None:
@@ -176,9 +203,11 @@ class Instance(ABC):
             self.free_blocks += self.blocks(job.computed_tokens)
         else:
             job = self.batch.newest
-            self.batch.leave(job, now)
+            self.batch.leave(job, now - self._paused_s)
             self.free_blocks += self.blocks(job.held_tokens)
         job.num_preemptions += 1
+        if self.log is not None:
+            self._lost.append(job.ask.id)
         self.put_back(job)
         return job
 
@@ -207,9 +236,9 @@ class Instance(ABC):
         return left_tokens
 
     def take_blocks(self, job: Job, tokens: int) -> int:
-        """Blocks for the next tokens of a prompt, as far as they go. Returns the tokens."""
-        size = self.shape.block_size
-        has_blocks = self.blocks(job.computed_tokens)
-        tokens = min(tokens, (has_blocks + self.free_blocks) * size - job.computed_tokens)
-        self.free_blocks -= self.blocks(job.computed_tokens + tokens) - has_blocks
+        """Blocks for the next tokens of a prompt, all or none. Returns the tokens."""
+        more_blocks = self.blocks(job.computed_tokens + tokens) - self.blocks(job.computed_tokens)
+        if more_blocks > self.free_blocks:
+            return 0
+        self.free_blocks -= more_blocks
         return tokens

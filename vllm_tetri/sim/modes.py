@@ -8,26 +8,34 @@ whatever it notes itself and what `Picture` shows, but look at no request's
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 from itertools import cycle
 from random import Random
 from typing import Protocol
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.dispatch import Dispatch
-from vllm_tetri.policy.route import Route, Split, Submissions, Whole, choose_route
+from vllm_tetri.policy.promise import Late
+from vllm_tetri.policy.route import Route, Shortlist, Split, Submissions, Whole
 from vllm_tetri.sim.adaptive import AdaptiveMode, WholeMode
 from vllm_tetri.sim.dispatcher import Dispatcher
+from vllm_tetri.sim.mooncake import MooncakeMode
 from vllm_tetri.sim.setting import Setting
+from vllm_tetri.sim.splitwise import SplitwiseMode
 from vllm_tetri.sim.views import MODEL, Picture, info_of
 from vllm_tetri.sim.workload import Ask
-from vllm_tetri.types import InstanceId, Role
+from vllm_tetri.types import ClusterView, InstanceId, Role
+
+_MOST_ENTRIES = 8
+_NOBODY = Shortlist(ClusterView(), model=MODEL, splittable=True, own_tokens={})
 
 
 class Router(Protocol):
     """What a mode decides."""
 
-    def route(self, picture: Picture, ask: Ask, now: float) -> Route:
-        """A request came. `picture` was taken at most a report period ago."""
+    def route(self, picture: Picture, ask: Ask, now: float) -> Route | Late:
+        """A request came. `picture` was taken at most a report period ago. It is refused if
+        the answer is `Late`."""
 
     def dispatch(
         self, prefill: InstanceId, picture: Picture, ask: Ask, now: float, *, may_wait: bool
@@ -45,7 +53,7 @@ class Router(Protocol):
         """
 
     def ended(self, ask: Ask, now: float) -> None:
-        """The client has the last token of a request."""
+        """The client has the last token of a request that was not refused."""
 
 
 class SplitMode:
@@ -53,6 +61,8 @@ class SplitMode:
 
     def __init__(self, setting: Setting) -> None:
         self._submissions = Submissions()
+        self._seen: Picture | None = None
+        self._shortlist = _NOBODY
         self._dispatchers = {
             each.id: Dispatcher(
                 info_of(each),
@@ -65,11 +75,17 @@ class SplitMode:
         }
 
     def route(self, picture: Picture, ask: Ask, now: float) -> Route:
-        own_tokens = self._submissions.unreported(picture.view, picture.at_s)
-        route = choose_route(picture.view, model=MODEL, splittable=True, own_tokens=own_tokens)
-        assert isinstance(route, Split | Whole), "somebody is there, and nobody full"
+        if picture is not self._seen:
+            self._seen = picture
+            own_tokens = self._submissions.unreported(picture.view, picture.at_s)
+            self._shortlist = Shortlist(
+                picture.view, model=MODEL, splittable=True, own_tokens=own_tokens
+            )
+        route = self._shortlist.choose()
+        assert route is not None, "somebody is there"
         first = route.prefill if isinstance(route, Split) else route.instance
         self._submissions.add(first, ask.prompt_tokens, now)
+        self._shortlist.sent(first, ask.prompt_tokens)
         return route
 
     def dispatch(
@@ -97,17 +113,29 @@ class LeastInFlight(_WholeMode):
     """Fewest requests that have not ended; the first of equals."""
 
     def __init__(self, setting: Setting) -> None:
-        self._in_flight = {each.id: 0 for each in setting.instances}
-        self._where: dict[int, InstanceId] = {}
+        self._ids = [each.id for each in setting.instances]
+        self._in_flight = [0] * len(self._ids)
+        # Who has fewest, in order; an entry counts only if its number is right.
+        self._order = [(0, place) for place in range(len(self._ids))]
+        self._where: dict[int, int] = {}
 
     def route(self, picture: Picture, ask: Ask, now: float) -> Route:
-        best = min(self._in_flight, key=self._in_flight.__getitem__)
-        self._in_flight[best] += 1
-        self._where[ask.id] = best
-        return Whole(best, "fewest in flight")
+        while self._order[0][0] != self._in_flight[self._order[0][1]]:
+            heappop(self._order)
+        place = self._order[0][1]
+        self._count(place, 1)
+        self._where[ask.id] = place
+        return Whole(self._ids[place], "fewest in flight")
 
     def ended(self, ask: Ask, now: float) -> None:
-        self._in_flight[self._where.pop(ask.id)] -= 1
+        self._count(self._where.pop(ask.id), -1)
+
+    def _count(self, place: int, change: int) -> None:
+        self._in_flight[place] += change
+        if len(self._order) < _MOST_ENTRIES * len(self._ids):
+            heappush(self._order, (self._in_flight[place], place))
+        else:
+            self._order = sorted(zip(self._in_flight, range(len(self._ids)), strict=True))
 
 
 class RoundRobin(_WholeMode):
@@ -126,6 +154,8 @@ MODES: dict[str, Callable[[Setting], Router]] = {
     "whole": WholeMode,
     "least-in-flight": LeastInFlight,
     "round-robin": RoundRobin,
+    "splitwise": SplitwiseMode,
+    "mooncake": MooncakeMode,
 }
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from vllm_tetri.policy.lengths import reported_tokens
+from vllm_tetri.policy.peers import Peers
+from vllm_tetri.sim.fcfs import FcfsInstance
 from vllm_tetri.sim.instance import Instance
 from vllm_tetri.sim.setting import Place, Setting
-from vllm_tetri.sim.stock import StockInstance
+from vllm_tetri.sim.step_cost import linear
 from vllm_tetri.sim.tetri import TetriInstance
 from vllm_tetri.types import (
     ClusterView,
@@ -15,6 +18,7 @@ from vllm_tetri.types import (
     InstanceLoad,
     InstanceState,
     InstanceView,
+    Role,
 )
 
 MODEL = "model"
@@ -23,10 +27,33 @@ _WINDOW_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A view, and when its ages were right; the same object until there is a newer one."""
+    """A view, and when its ages were right; the same object until there is a newer one.
+
+    What instances that are alike would all make of it is made once.
+    """
 
     view: ClusterView
     at_s: float
+    _bucket_tokens: dict[int, list[float]] = field(default_factory=dict, compare=False, repr=False)
+    _peers: dict[tuple[object, ...], Peers] = field(default_factory=dict, compare=False, repr=False)
+
+    def bucket_tokens(self, num_buckets: int) -> list[float]:
+        """As `policy.lengths.reported_tokens`."""
+        found = self._bucket_tokens.get(num_buckets)
+        if found is None:
+            found = self._bucket_tokens[num_buckets] = reported_tokens(self.view, num_buckets)
+        return found
+
+    def peers(self, me: InstanceInfo) -> Peers:
+        """Whom an instance sees. One that decodes does not see itself, so only those that do
+        not are alike."""
+        if me.role is not Role.PREFILL:
+            return Peers(self.view, me, self.at_s)
+        key = (me.block_size, *sorted(me.identity.items()))
+        found = self._peers.get(key)
+        if found is None:
+            found = self._peers[key] = Peers(self.view, me, self.at_s)
+        return found
 
 
 class Pictures:
@@ -60,7 +87,7 @@ def info_of(place: Place) -> InstanceInfo:
         url=f"http://{place.id}",
         role=place.role,
         models=(MODEL,),
-        kv_endpoint="" if place.shape.stock_budget else f"{place.id}:1",
+        kv_endpoint=f"{place.id}:1" if place.shape.can_hand_over else "",
         identity={"block_size": str(place.shape.block_size)},
         max_model_len=_WINDOW_TOKENS,
         block_size=place.shape.block_size,
@@ -71,11 +98,11 @@ def info_of(place: Place) -> InstanceInfo:
 
 def load_of(instance: Instance, setting: Setting) -> InstanceLoad:
     """What an instance reports, as `engine.load` reads it. A byte of the arena is a token,
-    and what steps and hand-overs cost is known."""
-    shape, cost = instance.shape, instance.shape.cost
+    and what steps and hand-overs cost is known, as far as it is linear."""
+    shape, cost = instance.shape, linear(instance.shape.cost)
     blocks_used = shape.kv_blocks - instance.free_blocks
     num_running = len(instance.batch) + len(instance.started)
-    if isinstance(instance, StockInstance):
+    if isinstance(instance, FcfsInstance):
         jobs = (*instance.started, *instance.waiting)
         return InstanceLoad(
             running=num_running,
@@ -88,14 +115,13 @@ def load_of(instance: Instance, setting: Setting) -> InstanceLoad:
     decodes = instance.decodes()
     num_decodes = decodes.heavy + decodes.light
     context_s = decodes.context_tokens * cost.token_s / num_decodes if num_decodes else 0.0
-    instance.gate.begin_step()
-    instance.gate.look(instance.batch, instance.started, instance.free_blocks)
-    chunk_s = cost.step_s(0, 0, shape.chunk_tokens, 0)
+    chunk_s = shape.cost.step_s(0, 0, shape.chunk_tokens, 0)
+    handover_s, handover_token_s = setting.handover_s(shape)
     return InstanceLoad(
         running=num_running,
         waiting=instance.num_waiting(),
         held=len(instance.held) + len(instance.coming),
-        queued_prefill_tokens=instance.prompts.unfinished_tokens,
+        queued_prefill_tokens=instance.queued_tokens(),
         blocks_used=blocks_used,
         blocks_total=shape.kv_blocks,
         arena_used_bytes=instance.arena.used_tokens,
@@ -115,8 +141,8 @@ def load_of(instance: Instance, setting: Setting) -> InstanceLoad:
         cost=cost,
         context_tokens=decodes.context_tokens,
         chunk_tokens=shape.chunk_tokens,
-        handover_s=setting.handover_base_s,
-        handover_token_s=setting.handover_token_s,
+        handover_s=handover_s,
+        handover_token_s=handover_token_s,
         preemptions=instance.preemptions,
         bucket_tokens=instance.answers.bucket_tokens(),
     )

@@ -1,19 +1,19 @@
 """Requests: how long, when, and what is predicted of them.
 
 A class of requests has light or heavy prompts and light or heavy answers (paper section
-5.1.1); `mixed` takes each of the four equally often. They arrive at random (Poisson).
+5.1.1); `mixed` takes each of the four equally often. `sim.arrivals` says how they follow each
+other, `sim.trace` reads recorded ones.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.arrivals import POISSON, Arrivals
 from vllm_tetri.types import Prediction
 
 GRANULARITY_TOKENS = 200
@@ -27,7 +27,6 @@ CLASSES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "hphd": (HEAVY_PROMPT, HEAVY_ANSWER),
 }
 KINDS = (*CLASSES, "mixed")
-COLUMNS = ("ContextTokens", "GeneratedTokens")
 
 Lengths = tuple[int, int]
 """Tokens of a prompt and of its answer."""
@@ -83,8 +82,9 @@ def draw(
     *,
     accuracy: float = 1.0,
     known: Sequence[Lengths] | None = None,
+    arrivals: Arrivals = POISSON,
 ) -> list[Ask]:
-    """Requests that arrive at random.
+    """Requests of one kind.
 
     Args:
         kind: One of `KINDS`; its lengths do not count when there are known ones.
@@ -93,6 +93,7 @@ def draw(
         accuracy: Share of answers whose bucket is predicted rightly; the others get a
             neighbouring one.
         known: Lengths to draw from.
+        arrivals: How they follow each other; their lengths do not depend on it.
 
     Raises:
         ConfigError: No such kind, or a number makes no sense.
@@ -103,9 +104,9 @@ def draw(
     rng = Random(f"{kind} {seed}")
     lengths_of = _drawer(kind) if known is None else (lambda rng: rng.choice(known))
     asks, now = [], 0.0
-    predictions = _Predictor(accuracy, seed)
+    predictions, bursts = Predictor(accuracy, seed), Random(f"arrivals {seed}")
     for number in range(count):
-        now += rng.expovariate(rate)
+        now += arrivals.gap_s(rng.expovariate(rate), rate, bursts)
         prompt, answer = lengths_of(rng)
         asks.append(Ask(number, now, prompt, answer, predictions.of(answer)))
     return asks
@@ -118,7 +119,7 @@ def draw_phases(phases: Sequence[Phase], seed: int, *, accuracy: float = 1.0) ->
         ConfigError: There is no request in them.
     """
     rng = Random(f"phases {seed}")
-    predictions = _Predictor(accuracy, seed)
+    predictions = Predictor(accuracy, seed)
     asks: list[Ask] = []
     start_s = 0.0
     for phase in phases:
@@ -131,33 +132,6 @@ def draw_phases(phases: Sequence[Phase], seed: int, *, accuracy: float = 1.0) ->
     if not asks:
         raise ConfigError("no request arrives in these phases; make them longer")
     return asks
-
-
-def read_lengths(path: Path) -> list[Lengths]:
-    """Lengths of a CSV file with the columns `ContextTokens` and `GeneratedTokens`.
-
-    Raises:
-        ConfigError: It cannot be read, or a line holds something else.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ConfigError(f"{path}: no column {' and no '.join(missing)}")
-            found = [_row(path, reader.line_num, row) for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not found:
-        raise ConfigError(f"{path}: it holds no lengths")
-    return found
-
-
-def _row(path: Path, line: int, row: dict[str, str | None]) -> Lengths:
-    texts = [(row[name] or "").strip() for name in COLUMNS]
-    if not all(text.isdecimal() and int(text) >= 1 for text in texts):
-        raise ConfigError(f"{path}, line {line}: {texts} are no lengths; write whole tokens from 1")
-    return int(texts[0]), int(texts[1])
 
 
 def _check(kind: str, rate: float) -> None:
@@ -181,19 +155,27 @@ def _drawer(kind: str) -> Callable[[Random], Lengths]:
     return lengths
 
 
-class _Predictor:
-    """Right so often; its errors do not change what is drawn otherwise."""
+class Predictor:
+    """Right so often; its errors do not change what is drawn otherwise.
+
+    Raises:
+        ConfigError: So often cannot be.
+    """
 
     def __init__(self, accuracy: float, seed: int) -> None:
         if not 0 <= accuracy <= 1:
             raise ConfigError(f"an accuracy of {accuracy:g}: must be from 0 to 1")
         self._accuracy = accuracy
         self._rng = Random(f"predictions {seed}")
+        self._predictions = [
+            Prediction(bucket, NUM_BUCKETS, GRANULARITY_TOKENS) for bucket in range(NUM_BUCKETS)
+        ]
 
     def of(self, output_tokens: int) -> Prediction:
+        """What is predicted of an answer of so many tokens."""
         bucket = min(output_tokens // GRANULARITY_TOKENS, NUM_BUCKETS - 1)
         is_right = self._rng.random() < self._accuracy
         step = self._rng.choice((-1, 1))
         if not is_right:
             bucket += step if 0 <= bucket + step < NUM_BUCKETS else -step
-        return Prediction(bucket, NUM_BUCKETS, GRANULARITY_TOKENS)
+        return self._predictions[bucket]

@@ -1,0 +1,250 @@
+"""Times of KV on its way, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.sim.builders import HANDOVER_S, ask, decode_s, pair, shape
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.cluster import run, simulate
+from vllm_tetri.sim.links import LINKS, Link, Links, Transfer, link
+from vllm_tetri.sim.loop import Loop
+from vllm_tetri.sim.setting import Setting, Shape, places
+from vllm_tetri.sim.workload import draw
+from vllm_tetri.types import InstanceId
+
+# A piece of a transfer: name, from, to, when, bytes, whether it is the last one.
+Piece = tuple[str, str, str, float, float, bool]
+
+
+def ends(link: Link, pieces: list[Piece]) -> dict[str, float]:
+    """When each transfer has arrived."""
+    loop, found = Loop(), dict[str, float]()
+    links = Links(link, loop.at)
+    transfers = {
+        name: Transfer(InstanceId(sender), InstanceId(receiver), partial(found.__setitem__, name))
+        for name, sender, receiver, *_ in pieces
+    }
+    for name, _, _, at_s, num_bytes, is_last in pieces:
+
+        def send(
+            now: float, name: str = name, num_bytes: float = num_bytes, is_last: bool = is_last
+        ) -> None:
+            links.send(transfers[name], num_bytes, now, is_last=is_last)
+
+        loop.at(at_s, send)
+    loop.run()
+    return found
+
+
+PLAIN = Link(100.0)
+
+
+def test_one_alone_has_all_of_the_link_and_its_latency() -> None:
+    assert ends(Link(100.0, 0.25), [("a", "p", "d", 1.0, 50, True)]) == {"a": 1.75}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(("p", "d"), ("p", "e")), (("p", "d"), ("q", "d")), (("p", "d"), ("p", "d"))],
+)
+def test_two_at_the_same_end_get_half_each(first: tuple[str, str], second: tuple[str, str]) -> None:
+    found = ends(PLAIN, [("a", *first, 0.0, 100, True), ("b", *second, 0.5, 100, True)])
+
+    # 50 bytes alone, 50 at half the speed; by then 50 of the other one are left, alone.
+    assert found == pytest.approx({"a": 1.5, "b": 2.0})
+
+
+@pytest.mark.parametrize("other", [("q", "e"), ("d", "p"), ("d", "e"), ("q", "p")])
+def test_others_and_the_other_direction_are_not_in_the_way(other: tuple[str, str]) -> None:
+    found = ends(PLAIN, [("a", "p", "d", 0.0, 100, True), ("b", *other, 0.0, 100, True)])
+
+    assert found == {"a": 1.0, "b": 1.0}
+
+
+def test_the_fuller_end_counts_and_what_is_left_at_the_other_is_nobodys() -> None:
+    found = ends(
+        PLAIN,
+        [
+            ("x", "p", "d", 0.0, 100, True),
+            ("y", "p", "e", 0.0, 100, True),
+            ("z", "p", "f", 0.0, 100, True),
+            ("w", "q", "f", 0.0, 50, True),
+        ],
+    )
+
+    # A third each at p; half of f for the one from q, though f has a sixth to spare.
+    assert found == pytest.approx({"w": 1.0, "x": 3.0, "y": 3.0, "z": 3.0})
+
+
+def test_pieces_follow_each_other() -> None:
+    gap: list[Piece] = [("a", "p", "d", 0.0, 30, False), ("a", "p", "d", 1.0, 20, True)]
+    close: list[Piece] = [("a", "p", "d", 0.0, 30, False), ("a", "p", "d", 0.1, 70, True)]
+
+    assert ends(PLAIN, gap) == pytest.approx({"a": 1.2})
+    assert ends(PLAIN, close) == pytest.approx({"a": 1.0})
+
+
+def test_one_that_has_nothing_to_send_takes_nothing_from_others() -> None:
+    found = ends(
+        PLAIN,
+        [
+            ("a", "p", "d", 0.0, 10, False),
+            ("b", "p", "d", 1.0, 100, True),
+            ("a", "p", "d", 1.5, 10, True),
+        ],
+    )
+
+    # Alone from 1.0 to 1.5, half the speed while a's 10 bytes take 0.2 s, then 40 more.
+    assert found == pytest.approx({"a": 1.7, "b": 2.1})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_end_carries_more_than_its_bandwidth(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pieces: list[Piece] = [
+        (
+            str(number),
+            f"p{rng.integers(3)}",
+            f"d{rng.integers(3)}",
+            float(rng.uniform(0, 3)),
+            float(rng.integers(1, 60)),
+            True,
+        )
+        for number in range(40)
+    ]
+
+    found = ends(PLAIN, pieces)
+
+    assert len(found) == len(pieces)
+    for end in (1, 2):
+        for name in {piece[end] for piece in pieces}:
+            here = [piece for piece in pieces if piece[end] == name]
+            for since_s in {piece[3] for piece in here}:
+                for until_s in {found[piece[0]] for piece in here}:
+                    inside = (
+                        piece[4]
+                        for piece in here
+                        if piece[3] >= since_s and found[piece[0]] <= until_s
+                    )
+                    assert sum(inside) <= max(0.0, until_s - since_s) * 100 + 1e-6
+
+
+# -- in a cluster ------------------------------------------------------------------------
+
+
+def linked(bytes_per_s: float, latency_s: float = 0.0, **changes: object) -> Setting:
+    """A pair whose link carries so many tokens a second."""
+    setting = pair(decode=shape(kv_token_bytes=1), kv_token_bytes=1, **changes)
+    return replace(setting, link=Link(bytes_per_s, latency_s))
+
+
+def test_a_chunk_travels_while_the_next_is_computed() -> None:
+    (served,) = simulate(linked(4.0, 0.25, chunk_tokens=4), [ask(0, 10, 2)])
+
+    # Chunks of 4, 4 and 2 tokens take 1.04, 1.04 and 1.02 s; 4 tokens travel in 1 s.
+    assert served.ttft_s == pytest.approx(3.1)
+    assert served.max_itl_s == pytest.approx(2 / 4 + 0.25 + HANDOVER_S + decode_s(10, 1))
+
+
+def test_a_link_that_is_slower_than_the_prompt_has_to_catch_up() -> None:
+    (served,) = simulate(linked(2.0, chunk_tokens=4), [ask(0, 10, 2)])
+
+    # All of it travels in 5 s, from the end of the first chunk on.
+    assert served.max_itl_s == pytest.approx(1.04 + 5 - 3.1 + HANDOVER_S + decode_s(10, 1))
+
+
+def test_by_request_nothing_travels_before_the_prompt_is_done() -> None:
+    setting = replace(linked(2.0, chunk_tokens=4), sends_chunks=False)
+    without = replace(pair(chunk_tokens=4), sends_chunks=False, handover_token_s=0.5)
+
+    for each in (setting, without):
+        (served,) = simulate(each, [ask(0, 10, 2)])
+        assert served.max_itl_s == pytest.approx(5 + HANDOVER_S + decode_s(10, 1))
+
+
+def test_hand_overs_at_the_same_time_share_the_link() -> None:
+    asks = [ask(0, 10, 1), ask(1, 10, 2, 0.5), ask(2, 10, 2, 0.5)]
+
+    _, first, second = simulate(linked(2.0), asks)
+
+    # Both prompts are done in the second step; 10 tokens each at 1 token/s.
+    assert first.ttft_s == second.ttft_s
+    assert first.max_itl_s == pytest.approx(10 + HANDOVER_S + decode_s(10, 1))
+    assert second.max_itl_s > first.max_itl_s
+
+
+def test_kv_that_waited_for_room_travels_from_when_there_is_some() -> None:
+    setting = linked(100.0)
+    decode = shape(kv_blocks=3, arena_tokens=20, kv_token_bytes=1)
+    tight = replace(
+        setting, instances=(setting.instances[0], replace(setting.instances[1], shape=decode))
+    )
+    asks = [ask(number, 20, 20) for number in range(3)]
+
+    served = simulate(tight, asks)
+
+    # One is decoded and one is in the arena; the third travels when the second has left it.
+    third_s = served[1].jct_s + 0.2 + HANDOVER_S
+    assert served[2].jct_s >= third_s - decode_s(20, 19)
+    assert served[2].jct_s > served[1].jct_s
+
+
+@pytest.mark.parametrize("sends_chunks", [True, False])
+@pytest.mark.parametrize("mode", ["split", "adaptive"])
+def test_every_request_is_served_over_a_busy_link(mode: str, sends_chunks: bool) -> None:
+    one = Shape(kv_blocks=140, chunk_tokens=128, arena_tokens=2500, kv_token_bytes=1000)
+    setting = Setting(places(2, 2, 1, shape=one), mode, link=Link(4e5), sends_chunks=sends_chunks)
+    asks = draw("mixed", 100, 3.0, seed=5)
+
+    outcome = run(setting, asks)
+
+    assert [each.ask for each in outcome.served] == asks
+    for each in outcome.served:
+        gaps = np.concatenate(each.gap_parts)
+        assert len(gaps) == each.ask.output_tokens - 1
+        assert each.ttft_s + gaps.sum() == pytest.approx(each.jct_s)
+        if each.is_split and not sends_chunks:
+            assert each.max_itl_s > each.ask.prompt_tokens * 1000 / 4e5
+    assert run(setting, asks).served == outcome.served
+
+
+def test_engines_hear_what_a_link_takes() -> None:
+    setting = linked(4.0, 0.25)
+
+    assert setting.handover_s(setting.instances[0].shape) == (HANDOVER_S + 0.25, 0.25)
+
+
+# -- names ------------------------------------------------------------------------------
+
+
+def test_the_papers_links_have_names() -> None:
+    assert link("roce") == LINKS["roce"] == Link(25e9)
+    assert link("nvlink") == Link(300e9)
+    # OPT-13B in 16 bits: 819,200 bytes a token, so 512 tokens take 16.8 ms and 1.4 ms.
+    assert ends(link("roce"), [("a", "p", "d", 0, 512 * 819_200, True)])["a"] == pytest.approx(
+        0.0168, abs=5e-5
+    )
+
+
+def test_a_link_is_gbit_and_microseconds_too() -> None:
+    assert link("100") == Link(12.5e9)
+    assert link("100:5").latency_s == pytest.approx(5e-6)
+
+
+@pytest.mark.parametrize("text", ["", "ethernet", "0", "-1", "nan", "inf", "10:", "10:-1", "1:2:3"])
+def test_another_link_is_one_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="link") as error:
+        link(text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_link_needs_to_know_what_a_token_takes() -> None:
+    with pytest.raises(ConfigError, match="kv_token_bytes"):
+        replace(pair(), link=Link(1.0))
+    with pytest.raises(ConfigError, match="KV bytes of a token: 0"):
+        shape(kv_token_bytes=0)

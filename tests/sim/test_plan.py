@@ -1,0 +1,299 @@
+"""The planner."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_tetri import cli
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.figures import Slo
+from vllm_tetri.sim.goodput import Demand, Goal, Score, highest_rate, prompts_only
+from vllm_tetri.sim.links import Link
+from vllm_tetri.sim.plan import plan
+from vllm_tetri.sim.plan_layout import Layout, Site, System
+from vllm_tetri.sim.plan_report import Price, plain, recommendation
+from vllm_tetri.sim.plan_values import Plan, Question
+from vllm_tetri.sim.profiles import Profile
+from vllm_tetri.types import StepCoefficients
+
+# Prompts disturb decodes a lot: 64 tokens take as long as ten steps.
+TOUCHY = StepCoefficients(0.01, 1e-4, 0.0, 0.0016, 0.0, confidence=1.0)
+# A step takes about the same with prompts and without: nothing is won by roles.
+CALM = StepCoefficients(0.05, 1e-3, 0.0, 1e-4, 0.0, confidence=1.0)
+
+TIGHT, LOOSE = Slo(0.6, 0.025), Slo(0.6, 0.12)
+
+
+def made(cost: StepCoefficients, **changes: Any) -> Profile:
+    return replace(Profile("test", cost, "made up", is_estimate=False), **changes)
+
+
+def question(cost: StepCoefficients, slo: Slo, **changes: Any) -> Question:
+    usual: dict[str, Any] = {
+        "profiles": (made(cost),),
+        "demand": Demand("lphd", ((100, 20),), least_requests=60),
+        "goal": Goal(slo),
+        "site": Site(None, 100, 0),
+        "devices": 3,
+    }
+    return Question(**{**usual, **changes})
+
+
+@pytest.fixture(scope="module")
+def touchy() -> Plan:
+    return plan(question(TOUCHY, TIGHT))
+
+
+@pytest.fixture(scope="module")
+def calm() -> Plan:
+    return plan(question(CALM, LOOSE))
+
+
+# -- goodput ---------------------------------------------------------------------------------
+
+
+def falling_at(limit: float, asked: list[float]) -> Callable[[float], Score]:
+    def scored(rate: float) -> Score:
+        asked.append(rate)
+        return Score(1.0, 0.0, 0.0) if rate <= limit else Score(0.5, 0.5, 0.0)
+
+    return scored
+
+
+@pytest.mark.parametrize("guess", [7.0, 1.0, 100.0, 6.9, 7.1])
+def test_the_highest_rate_is_found_from_any_guess(guess: float) -> None:
+    asked: list[float] = []
+
+    found = highest_rate(falling_at(7.0, asked), guess, 0.9)
+
+    assert found.rate == pytest.approx(7.0, rel=0.03)
+    assert found.rate <= 7.0
+    assert found.beyond.ttft_missed == 0.5
+    assert len(asked) < 15
+
+
+def test_where_nothing_is_in_time_the_rate_is_zero() -> None:
+    asked: list[float] = []
+
+    assert highest_rate(falling_at(-1.0, asked), 10.0, 0.9).rate == 0
+    assert len(asked) < 8
+
+
+def test_requests_at_another_rate_are_the_same_ones_closer_together() -> None:
+    demand = Demand("mixed", least_requests=50)
+
+    slow, fast = demand.asks(1.0, 0.0), demand.asks(4.0, 0.0)
+
+    assert len(slow) == len(fast) == 50
+    assert len(demand.asks(4.0, 100.0)) == 400
+    for one, other in zip(slow, fast, strict=True):
+        assert (one.prompt_tokens, one.output_tokens) == (other.prompt_tokens, other.output_tokens)
+        assert one.arrival_s == pytest.approx(4 * other.arrival_s)
+    assert {each.output_tokens for each in prompts_only(slow)} == {1}
+
+
+# -- plans -----------------------------------------------------------------------------------
+
+
+def test_handing_over_wins_where_prompts_disturb_decodes(touchy: Plan) -> None:
+    assert not touchy.best.layout.is_coupled
+    assert touchy.recommended is touchy.best
+    assert touchy.is_clear
+    assert touchy.margin > 0.2
+    assert touchy.rival is not None
+    assert touchy.rival.layout.is_coupled
+    assert recommendation(touchy)[0].startswith("Take ")
+
+
+def test_coupled_wins_where_nothing_disturbs_and_says_so(calm: Plan) -> None:
+    assert calm.recommended.layout.is_coupled
+    lines = recommendation(calm)
+    assert lines[0].startswith("Do not separate prefill and decode")
+    assert "simulated" in lines[-1]
+
+
+def test_the_ratio_follows_from_single_instances(touchy: Plan) -> None:
+    (single,) = touchy.singles
+    best = next(each for each in touchy.found if each.layout.system is System.SPLIT)
+
+    # Prompts take 0.17 s, a batch of answers much less: two of three compute prompts.
+    assert single.prefill.rate < single.decode.rate
+    assert best.layout.instances == "2P+1D"
+    assert best.goodput.rate <= 1.2 * min(2 * single.prefill.rate, single.decode.rate)
+
+
+def test_every_layout_uses_what_there_is(touchy: Plan) -> None:
+    assert {each.layout.num_devices for each in touchy.found} == {3}
+    assert {each.layout.system for each in touchy.found} == set(System)
+    assert len(touchy.best.rates) == 3
+    rates = [each.per_device for each in touchy.found]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_the_same_question_has_the_same_answer(touchy: Plan) -> None:
+    assert plan(touchy.question) == touchy
+
+
+def test_roles_that_win_by_luck_are_not_recommended(touchy: Plan) -> None:
+    assert touchy.rival is not None
+    lucky = replace(touchy.best, rates=(10.0, 8.0, 9.0))
+    steady = replace(touchy.rival, rates=(8.5, 8.6, 8.4))
+    close = replace(touchy, found=(lucky, steady), rival=steady)
+
+    assert close.best is lucky
+    assert close.recommended is steady
+    assert any("too little for the trouble" in line for line in recommendation(close))
+
+
+def test_for_a_rate_as_few_as_serve_it() -> None:
+    found = plan(question(CALM, LOOSE, devices=None, rate=12.0))
+
+    single = max(each.whole_rate for each in found.singles)
+    assert found.best.rate >= 12 * 0.97
+    assert 12 / single * 0.9 <= found.best.devices <= 12 / single * 1.2 + 1
+    assert all(each.devices >= found.best.devices for each in found.found)
+
+
+def test_what_cannot_serve_is_an_error_that_says_why() -> None:
+    slow = made(replace(TOUCHY, base_s=0.5), name="slow")
+    small = made(TOUCHY, name="small", kv_tokens=64)
+    wide = made(TOUCHY, name="wide", num_devices=8)
+
+    with pytest.raises(ConfigError) as error:
+        plan(question(TOUCHY, TIGHT, profiles=(slow, small, wide)))
+
+    assert str(error.value).split("; ") == [
+        "slow: a request alone takes 500 ms per token",
+        "small: its KV pool holds 64 tokens, a request may have 120",
+        "wide: an instance takes 8 GPUs",
+    ]
+    with pytest.raises(ConfigError, match="0% of the prompts are computed within"):
+        plan(question(TOUCHY, Slo(0.1, 1.0)))
+
+
+def test_questions_that_make_no_sense_are_errors() -> None:
+    slo = Slo(1.0, 0.1)
+    with pytest.raises(ConfigError, match="either how many GPUs"):
+        question(CALM, slo, rate=1.0)
+    with pytest.raises(ConfigError, match="0 GPUs"):
+        question(CALM, slo, devices=0)
+    with pytest.raises(ConfigError, match="rate of 0"):
+        question(CALM, slo, devices=None, rate=0.0)
+    with pytest.raises(ConfigError, match="attainment"):
+        Goal(slo, 0.0)
+
+
+def test_a_price_is_per_gpu_and_token(touchy: Plan) -> None:
+    price = Price(2.0)
+
+    row = plain(touchy, price)["recommended"]
+
+    assert row["price_per_hour"] == 6.0
+    tokens_an_hour = touchy.recommended.rate * 20 * 3600
+    assert row["price_per_million_answer_tokens"] == pytest.approx(6e6 / tokens_an_hour)
+    assert "price_per_hour" not in plain(touchy, Price(None))["recommended"]
+
+
+def test_links_count_where_kv_bytes_are_known() -> None:
+    site = Site(Link(1e9), 100, 0)
+    layout = Layout(System.SPLIT, made(CALM, kv_token_bytes=1000), 1, 1, 0, 512)
+
+    assert site.setting(layout).link == Link(1e9)
+    unknown = replace(layout, profile=made(CALM))
+    assert site.setting(unknown).link is None
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> list[str]:
+    profile = tmp_path / "mine.json"
+    values = dict.fromkeys(("token_s", "context_s"), 0.0)
+    values |= {"base_s": 0.05, "request_s": 2e-3, "prompt_s": 1e-4, "version": 1}
+    profile.write_text(json.dumps(values))
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("ContextTokens,GeneratedTokens\n50,5\n60,6\n")
+    return ["sim", "plan", "--profile", str(profile), "--trace", str(lengths), "--requests", "40"]
+
+
+PROMISE = ["--ttft", "0.5", "--tpot", "0.1"]
+
+
+def test_the_command_prints_a_table_and_advice(
+    measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*measured, *PROMISE, "--gpus", "2", "--price", "3"]) == 0
+
+    out = capsys.readouterr().out
+    assert "split 1P+1D" in out
+    assert "stock vLLM 2B" in out
+    assert "6.00" in out
+    assert re.search(r"^(Take|Do not separate) ", out, re.MULTILINE)
+    assert "All of this is simulated" in out
+    assert "estimate" not in out
+
+
+def test_the_command_speaks_json_and_names_estimates(
+    touchy: Plan,
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    layout = touchy.best.layout
+    guessed = replace(layout, profile=replace(layout.profile, is_estimate=True))
+    best = replace(touchy.best, layout=guessed)
+    singles = tuple(replace(each, profile=guessed.profile) for each in touchy.singles)
+    answer = replace(touchy, singles=singles, found=(best, *touchy.found[1:]))
+    monkeypatch.setattr("vllm_tetri.sim.plan_command.plan", lambda *_: answer)
+
+    assert cli.main([*measured, *PROMISE, "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert told["simulated"]
+    assert told["estimate"]
+    assert told["recommended"]["devices"] == 3
+    assert told["recommended"]["goodput"] == best.rate
+    assert "measured nowhere" in told["why"][-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*PROMISE],
+        [*PROMISE, "--model", "llama-3-8b"],
+        [*PROMISE, "--model", "llama-3-8b", "--gpu", "h100", "--profile", "smollm2-1core"],
+        [*PROMISE, "--model", "llama-3-70b", "--gpu", "h100", "--gpus", "1"],
+        [*PROMISE, "--model", "llama-3-8b", "--gpu", "h100", "--parallel", "3"],
+        [*PROMISE, "--profile", "smollm2-1core", "--gpus", "0"],
+        [*PROMISE, "--profile", "smollm2-1core", "--gpus", "2", "--rate", "1"],
+        [*PROMISE, "--profile", "smollm2-1core", "--kind", "heavy"],
+        [*PROMISE, "--profile", "smollm2-1core", "--trace", "none.csv"],
+        [*PROMISE, "--profile", "smollm2-1core", "--link", "wet string"],
+        [*PROMISE, "--profile", "smollm2-1core", "--price", "0"],
+        [*PROMISE, "--profile", "smollm2-1core", "--requests", "0"],
+        [*PROMISE, "--profile", "smollm2-1core", "--attainment", "2"],
+        ["--ttft", "0", "--tpot", "1", "--profile", "smollm2-1core"],
+        ["--ttft", "1", "--tpot", "0.001", "--profile", "smollm2-1core"],
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sim", "plan", *words]) == 2
+
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interrupted_plan_says_130(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Plan:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_tetri.sim.plan_command.plan", interrupted)
+
+    assert cli.main([*measured, *PROMISE]) == 130

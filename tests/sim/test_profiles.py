@@ -1,0 +1,179 @@
+"""What the simulator knows of devices and models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, astuple, replace
+from pathlib import Path
+
+import pytest
+
+from vllm_tetri import cli
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim import opt13b
+from vllm_tetri.sim.profiles import PROFILES, profile
+from vllm_tetri.sim.step_cost import Roofline, linear
+from vllm_tetri.types import StepCoefficients
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_a_profile_says_where_it_comes_from() -> None:
+    assert not profile("smollm2-1core").is_estimate
+    assert "measured" in profile("smollm2-1core").source
+    for name in ("estimate-h100-8b", "opt-13b-2xv100", "roofline:qwen2.5-7b:a100"):
+        assert profile(name).is_estimate
+        assert "estimate" in profile(name).source
+
+
+def test_a_roofline_is_made_of_its_name() -> None:
+    known = profile("roofline:llama-3-70b:h100:4")
+
+    assert isinstance(known.cost, Roofline)
+    assert known.num_devices == 4
+    assert known.kv_token_bytes == 327_680
+    assert known.kv_blocks(16) == known.kv_tokens // 16  # type: ignore[operator]
+    assert known.cost.step_s(1, 0, 0, 0) > profile("roofline:llama-3-8b:h100").cost.step_s(
+        1, 0, 0, 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h200", "there are smollm2-1core"),
+        ("roofline:llama-3-8b", "write roofline:MODEL:GPU"),
+        ("roofline:llama-3-8b:tpu", "no GPU 'tpu'"),
+        ("roofline:gpt-5:h100", "no model 'gpt-5'"),
+        ("roofline:llama-3-70b:v100", "too many for 1 v100-32g"),
+        ("roofline:llama-3-8b:h100:5", "not to be cut into 5"),
+        ("none.json", "No such file"),
+    ],
+)
+def test_a_profile_that_is_not_there_is_an_error(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        profile(name)
+    assert "\n" not in str(error.value)
+
+
+# -- files ---------------------------------------------------------------------------------
+
+
+def written(tmp_path: Path, **changes: object) -> str:
+    values = asdict(linear(PROFILES["smollm2-1core"].cost))
+    del values["confidence"]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"version": 1, **values, **changes}))
+    return str(path)
+
+
+def test_a_profile_comes_from_a_file(tmp_path: Path) -> None:
+    found = profile(written(tmp_path))
+
+    assert found.cost == profile("smollm2-1core").cost
+    assert (found.kv_tokens, found.kv_token_bytes, found.num_devices) == (None, None, 1)
+    assert not found.is_estimate
+
+
+def test_a_file_may_tell_of_kv(tmp_path: Path) -> None:
+    found = profile(written(tmp_path, kv_tokens=1000, kv_token_bytes=23_040))
+
+    assert (found.kv_tokens, found.kv_token_bytes) == (1000, 23_040)
+    assert found.kv_blocks(16) == 62
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "version 2; this is for 1"),
+        ({"version": 2, "another_s": 1}, "version 2; this is for 1"),
+        ({"version": "1"}, "version '1'"),
+        ({"base_s": -1}, "base_s is -1"),
+        ({"base_s": "fast"}, "base_s is 'fast'"),
+        ({"base_s": True}, "base_s is True"),
+        ({"prompt_s": float("nan")}, "prompt_s is nan"),
+        ({"more": 1}, "write an object"),
+        ({"base_s": 0, "request_s": 0}, "no time"),
+        ({"kv_tokens": 0}, "kv_tokens is 0"),
+        ({"kv_token_bytes": 2.5}, "kv_token_bytes is 2.5"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_error(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        profile(written(tmp_path, **changes))
+    assert "\n" not in str(error.value)
+
+
+# -- the paper's device ----------------------------------------------------------------------
+
+
+def test_the_papers_profile_is_what_the_fit_finds() -> None:
+    fitted = astuple(opt13b.fit())
+
+    assert astuple(opt13b.COST) == pytest.approx(fitted, rel=0.005)
+    assert profile("opt-13b-2xv100").cost is opt13b.COST
+
+
+def test_the_papers_profile_is_near_what_the_paper_states() -> None:
+    off = {each.words: each.deviation(opt13b.COST) for each in opt13b.STATEMENTS if each.is_fitted}
+
+    assert len(off) >= 7
+    assert max(abs(each) for each in off.values()) < 0.15
+
+
+def test_no_near_proportions_are_closer_to_the_statements() -> None:
+    def error(cost: StepCoefficients) -> float:
+        fitted = [each for each in opt13b.STATEMENTS if each.is_fitted]
+        return sum(opt13b.residual(each, cost) ** 2 for each in fitted)
+
+    best = opt13b.fit()
+    for name in ("request_s", "token_s", "prompt_s"):
+        for factor in (0.95, 1.05):
+            other = replace(best, **{name: getattr(best, name) * factor})
+            assert error(other) > error(best)
+
+
+def test_the_papers_pool_is_memory_less_weights() -> None:
+    known = profile("opt-13b-2xv100")
+
+    assert known.kv_token_bytes == 819_200
+    assert known.num_devices == 2
+    # 0.9 of two times 32 GiB, less 25.7 GB of weights.
+    assert known.kv_tokens == pytest.approx((0.9 * 64 * 2**30 - 25.7e9) / 819_200, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["opt-13b-2xv100", "roofline:llama-3-8b:h100"])
+def test_tables_in_the_documents_are_what_the_command_prints(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sim", "profile", name]) == 0
+
+    printed = capsys.readouterr().out
+    text = (DOCS / "profiles.md").read_text(encoding="utf-8")
+    tables = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len(tables) > 10
+    assert [line for line in tables if line not in text] == []
+
+
+# -- in the simulator ------------------------------------------------------------------------
+
+
+def test_an_estimate_is_called_so_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--requests", "10"]
+
+    assert cli.main(["sim", "--profile", "roofline:llama-3-8b:h100", *few]) == 0
+    assert "an estimate from data sheets" in capsys.readouterr().out.replace("\n", " ")
+    assert cli.main(["sim", *few]) == 0
+    assert "estimate" not in capsys.readouterr().out
+
+
+def test_the_pool_is_that_of_the_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--profile", written(tmp_path, kv_tokens=160), "--requests", "10"]
+
+    assert cli.main(["sim", *small]) == 2
+    assert "10 blocks of 16 tokens" in capsys.readouterr().err
+    assert cli.main(["sim", *small, "--kv-blocks", "4096"]) == 0

@@ -1,0 +1,154 @@
+"""Requests out of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.trace import Recorded, read_lengths, read_trace, replay
+from vllm_tetri.sim.workload import draw
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-17 00:15:50.9951690,879,55
+"""
+MOONCAKE = """{"timestamp": 500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1]}
+{"timestamp": 500, "input_length": 7322, "output_length": 490, "hash_ids": []}
+
+{"timestamp": 3536, "input_length": 22, "output_length": 1}
+"""
+
+
+def written(tmp_path: Path, text: str, suffix: str = ".csv") -> Path:
+    path = tmp_path / f"trace{suffix}"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_azure_trace_has_dates(tmp_path: Path) -> None:
+    first, second, third = read_trace(written(tmp_path, AZURE))
+
+    assert first == Recorded(0.0, 374, 44)
+    assert second[0] == pytest.approx(4.314579, abs=2e-6)
+    assert third[0] == pytest.approx(second[0] + 6 * 3600, abs=2e-6)
+    assert third[1:] == (879, 55)
+
+
+@pytest.mark.parametrize(
+    "times", [("7.5", "9"), ("2024-05-10T00:00:00+00:00", "2024-05-10 00:00:01.5Z")]
+)
+def test_times_may_be_seconds_or_have_a_zone(tmp_path: Path, times: tuple[str, str]) -> None:
+    text = "GeneratedTokens,TIMESTAMP,ContextTokens,x\n" + "".join(f"3,{at},4,y\n" for at in times)
+
+    assert read_trace(written(tmp_path, text)) == [(0.0, 4, 3), (1.5, 4, 3)]
+
+
+def test_a_mooncake_trace_has_milliseconds(tmp_path: Path) -> None:
+    found = read_trace(written(tmp_path, MOONCAKE, ".jsonl"))
+
+    assert found == [(0.0, 6758, 500), (0.0, 7322, 490), (pytest.approx(3.036), 22, 1)]
+
+
+def test_a_trace_is_replayed_at_its_times_or_quicker(tmp_path: Path) -> None:
+    recorded = [Recorded(0.0, 5, 6), Recorded(3.0, 7, 250), Recorded(4.0, 9, 10)]
+
+    asks = replay(recorded)
+    quick = replay(recorded, speed=2.0, most=2)
+
+    assert [(each.id, each.arrival_s, each.prompt_tokens) for each in asks] == [
+        (0, 0.0, 5),
+        (1, 3.0, 7),
+        (2, 4.0, 9),
+    ]
+    assert [each.arrival_s for each in quick] == [0.0, 1.5]
+    assert [each.predicted.bucket for each in asks if each.predicted] == [0, 1, 0]
+    assert [each.predicted for each in quick] == [each.predicted for each in asks[:2]]
+
+
+CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        ("", ".csv", "line 1: no column TIMESTAMP and no ContextTokens and no Gen"),
+        ("TIMESTAMP,ContextTokens\n", ".csv", "line 1: no column GeneratedTokens"),
+        (CSV, ".csv", "holds no requests"),
+        (CSV + "1,5,0\n", ".csv", "line 2: .*no lengths"),
+        (CSV + "1,5,5\n2,-3,5\n", ".csv", "line 3: .*no lengths"),
+        (CSV + "1,5,2.5\n", ".csv", "line 2: .*no lengths"),
+        (CSV + f"1,5,{'9' * 5000}\n", ".csv", "line 2: .*no lengths"),
+        (CSV + "1,5\n", ".csv", "line 2: .*no lengths"),
+        (CSV + "monday,5,5\n", ".csv", "line 2: 'monday' is no time"),
+        (CSV + "nan,5,5\n", ".csv", "line 2: 'nan' is no time"),
+        (CSV + "2,5,5\n3,5,5\n2.5,5,5\n", ".csv", "line 4: it is earlier"),
+        ("", ".jsonl", "holds no requests"),
+        ("[1]\n", ".jsonl", "line 1: no timestamp and no input_length"),
+        ('{"timestamp": 1, "input_length": 3}\n', ".jsonl", "line 1: no output_length"),
+        ("{\n", ".jsonl", "line 1: no JSON"),
+        (
+            MOONCAKE + '{"timestamp": 1, "input_length": 3, "output_length": 1}\n',
+            ".jsonl",
+            "line 5",
+        ),
+        ('{"timestamp": null, "input_length": 3, "output_length": 1}', ".jsonl", "null.*no time"),
+        ('{"timestamp": 1, "input_length": true, "output_length": 1}', ".jsonl", "no lengths"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', ".jsonl", "no lengths"),
+        ("x", ".txt", r"\*.csv or \*.jsonl"),
+    ],
+)
+def test_a_wrong_trace_is_one_line_that_says_where(
+    tmp_path: Path, text: str, suffix: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        read_trace(written(tmp_path, text, suffix))
+    assert "\n" not in str(error.value)
+
+
+def test_a_trace_that_is_not_there_or_no_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_trace(tmp_path / "none.csv")
+    path = tmp_path / "bytes.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="utf-8"):
+        read_trace(path)
+
+
+def test_numbers_that_make_no_sense_are_errors() -> None:
+    recorded = [Recorded(0.0, 5, 6)]
+    with pytest.raises(ConfigError, match="above 0"):
+        replay(recorded, speed=0.0)
+    with pytest.raises(ConfigError, match="at least 1"):
+        replay(recorded, most=0)
+    with pytest.raises(ConfigError, match="accuracy"):
+        replay(recorded, accuracy=2.0)
+
+
+# -- only lengths ------------------------------------------------------------------------
+
+
+def test_lengths_come_from_a_file(tmp_path: Path) -> None:
+    path = written(tmp_path, CSV + "x,70,8\ny,900,33\n")
+
+    known = read_lengths(path)
+    asks = draw("mixed", 100, 1.0, seed=0, known=known)
+
+    assert known == [(70, 8), (900, 33)]
+    assert {(each.prompt_tokens, each.output_tokens) for each in asks} == set(known)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", "no column ContextTokens and no GeneratedTokens"),
+        ("ContextTokens,GeneratedTokens\n", "no lengths"),
+        ("ContextTokens,GeneratedTokens\n5,0\n", "line 2"),
+        ("ContextTokens,GeneratedTokens\n5\n", "line 2"),
+    ],
+)
+def test_a_file_without_lengths_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_lengths(written(tmp_path, text))
