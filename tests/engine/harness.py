@@ -48,31 +48,46 @@ LAYERS = 2
 PAGE = 64  # bytes that stand for one token of one layer
 
 
-def vllm_config(folder: Path, role: Role, **options: Any) -> Any:
-    """A real VllmConfig for a model that exists only as a config.json."""
+def vllm_config(
+    folder: Path, role: Role, *, args: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """A real VllmConfig for a model that exists only as a config.json.
+
+    Args:
+        args: For vLLM, instead of those here.
+        options: For us.
+    """
     (folder / "config.json").write_text(json.dumps(LLAMA))
     # At that address nobody listens: no cluster on this machine shall see it.
     own = {"instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",)}
     tetri = TetriConfig(role=role, **{**own, **options})
+    usual = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
     return EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
         enforce_eager=True,
         block_size=BLOCK,
-        max_model_len=1024,
-        max_num_batched_tokens=1024,
-        max_num_seqs=64,
         scheduler_cls=roles.SCHEDULER,
         distributed_executor_backend=roles.EXECUTOR,
         kv_transfer_config=roles._kv_transfer_config(tetri),
+        **usual | (args or {}),
     ).create_engine_config()
 
 
 class Engine:
     """One instance without a model. `close` it."""
 
-    def __init__(self, folder: Path, role: Role, *, num_blocks: int = 64, **options: Any) -> None:
-        self.config = vllm_config(folder, role, **options)
+    def __init__(
+        self,
+        folder: Path,
+        role: Role,
+        *,
+        num_blocks: int = 64,
+        page: int = PAGE,
+        args: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = vllm_config(folder, role, args=args, **options)
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
         )
@@ -82,7 +97,7 @@ class Engine:
             kv_cache_groups=[KVCacheGroupSpec([f"layer{i}" for i in range(LAYERS)], spec)],
         )
         self.caches = [
-            torch.zeros((num_blocks, BLOCK, PAGE), dtype=torch.uint8) for _ in range(LAYERS)
+            torch.zeros((num_blocks, BLOCK, page), dtype=torch.uint8) for _ in range(LAYERS)
         ]
         self.config.cache_config.num_gpu_blocks = num_blocks
         with set_current_vllm_config(self.config):
@@ -155,6 +170,12 @@ class Engine:
 
     def step(self) -> Any:
         """One engine step; returns the scheduler output."""
+        output, kv_output = self.begin()
+        self.update(output, kv_output)
+        return output
+
+    def begin(self) -> tuple[Any, KVConnectorOutput]:
+        """A step until its results are there, of which the scheduler does not know yet."""
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
         assert isinstance(meta, StepMeta)
@@ -173,8 +194,7 @@ class Engine:
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
-        self._update(output, kv_output)
-        return output
+        return output, kv_output
 
     def _forward(self, output: Any) -> None:
         """Write a mark for every token computed in this step."""
@@ -204,13 +224,18 @@ class Engine:
             for layer, cache in enumerate(self.caches)
         )
 
-    def _update(self, output: Any, kv_output: KVConnectorOutput) -> None:
+    def sample(self, request: Request) -> int:
+        """The next token of a request."""
+        return 7
+
+    def update(self, output: Any, kv_output: KVConnectorOutput) -> None:
+        """Tell the scheduler the results of a step."""
         sampled = []
         ids = list(output.num_scheduled_tokens)
         for request_id in ids:
             request = self.scheduler.requests[request_id]
             is_complete = request.num_computed_tokens >= request.num_tokens
-            sampled.append([7] if is_complete else [])
+            sampled.append([self.sample(request)] if is_complete else [])
         runner_output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},

@@ -1,0 +1,299 @@
+"""Real schedulers, connectors and the router's choice, played in virtual time.
+
+Everything decides as it does in a cluster, and KV really travels. Only what a step takes and
+when things come is set: the former by `base_s` of an instance, the latter by the script.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conformance.engines import StockEngine, TetriEngine
+from vllm_tetri.control.views import Picture
+from vllm_tetri.engine import scheduler as engine_scheduler
+from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, from_params, to_params
+from vllm_tetri.policy.route import Split, Whole
+from vllm_tetri.router import scheduler as router_scheduler
+from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.sim.log import Decision, Dispatched, Log, Routed, Step
+from vllm_tetri.sim.loop import Loop
+from vllm_tetri.sim.setting import Place, Setting
+from vllm_tetri.sim.workload import Ask
+from vllm_tetri.transport.native import SlotState
+from vllm_tetri.types import (
+    ClusterView,
+    InstanceId,
+    InstanceLoad,
+    InstanceState,
+    InstanceView,
+    RequestId,
+    TransferId,
+)
+
+At = Callable[[float, Callable[[float], None]], None]
+"""Calls at a time, with it."""
+
+_ARRIVES_S = 20.0
+_EMPTY_STEPS = 3  # an engine makes up for one that came to nothing
+
+
+class Clock:
+    """What the schedulers take for `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Played:
+    """One engine: it is idle or in a step."""
+
+    def __init__(
+        self, place: Place, engine: Any, at: At, log: Log, stepped: Callable[[Played, float], None]
+    ) -> None:
+        self.place, self.engine = place, engine
+        self._at, self._log, self._stepped = at, log, stepped
+        self._incoming: deque[Callable[[], None]] = deque()
+        self._step: Any = None
+        self._num_steps = 0
+        self._lost: list[int] = []  # since the last step
+        self._away: set[str] = set()  # lost their blocks and wait
+        self._again: set[str] = set()  # compute what they lost
+        preempt = engine.scheduler._preempt_request
+
+        def tell(request: Any, *args: Any, **options: Any) -> None:
+            self._lost.append(int(request.request_id))
+            self._away.add(request.request_id)
+            preempt(request, *args, **options)
+
+        engine.scheduler._preempt_request = tell
+
+    @property
+    def is_idle(self) -> bool:
+        return self._step is None
+
+    def submit(self, now: float, enter: Callable[[], None]) -> None:
+        """A request comes; the engine takes it between two steps."""
+        self._incoming.append(enter)
+        self.wake(now)
+
+    def wake(self, now: float) -> None:
+        """Begin a step if there is something to compute."""
+        if self._step is not None:
+            return
+        while self._incoming:
+            self._incoming.popleft()()
+        for _ in range(_EMPTY_STEPS):
+            if not self.engine.scheduler.has_requests() and not self.engine.is_sending:
+                return
+            output, results = self.engine.begin()
+            if output.total_num_scheduled_tokens:
+                self._tell(output)
+                self._step = (output, results)
+                self._at(now + self.place.shape.cost.step_s(0, 0, 0, 0), self._end)
+                return
+            self.engine.update(output, results)
+
+    def _end(self, now: float) -> None:
+        step, self._step = self._step, None
+        self.engine.update(*step)
+        self._stepped(self, now)
+        self.wake(now)
+
+    def _tell(self, output: Any) -> None:
+        self._num_steps += 1
+        prompts, decodes = [], []
+        for name, tokens in output.num_scheduled_tokens.items():
+            if self._is_decode(name, tokens):
+                decodes.append(int(name))
+            else:
+                prompts.append((int(name), tokens))
+        lost, self._lost = tuple(self._lost), []
+        self._log(Step(self.place.id, self._num_steps, tuple(prompts), tuple(decodes), lost))
+
+    def _is_decode(self, name: str, tokens: int) -> bool:
+        """Whether only its next token is missing, and not what it had once."""
+        request = self.engine.scheduler.requests[name]
+        was_away = name in self._away
+        self._away.discard(name)
+        is_last = request.num_computed_tokens >= request.num_tokens
+        if name in self._again:
+            if is_last:
+                self._again.discard(name)
+            return False
+        is_decode = tokens == 1 and is_last and request.num_output_tokens > 0
+        if was_away and not is_decode and not is_last:
+            self._again.add(name)
+        return is_decode
+
+
+class Play:
+    """A cluster of them, one script long."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        asks: Sequence[Ask],
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+    ) -> None:
+        self.decisions: list[Decision] = []
+        self.loads: list[dict[InstanceId, InstanceLoad]] = []  # as they were reported
+        self._setting, self._asks = setting, asks
+        self._by_name = {str(ask.id): ask for ask in asks}
+        self._folder = folder
+        self._loop, self._clock = Loop(), Clock()
+        for module in (engine_scheduler, router_scheduler):
+            patch.setattr(module, "time", self._clock)
+        patch.setattr(engine_scheduler, "ARRIVAL_WAIT_S", 0.0)
+        patch.setenv("TETRI_CACHE", str(folder / "cache"))
+        self._played = {place.id: self._play(place) for place in setting.instances}
+        self._view, self._view_s = ClusterView(), 0.0
+        self._router = GlobalScheduler("tcp://127.0.0.1:0")
+        self._router.monitor.view = self._seen  # type: ignore[method-assign]
+
+    def _play(self, place: Place) -> Played:
+        kind = TetriEngine if place.shape.can_hand_over else StockEngine
+        engine: Any = kind(self._folder, self._setting, place, self._by_name)
+        if isinstance(engine, TetriEngine):
+            dispatcher = engine.instance._dispatcher
+            dispatcher._rng = Random(f"{self._setting.seed} {place.id}")
+            dispatcher._clock = self._clock.monotonic
+            engine.instance.outbox._announce = self._announced
+            engine.instance.outbox._tell_decode = _nothing
+        return Played(place, engine, self._at, self.decisions.append, self._stepped)
+
+    def run(self) -> None:
+        """From the first arrival to the last token."""
+        try:
+            self._at(0.0, self._report)
+            for ask in self._asks:
+                self._at(ask.arrival_s, partial(self._arrive, ask))
+            self._loop.run()
+            for each in self._played.values():
+                assert not each.engine.scheduler.requests, f"{each.place.id} keeps requests"
+        finally:
+            for each in self._played.values():
+                each.engine.close()
+
+    def _at(self, time_s: float, call: Callable[[float], None]) -> None:
+        def on_time(now: float) -> None:
+            self._clock.now = now
+            call(now)
+
+        self._loop.at(time_s, on_time)
+
+    # -- the router ------------------------------------------------------------------
+
+    def _seen(self) -> ClusterView:
+        age_s = self._clock.now - self._view_s
+        views = tuple(
+            InstanceView(each.info, each.state, each.load, age_s, each.seq)
+            for each in self._view.instances
+        )
+        return ClusterView("test", self._view.seq, views)
+
+    def _arrive(self, ask: Ask, now: float) -> None:
+        name, tokens = str(ask.id), prompt_of(ask)
+        if isinstance(next(iter(self._played.values())).engine, StockEngine):
+            (only,) = self._played.values()
+            self.decisions.append(Routed(ask.id, only.place.id, False))
+            only.submit(now, partial(only.engine.enter, name, tokens))
+            return
+        (model,) = {each.info.models[0] for each in self._view.instances}
+        call = SimpleNamespace(model=model, approx_tokens=ask.prompt_tokens, request_id=name)
+        route = self._router._route(call, True, frozenset(), frozenset())  # type: ignore[arg-type]
+        assert isinstance(route, Split | Whole)
+        first = route.prefill if isinstance(route, Split) else route.instance
+        self._router._submitted(first, ask.prompt_tokens)
+        self.decisions.append(Routed(ask.id, first, isinstance(route, Split)))
+        leg = PrefillLeg(TransferId(f"t{name}"), RequestId(name))
+        params = to_params(leg) if isinstance(route, Split) else None
+        played = self._played[first]
+        played.submit(now, partial(played.engine.enter, name, tokens, params))
+
+    def _report(self, now: float) -> None:
+        engines = {name: each.engine for name, each in self._played.items()}
+        if any(isinstance(engine, StockEngine) for engine in engines.values()):
+            return
+        loads = {name: engine.instance._read_load() for name, engine in engines.items()}
+        self.loads.append(loads)
+        views = tuple(
+            InstanceView(engine.info, InstanceState.READY, loads[name], 0.0, len(self.loads))
+            for name, engine in engines.items()
+        )
+        self._view, self._view_s = ClusterView("test", len(self.loads), views), now
+        period_s, picture = self._setting.report_period_s, Picture(self._view, now)
+        if not now:
+            self._broadcast(picture, now)
+        else:
+            self._at(now + period_s / 2, partial(self._broadcast, picture))
+        if not now or len(self._loop) > 1:  # the broadcast is one of them
+            self._at(now + period_s, self._report)
+
+    def _broadcast(self, picture: Picture, now: float) -> None:
+        for each in self._played.values():
+            each.engine.instance._agent.picture = lambda: picture
+
+    # -- between instances --------------------------------------------------------------
+
+    def _announced(self, request: Any, leg: PrefillLeg, dispatch: Any, opening: Any) -> None:
+        if opening is None:
+            self.decisions.append(Dispatched(int(leg.request), dispatch.instance))
+
+    def _stepped(self, played: Played, now: float) -> None:
+        """Hand over what a step has finished: the second leg comes at once, the KV and the
+        first token after the time that the script says."""
+        if not isinstance(played.engine, TetriEngine):
+            return
+        finished, played.engine.finished = played.engine.finished, {}
+        for name, params in finished.items():
+            answer = from_params(params)
+            if isinstance(answer, Prefilled) and answer.is_final:
+                self._cancel(TransferId(f"t{name}"))
+            elif isinstance(answer, Prefilled):
+                decode, tokens = self._played[answer.decode], prompt_of(self._by_name[name])
+                leg = DecodeLeg(
+                    answer.transfer, answer.digest, predicted=answer.predicted, is_early=True
+                )
+                decode.submit(now, partial(decode.engine.enter, name, tokens, to_params(leg)))
+                hand_over = partial(self._hand_over, played, name, answer)
+                self._at(now + self._setting.handover_base_s, hand_over)
+
+    def _cancel(self, transfer: TransferId) -> None:
+        """The router tells instances that nobody wants the KV of a request."""
+        for each in self._played.values():
+            each.engine.instance._cancel(transfer)
+
+    def _hand_over(self, prefill: Played, name: str, answer: Prefilled, now: float) -> None:
+        decode = self._played[answer.decode]
+        receiver = decode.engine.instance._receiver
+        deadline = time.monotonic() + _ARRIVES_S
+        while (slot := receiver.find(answer.transfer)) is None or slot.state is SlotState.FILLING:
+            assert time.monotonic() < deadline, f"KV of {name} does not arrive"
+            time.sleep(0.0005)
+        while prefill.is_idle and name in prefill.engine.instance.outbox:
+            assert time.monotonic() < deadline, f"blocks of {name} are not freed"
+            prefill.wake(now)
+        decode.engine.instance.inbox._given[answer.transfer] = answer.given
+        decode.wake(now)
+
+
+def _nothing(*args: Any) -> None:
+    """The script says when the first token comes."""
+
+
+def prompt_of(ask: Ask) -> list[int]:
+    """Its tokens."""
+    return Random(ask.id).choices(range(10, 120), k=ask.prompt_tokens)
