@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check test-python test-native bench predictor clean
+.PHONY: help install demo test check test-python test-native bench bench-quick predictor clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,9 @@ test-native: install ## C++ tests: plain, ASan with UBSan, TSan
 
 bench: install ## KV transfer beside memcpy and plain sockets
 	@$(BIN)/vllm-tetri bench transfer
+
+bench-quick: install ## every experiment in small, and a report: a quarter of an hour on two cores
+	@.ci/bench-quick
 
 predictor: install ## a length predictor for the demo's model, from PROMPTS="FILES": hours
 	@PROMPTS="$(PROMPTS)" .ci/predictor
