@@ -150,7 +150,7 @@ def _orders() -> list[Ask]:
     made = []
     for source, stock in ((_SIMULATED, "vllm-2023"), (_MEASURED, "stock")):
         made += [
-            Ask("e2 chunked", source, "ttft_mean_s", QUEUE, "fcfs", "", stock),
+            Ask("e2 chunked", source, "prefill_s", QUEUE, "fcfs", "", stock),
             Ask("e2 sjf", source, "waiting_s", QUEUE, "sjf 16", "", "fcfs"),
             Ask("e2 batch", source, "ttft_mean_s", QUEUE, "sjf 128", "", "sjf 16"),
         ]
@@ -239,9 +239,11 @@ def _others() -> list[Ask]:
         for role in ("prefill", "decode")
     ]
     for ratio_name in ("1P1D", "2P1D"):
-        made.append(
-            Ask(f"e12 {ratio_name}", _SIMULATED, "goodput", ratio_name, "distserve", "", "vllm")
-        )
+        made += [
+            Ask(f"e12 {ratio_name}", _SIMULATED, "goodput", ratio_name, "distserve", "", base,
+                f"to {base}")
+            for base in ("vllm-2023", "vllm")
+        ]  # fmt: skip
     for system in ("split", "adaptive"):
         made.append(
             Ask(

@@ -40,7 +40,10 @@ def _order(_: Path, raw: Raw) -> list[Value | None]:
             ttft_s = [fmean(turn["ttft_s"]) for turn in turns]
             waiting_s = [fmean(turn["waiting_s"]) for turn in turns]
             total_s = [turn["total_s"] for turn in turns]
+            # What is not waiting: a prompt's own steps, and others in them.
+            prefill_s = [ttft - waiting for ttft, waiting in zip(ttft_s, waiting_s, strict=True)]
             found += [
+                value("e2", group, system, "prefill_s", prefill_s),
                 value("e2", group, system, "ttft_mean_s", ttft_s),
                 value("e2", group, system, "waiting_s", waiting_s),
                 value("e2", group, system, "total_s", total_s),
