@@ -140,7 +140,7 @@ class Dispatcher:
             self._sites.renew(picture.view, picture.at_s)
             known = (self._sites.by_id.get(name) for name in self._peers.able)
             able = [site for site in known if site is not None]
-            self._candidates = Candidates(able, _USUAL, self._rng)
+            self._candidates = Candidates(able, _USUAL, self._rng, is_alone=False)
         return self._candidates
 
     def _has_room(self, site: Site, need: Need) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from random import Random
 
@@ -95,6 +96,7 @@ class Candidates:
         rng: Source of probes.
         spares_prefill: Whether prefill instances are kept free of answers.
         spares_decode: Whether decode instances are kept free of prompts.
+        is_alone: Whether nobody else decides by the same view.
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class Candidates:
         *,
         spares_prefill: bool = True,
         spares_decode: bool = False,
+        is_alone: bool = True,
     ) -> None:
         self._rng = rng
+        self._is_alone = is_alone
         self._all = sites
         self._prompts = [
             site for site in sites if site.role is not Role.DECODE or not spares_decode
@@ -121,28 +125,35 @@ class Candidates:
 
     def prompts(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where a prompt may go."""
-        rng = self._rng
-        return some_of(self._prompts, taken, rng) or some_of(self._all, taken, rng)
+        return self._some_of(self._prompts, taken)
 
     def answers(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where an answer may go."""
-        rng = self._rng
-        return some_of(self._answers, taken, rng) or some_of(self._all, taken, rng)
+        return self._some_of(self._answers, taken)
+
+    def _some_of(self, sites: Sequence[Site], taken: Collection[InstanceId]) -> list[Site]:
+        for each in (sites, self._all):
+            found = some_of(each, taken, self._rng, is_alone=self._is_alone)
+            if found:
+                return found
+        return []
 
 
-def some_of(ordered: Sequence[Site], taken: Collection[InstanceId], rng: Random) -> list[Site]:
-    """Of few sites all, of many the first ones and some at random."""
+def some_of(
+    ordered: Sequence[Site], taken: Collection[InstanceId], rng: Random, *, is_alone: bool
+) -> list[Site]:
+    """Of few sites all, of many the first ones and some at random. Who decides by the same
+    view as others takes only random ones: the first would be the first for all of them."""
     if len(ordered) <= _ALL:
         return [site for site in ordered if site.id not in taken]
-    found = []
-    for site in ordered:
-        if site.id not in taken:
+    found: list[Site] = []
+    if is_alone:
+        found = list(islice((site for site in ordered if site.id not in taken), _PROBES))
+    for _ in range(2 * _PROBES - len(found)):
+        site = ordered[int(rng.random() * len(ordered))]
+        if site.id not in taken and site not in found:
             found.append(site)
-            if len(found) == _PROBES:
-                break
-    probes = (ordered[int(rng.random() * len(ordered))] for _ in range(_PROBES))
-    found += [site for site in probes if site.id not in taken and site not in found]
-    return found
+    return found or [site for site in ordered if site.id not in taken][:1]
 
 
 def answer_price_s(site: Site, ask: Ask) -> float:

@@ -43,7 +43,7 @@ class AdaptiveMode:
             if self._crowd is not None:
                 self._members[each.id] = Member(self._crowd)
             else:
-                self._dispatchers[each.id] = _Look(rng)
+                self._dispatchers[each.id] = _Look(rng, is_alone=False)
 
     def route(self, picture: Picture, ask: Ask, now: float) -> Route:
         look = self._router
@@ -63,13 +63,18 @@ class AdaptiveMode:
     ) -> Dispatch | None:
         if self._crowd is not None:
             member = self._members[prefill]
-            chosen, priced = _choose(member.sites(picture), self._crowd.expected, prefill, ask)
+            sites = member.sites(picture)
+            chosen, priced = _choose(sites, self._crowd.expected, member.site(prefill), ask)
             member.send(chosen.instance, priced, now)
         else:
             look = self._dispatchers[prefill]
             look.take(picture)
             sites = look.candidates.answers(())
-            chosen, priced = _choose(sites, look.expected, prefill, ask)
+            here = look.sites.by_id.get(prefill)
+            if here is not None and here.role is Role.PREFILL:
+                here = None  # it decodes only if nobody else does
+            here = here or next((site for site in sites if site.id == prefill), None)
+            chosen, priced = _choose(sites, look.expected, here, ask)
             look.sites.send(None, chosen.instance, priced, now)
         return chosen
 
@@ -84,11 +89,10 @@ class WholeMode(AdaptiveMode):
 
 
 def _choose(
-    sites: Sequence[Site], expected: Expected, prefill: InstanceId, ask: Ask
+    sites: Sequence[Site], expected: Expected, here: Site | None, ask: Ask
 ) -> tuple[Dispatch, PricedAsk]:
     """Where an answer goes, and what it is taken for."""
     priced = PricedAsk(ask.prompt_tokens, expected.tokens(ask.predicted))
-    here = next((site for site in sites if site.id == prefill), None)
     chosen = choose_answer(sites, priced, at=here)
     assert chosen is not None, "somebody is there"
     return Dispatch(chosen[0], "", chosen[1]), priced
@@ -97,11 +101,11 @@ def _choose(
 class _Look:
     """What one who decides knows."""
 
-    def __init__(self, rng: Random, *, spares_prefill: bool = True) -> None:
+    def __init__(self, rng: Random, *, spares_prefill: bool = True, is_alone: bool = True) -> None:
         self.sites = Sites()
         self.candidates = Candidates([], PricedAsk(1, 1), rng)
         self.expected = Expected()
-        self._spares_prefill = spares_prefill
+        self._options = {"spares_prefill": spares_prefill, "is_alone": is_alone}
         self._rng = rng
         self._seen: Picture | None = None
 
@@ -113,4 +117,4 @@ class _Look:
         self.expected.look(picture)
         usual = PricedAsk(_USUAL_PROMPT_TOKENS, self.expected.tokens(None))
         sites = self.sites.by_model.get(MODEL, [])
-        self.candidates = Candidates(sites, usual, self._rng, spares_prefill=self._spares_prefill)
+        self.candidates = Candidates(sites, usual, self._rng, **self._options)

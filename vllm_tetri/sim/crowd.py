@@ -76,7 +76,14 @@ class Member:
         if picture is not self._seen:
             self._seen = picture
             self._look(picture)
-        return some_of([priced[2] for priced in self._order], (), self._crowd.rng)
+        ordered = [priced[2] for priced in self._order]
+        return some_of(ordered, (), self._crowd.rng, is_alone=False)
+
+    def site(self, instance: InstanceId) -> Site | None:
+        """One of them, if it may decode."""
+        shared = self._crowd.by_id.get(instance)
+        own = self._own.get(instance, shared)
+        return None if own is None else own[2]
 
     def send(self, instance: InstanceId, ask: Ask, now: float) -> None:
         """An answer goes there, to one of `sites`."""
