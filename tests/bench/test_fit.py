@@ -17,6 +17,7 @@ from vllm_tetri.sim.profiles import profile
 from vllm_tetri.sim.step_cost import linear
 from vllm_tetri.types import StepCoefficients
 
+TTFT_S, PROMPT_TOKENS, CHUNK_TOKENS = 0.5, 300, 200
 COST = StepCoefficients(0.01, 0.0004, 2e-6, 0.0003, 2e-7, confidence=0.9)
 
 
@@ -27,7 +28,8 @@ class FakeClient:
 
     def play(self, schedule: Any, _: str) -> list[Request]:
         self.sizes.append(len(schedule))
-        return [Request(0.0, 1, 1, Reply(error=self.error)) for _ in schedule]
+        reply = Reply(ttft_s=TTFT_S, jct_s=1.0, error=self.error)
+        return [Request(0.0, PROMPT_TOKENS, 1, reply) for _ in schedule]
 
 
 def measured(
@@ -40,7 +42,7 @@ def measured(
         yield client, "http://nowhere"
 
     monkeypatch.setattr(fit, "serve", serve)
-    monkeypatch.setattr(fit, "_cost", lambda _: cost)
+    monkeypatch.setattr(fit, "_cost", lambda _: (cost, CHUNK_TOKENS))
     status = cli.main(["bench", "fit", "model", "--cores", "1", "--output", str(folder)])
     return status, client
 
@@ -52,8 +54,12 @@ def test_what_was_fitted_is_a_profile_of_the_simulator(
     assert status == 0
     assert 1 in client.sizes  # one at a time
     assert max(client.sizes) > 16  # and many
-    found = linear(profile(str(tmp_path / "profile.json")).cost)
+    known = profile(str(tmp_path / "profile.json"))
+    found = linear(known.cost)
     assert (found.base_s, found.prompt_s, found.context_s) == (0.01, 0.0003, 2e-7)
+    # Two steps of 200 and 100 tokens, behind 99.5 and 249.5 others in the mean.
+    steps_s = 2 * 0.01 + 300 * 0.0003 + (200 * 99.5 + 100 * 249.5) * 2e-7
+    assert known.front_s == pytest.approx(TTFT_S - steps_s)
 
 
 def test_steps_that_scatter_are_no_profile(

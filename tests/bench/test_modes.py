@@ -36,11 +36,8 @@ from vllm_tetri.bench.modes_figures import (
 from vllm_tetri.bench.modes_load import CLASSES, KNEE, PLAIN, RATES
 from vllm_tetri.bench.modes_report import cells, markdown, ratios, sustained, verdicts
 from vllm_tetri.bench.modes_run import Block, blocks, schedule_of
-from vllm_tetri.bench.modes_simulated import Profiles, beside
-from vllm_tetri.bench.modes_simulated import markdown as simulated_markdown
 from vllm_tetri.bench.modes_systems import DEFAULT, SYSTEMS, Site, System, serve_options
 from vllm_tetri.errors import UnsupportedError
-from vllm_tetri.types import StepCoefficients
 
 CAPACITIES = {"lpld": 4.0, "lphd": 1.0, "hpld": 2.0, "hphd": 0.5, "mixed": 1.5}
 SLO = Slos(Slo(2.0, 0.1), Slo(0.5, 0.05))
@@ -533,31 +530,3 @@ def test_a_broken_results_file_is_named(tmp_path: Path, refuses: Any) -> None:
     (tmp_path / "modes.json").write_text(json.dumps(HEAD))
     (tmp_path / "cells.jsonl").write_text('{"speed": {}}\n')
     refuses(["modes", "--report", str(tmp_path)], "cells.jsonl, line 1")
-
-
-# -- beside the simulator -----------------------------------------------------------
-
-
-def test_cells_are_simulated_with_the_same_requests() -> None:
-    # One request at a time: what is simulated follows from the step costs alone.
-    cost = StepCoefficients(base_s=0.01, prompt_s=0.001, confidence=1.0)
-    requests = [Request(10.0 * place, 100, 3, Reply(0.2, 0.3, [0, 0], "")) for place in range(2)]
-    cells = [
-        Cell(name, "lpld", "light", 0, 1.0, 11.0, 0.5, 0.0, requests)
-        for name in ("stock", "replicas", "split", "adaptive")
-    ]
-    found = {each.cell.system: each for each in beside(cells, Profiles(cost, cost))}
-    for name in ("stock", "replicas", "adaptive"):
-        assert found[name].ttft_s == (pytest.approx(0.2), pytest.approx(0.11))
-        assert found[name].jct_s == (pytest.approx(0.3), pytest.approx(0.13))
-        assert found[name].ttft_error == pytest.approx(0.11 / 0.2 - 1)
-    assert found["split"].jct_s[1] > 0.13  # the hand-over
-    text = simulated_markdown(list(found.values()))
-    assert "| stock | -45% | -45% | -57% | -57% |" in text
-
-
-def test_cells_with_failed_requests_are_not_simulated() -> None:
-    cost = StepCoefficients(base_s=0.01, prompt_s=0.001, confidence=1.0)
-    failed = Request(0.0, 100, 3, Reply(0.0, 0.0, [], "HTTP 503"))
-    cell = Cell("stock", "lpld", "light", 0, 1.0, 1.0, 0.5, 0.0, [failed])
-    assert beside([cell], Profiles(cost, cost)) == []

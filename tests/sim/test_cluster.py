@@ -41,6 +41,15 @@ def test_a_request_alone_takes_what_its_steps_cost(engine: Engine) -> None:
     assert not served.is_split
 
 
+@pytest.mark.parametrize("engine", [Tetri(), Stock(64)])
+def test_what_comes_before_the_engine_delays_everything(engine: Engine) -> None:
+    (served,) = simulate(one(engine=engine, front_s=0.5), [ask(0, 10, 3)])
+
+    assert served.waited_s == pytest.approx(0.5)
+    assert served.ttft_s == pytest.approx(0.5 + 1.1)
+    assert served.jct_s == pytest.approx(0.5 + 1.1 + 1.11 + 1.111)
+
+
 def test_an_answer_of_one_token_ends_with_its_prompt() -> None:
     (served,) = simulate(pair(), [ask(0, 10, 1)])
 

@@ -82,6 +82,12 @@ def test_a_file_may_tell_of_kv(tmp_path: Path) -> None:
     assert found.kv_blocks(16) == 62
 
 
+def test_a_file_may_tell_what_is_outside_the_engine(tmp_path: Path) -> None:
+    path = written(tmp_path, front_s=0.5)
+    assert profile(path).front_s == 0.5
+    assert profile(written(tmp_path)).front_s == 0.0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -95,6 +101,7 @@ def test_a_file_may_tell_of_kv(tmp_path: Path) -> None:
         ({"more": 1}, "write an object"),
         ({"base_s": 0, "request_s": 0}, "no time"),
         ({"kv_tokens": 0}, "kv_tokens is 0"),
+        ({"front_s": -0.1}, "front_s is -0.1"),
         ({"kv_token_bytes": 2.5}, "kv_token_bytes is 2.5"),
     ],
 )

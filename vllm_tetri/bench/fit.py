@@ -13,22 +13,25 @@ import urllib.error
 import urllib.request
 from dataclasses import fields
 from random import Random
+from statistics import median
 from typing import Any
 
 from rich.progress import Progress
 from rich.table import Table
 
 from vllm_tetri.bench import modes_load, setting
+from vllm_tetri.bench.modes_cells import Request
 from vllm_tetri.bench.modes_run import Client, serve
 from vllm_tetri.bench.modes_systems import ADAPTIVE, OWN_OPTIONS, SYSTEMS, Site
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.launch.plan import given_options
 from vllm_tetri.sim.profiles import VERSION
+from vllm_tetri.sim.step_cost import prompt_s
 from vllm_tetri.types import StepCoefficients
 
 # Bursts drain from many decodes to one, with prompts in between: steps of all kinds.
 _BURSTS = (8, 32, 16)
-_LONE = 4
+_LONE = 12
 _LEAST_CONFIDENCE = 0.5
 
 
@@ -48,11 +51,12 @@ def run(options: argparse.Namespace) -> int:
     site = Site(options.model, options.tail, setting.cores(options), None, options.output)
     console = setting.console()
     with Progress(console=console, refresh_per_second=1) as progress:
-        cost = _measure(site, options.repeats, options.seed, progress)
+        cost, front_s = _measure(site, options.repeats, options.seed, progress)
     path = options.output / "profile.json"
-    path.write_text(json.dumps(_plain(cost), indent=2) + "\n")  # not rounded
+    found = _plain(cost, front_s)
+    path.write_text(json.dumps(found, indent=2) + "\n")  # not rounded
     table = Table("coefficient", "seconds", title=f"{site.served_name}, {len(site.cores)} cores")
-    for name, value in _plain(cost).items():
+    for name, value in found.items():
         if name != "version":
             table.add_row(name, f"{value:.3g}")
     console.print(table)
@@ -60,42 +64,53 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(site: Site, repeats: int, seed: int, progress: Progress) -> StepCoefficients:
+def _measure(
+    site: Site, repeats: int, seed: int, progress: Progress
+) -> tuple[StepCoefficients, float]:
+    """What steps cost, and what a request takes besides."""
     task = progress.add_task("starting an instance", total=repeats * len(_BURSTS) + _LONE)
     with serve(SYSTEMS[ADAPTIVE], site, seed) as (client, url):
         for place, count in enumerate(_BURSTS * repeats):
             progress.update(task, description=f"{count} requests at once")
             _play(client, count, f"{seed} fit {place}")
             progress.advance(task)
+        lone = []
         for place in range(_LONE):
             progress.update(task, description="one request at a time")
-            _play(client, 1, f"{seed} lone {place}")
+            lone += _play(client, 1, f"{seed} lone {place}")
             progress.advance(task)
-        cost = _cost(url)
+        cost, chunk_tokens = _cost(url)
     if cost.confidence < _LEAST_CONFIDENCE:
         raise UnsupportedError(
             f"steps scatter too much to be fitted (confidence {cost.confidence:.2f}); "
             "is anything else running on these cores?"
         )
-    return cost
+    besides = [
+        each.reply.ttft_s - prompt_s(cost, each.prompt_tokens, chunk_tokens) for each in lone
+    ]
+    return cost, max(0.0, median(besides))
 
 
-def _play(client: Client, count: int, key: str) -> None:
+def _play(client: Client, count: int, key: str) -> list[Request]:
     schedule = modes_load.at_once(modes_load.MIXED, count, Random(key))
-    for each in client.play(schedule, key):
+    found = client.play(schedule, key)
+    for each in found:
         if each.reply.error:
             raise UnsupportedError(f"a request failed: {each.reply.error}")
+    return found
 
 
-def _cost(url: str) -> StepCoefficients:
+def _cost(url: str) -> tuple[StepCoefficients, int]:
+    """What the instance says of its steps, and its chunk."""
     try:
         with urllib.request.urlopen(f"{url}/tetri/v1/instances", timeout=10) as answer:
             rows: list[dict[str, Any]] = json.load(answer)["instances"]
     except (OSError, ValueError, KeyError, urllib.error.URLError) as error:
         raise UnsupportedError(f"the router does not say what steps cost: {error}") from error
-    return StepCoefficients(**rows[0]["cost"])
+    return StepCoefficients(**rows[0]["cost"]), int(rows[0]["chunk_tokens"])
 
 
-def _plain(cost: StepCoefficients) -> dict[str, float]:
+def _plain(cost: StepCoefficients, front_s: float) -> dict[str, float]:
     names = [field.name for field in fields(cost) if field.name != "confidence"]
-    return {"version": VERSION, **{name: getattr(cost, name) for name in names}}
+    seconds = {name: getattr(cost, name) for name in names}
+    return {"version": VERSION, **seconds, "front_s": front_s}

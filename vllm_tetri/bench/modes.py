@@ -206,7 +206,7 @@ def _report(options: argparse.Namespace, console: Console, folder: Path, raw: Ra
     )
     text = markdown(raw, results)
     if options.simulate is not None:
-        profiles = modes_simulated.Profiles(*(profile(each).cost for each in options.simulate))
+        profiles = modes_simulated.Profiles(*(profile(each) for each in options.simulate))
         cells = sorted(raw.cells.values(), key=lambda cell: cell.key)
         text += "\n" + modes_simulated.markdown(modes_simulated.beside(cells, profiles))
     (folder / _REPORT).write_text(text)

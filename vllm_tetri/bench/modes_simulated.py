@@ -11,8 +11,8 @@ from vllm_tetri.bench.modes_load import WINDOW_TOKENS
 from vllm_tetri.bench.modes_systems import REPLICAS, SYSTEMS
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.engines import Stock
+from vllm_tetri.sim.profiles import Profile
 from vllm_tetri.sim.setting import Setting, Shape, places
-from vllm_tetri.sim.step_cost import StepCost
 from vllm_tetri.sim.workload import Ask
 
 _BLOCK_SIZE = 128  # of vLLM on CPUs
@@ -27,10 +27,10 @@ _SPLIT_CHUNK_TOKENS = 256  # default of prefill and decode instances on CPUs
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """What steps cost on all cores of a run, and on half of them."""
+    """An engine on all cores of a run, and on half of them."""
 
-    whole: StepCost
-    half: StepCost
+    whole: Profile
+    half: Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,10 @@ def _beside(cell: Cell, profiles: Profiles) -> Beside:
 def _setting(name: str, profiles: Profiles) -> Setting:
     """The simulator's words for a system of the benchmark."""
     system = SYSTEMS[name]
-    cost = profiles.whole if system.engines == 1 else profiles.half
-    shape = Shape(cost=cost, kv_blocks=_KV_BLOCKS, block_size=_BLOCK_SIZE)
+    known = profiles.whole if system.engines == 1 else profiles.half
+    shape = Shape(
+        cost=known.cost, kv_blocks=_KV_BLOCKS, block_size=_BLOCK_SIZE, front_s=known.front_s
+    )
     if not system.is_ours:
         engine = Stock(int(system.serve[-1])) if system.serve else Stock()
         alike = places(both=system.engines, shape=replace(shape, engine=engine))

@@ -161,7 +161,12 @@ class _Simulation:
         job.prefill = route.prefill if isinstance(route, Split) else route.instance
         if self._log is not None:
             self._log(Routed(job.ask.id, job.prefill, job.is_split))
-        self._instances[job.prefill].submit(job, now)
+        instance = self._instances[job.prefill]
+        front_s = instance.shape.front_s
+        if front_s:
+            self._loop.at(now + front_s, partial(instance.submit, job))
+        else:
+            instance.submit(job, now)
 
     def _report(self, now: float) -> None:
         if not self._num_left:

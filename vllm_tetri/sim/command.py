@@ -132,6 +132,7 @@ def _systems(options: argparse.Namespace) -> list[_System]:
         chunk_tokens=options.chunk,
         tbt_slo_s=options.tbt_slo,
         kv_token_bytes=known.kv_token_bytes,
+        front_s=known.front_s,
     )
     counts = {"P": options.prefill, "D": options.decode, "B": options.both}
     label = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)

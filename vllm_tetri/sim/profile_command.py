@@ -43,6 +43,7 @@ def _facts(known: Profile) -> Iterator[str]:
     yield f"| {'estimate' if known.is_estimate else 'measured'} | yes |"
     yield f"| devices of an instance | {known.num_devices} |"
     yield f"| KV pool, tokens | {_count(known.kv_tokens)} |"
+    yield f"| before and behind the engine, ms | {known.front_s * 1e3:.3g} |"
     yield f"| KV of a token, bytes | {_count(known.kv_token_bytes)} |"
     if isinstance(known.cost, Roofline):
         yield f"| tokens from which arithmetic is longer | {known.cost.ridge_tokens:.0f} |"

@@ -31,6 +31,8 @@ class Profile:
         num_devices: Of an instance (tensor parallel).
         kv_tokens: That its KV pool holds; None where that is not known.
         kv_token_bytes: KV of a token; None likewise.
+        front_s: From a request's arrival until its instance knows of it, and back with the
+            first token: HTTP, tokens, a router.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Profile:
     num_devices: int = 1
     kv_tokens: int | None = None
     kv_token_bytes: int | None = None
+    front_s: float = 0.0
 
     def kv_blocks(self, block_size: int) -> int | None:
         """Of so many tokens, in its pool."""
@@ -86,6 +89,7 @@ PROFILES = {
 }
 _SECONDS = tuple(field.name for field in fields(StepCoefficients) if field.name != "confidence")
 _COUNTS = ("kv_tokens", "kv_token_bytes")
+_FRONT = "front_s"
 
 
 def profile(name: str) -> Profile:
@@ -95,7 +99,7 @@ def profile(name: str) -> Profile:
     of `architecture.MODELS` or a folder with a `config.json`.
 
     The file holds `version`, which is 1, and `base_s`, `request_s`, `token_s`, `prompt_s`
-    and `context_s`, in seconds. It may hold `kv_tokens` and `kv_token_bytes`.
+    and `context_s`, in seconds. It may hold `front_s`, `kv_tokens` and `kv_token_bytes`.
 
     Raises:
         ConfigError: There is none of that name, or the file holds something else.
@@ -150,13 +154,13 @@ def _parse(path: Path, raw: object) -> Profile:
     version = raw.get("version", VERSION) if isinstance(raw, dict) else VERSION
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"profile {path}: version {version!r}; this is for {VERSION}")
-    if not isinstance(raw, dict) or set(raw) - set(_COUNTS) != {"version", *_SECONDS}:
+    if not isinstance(raw, dict) or set(raw) - {_FRONT, *_COUNTS} != {"version", *_SECONDS}:
         raise ConfigError(
             f"profile {path}: write an object of version, {', '.join(_SECONDS)}, and if you like "
-            f"{' and '.join(_COUNTS)}"
+            f"{_FRONT}, {' and '.join(_COUNTS)}"
         )
-    for name in _SECONDS:
-        value = raw[name]
+    for name in (*_SECONDS, _FRONT):
+        value = raw.get(name, 0.0)
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise ConfigError(f"profile {path}: {name} is {value!r}; write seconds, 0 or more")
     if not raw["base_s"] + raw["prompt_s"] or not raw["base_s"] + raw["request_s"]:
@@ -169,6 +173,7 @@ def _parse(path: Path, raw: object) -> Profile:
         is_estimate=False,
         kv_tokens=_count(path, raw, "kv_tokens"),
         kv_token_bytes=_count(path, raw, "kv_token_bytes"),
+        front_s=float(raw.get(_FRONT, 0.0)),
     )
 
 

@@ -38,6 +38,7 @@ class Shape:
             but at least `least_tokens`.
         order, sched_batch, admission: Policies (docs/policies.md).
         kv_token_bytes: KV of a token, for links; None if that is not known.
+        front_s: From a request's arrival until the engine knows of it.
 
     Raises:
         ConfigError: A number makes no sense.
@@ -56,6 +57,7 @@ class Shape:
     sched_batch: int = 16
     admission: DecodePolicy = DecodePolicy.RESERVE_DYNAMIC
     kv_token_bytes: int | None = None
+    front_s: float = 0.0
 
     def __post_init__(self) -> None:
         counts = {
@@ -71,6 +73,8 @@ class Shape:
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name}: {value} must be at least 1")
+        if self.front_s < 0:
+            raise ConfigError(f"front: {self.front_s:g} s must be at least 0")
         if self.tbt_slo_s is not None and self.tbt_slo_s <= 0:
             raise ConfigError(f"TBT SLO: {self.tbt_slo_s:g} s must be above 0")
         if self.window_tokens > self.kv_blocks * self.block_size:

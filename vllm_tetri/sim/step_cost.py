@@ -80,6 +80,16 @@ class Roofline:
         )
 
 
+def prompt_s(cost: StepCost, prompt_tokens: int, chunk_tokens: int) -> float:
+    """A prompt in chunks, with nobody before or beside it."""
+    seconds, done = 0.0, 0
+    while done < prompt_tokens:
+        tokens = min(chunk_tokens, prompt_tokens - done)
+        seconds += cost.step_s(0, 0, tokens, done + (tokens - 1) / 2)
+        done += tokens
+    return seconds
+
+
 @cache
 def linear(cost: StepCost) -> StepCoefficients:
     """What an engine with these steps would report: themselves if they are linear, else the
