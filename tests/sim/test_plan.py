@@ -146,9 +146,11 @@ def test_roles_that_win_by_luck_are_not_recommended(touchy: Plan) -> None:
     lucky = replace(touchy.best, rates=(10.0, 8.0, 9.0))
     steady = replace(touchy.rival, rates=(8.5, 8.6, 8.4))
     close = replace(touchy, found=(lucky, steady), rival=steady)
+    hardly = replace(touchy.best, rates=(8.7, 8.8, 8.6))  # goodput is only found to 3 %
 
     assert close.best is lucky
     assert close.recommended is steady
+    assert replace(close, found=(hardly, steady)).recommended is steady
     assert any("too little for the trouble" in line for line in recommendation(close))
 
 

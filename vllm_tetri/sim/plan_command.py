@@ -154,7 +154,8 @@ def _show(options: argparse.Namespace, found: Plan, price: Price) -> None:
         f"{what}, {requests}: {goal.attainment:.0%} get a first token within {goal.slo.ttft_s:g} s "
         f"and then {goal.slo.tpot_s * _MS:g} ms a token"
     )
-    console.print(table(found, price, title))
+    console.print(title, highlight=False, markup=False)
+    console.print(table(found, price))
     for line in recommendation(found):
         console.print(line, highlight=False, markup=False)
 

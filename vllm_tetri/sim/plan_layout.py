@@ -108,6 +108,7 @@ class Site:
             arena_tokens=max(_ARENA_TOKENS, _ARENA_REQUESTS * self.longest_tokens),
             chunk_tokens=tokens,
             kv_token_bytes=profile.kv_token_bytes,
+            front_s=profile.front_s,
         )
 
     def _setting(self, instances: tuple[Place, ...], mode: str, layout: Layout) -> Setting:

@@ -40,10 +40,10 @@ class Price:
         return self.of_hour(found) / (found.rate * answer_tokens * _HOUR_S) * _MILLION
 
 
-def table(plan: Plan, price: Price, title: str) -> Table:
+def table(plan: Plan, price: Price) -> Table:
     """All layouts, the best one first."""
     answer_tokens = mean_answer_tokens(plan)
-    made = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    made = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("layout", no_wrap=True)
     columns = [
         "GPUs\neach",
@@ -133,11 +133,11 @@ def _margin(plan: Plan, rival: Found) -> str:
     else:
         margin = f"{plan.margin:+.0%} per GPU beside {other} ({rival.per_device:.3g})"
     if plan.is_clear:
-        return f"Margin: {margin}; so with requests of every seed."
+        return f"Margin: {margin}; clearly so with requests of every seed."
     if plan.recommended is best:
-        return f"Margin: {margin}; not with requests of every seed."
+        return f"Margin: {margin}; not clearly so with requests of every seed."
     return (
-        f"{name_of(best)} has {margin}, but not with requests of every seed: "
+        f"{name_of(best)} has {margin}, but not clearly so with requests of every seed: "
         "too little for the trouble of handing over."
     )
 

@@ -112,11 +112,11 @@ class Plan:
 
     @property
     def is_clear(self) -> bool:
-        """Whether requests of every seed say so."""
+        """Whether requests of every seed say so, by more than goodput is found to."""
         if self.rival is None:
             return True
         if self.question.rate is not None and self.rival.devices != self.best.devices:
             return min(self.best.rates) >= self.question.rate * SERVES
         pairs = zip(self.best.rates, self.rival.rates, strict=True)
         factor = self.rival.devices / self.best.devices
-        return all(own * factor > other for own, other in pairs)
+        return all(own * factor * SERVES > other for own, other in pairs)
