@@ -11,10 +11,10 @@ import pytest
 
 from vllm_tetri import cli
 from vllm_tetri.bench import fit
-from vllm_tetri.bench.modes_cells import Request
-from vllm_tetri.bench.modes_client import Reply
-from vllm_tetri.sim.profiles import profile
-from vllm_tetri.sim.step_cost import linear
+from vllm_tetri.bench.modes.cells import Request
+from vllm_tetri.bench.modes.client import Reply
+from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.cost.step_cost import linear
 from vllm_tetri.types import StepCoefficients
 
 TTFT_S, PROMPT_TOKENS, CHUNK_TOKENS = 0.5, 300, 200

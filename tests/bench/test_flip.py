@@ -19,11 +19,14 @@ from aiohttp import web
 from rich.console import Console
 
 from vllm_tetri import cli
-from vllm_tetri.bench import arrivals, flip, flip_report, flip_times
+from vllm_tetri.bench import arrivals
 from vllm_tetri.bench.arrivals import Answered, Arrival, Kind, Length, Slo, Source, figures
 from vllm_tetri.bench.fleet import Member
-from vllm_tetri.bench.flip import Load, kinds_of, moves, systems
-from vllm_tetri.bench.flip_run import Look, Run, Watch, flipped, run_of
+from vllm_tetri.bench.flip import command as flip
+from vllm_tetri.bench.flip import report as flip_report
+from vllm_tetri.bench.flip import times as flip_times
+from vllm_tetri.bench.flip.command import Load, kinds_of, moves, systems
+from vllm_tetri.bench.flip.run import Look, Run, Watch, flipped, run_of
 from vllm_tetri.bench.pace import Counts, Pace
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.types import Role
@@ -444,7 +447,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict
                 raise UnsupportedError("broken")
             return [Answered(each, 0.5, 1.0) for each in asks]
 
-        monkeypatch.setattr("vllm_tetri.bench.flip.Fleet", FakeFleet)
+        monkeypatch.setattr("vllm_tetri.bench.flip.command.Fleet", FakeFleet)
         monkeypatch.setattr("vllm_tetri.bench.setting.require_vllm", lambda: None)
         monkeypatch.setattr("vllm_tetri.bench.arrivals.send", send)
         parser = argparse.ArgumentParser()

@@ -19,11 +19,13 @@ import pytest
 from aiohttp import web
 
 from vllm_tetri import cli
-from vllm_tetri.bench import modes_client, modes_load, modes_run
 from vllm_tetri.bench.arrivals import Slo
-from vllm_tetri.bench.modes_cells import Cell, Raw, Request
-from vllm_tetri.bench.modes_client import Reply, Turn
-from vllm_tetri.bench.modes_figures import (
+from vllm_tetri.bench.modes import client as modes_client
+from vllm_tetri.bench.modes import load as modes_load
+from vllm_tetri.bench.modes import run as modes_run
+from vllm_tetri.bench.modes.cells import Cell, Raw, Request
+from vllm_tetri.bench.modes.client import Reply, Turn
+from vllm_tetri.bench.modes.figures import (
     COMPARED,
     METRICS,
     Results,
@@ -33,10 +35,10 @@ from vllm_tetri.bench.modes_figures import (
     ratio,
     slos,
 )
-from vllm_tetri.bench.modes_load import CLASSES, KNEE, PLAIN, RATES
-from vllm_tetri.bench.modes_report import cells, markdown, ratios, sustained, verdicts
-from vllm_tetri.bench.modes_run import Block, blocks, schedule_of
-from vllm_tetri.bench.modes_systems import DEFAULT, SYSTEMS, Site, System, serve_options
+from vllm_tetri.bench.modes.load import CLASSES, KNEE, PLAIN, RATES
+from vllm_tetri.bench.modes.report import cells, markdown, ratios, sustained, verdicts
+from vllm_tetri.bench.modes.run import Block, blocks, schedule_of
+from vllm_tetri.bench.modes.systems import DEFAULT, SYSTEMS, Site, System, serve_options
 from vllm_tetri.errors import UnsupportedError
 
 CAPACITIES = {"lpld": 4.0, "lphd": 1.0, "hpld": 2.0, "hphd": 0.5, "mixed": 1.5}

@@ -1,9 +1,9 @@
 import pytest
 
-from vllm_tetri.bench.modes_cells import Cell, Request
-from vllm_tetri.bench.modes_client import Reply
-from vllm_tetri.bench.modes_simulated import Profiles, beside, markdown
-from vllm_tetri.sim.profiles import Profile
+from vllm_tetri.bench.modes.cells import Cell, Request
+from vllm_tetri.bench.modes.client import Reply
+from vllm_tetri.bench.modes.simulated import Profiles, beside, markdown
+from vllm_tetri.sim.cost.profiles import Profile
 from vllm_tetri.types import StepCoefficients
 
 COST = StepCoefficients(base_s=0.01, prompt_s=0.001, confidence=1.0)

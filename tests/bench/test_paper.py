@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_tetri.bench import paper, paper_answers, paper_classes, paper_prompts, paper_rates
-from vllm_tetri.bench.paper_case import FULL, QUICK, Case, Size
-from vllm_tetri.bench.report_values import METRICS
+from vllm_tetri.bench.paper import answers as paper_answers
+from vllm_tetri.bench.paper import classes as paper_classes
+from vllm_tetri.bench.paper import command as paper
+from vllm_tetri.bench.paper import prompts as paper_prompts
+from vllm_tetri.bench.paper import rates as paper_rates
+from vllm_tetri.bench.paper.case import FULL, QUICK, Case, Size
+from vllm_tetri.bench.report.values import METRICS
 from vllm_tetri.errors import ConfigError
 
 SMALL = Size({"e1": 24, "e2": 48, "e5": 24, "e6": 8, "e12": 60}, 1)

@@ -13,22 +13,22 @@ from xml.etree import ElementTree
 import pytest
 
 from vllm_tetri import cli
-from vllm_tetri.bench import paper_numbers
-from vllm_tetri.bench.experiments import EXPERIMENTS
-from vllm_tetri.bench.modes_cells import Cell, Request
-from vllm_tetri.bench.modes_client import Reply
-from vllm_tetri.bench.paper_numbers import Form, PaperNumber, told
-from vllm_tetri.bench.report_claims import ASKS, claims
-from vllm_tetri.bench.report_document import Document, Folded, Heading, Items, Table, Text
-from vllm_tetri.bench.report_html import html
-from vllm_tetri.bench.report_load import load
-from vllm_tetri.bench.report_losses import beside, losses
-from vllm_tetri.bench.report_markdown import markdown
-from vllm_tetri.bench.report_read import READERS
-from vllm_tetri.bench.report_svg import SvgError, inline
-from vllm_tetri.bench.report_tables import chunked_table, perf_table, tally
-from vllm_tetri.bench.report_values import METRICS, Source, Value, Values, perf, value
-from vllm_tetri.bench.suite_jobs import JOBS
+from vllm_tetri.bench.modes.cells import Cell, Request
+from vllm_tetri.bench.modes.client import Reply
+from vllm_tetri.bench.report import paper_numbers
+from vllm_tetri.bench.report.claims import ASKS, claims
+from vllm_tetri.bench.report.document import Document, Folded, Heading, Items, Table, Text
+from vllm_tetri.bench.report.html import html
+from vllm_tetri.bench.report.load import load
+from vllm_tetri.bench.report.losses import beside, losses
+from vllm_tetri.bench.report.markdown import markdown
+from vllm_tetri.bench.report.paper_numbers import Form, PaperNumber, told
+from vllm_tetri.bench.report.read import READERS
+from vllm_tetri.bench.report.svg import SvgError, inline
+from vllm_tetri.bench.report.tables import chunked_table, perf_table, tally
+from vllm_tetri.bench.report.values import METRICS, Source, Value, Values, perf, value
+from vllm_tetri.bench.suite.experiments import EXPERIMENTS
+from vllm_tetri.bench.suite.jobs import JOBS
 from vllm_tetri.errors import ConfigError
 
 SVG = (

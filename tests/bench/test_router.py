@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_tetri import cli
-from vllm_tetri.bench.router_report import (
+from vllm_tetri.bench.router.report import (
     DIRECT,
     FLOOD,
     LOOPS,

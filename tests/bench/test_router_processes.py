@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tests.router.fakes import eventually, router
-from vllm_tetri.bench.router_client import Turn, play
-from vllm_tetri.bench.router_stub import Arrivals, Pacer, Stub
-from vllm_tetri.bench.router_systems import PAIR_HEADERS
+from vllm_tetri.bench.router.client import Turn, play
+from vllm_tetri.bench.router.stub import Arrivals, Pacer, Stub
+from vllm_tetri.bench.router.systems import PAIR_HEADERS
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.types import InstanceState, Role
 

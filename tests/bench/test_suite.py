@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from vllm_tetri import cli
-from vllm_tetri.bench import suite
-from vllm_tetri.bench.experiments import EXPERIMENTS, chosen, jobs_of
-from vllm_tetri.bench.suite_jobs import ANSWERS, JOBS, MODEL, OUTPUT, PREDICTOR, RIVAL, Job
+from vllm_tetri.bench.suite import command as suite
+from vllm_tetri.bench.suite.experiments import EXPERIMENTS, chosen, jobs_of
+from vllm_tetri.bench.suite.jobs import ANSWERS, JOBS, MODEL, OUTPUT, PREDICTOR, RIVAL, Job
 from vllm_tetri.errors import ConfigError
 
 KNOWN = {MODEL: "model", OUTPUT: "out", PREDICTOR: "predictor", ANSWERS: "answers.jsonl"}

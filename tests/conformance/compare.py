@@ -13,7 +13,7 @@ import pytest
 from tests.conformance.real import Play
 from vllm_tetri.sim.cluster import run
 from vllm_tetri.sim.log import Decision, Step
-from vllm_tetri.sim.modes import SplitMode
+from vllm_tetri.sim.mode.modes import SplitMode
 from vllm_tetri.sim.setting import Setting
 from vllm_tetri.sim.views import Picture
 from vllm_tetri.sim.workload import Ask

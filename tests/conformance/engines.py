@@ -22,7 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.llama import LLAMA
-from vllm_tetri.sim.engines import Stock
+from vllm_tetri.sim.engine.kinds import Stock
 from vllm_tetri.sim.setting import Place, Setting
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, Ask
 from vllm_tetri.types import Prediction

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.dispatch import DispatchPolicy
 from vllm_tetri.policy.order import PrefillPolicy
-from vllm_tetri.sim.engines import Stock
+from vllm_tetri.sim.engine.kinds import Stock
 from vllm_tetri.sim.setting import Place, Setting, Shape
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, Ask
 from vllm_tetri.types import InstanceId, Prediction, Role, StepCoefficients

@@ -10,7 +10,7 @@ from tests.conformance.compare import assert_same, steps
 from tests.conformance.scripts import ask, one, random_one, random_stock, random_three, three
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.order import PrefillPolicy
-from vllm_tetri.sim.engines import Stock
+from vllm_tetri.sim.engine.kinds import Stock
 from vllm_tetri.sim.log import Dispatched
 
 SEEDS = range(15)

@@ -23,7 +23,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.sim.cluster import run, simulate
-from vllm_tetri.sim.engines import Engine, Stock, Tetri
+from vllm_tetri.sim.engine.kinds import Engine, Stock, Tetri
 from vllm_tetri.sim.setting import Place, Setting, Shape, places
 from vllm_tetri.sim.workload import draw
 from vllm_tetri.types import InstanceId, Role

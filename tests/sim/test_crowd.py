@@ -6,10 +6,10 @@ import pytest
 
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.route import Route, Whole
-from vllm_tetri.sim.adaptive import AdaptiveMode
 from vllm_tetri.sim.cluster import run, simulate
-from vllm_tetri.sim.dispatcher import Dispatcher
-from vllm_tetri.sim.modes import LeastInFlight, SplitMode
+from vllm_tetri.sim.mode.adaptive import AdaptiveMode
+from vllm_tetri.sim.mode.dispatcher import Dispatcher
+from vllm_tetri.sim.mode.modes import LeastInFlight, SplitMode
 from vllm_tetri.sim.setting import Place, Setting, Shape, places
 from vllm_tetri.sim.views import Picture, info_of
 from vllm_tetri.sim.workload import Ask, draw

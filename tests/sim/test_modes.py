@@ -8,8 +8,8 @@ from tests.sim.builders import SHAPE, ask, shape
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.route import Split
 from vllm_tetri.sim.cluster import simulate
-from vllm_tetri.sim.engines import Stock
-from vllm_tetri.sim.modes import SplitMode
+from vllm_tetri.sim.engine.kinds import Stock
+from vllm_tetri.sim.mode.modes import SplitMode
 from vllm_tetri.sim.setting import Setting, places
 from vllm_tetri.sim.views import Picture
 from vllm_tetri.sim.workload import Ask

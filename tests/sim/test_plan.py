@@ -13,14 +13,14 @@ import pytest
 
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.cost.profiles import Profile
 from vllm_tetri.sim.figures import Slo
-from vllm_tetri.sim.goodput import Demand, Goal, Score, highest_rate, prompts_only
 from vllm_tetri.sim.links import Link
-from vllm_tetri.sim.plan import plan
-from vllm_tetri.sim.plan_layout import Layout, Site, System
-from vllm_tetri.sim.plan_report import Price, plain, recommendation
-from vllm_tetri.sim.plan_values import Plan, Question
-from vllm_tetri.sim.profiles import Profile
+from vllm_tetri.sim.plan.goodput import Demand, Goal, Score, highest_rate, prompts_only
+from vllm_tetri.sim.plan.layout import Layout, Site, System
+from vllm_tetri.sim.plan.report import Price, plain, recommendation
+from vllm_tetri.sim.plan.search import plan
+from vllm_tetri.sim.plan.values import Plan, Question
 from vllm_tetri.types import StepCoefficients
 
 # Prompts disturb decodes a lot: 64 tokens take as long as ten steps.
@@ -254,7 +254,7 @@ def test_the_command_speaks_json_and_names_estimates(
     best = replace(touchy.best, layout=guessed)
     singles = tuple(replace(each, profile=guessed.profile) for each in touchy.singles)
     answer = replace(touchy, singles=singles, found=(best, *touchy.found[1:]))
-    monkeypatch.setattr("vllm_tetri.sim.plan_command.plan", lambda *_: answer)
+    monkeypatch.setattr("vllm_tetri.sim.plan.command.plan", lambda *_: answer)
 
     assert cli.main([*measured, *PROMISE, "--json"]) == 0
 
@@ -296,6 +296,6 @@ def test_an_interrupted_plan_says_130(measured: list[str], monkeypatch: pytest.M
     def interrupted(*_: object) -> Plan:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vllm_tetri.sim.plan_command.plan", interrupted)
+    monkeypatch.setattr("vllm_tetri.sim.plan.command.plan", interrupted)
 
     assert cli.main([*measured, *PROMISE]) == 130

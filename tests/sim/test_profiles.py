@@ -10,9 +10,9 @@ import pytest
 
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim import opt13b
-from vllm_tetri.sim.profiles import PROFILES, profile
-from vllm_tetri.sim.step_cost import Roofline, linear
+from vllm_tetri.sim.cost import opt13b
+from vllm_tetri.sim.cost.profiles import PROFILES, profile
+from vllm_tetri.sim.cost.step_cost import Roofline, linear
 from vllm_tetri.types import StepCoefficients
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,10 +8,10 @@ import pytest
 
 from tests.sim.builders import ask
 from vllm_tetri.sim.cluster import simulate
-from vllm_tetri.sim.plan_layout import System
-from vllm_tetri.sim.profiles import profile
+from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.cost.step_cost import Roofline, linear
+from vllm_tetri.sim.plan.layout import System
 from vllm_tetri.sim.setting import Setting, Shape, places
-from vllm_tetri.sim.step_cost import Roofline, linear
 from vllm_tetri.types import StepCoefficients
 
 ROOF = Roofline(

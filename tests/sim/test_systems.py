@@ -16,11 +16,11 @@ from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.policy.promise import Late
 from vllm_tetri.sim.cluster import run, simulate
-from vllm_tetri.sim.engines import Unchunked
+from vllm_tetri.sim.engine.kinds import Unchunked
 from vllm_tetri.sim.figures import Slo, figures
-from vllm_tetri.sim.modes import RoundRobin
+from vllm_tetri.sim.mode.modes import RoundRobin
+from vllm_tetri.sim.mode.splitwise import SplitwiseMode
 from vllm_tetri.sim.setting import Place, Setting, Shape, places
-from vllm_tetri.sim.splitwise import SplitwiseMode
 from vllm_tetri.sim.systems import APART, SYSTEMS, Parts, system_of
 from vllm_tetri.sim.views import Picture
 from vllm_tetri.sim.workload import Ask, draw

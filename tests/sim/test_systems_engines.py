@@ -11,7 +11,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.order import PrefillPolicy
 from vllm_tetri.sim.cluster import run, simulate
-from vllm_tetri.sim.engines import Engine, Orca, PromptsFirst, Static, Stock, Unchunked
+from vllm_tetri.sim.engine.kinds import Engine, Orca, PromptsFirst, Static, Stock, Unchunked
 from vllm_tetri.sim.log import Decision, Step
 from vllm_tetri.sim.setting import Setting, Shape, places
 from vllm_tetri.sim.workload import Ask

@@ -19,14 +19,15 @@ from typing import Any
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_tetri.bench import modes_load, setting
-from vllm_tetri.bench.modes_cells import Request
-from vllm_tetri.bench.modes_run import Client, serve
-from vllm_tetri.bench.modes_systems import ADAPTIVE, OWN_OPTIONS, SYSTEMS, Site
+from vllm_tetri.bench import setting
+from vllm_tetri.bench.modes import load as modes_load
+from vllm_tetri.bench.modes.cells import Request
+from vllm_tetri.bench.modes.run import Client, serve
+from vllm_tetri.bench.modes.systems import ADAPTIVE, OWN_OPTIONS, SYSTEMS, Site
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.launch.plan import given_options
-from vllm_tetri.sim.profiles import VERSION
-from vllm_tetri.sim.step_cost import prompt_s
+from vllm_tetri.sim.cost.profiles import VERSION
+from vllm_tetri.sim.cost.step_cost import prompt_s
 from vllm_tetri.types import StepCoefficients
 
 # Bursts drain from many decodes to one, with prompts in between: steps of all kinds.

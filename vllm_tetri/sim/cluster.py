@@ -10,15 +10,15 @@ from operator import attrgetter
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.promise import Late
 from vllm_tetri.policy.route import Split
-from vllm_tetri.sim.instance import Instance
+from vllm_tetri.sim.engine.instance import Instance
+from vllm_tetri.sim.engine.machines import instance_of
+from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.job import Job, Refused, Served, served
 from vllm_tetri.sim.links import Links, Transfer
 from vllm_tetri.sim.log import Dispatched, Log, Routed
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.machines import instance_of
-from vllm_tetri.sim.modes import router_of
+from vllm_tetri.sim.mode.modes import router_of
 from vllm_tetri.sim.setting import Setting
-from vllm_tetri.sim.tetri import TetriInstance
 from vllm_tetri.sim.views import Pictures
 from vllm_tetri.sim.workload import Ask
 from vllm_tetri.types import InstanceId

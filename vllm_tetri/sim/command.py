@@ -16,11 +16,11 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import Outcome
 from vllm_tetri.sim.cluster import run as simulate
-from vllm_tetri.sim.engines import STOCK_BUDGET_TOKENS, Stock
+from vllm_tetri.sim.cost.profiles import NAMES_OF_ROOFLINES, PROFILES, Profile, profile
+from vllm_tetri.sim.engine.kinds import STOCK_BUDGET_TOKENS, Stock
 from vllm_tetri.sim.figures import Figures, Slo, figures
 from vllm_tetri.sim.links import LINKS, link
-from vllm_tetri.sim.modes import MODES
-from vllm_tetri.sim.profiles import NAMES_OF_ROOFLINES, PROFILES, Profile, profile
+from vllm_tetri.sim.mode.modes import MODES
 from vllm_tetri.sim.request_options import add_request_options, requests_of
 from vllm_tetri.sim.setting import Setting, Shape, places
 from vllm_tetri.sim.system_options import add_system_options, named_systems

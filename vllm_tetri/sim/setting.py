@@ -11,14 +11,14 @@ from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.dispatch import DispatchPolicy
 from vllm_tetri.policy.order import PrefillPolicy
-from vllm_tetri.sim.engines import TETRI, Engine, Orca, Static, Tetri, Unchunked
+from vllm_tetri.sim.cost.profiles import PROFILES
+from vllm_tetri.sim.cost.step_cost import StepCost
+from vllm_tetri.sim.engine.kinds import TETRI, Engine, Orca, Static, Tetri, Unchunked
 from vllm_tetri.sim.links import Link
-from vllm_tetri.sim.profiles import PROFILES
-from vllm_tetri.sim.step_cost import StepCost
 from vllm_tetri.types import InstanceId, Role
 
 if TYPE_CHECKING:
-    from vllm_tetri.sim.modes import Router
+    from vllm_tetri.sim.mode.modes import Router
 
 
 @dataclass(frozen=True, slots=True)

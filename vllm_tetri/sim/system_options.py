@@ -6,7 +6,7 @@ import argparse
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.sim.engines import USUAL_WINDOW_TOKENS
+from vllm_tetri.sim.engine.kinds import USUAL_WINDOW_TOKENS
 from vllm_tetri.sim.setting import Setting, Shape
 from vllm_tetri.sim.systems import APART, SYSTEMS, Parts, system_of
 

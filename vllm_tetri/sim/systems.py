@@ -16,7 +16,7 @@ from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.dispatch import DispatchPolicy
 from vllm_tetri.policy.order import PrefillPolicy
-from vllm_tetri.sim.engines import (
+from vllm_tetri.sim.engine.kinds import (
     USUAL_WINDOW_TOKENS,
     Engine,
     Orca,

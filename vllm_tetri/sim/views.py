@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from vllm_tetri.policy.lengths import reported_tokens
 from vllm_tetri.policy.peers import Peers
-from vllm_tetri.sim.fcfs import FcfsInstance
-from vllm_tetri.sim.instance import Instance
+from vllm_tetri.sim.cost.step_cost import linear
+from vllm_tetri.sim.engine.fcfs import FcfsInstance
+from vllm_tetri.sim.engine.instance import Instance
+from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.setting import Place, Setting
-from vllm_tetri.sim.step_cost import linear
-from vllm_tetri.sim.tetri import TetriInstance
 from vllm_tetri.types import (
     ClusterView,
     InstanceInfo,

@@ -1,0 +1,1 @@
+"""`vllm-tetri bench flip`: what roles cost and gain when they change."""

@@ -1,0 +1,1 @@
+"""`vllm-tetri bench modes`: our modes beside stock vLLM and replicas."""

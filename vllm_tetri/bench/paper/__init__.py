@@ -1,0 +1,1 @@
+"""`vllm-tetri bench paper`: the papers' experiments, simulated."""

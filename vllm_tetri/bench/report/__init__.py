@@ -1,0 +1,1 @@
+"""`vllm-tetri bench report`: one page of what a suite has found."""

@@ -1,0 +1,1 @@
+"""`vllm-tetri bench router`: what the router adds."""

@@ -1,0 +1,1 @@
+"""`vllm-tetri bench suite`: every experiment, one after the other."""

@@ -1,0 +1,1 @@
+"""Simulated engines: what each does in a step."""

@@ -1,0 +1,1 @@
+"""How simulated requests find instances."""

@@ -1,0 +1,1 @@
+"""`vllm-tetri sim plan`: how many instances of which role."""
