@@ -104,6 +104,12 @@ def test_those_without_room_are_passed_over() -> None:
     assert Scene(one("a", "decode"), role="decode", blocks_total=3).chosen() == "a"
 
 
+def test_the_only_one_with_room_is_found_among_many() -> None:
+    full = [one(f"full{n}", "decode", arena_total_bytes=5) for n in range(40)]
+    scene = Scene(*full[:23], one("roomy", "decode", decodes=60), *full[23:], role="prefill")
+    assert [scene.chosen() for _ in range(20)] == ["roomy"] * 20
+
+
 @pytest.mark.parametrize("role", list(Role))
 def test_if_nobody_has_room_it_stays_in_the_end(role: Role) -> None:
     small, large = one("small", arena_total_bytes=5), one("large", arena_total_bytes=9)

@@ -47,40 +47,42 @@ def clock(noted: Noted) -> StepClock:
 
 
 def test_time_between_steps_counts_while_requests_run(clock: StepClock, noted: Noted) -> None:
-    clock.begin(output(), 10.0)
+    clock.begin(output(), 10.0, goes_on=False)
     clock.end(10.5)
-    clock.go_on()
-    clock.begin(output(), 10.6)
+    clock.begin(output(), 10.6, goes_on=True)
     assert clock.end(11.0) == pytest.approx(0.5)
     assert noted.seconds == pytest.approx([0.5, 0.5])
 
 
-def test_idle_time_does_not(clock: StepClock, noted: Noted) -> None:
-    clock.begin(output(), 10.0)
+def test_idle_time_does_not(clock: StepClock) -> None:
+    clock.begin(output(), 10.0, goes_on=False)
     clock.end(10.5)
-    clock.begin(output(), 60.0)
+    clock.begin(output(), 60.0, goes_on=False)
     assert clock.end(60.25) == pytest.approx(0.25)
-    clock.go_on()
-    clock.begin(output(), 60.3)
-    clock.end(60.5)  # nobody runs any more
-    clock.begin(output(), 99.0)
-    assert clock.end(99.5) == pytest.approx(0.5)
+
+
+def test_a_pause_does_not(clock: StepClock) -> None:
+    clock.begin(output(), 10.0, goes_on=False)
+    clock.interrupt()
+    clock.end(10.5)  # scheduled before the pause
+    clock.begin(output(), 70.0, goes_on=True)
+    assert clock.end(70.25) == pytest.approx(0.25)
+    clock.begin(output(), 70.5, goes_on=True)
+    assert clock.end(70.75) == pytest.approx(0.5)
 
 
 def test_a_step_that_is_scheduled_during_another_begins_at_its_end(clock: StepClock) -> None:
-    clock.begin(output(), 1.0)
-    clock.begin(output(), 1.1)
+    clock.begin(output(), 1.0, goes_on=False)
+    clock.begin(output(), 1.1, goes_on=True)
     assert clock.end(1.5) == pytest.approx(0.5)
-    clock.go_on()
-    clock.begin(output(), 1.6)
+    clock.begin(output(), 1.6, goes_on=True)
     assert clock.end(1.9) == pytest.approx(0.4)
-    clock.go_on()
     assert clock.end(2.3) == pytest.approx(0.4)
 
 
 def test_what_a_step_computes(clock: StepClock, noted: Noted) -> None:
-    clock.begin(output(decodes=3, new_tokens=5), 0.0)
+    clock.begin(output(decodes=3, new_tokens=5), 0.0, goes_on=False)
     clock.end(1.0)
-    clock.begin(output(decodes=2), 2.0)
+    clock.begin(output(decodes=2), 2.0, goes_on=False)
     clock.end(3.0, learns=False)
     assert noted.read == [(3, 300, 5, 2.0)]

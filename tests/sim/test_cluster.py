@@ -50,7 +50,15 @@ def test_what_comes_before_the_engine_delays_everything(engine: Engine) -> None:
     assert served.jct_s == pytest.approx(0.5 + 1.1 + 1.11 + 1.111)
 
 
-def test_an_answer_of_one_token_ends_with_its_prompt() -> None:
+@pytest.mark.parametrize("chunk_tokens", [16, 4])
+def test_an_answer_of_one_token_ends_with_its_prompt(chunk_tokens: int) -> None:
+    (served,) = simulate(pair(chunk_tokens=chunk_tokens), [ask(0, 10, 1)])
+
+    assert not served.is_split
+    assert served.decode == served.prefill
+
+
+def test_an_answer_of_one_token_takes_what_its_prompt_takes() -> None:
     (served,) = simulate(pair(), [ask(0, 10, 1)])
 
     assert served.jct_s == served.ttft_s == pytest.approx(1.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -25,6 +26,24 @@ def test_systems_are_rows_over_the_same_requests(capsys: pytest.CaptureFixture[s
     ]
     assert [row[0] for row in rows] == ["split 1P+1D", "whole 1P+1D", "2 stock, budget 2048"]
     assert [row[9] for row in rows] == ["100%", "0%", "0%"]
+
+
+def test_stock_has_the_front_of_its_own_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {"base_s": 0.01, "request_s": 0, "token_s": 0, "prompt_s": 0, "context_s": 0}
+    slow, quick = tmp_path / "slow.json", tmp_path / "quick.json"
+    slow.write_text(json.dumps({"version": 1, **steps, "front_s": 0.5}))
+    quick.write_text(json.dumps({"version": 1, **steps}))
+    profiles = ["--profile", str(slow), "--stock-profile", str(quick)]
+    few = ["--kind", "lpld", "--rate", "0.01", "--requests", "5"]
+
+    assert cli.main(["sim", "--mode", "whole", "--stock", "2048", *profiles, *few]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    ours = next(line.split() for line in lines if "whole" in line)
+    stock = next(line.split() for line in lines if "stock" in line)
+    assert (int(ours[2]), int(stock[4])) == (510, 10)
 
 
 def test_phases_and_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

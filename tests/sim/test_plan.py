@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,6 +85,13 @@ def test_where_nothing_is_in_time_the_rate_is_zero() -> None:
 
     assert highest_rate(falling_at(-1.0, asked), 10.0, 0.9).rate == 0
     assert len(asked) < 8
+
+
+def test_a_rate_without_end_is_not_looked_for() -> None:
+    asked: list[float] = []
+
+    assert highest_rate(falling_at(math.inf, asked), 10.0, 0.9).rate > 500
+    assert len(asked) < 30
 
 
 def test_requests_at_another_rate_are_the_same_ones_closer_together() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import islice
 from random import Random
 
 from vllm_tetri.config import TetriConfig
@@ -110,6 +111,9 @@ class Dispatcher:
         expected_tokens = self._expected_tokens(self._predict(request))
         ask = Ask(need.num_tokens, max(1, min(expected_tokens, self._most_tokens(request))))
         able = [site for site in candidates.answers(refused) if self._has_room(site, need)]
+        if not able:
+            others = candidates.all_answers(refused)
+            able = list(islice((site for site in others if self._has_room(site, need)), 1))
         here = next((site for site in able if site.id == self._me.id), None)
         if here is None and self._me.role is not Role.PREFILL and self._me.id not in refused:
             here = self._sites.by_id.get(self._me.id)

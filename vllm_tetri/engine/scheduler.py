@@ -16,6 +16,7 @@ from vllm_tetri.engine.admission import Answers, DecodeGate
 from vllm_tetri.engine.budget import StepBudget
 from vllm_tetri.engine.compat import (
     AsyncScheduler,
+    PauseState,
     Request,
     RequestStatus,
     Scheduler,
@@ -180,12 +181,19 @@ class TetriScheduler(Scheduler):
             self._instance.profiling.before_step()
         else:
             self._prepare_step()
+        goes_on = bool(self.running)
         output = super().schedule(throttle_prefills)
         self._injections.prepare(output.scheduled_new_reqs, self.requests)
         self._after_schedule(output)
         if output.total_num_scheduled_tokens:
-            self._clock.begin(output, time.monotonic())
+            self._clock.begin(output, time.monotonic(), goes_on=goes_on)
+        else:
+            self._clock.interrupt()
         return output
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._clock.interrupt()
+        super().set_pause_state(pause_state)
 
     def _prepare_step(self) -> None:
         self._let_predicted_in()
@@ -359,8 +367,6 @@ class TetriScheduler(Scheduler):
             is_own = self._instance.profiling is not None
             self._instance.step_s = self._clock.end(time.monotonic(), learns=not is_own)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        if self.running and scheduler_output.total_num_scheduled_tokens:
-            self._clock.go_on()
         for answer in outputs.values():
             self._injections.show(answer.outputs)
             pass_on_logprobs(answer.outputs)

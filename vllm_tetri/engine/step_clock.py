@@ -31,29 +31,34 @@ class StepClock:
         self._fit = fit
         self._begun: deque[_Step] = deque()
         self._ended_s = float("-inf")
-        self._goes_on = False
+        self._is_interrupted = False
         self._refreshed_s = float("-inf")
 
-    def begin(self, output: SchedulerOutput, now: float) -> None:
-        """A step is scheduled; it computes something."""
-        self._begun.append(_read(output, self._ended_s if self._goes_on else now))
+    def begin(self, output: SchedulerOutput, now: float, *, goes_on: bool) -> None:
+        """A step is scheduled; it computes something.
+
+        Args:
+            goes_on: Whether requests ran when its scheduling began.
+        """
+        follows = goes_on and not self._is_interrupted
+        self._is_interrupted = False
+        self._begun.append(_read(output, self._ended_s if follows else now))
+
+    def interrupt(self) -> None:
+        """What runs does not go on for now: the next step begins when it is scheduled."""
+        self._is_interrupted = True
 
     def end(self, now: float, *, learns: bool = True) -> float:
         """The oldest of them has ended; returns its seconds."""
         step = self._begun.popleft()
         seconds = now - max(step.begun_s, self._ended_s)
         self._ended_s = now
-        self._goes_on = False
         if learns:
             self._fit.learn(*step[1:], seconds)
             if now - self._refreshed_s >= _REFRESH_S:
                 self._refreshed_s = now
                 self._fit.refresh()
         return seconds
-
-    def go_on(self) -> None:
-        """Requests run after the step that has just ended, so the next one follows at once."""
-        self._goes_on = True
 
 
 def _read(output: SchedulerOutput, now: float) -> _Step:

@@ -131,6 +131,11 @@ class Candidates:
         """Where an answer may go."""
         return self._some_of(self._answers, taken)
 
+    def all_answers(self, taken: Collection[InstanceId]) -> list[Site]:
+        """Everywhere an answer may go, the best for the last view first; slow among many."""
+        found = [site for site in self._answers if site.id not in taken]
+        return found or [site for site in self._all if site.id not in taken]
+
     def _some_of(self, sites: Sequence[Site], taken: Collection[InstanceId]) -> list[Site]:
         for each in (sites, self._all):
             found = some_of(each, taken, self._rng, is_alone=self._is_alone)

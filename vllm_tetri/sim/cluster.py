@@ -117,6 +117,8 @@ class _Simulation:
         self._router = router_of(setting)
         self._pictures = Pictures(list(self._instances.values()), setting)
         self._picture = self._heard = self._pictures.take(0.0)
+        # All of it before the router: what it has sent is where it was sent.
+        self._front_s = max(place.shape.front_s for place in setting.instances)
         self._num_left = len(requests)
         self._links = None if setting.link is None else Links(setting.link, self._loop.at)
         self._served: dict[int, Served] = {}
@@ -151,6 +153,12 @@ class _Simulation:
     # -- router --------------------------------------------------------------------
 
     def _arrive(self, ask: Ask, now: float) -> None:
+        if self._front_s:
+            self._loop.at(now + self._front_s, partial(self._route, ask))
+        else:
+            self._route(ask, now)
+
+    def _route(self, ask: Ask, now: float) -> None:
         route = self._router.route(self._picture, ask, now)
         if isinstance(route, Late):
             self._refused.append(Refused(ask, route.reason))
@@ -161,12 +169,7 @@ class _Simulation:
         job.prefill = route.prefill if isinstance(route, Split) else route.instance
         if self._log is not None:
             self._log(Routed(job.ask.id, job.prefill, job.is_split))
-        instance = self._instances[job.prefill]
-        front_s = instance.shape.front_s
-        if front_s:
-            self._loop.at(now + front_s, partial(instance.submit, job))
-        else:
-            instance.submit(job, now)
+        self._instances[job.prefill].submit(job, now)
 
     def _report(self, now: float) -> None:
         if not self._num_left:
@@ -260,6 +263,7 @@ class _Simulation:
     def ended(self, job: Job, now: float) -> None:
         if job.is_split and job.decode is not None and job.produced_tokens == 1:
             self._tetri(job.decode).drop(job, now)  # the first token was the last one
+            job.decode = None
         self._served[job.ask.id] = served(job)
         self._router.ended(job.ask, now)
         self._one_less(now)

@@ -152,7 +152,13 @@ def _systems(options: argparse.Namespace) -> list[_System]:
     if options.stock_profile is not None:
         known = profile(options.stock_profile)
         kv_blocks = _kv_blocks(options, known)
-        stock_shape = replace(stock_shape, cost=known.cost, kv_blocks=kv_blocks)
+        stock_shape = replace(
+            stock_shape,
+            cost=known.cost,
+            kv_blocks=kv_blocks,
+            kv_token_bytes=known.kv_token_bytes,
+            front_s=known.front_s,
+        )
     for budget in options.stock:
         alike = places(both=options.replicas, shape=replace(stock_shape, engine=Stock(budget)))
         name = f"{options.replicas} stock, budget {budget}"

@@ -38,7 +38,8 @@ class Shape:
             but at least `least_tokens`.
         order, sched_batch, admission: Policies (docs/policies.md).
         kv_token_bytes: KV of a token, for links; None if that is not known.
-        front_s: From a request's arrival until the engine knows of it.
+        front_s: From a request's arrival until the engine knows of it; of several shapes in a
+            cluster the longest counts.
 
     Raises:
         ConfigError: A number makes no sense.

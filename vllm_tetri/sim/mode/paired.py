@@ -50,7 +50,7 @@ class PairedMode:
         self, prefill: InstanceId, picture: Picture, ask: Ask, now: float, *, may_wait: bool
     ) -> Dispatch | None:
         """As it was decided at the arrival."""
-        return Dispatch(self._answers.pop(ask.id), "", "chosen at its arrival")
+        return Dispatch(self._answers[ask.id], "", "chosen at its arrival")
 
     def ended(self, ask: Ask, now: float) -> None:
-        """Nothing to note."""
+        self._answers.pop(ask.id, None)

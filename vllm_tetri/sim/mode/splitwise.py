@@ -52,6 +52,7 @@ class SplitwiseMode(PairedMode):
         return self.send(mixed, mixed, priced, ask, now)
 
     def ended(self, ask: Ask, now: float) -> None:
+        super().ended(ask, now)
         machine = self._guests.pop(ask.id, None)
         if machine is None:
             return

@@ -38,6 +38,10 @@ def plan(question: Question, tell: Callable[[str], None] = lambda _: None) -> Pl
     return _Search(question, tell).plan()
 
 
+class _TooManyError(Exception):
+    """More instances would be needed than are looked at."""
+
+
 class _Search:
     def __init__(self, question: Question, tell: Callable[[str], None]) -> None:
         self._question = question
@@ -48,26 +52,38 @@ class _Search:
     def plan(self) -> Plan:
         singles = self._singles()
         layouts = [
-            *(each for single in _worthy(singles, _whole_rate) for each in self._whole(single)),
-            *(each for single in self._splittable(singles) for each in self._split(single)),
+            *self._possible(self._whole, _worthy(singles, _whole_rate)),
+            *self._possible(self._split, self._splittable(singles)),
         ]
         found = sorted((each for each in layouts if self._serves(each)), key=self._rank)
         if not found:
-            raise ConfigError(_hopeless(singles, self._question.goal))
-        found = sorted(self._checked(found), key=self._rank)
+            hopeless = _hopeless(singles, self._question.goal)
+            raise ConfigError("; ".join(self._skipped) or hopeless)
+        found = self._checked(found)
         rival = _best_of(found, is_coupled=not found[0].layout.is_coupled)
         return Plan(self._question, tuple(singles), tuple(found), rival, tuple(self._skipped))
 
+    def _possible(
+        self, layouts: Callable[[Single], list[Found]], singles: Sequence[Single]
+    ) -> list[Found]:
+        """Of those that need no more instances than anybody has."""
+        found = []
+        for single in singles:
+            try:
+                found += layouts(single)
+            except _TooManyError as error:
+                self._skipped.append(f"{single.profile.name}: {error}")
+        return found
+
     def _checked(self, found: Sequence[Found]) -> list[Found]:
         """The best of either kind with more seeds, and those that are close: the first seed
-        flatters whoever wins by it."""
-        checked = []
-        for each in found:
-            best = _best_of(found, is_coupled=each.layout.is_coupled)
-            assert best is not None, "at least itself"
-            is_close = each.per_device >= best.per_device * _CLOSE
-            checked.append(self._again(each) if each is best or is_close else each)
-        return checked
+        flatters whoever wins by it. Again until all who are the best now have them."""
+        while True:
+            wanted = [each for each in found if len(each.rates) == 1 and _is_near(each, found)]
+            if not wanted:
+                return list(found)
+            checked = [self._again(each) if each in wanted else each for each in found]
+            found = sorted(checked, key=self._rank)
 
     def _serves(self, found: Found) -> bool:
         rate = self._question.rate
@@ -142,7 +158,7 @@ class _Search:
             count += 1
             if self._keeps(of(count)):
                 return count
-        raise ConfigError(f"{_MOST_INSTANCES} instances do not serve this rate; plan for less")
+        raise _TooManyError(f"{_MOST_INSTANCES} instances do not serve this rate; plan for less")
 
     def _splittable(self, singles: Sequence[Single]) -> list[Single]:
         devices = self._question.devices
@@ -191,7 +207,7 @@ class _Search:
         decode = math.ceil(rate / single.decode.rate)
         while not self._keeps(_roles(single, prefill, decode)):
             if prefill + decode >= _MOST_INSTANCES:
-                raise ConfigError(f"{_MOST_INSTANCES} instances do not serve it; plan for less")
+                raise _TooManyError(f"{_MOST_INSTANCES} instances do not serve it; plan for less")
             if prefill * single.prefill.rate < decode * single.decode.rate:
                 prefill += 1
             else:
@@ -224,6 +240,13 @@ class _Search:
             trials.search(layout, found.rate, seed=seed, stride=_NEAR).rate for seed in _OTHER_SEEDS
         ]
         return Found(layout, found.goodput, (found.goodput.rate, *others), found.devices)
+
+
+def _is_near(one: Found, found: Sequence[Found]) -> bool:
+    """To the best of its kind, or that itself."""
+    best = _best_of(found, is_coupled=one.layout.is_coupled)
+    assert best is not None, "at least itself"
+    return one is best or one.per_device >= best.per_device * _CLOSE
 
 
 def _best_of(found: Sequence[Found], *, is_coupled: bool) -> Found | None:
