@@ -30,7 +30,7 @@ test-native: install ## C++ tests: plain, ASan with UBSan, TSan
 bench: install ## KV transfer beside memcpy and plain sockets
 	@$(BIN)/vllm-tetri bench transfer
 
-bench-quick: install ## every experiment in small, and a report: a quarter of an hour on two cores
+bench-quick: install ## all experiments but a predictor's, small, and a report: a quarter of an hour on two cores
 	@.ci/bench-quick
 
 predictor: install ## a length predictor for the demo's model, from PROMPTS="FILES": hours

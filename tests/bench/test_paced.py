@@ -11,6 +11,7 @@ import pytest
 
 from vllm_tetri.bench.fleet import in_time, kept
 from vllm_tetri.bench.pace import Counts, CountsFile, Pace, Timeline
+from vllm_tetri.bench.setting import write_json
 from vllm_tetri.bench.workload import ANSWER, PROMPT, Ask, draw, pick, read
 from vllm_tetri.errors import ConfigError
 
@@ -147,3 +148,23 @@ def test_results_are_added_to_those_of_the_same_conditions(tmp_path: Path) -> No
     assert kept(options, tmp_path / "none.json", fresh) is fresh
     with pytest.raises(ConfigError, match="seed"):
         kept(options, path, {"conditions": {"seed": 2}})
+
+
+@pytest.mark.parametrize("content", ["", '{"conditions": {', "[]", '{"seed": 1}', "\xff"])
+def test_a_torn_or_foreign_result_is_one_line(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    path.write_bytes(content.encode("latin-1"))
+    fresh = {"conditions": {"seed": 1}, "systems": {}}
+    with pytest.raises(ConfigError, match=r"found\.json.*delete it") as caught:
+        kept(argparse.Namespace(add=True), path, fresh)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_result_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    write_json(path, {"seed": 1})
+    (tmp_path / "same").hardlink_to(path)
+    write_json(path, {"seed": 2})
+    assert json.loads(path.read_text()) == {"seed": 2}
+    assert json.loads((tmp_path / "same").read_text()) == {"seed": 1}  # not written over
+    assert len(list(tmp_path.iterdir())) == 2

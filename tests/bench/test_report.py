@@ -25,7 +25,7 @@ from vllm_tetri.bench.report.markdown import markdown
 from vllm_tetri.bench.report.paper_numbers import Form, PaperNumber, told
 from vllm_tetri.bench.report.read import READERS
 from vllm_tetri.bench.report.svg import SvgError, inline
-from vllm_tetri.bench.report.tables import chunked_table, perf_table, tally
+from vllm_tetri.bench.report.tables import chunked_table, claims_table, perf_table, tally
 from vllm_tetri.bench.report.values import METRICS, Source, Value, Values, perf, value
 from vllm_tetri.bench.suite.experiments import EXPERIMENTS
 from vllm_tetri.bench.suite.jobs import JOBS
@@ -149,6 +149,12 @@ def test_order_beside_the_paper() -> None:
     assert values.get("e2", Source.MEASURED, "full queue", "stock, budget = chunk", "ttft_mean_s")
 
 
+def test_the_only_stock_in_overhead_has_our_chunk_as_its_budget() -> None:
+    overhead = {"stock, 256 a step": {"schedule_s": [1e-4]}, "fcfs": {"schedule_s": [1e-4]}}
+    values = read("order", {"overhead": overhead})
+    assert [each.system for each in values.all] == ["stock, budget = chunk", "fcfs"]
+
+
 def test_admission_and_dispatch() -> None:
     def run(jct_s: float, preempted: int) -> dict[str, Any]:
         return {"jct_s": [jct_s], "total_s": 9.0, "counters": {"preemptions": preempted}}
@@ -167,13 +173,21 @@ def test_admission_and_dispatch() -> None:
         ]
         return {"shares": shares, "decode_s": decode_s, "jct_s": 1.0}
 
-    policies = {"power-of-two": [spread(9, 2, 4)], "random": [spread(10, 0, 6)]}
+    policies = {
+        "power-of-two-ratio": [spread(8, 2, 4)], "power-of-two": [spread(9, 2, 4)],
+        "random": [spread(10, 0, 6)],
+    }  # fmt: skip
     values = read("dispatch", {"instances": {"4": policies}})
-    (random,) = next(e for e in claims("e6", values) if e.number.key == "e6 random").ours
-    assert random.found.mean == pytest.approx(-0.1)
-    assert random.text(random_number := paper_numbers.BY_KEY["e6 random"]) == "4 instances: -10 %"
-    assert random_number.value is None
-    slowest = values.get("e6", Source.MEASURED, "4 decode instances", "random", "heavy_of_slowest")
+    random = next(e for e in claims("e6", values) if e.number.key == "e6 random")
+    assert [each.text(random.number) for each in random.ours] == [
+        "the paper's measure, 4 instances: -20 %", "ours, 4 instances: -10 %",
+    ]  # fmt: skip
+    assert random.number.value is None
+    # An imagined device's times are not called measured.
+    assert {each.source for each in values.all} == {Source.PACED}
+    assert claims_table(claims("e6", values)).heads[3] == "paced engines"
+    assert claims_table(claims("e7", values)).heads[3] == "real engines"
+    slowest = values.get("e6", Source.PACED, "4 decode instances", "random", "heavy_of_slowest")
     assert slowest is not None
     assert slowest.found.mean == 6
 
@@ -218,7 +232,13 @@ def test_interference_flips_transfers_and_hand_overs() -> None:
     assert [each.found.mean for each in light.ours] == pytest.approx([2.0, 1.0])
 
     times = [{"source": "prefill", "commit_s": 0.001, "drain_s": 0.1}] * 3
-    (flip,) = claims("e9", read("flip", {"loads": {}, "timing": times}))
+    overall = {"jct_s": 1.0, "ttft_s": 0.1, "attained": 1.0}
+    swing = {"balance": [{"overall": overall, "instances": 3, "makespan_s": 9.0, "flips": 1}]}
+    values = read("flip", {"loads": {"swing": swing}, "timing": times})
+    assert {(each.group == "swing", each.source) for each in values.all} == {
+        (True, Source.PACED), (False, Source.MEASURED),
+    }  # fmt: skip
+    (flip,) = claims("e9", values)
     assert [each.text(flip.number) for each in flip.ours] == ["from prefill: 1 ms ±0 ms"]
 
     row = {"page_bytes": 256 << 10, "memcpy": 9e9, "shm": 5e9, "tcp": 1e9, "raw": 1.5e9}
@@ -276,16 +296,33 @@ HEAD = {
 }
 
 
-def cells(folder: Path, *, cut: str = "") -> None:
-    """Split is late with the first token and steady afterwards, in two repeats."""
+PACES = {"stock": (0.1, 30_000), "split": (0.2, 10_000)}  # first token, µs between others
+
+
+def cells(
+    folder: Path,
+    *,
+    cut: str = "",
+    paces: Mapping[str, tuple[float, int]] = PACES,
+    name: str = "lpld",
+    rates: Mapping[str, float] | None = None,
+    refused: tuple[str, int] | None = None,
+) -> None:
+    """Split is late with the first token and steady afterwards, in two repeats.
+
+    Args:
+        refused: System and repeat in which the second request has no answer.
+    """
     put(folder, "modes", HEAD)
     lines = []
-    for system, ttft_s, gap_us in (("stock", 0.1, 30_000), ("split", 0.2, 10_000)):
-        for repeat in range(2):
-            reply = Reply(ttft_s, ttft_s + 4 * gap_us / 1e6, [gap_us] * 4)
-            requests = [Request(0.0, 10, 5, reply)] * 2
-            cell = Cell(system, "lpld", "knee", repeat, 2.8, 2.0, 0.5, 0.0, requests)
-            lines.append(json.dumps({"cell": asdict(cell)}) + "\n")
+    for system, (ttft_s, gap_us) in paces.items():
+        for rate, per_s in (rates or {"knee": 2.8}).items():
+            for repeat in range(2):
+                reply = Reply(ttft_s, ttft_s + 4 * gap_us / 1e6, [gap_us] * 4)
+                second = Reply(0.0, 0.0, [], "429") if (system, repeat) == refused else reply
+                requests = [Request(0.0, 10, 5, each) for each in (reply, second)]
+                cell = Cell(system, name, rate, repeat, per_s, 2.0, 0.5, 0.0, requests)
+                lines.append(json.dumps({"cell": asdict(cell)}) + "\n")
     (folder / "modes" / "cells.jsonl").write_text("".join(lines) + cut)
 
 
@@ -301,12 +338,49 @@ def test_modes_are_values_of_several_experiments(tmp_path: Path) -> None:
     used = get("e1", Source.MEASURED, "lpld knee", "stock", "resource_s")
     assert used is not None
     assert used.found.mean == pytest.approx(0.5 * 2.0 * 2)
-    sustained = get("e11", Source.MEASURED, "lpld", "split", "sustained_per_s")
-    assert sustained is not None
-    assert sustained.found.mean == pytest.approx(2.8)
+    # A larger rate was not asked, so nobody knows the largest.
+    assert get("e11", Source.MEASURED, "lpld", "split", "sustained_per_s") is None
     table = perf_table(found.values, Source.MEASURED)
     assert table is not None
     assert [row[:2] for row in table.rows] == [["lpld knee", "split"]]
+
+
+def test_times_of_those_who_were_not_refused_are_no_results(tmp_path: Path) -> None:
+    cells(tmp_path, refused=("split", 1))
+    values = load(tmp_path).values
+    found = {each.metric: each for each in values.all if each.system == "split"}
+    for metric in ("ttft_mean_s", "jct_p99_s", "itl_p99_s", "resource_s"):
+        assert list(found[metric].samples) == [0]
+    assert found["failed"].samples == {0: 0, 1: 1}
+    assert found["goodput_strict"].samples == {0: 1.0, 1: 0.5}
+    assert found["share_strict"].samples == {0: 1.0, 1: 0.5}
+
+
+def test_claims_of_modes_say_what_they_are_of(tmp_path: Path) -> None:
+    paces = {"stock": (0.1, 70_000), **dict.fromkeys(("stock-128", "stock-256"), (0.2, 10_000))}
+    rates = {"light": 1.4, "knee": 2.8, "past": 4.4}
+    cells(tmp_path, paces={**paces, "split": (0.2, 10_000)}, name="mixed", rates=rates)
+    values = load(tmp_path).values
+    (chunked,) = claims("e13", values)
+    assert [each.ask.label.partition(",")[0] for each in chunked.ours] == [
+        "split to stock-128", "split to stock-256",
+    ]  # fmt: skip
+    assert all("not a highest rate" in each.ask.label for each in chunked.ours)
+    # Stock stalls at every rate: there is no ratio to what it sustains.
+    assert [each.ours for each in claims("e11", values)] == [[]]
+    best = values.get("e11", Source.MEASURED, "mixed", "stock-256", "sustained_per_s")
+    assert best is not None
+    assert best.found.mean == pytest.approx(4.4)
+
+    calm = {**paces, "stock": (0.1, 10_000), "split": (0.2, 10_000)}
+    cells(tmp_path, name="mixed", paces=calm, rates=rates)
+    (capacity,) = claims("e11", load(tmp_path).values)
+    assert [each.found.mean for each in capacity.ours] == [1.0, 1.0]
+    cells(tmp_path, name="mixed", paces=calm)
+    values = load(tmp_path).values
+    assert [each.ours for each in claims("e11", values)] == [[]]  # of one rate of three
+    (goodput,) = claims("e12", values)[0].ours
+    assert "not a highest rate" in goodput.ask.label
 
 
 # -- where disaggregation loses ----------------------------------------------------
@@ -443,6 +517,15 @@ def test_what_cannot_be_read_is_said_and_stops_nothing(
     assert "saturation.svg" in text  # why it is not shown
 
 
+def test_a_rival_that_was_not_run_is_named(folder: Path) -> None:
+    for text in page(folder):
+        assert text.count("vllm-router (") == 1
+        assert "Without the rival, vllm-router." in text
+    cells(folder, paces={**PACES, "replicas": (0.1, 30_000)})
+    for text in page(folder):
+        assert "vllm-router" not in text
+
+
 def test_markdown_names_pictures_where_they_are(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "elsewhere" / "page.html"
     assert cli.main(["bench", "report", str(folder), "--output", str(output)]) == 0
@@ -504,6 +587,10 @@ def test_pictures_lose_what_belongs_to_files(tmp_path: Path) -> None:
         '<svg><image href="http://x/y.png"/></svg>',
         "<svg><script>1</script></svg>",
         '<svg><path style="fill: url(http://x)"/></svg>',
+        '<svg><path onclick="f()"/></svg>',
+        "<svg onload = 'f()'></svg>",
+        '<svg><style>@import "x.css";</style></svg>',
+        '<svg><a target="javascript:f()"/></svg>',
     ],
 )
 def test_other_pictures_are_not_taken(tmp_path: Path, text: str) -> None:
@@ -526,6 +613,8 @@ def test_text_is_escaped_and_marked_up() -> None:
     assert '<code>x&lt;y&gt;</code> and <em>this</em>, <a href="#h">there</a>' in text
     assert '<td class="n">1</td>' in text
     assert "<details><summary>long</summary>" in text
+    stars = html(Document("t", [Text("`a*b` and `c*d`, *so*")]))
+    assert "<p><code>a*b</code> and <code>c*d</code>, <em>so</em></p>" in stars
     plain = markdown(made, Path())
     assert "| a\\|b | n |\n| --- | --: |\n| x\\|y | 1 |" in plain
     assert "- 1\n- 2" in plain

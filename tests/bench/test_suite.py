@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -21,6 +21,7 @@ from vllm_tetri import cli
 from vllm_tetri.bench.suite import command as suite
 from vllm_tetri.bench.suite.experiments import EXPERIMENTS, chosen, jobs_of
 from vllm_tetri.bench.suite.jobs import ANSWERS, JOBS, MODEL, OUTPUT, PREDICTOR, RIVAL, Job
+from vllm_tetri.bench.suite.process import _end
 from vllm_tetri.errors import ConfigError
 
 KNOWN = {MODEL: "model", OUTPUT: "out", PREDICTOR: "predictor", ANSWERS: "answers.jsonl"}
@@ -110,8 +111,6 @@ def test_the_quick_suite_is_meant_for_a_quarter_of_an_hour() -> None:
 def test_every_command_takes_its_options(job: Job, is_quick: bool) -> None:
     words = job.line(is_quick, {**KNOWN, RIVAL: "/bin/true"}, [])
     command = next((each for each in cli.COMMANDS if each.name == " ".join(words[:2])), None)
-    if command is None and job.name == "paper":
-        pytest.skip("there is no bench paper yet")
     assert command is not None
     own = words[2 : words.index("--")] if "--" in words else words[2:]
     assert command.tail or "--" not in words
@@ -234,6 +233,64 @@ def test_a_changed_command_runs_again(stage: Stage, monkeypatch: pytest.MonkeyPa
     assert stage.names() == ["transfer"]
 
 
+def test_a_result_of_another_command_is_no_basis_to_go_on_from(stage: Stage) -> None:
+    assert run(only="e10") == 0
+    result = stage.folder / "out" / "transfer" / "transfer.json"
+    stage.behave(transfer="fail")
+    found = stage.record()
+    found["jobs"]["transfer"]["status"] = "failed"
+    path = stage.folder / "out" / "suite.json"
+    path.write_text(json.dumps(found))
+    assert run(only="e10") == 1
+    assert result.exists()  # of the same command
+    found["jobs"]["transfer"]["command"].append("--streams")
+    path.write_text(json.dumps(found))
+    assert run(only="e10") == 1
+    assert not result.exists()
+
+
+def test_a_retrained_predictor_runs_again(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    trained = stage.folder / "trained"
+    trained.mkdir()
+    (trained / "weights").write_text("1")
+    words = ("--predictor", str(trained))
+    assert run(*words, only="e3") == 0
+    assert stage.names() == ["predictor"]
+    assert run(*words, only="e3") == 0
+    assert stage.names() == []
+    (trained / "weights").write_text("22")
+    assert run(*words, only="e3") == 0
+    assert stage.names() == ["predictor"]
+    assert "predictor: a file that it reads has changed" in capsys.readouterr().out
+
+
+def test_another_model_of_the_same_name_runs_again_where_it_is_read(stage: Stage) -> None:
+    (stage.folder / "model").mkdir()
+    config = stage.folder / "model" / "config.json"
+    config.write_text("{}")
+    assert run(model="model") == 0
+    stage.calls()
+    config.write_text("{ }")
+    assert run(model="model") == 0
+    assert stage.names() == ["saturation", "handover"]
+
+
+def test_a_rival_is_missed_where_it_is_of_use_and_only_adds(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rival = ("--rival", sys.executable)
+    full = ["bench", "suite", "a-model", "--only", "e12", "--output", "out"]
+    assert cli.main(full) == 0
+    assert capsys.readouterr().out.count("modes: without --rival") == 1
+    stage.behave(modes="fail")
+    assert cli.main([*full, *rival]) == 1
+    assert "without --rival" not in capsys.readouterr().out
+    assert (stage.folder / "out" / "modes" / "modes.json").exists()  # to go on from
+    words = ["bench", "suite", "a-model", "--quick", "--only", "e8", "--output", "other"]
+    assert cli.main([*words, *rival]) == 0
+    assert "--rival has no effect with --quick" in capsys.readouterr().out
+
+
 def test_results_do_not_depend_on_how_the_folder_is_called(stage: Stage) -> None:
     assert run(only="e8") == 0
     stage.calls()
@@ -296,11 +353,39 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+class Stubborn:
+    """A child that does not end until Ctrl-C was pressed three times."""
+
+    pid = 1 << 30  # nobody's
+    is_told = False
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self.is_told:
+            raise KeyboardInterrupt  # the second
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
+
+    def terminate(self) -> None:
+        self.is_told = True
+
+
+def test_a_third_interrupt_changes_nothing() -> None:
+    child = Stubborn()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        _end(cast("subprocess.Popen[bytes]", child))
+    except KeyboardInterrupt:
+        pytest.fail("it left the child to itself")
+    assert child.is_told
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda each: each.name)
 def test_nothing_outlives_the_suite(stage: Stage, number: signal.Signals) -> None:
     stage.behave(saturation="hang")
     program = (
-        "import sys; from vllm_tetri import cli; from vllm_tetri.bench import suite; "
+        "import sys; from vllm_tetri import cli; "
+        "from vllm_tetri.bench.suite import command as suite; "
         f"suite.PROGRAM = (sys.executable, {str(stage.program)!r}); "
         "sys.exit(cli.main(sys.argv[1:]))"
     )
@@ -313,19 +398,22 @@ def test_nothing_outlives_the_suite(stage: Stage, number: signal.Signals) -> Non
         env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
         start_new_session=True,
     )
-    pid_file = stage.folder / "pid"
-    until(lambda: pid_file.exists() and pid_file.read_text() != "")
-    pid = int(pid_file.read_text())
-    process.send_signal(number)
-    shown, _ = process.communicate(timeout=60)
-    until(lambda: not psutil.pid_exists(pid))
-    if number == signal.SIGKILL:
-        return
-    assert process.returncode == 130
-    assert "goes on" in shown
-    assert (stage.folder / "ended").read_text() == "in good order"
+    try:
+        pid_file = stage.folder / "pid"
+        until(lambda: pid_file.exists() and pid_file.read_text() != "")
+        pid = int(pid_file.read_text())
+        process.send_signal(number)
+        shown, _ = process.communicate(timeout=60)
+        until(lambda: not psutil.pid_exists(pid))
+    finally:
+        process.kill()
+        process.wait()
     assert stage.record()["jobs"]["saturation"]["status"] == "interrupted"
     assert stage.names() == ["transfer", "saturation"]
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "goes on" in shown
+        assert (stage.folder / "ended").read_text() == "in good order"
     stage.behave()
     assert run() == 0
     assert stage.names() == ["saturation", "handover"]

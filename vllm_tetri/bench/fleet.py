@@ -106,16 +106,28 @@ def kept(options: argparse.Namespace, path: Path, fresh: dict[str, Any]) -> dict
     """Where results go: new ones, or with `--add` those of an earlier run.
 
     Raises:
-        ConfigError: The earlier run was made under other conditions.
+        ConfigError: The earlier run was made under other conditions, or the file is torn or
+            of something else.
     """
     if not options.add or not path.exists():
         return fresh
-    found: dict[str, Any] = json.loads(path.read_text())
+    found = _earlier(path, fresh)
     for name, value in fresh["conditions"].items():
         if found["conditions"].get(name) != value:
             raise ConfigError(
                 f"--add: {path} was made with {name} {found['conditions'].get(name)}, not {value}"
             )
+    return found
+
+
+def _earlier(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--add: {path} cannot be read ({error}); delete it") from error
+    parts = [name for name, part in fresh.items() if isinstance(part, dict)]
+    if not isinstance(found, dict) or not all(isinstance(found.get(each), dict) for each in parts):
+        raise ConfigError(f"--add: {path} holds no results of this command; delete it")
     return found
 
 

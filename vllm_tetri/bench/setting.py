@@ -174,9 +174,12 @@ def console() -> Console:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """One key per line at the top, the rest compact: readable, and not too long."""
+    """One key per line at the top, the rest compact: readable, and not too long. What was there
+    stays whole until all is written."""
     lines = [f"{json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in content.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.replace(path)
 
 
 def _model(options: argparse.Namespace) -> Sequence[str]:

@@ -40,7 +40,7 @@ class Case:
     Attributes:
         experiment: Such as `e1`.
         group: What is asked; systems of a group get the same requests.
-        play: Its figures with a seed, by metric (`report_values.METRICS`).
+        play: Its figures with a seed, by metric (`report.values.METRICS`).
     """
 
     experiment: str

@@ -106,7 +106,10 @@ def _picture(path: Path, caption: str, prefix: str) -> str:
 
 def _inline(text: str) -> str:
     """Escaped; code in backquotes, emphasis in asterisks, links to headings."""
-    text = escape(text)
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    parts = enumerate(re.split(r"`([^`]+)`", escape(text)))  # every other one is code
+    return "".join(f"<code>{part}</code>" if place % 2 else _marked(part) for place, part in parts)
+
+
+def _marked(text: str) -> str:
     text = re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
     return re.sub(r"\[([^\]]+)\]\((#[\w-]+)\)", r'<a href="\2">\1</a>', text)

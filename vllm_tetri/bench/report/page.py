@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from vllm_tetri.bench.modes.systems import REPLICAS
 from vllm_tetri.bench.report.claims import Claim
 from vllm_tetri.bench.report.document import (
     Block,
@@ -30,7 +31,7 @@ from vllm_tetri.bench.report.tables import (
 )
 from vllm_tetri.bench.report.values import Source, Values
 from vllm_tetri.bench.suite.experiments import EXPERIMENTS, Experiment, jobs_of
-from vllm_tetri.bench.suite.jobs import Job
+from vllm_tetri.bench.suite.jobs import RIVAL, Job
 
 Maker = Callable[[Values, Source], Table | None]
 
@@ -39,9 +40,20 @@ _FOLDED_ROWS = 12
 _READING = (
     "Means over repeats, ± half a 95 % interval (Student); without ± there was one repeat. "
     "Ratios are taken repeat by repeat, over equal requests. *Measured*: real engines, on the "
-    "device that stands below each experiment. *Simulated*: virtual time, from what steps cost. "
-    "*Estimate*: computed from measured step costs. Numbers of papers are what their texts state, "
-    "on other devices and models; nothing here was run on those."
+    "device that stands below each experiment. *Paced*: real engines, but with a small model that "
+    "keeps the pace of an imagined device; times are that device's (but not "
+    "those of a flip itself, which are real seconds). *Simulated*: virtual time, "
+    "from what steps cost. *Estimate*: computed from measured step costs. Numbers of papers are "
+    "what their texts state, on other devices and models; nothing here was run on those."
+)
+_REFUSED = (
+    "Times and resources of real engines are of repeats in which every request was answered: of "
+    "those with a refusal they would be the survivors'. Goodput and shares count all requests, "
+    "and *refused or failed*, in [e1](#e1), tells how many had no answer."
+)
+_NO_RIVAL = (
+    "vllm-router (`replicas`) was not run, so it is among nobody's rivals: the full suite takes "
+    "it with `--rival PROGRAM`."
 )
 _PERF = (
     "Performance per dollar by two formulas. The paper states none; (1 + JCT reduction) / "
@@ -83,7 +95,7 @@ def _top(loaded: Loaded) -> list[Block]:
         conditions = loaded.record.conditions.items()
         told = "; ".join(f"{name.replace('_', ' ')}: {_plain(each)}" for name, each in conditions)
         told = f"The suite's conditions: {told}."
-    return [Text(told), Text(_READING)]
+    return [Text(told), Text(_READING), Text(_REFUSED)]
 
 
 def _plain(value: object) -> str:
@@ -105,10 +117,17 @@ def _losses(loaded: Loaded) -> list[Block]:
     every, lost = beside(loaded.values.all), losses(loaded.values.all)
     if not every:
         return [*blocks, Text("Nothing to compare was run.")]
+    if _lacks_rival(loaded):
+        blocks.append(Text(_NO_RIVAL))
     blocks.append(Items(tally(every)))
     if lost:
         blocks.append(_long("All of it", losses_table(lost)))
     return blocks
+
+
+def _lacks_rival(loaded: Loaded) -> bool:
+    """Whether results are there that it should stand beside."""
+    return loaded.has("modes") and all(each.system != REPLICAS for each in loaded.values.all)
 
 
 def _experiment(
@@ -171,7 +190,12 @@ def _state(each: Experiment, job: Job, loaded: Loaded, suite: str) -> str:
     text = f"`vllm-tetri {job.command}`: {loaded.state(job.name)}."
     if loaded.has(job.name):
         conditions = loaded.conditions[job.name] or NOTHING
-        return f"{text} Conditions: {conditions}."
+        rival = (
+            " Without the rival, vllm-router."
+            if RIVAL in job.full.words and _lacks_rival(loaded)
+            else ""
+        )
+        return f"{text} Conditions: {conditions}.{rival}"
     needs = "".join(f" {option} ..." for option in each.needs)
     return f"{text} Run it with `{suite} --only {each.name}{needs}`."
 

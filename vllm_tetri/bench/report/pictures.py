@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH, _ROW, _MARGIN = 9.0, 0.32, 1.1  # inches
-_MARKS = {Source.SIMULATED: "o", Source.MEASURED: "D", Source.ESTIMATE: "s"}
+_MARKS = {
+    Source.SIMULATED: "o", Source.MEASURED: "D", Source.PACED: "^", Source.ESTIMATE: "s"
+}  # fmt: skip
 _SPREAD = 0.5  # of the series of a row
 _MOST_LINEAR = 15.0  # factors above that are drawn on a logarithmic axis
 _LABELS = {Form.CHANGE: "change, %", Form.TIMES: "times as much"}

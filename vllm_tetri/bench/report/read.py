@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_tetri.bench import dispatch_report, handover_report, predictor_report
 from vllm_tetri.bench.report.modes import modes
-from vllm_tetri.bench.report.values import METRICS, Source, Value, value
+from vllm_tetri.bench.report.values import METRICS, STOCK_CHUNK, Source, Value, value
 from vllm_tetri.policy.cost import CurvePoint, StepCost
 
 Raw = Mapping[str, Any]
@@ -48,9 +48,9 @@ def _order(_: Path, raw: Raw) -> list[Value | None]:
                 value("e2", group, system, "waiting_s", waiting_s),
                 value("e2", group, system, "total_s", total_s),
             ]
-    overhead = raw.get("overhead", {})
-    for name, steps in overhead.items():
-        system = _stock_name(name, list(overhead))
+    for name, steps in raw.get("overhead", {}).items():
+        # The only stock there has our chunk as its budget.
+        system = STOCK_CHUNK if name.startswith("stock") else name
         schedule_s = [fmean(steps["schedule_s"])]
         found.append(value("e2", "1,000 prompts waiting", system, "schedule_s", schedule_s))
     return found
@@ -61,7 +61,7 @@ def _stock_name(name: str, names: Sequence[str]) -> str:
     if not name.startswith("stock"):
         return name
     stocks = [each for each in names if each.startswith("stock")]
-    return "stock" if name == stocks[0] else "stock, budget = chunk"
+    return "stock" if name == stocks[0] else STOCK_CHUNK
 
 
 def _interference(_: Path, raw: Raw) -> list[Value | None]:
@@ -121,13 +121,13 @@ def _admission(_: Path, raw: Raw) -> list[Value | None]:
     found: list[Value | None] = []
     for name, runs in raw["systems"].items():
         found += [
-            value("e5", ALL_AT_ONCE, name, "jct_mean_s", [fmean(run["jct_s"]) for run in runs]),
-            value("e5", ALL_AT_ONCE, name, "total_s", [run["total_s"] for run in runs]),
-            value(
-                "e5", ALL_AT_ONCE, name, "preemptions",
-                [run["counters"]["preemptions"] for run in runs],
-            ),
-        ]  # fmt: skip
+            value("e5", ALL_AT_ONCE, name, metric, samples, source=Source.PACED)
+            for metric, samples in (
+                ("jct_mean_s", [fmean(run["jct_s"]) for run in runs]),
+                ("total_s", [run["total_s"] for run in runs]),
+                ("preemptions", [run["counters"]["preemptions"] for run in runs]),
+            )
+        ]
     return found
 
 
@@ -143,8 +143,9 @@ def _dispatch(_: Path, raw: Raw) -> list[Value | None]:
     for count, policies in raw["instances"].items():
         for name, runs in policies.items():
             found += [
-                value("e6", decoders(count), name, metric, [figure(run) for run in runs])
+                value("e6", decoders(count), name, metric, samples, source=Source.PACED)
                 for metric, figure in figures.items()
+                for samples in [[figure(run) for run in runs]]
             ]
     return found
 
@@ -213,7 +214,8 @@ def _flip(_: Path, raw: Raw) -> list[Value | None]:
                 ("resource_s", [run["instances"] * run["makespan_s"] for run in runs]),
                 ("flips", [run["flips"] for run in runs]),
             ):
-                found.append(value("e9", load, name, metric, samples))
+                found.append(value("e9", load, name, metric, samples, source=Source.PACED))
+    # Changing a role is the same work at any pace: real seconds.
     times = raw.get("timing", [])
     for source in ("prefill", "decode"):
         for metric in ("commit_s", "drain_s"):

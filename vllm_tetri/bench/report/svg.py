@@ -7,7 +7,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 _OUTSIDE = re.compile(
-    r"""(?:href|src)\s*=\s*["'](?!#)|url\((?!["']?#)|<script|<foreignObject""", re.I
+    r"""(?:href|src)\s*=\s*["'](?!#)|url\((?!["']?#)|@import"""
+    r"""|<script|<foreignObject|javascript:|\son\w+\s*=\s*["']""",
+    re.I,
 )
 
 
@@ -22,7 +24,7 @@ def inline(path: Path, prefix: str) -> str:
         prefix: Put before its ids, since several pictures share a page.
 
     Raises:
-        SvgError: It is missing, no SVG, or refers to something outside.
+        SvgError: It is missing, no SVG, refers to something outside, or has a script.
     """
     try:
         text = path.read_text()
@@ -34,7 +36,7 @@ def inline(path: Path, prefix: str) -> str:
         raise SvgError(f"{path}: there is no <svg> in it")
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[start:], flags=re.S)
     if _OUTSIDE.search(text):
-        raise SvgError(f"{path}: it refers to something outside")
+        raise SvgError(f"{path}: it refers to something outside, or has a script")
     text = re.sub(r'\bid="', f'id="{prefix}', text)
     text = re.sub(r'href="#', f'href="#{prefix}', text)
     text = re.sub(r"url\(#", f"url(#{prefix}", text)

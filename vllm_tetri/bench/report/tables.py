@@ -23,18 +23,21 @@ from vllm_tetri.bench.suite.experiments import EXPERIMENTS
 NOTHING = "–"
 NOT_RUN = "not run"
 _BASES = {Source.MEASURED: "stock", Source.SIMULATED: "vllm-2023"}
-_SIMULATED, _REAL = (Source.SIMULATED,), (Source.MEASURED, Source.ESTIMATE)
+_SIMULATED = (Source.SIMULATED,)
+_ENGINES = (Source.MEASURED, Source.PACED, Source.ESTIMATE)
 _COMPARED = ("ttft_mean_s", "jct_mean_s", "itl_p99_s", "goodput_strict", "goodput")
 _JUDGED = ("e1", "e11", "e12", "e13")  # whose values e13 looks at
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
-    """Numbers of papers, and ours beside them."""
-    heads = ["what", "paper", "reproduction (simulator)", "real engines", "where it stands"]
+    """Numbers of papers, and ours beside them. An experiment's engines are all paced, or none."""
+    is_paced = any(is_asked(claim.number, Source.PACED) for claim in claims)
+    engines = "paced engines" if is_paced else "real engines"
+    heads = ["what", "paper", "reproduction (simulator)", engines, "where it stands"]
     rows = []
     for claim in claims:
         number = claim.number
-        simulated, others = (_ours(claim, sources) for sources in (_SIMULATED, _REAL))
+        simulated, others = (_ours(claim, sources) for sources in (_SIMULATED, _ENGINES))
         rows.append([number.what, number.text(), simulated, others, number.source])
     return Table(heads, rows, num_text=len(heads))
 

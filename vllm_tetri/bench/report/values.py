@@ -12,9 +12,10 @@ from vllm_tetri.bench.stats import Estimate, estimate
 
 # Systems that hand requests from one instance to another, or decide for each whether to.
 OURS = ("split", "adaptive", "adaptive-slo", "tetri", "prefill + decode")
+STOCK_CHUNK = "stock, budget = chunk"
 # Systems that share a step between decodes and chunks of prompts and are tuned for it.
 CHUNKED = (
-    *("stock-128", "stock-256", "stock, budget = chunk"),
+    *("stock-128", "stock-256", STOCK_CHUNK),
     *("sarathi", "sarathi on all cards"),
 )
 
@@ -33,6 +34,7 @@ METRICS = {
         Metric("goodput", "goodput, 1/s", 1, 2, is_rate=True),
         Metric("share_strict", "in time (strict), %", 100, 0, is_rate=True),
         Metric("sustained_per_s", "sustained, 1/s", 1, 2, is_rate=True),
+        Metric("failed", "refused or failed", 1, 1),
         Metric("waiting_s", "waiting mean, ms"),
         Metric("prefill_s", "prefill mean, ms"),
         Metric("schedule_s", "scheduling a step, µs", 1e6, 0),
@@ -69,6 +71,7 @@ class Source(StrEnum):
     """How a number came about."""
 
     MEASURED = "measured"
+    PACED = "paced"  # by engines that keep the pace of an imagined device
     SIMULATED = "simulated"
     ESTIMATE = "estimate"  # computed from measured step costs
 

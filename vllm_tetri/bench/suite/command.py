@@ -10,7 +10,6 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -23,9 +22,10 @@ from rich.table import Table
 from vllm_tetri import __version__
 from vllm_tetri.bench import setting
 from vllm_tetri.bench.suite import experiments
-from vllm_tetri.bench.suite.jobs import ANSWERS, MODEL, OUTPUT, PREDICTOR, RIVAL, Job
+from vllm_tetri.bench.suite.jobs import ANSWERS, MODEL, PREDICTOR, RIVAL
 from vllm_tetri.bench.suite.process import carry_out, last_line
 from vllm_tetri.bench.suite.record import Done, Record, Status, continued
+from vllm_tetri.bench.suite.steps import Step, about_rival, missing
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import inspect, vllm_version
 
@@ -35,22 +35,6 @@ _INTERRUPTED = 130
 _PLACEHOLDERS = {"model": MODEL, "predictor": PREDICTOR, "answers": ANSWERS, "rival": RIVAL}
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A job that is to be run now.
-
-    Attributes:
-        command: Behind `vllm-tetri`.
-        shown: The same wherever the output folder is.
-        seconds: How long it should take.
-    """
-
-    job: Job
-    command: list[str]
-    shown: list[str]
-    seconds: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the suite."""
     add = parser.add_argument
@@ -58,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="small sizes: a quarter of an hour on two cores")
     add("--only", metavar="E2,E5", help="experiments to run (all); --list names them")
     add("--list", action="store_true", help="show the experiments and what they take")
-    add("--rival", metavar="PROGRAM", help="path of an installed vllm-router, for bench modes")
+    add("--rival", metavar="PROGRAM", help="path of a vllm-router, for the full bench modes")
     add("--predictor", metavar="FOLDER", help="a trained predictor, for e3 and e4")
     add("--answers", metavar="FILE", help="answers of predictor collect, for e4")
     add(
@@ -86,7 +70,10 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--output {folder}: {error.strerror}") from error
     record = continued(folder, conditions(options, known))
-    steps = _steps(options, known, record, experiments.jobs_of(wanted), console)
+    jobs = experiments.jobs_of(wanted)
+    if line := about_rival(options.quick, known, jobs):
+        console.print(line)
+    steps = missing(options, known, record, jobs, console)
     try:
         _run_all(steps, record, folder, console)
     except KeyboardInterrupt:
@@ -151,34 +138,6 @@ def _known(options: argparse.Namespace) -> dict[str, str]:
     return known
 
 
-def _steps(
-    options: argparse.Namespace,
-    known: Mapping[str, str],
-    record: Record,
-    jobs: Sequence[Job],
-    console: Console,
-) -> list[Step]:
-    """What is to be run now; a line about everything else."""
-    found = []
-    for job in jobs:
-        missing = job.missing(options.quick, known)
-        if missing:
-            needs = " and ".join("--" + name.strip("{}") for name in missing)
-            console.print(f"{job.name}: left out, it needs {needs}")
-            continue
-        folder = options.output / job.name
-        shown = job.line(options.quick, {**known, OUTPUT: job.name}, options.tail)
-        if record.is_done(job.name, shown) and (folder / job.result).exists():
-            console.print(f"{job.name}: done before")
-            continue
-        earlier = record.jobs.get(job.name)
-        if earlier is not None and earlier.command != shown:
-            console.print(f"{job.name}: its command has changed, so it runs again")
-        command = job.line(options.quick, {**known, OUTPUT: str(folder)}, options.tail)
-        found.append(Step(job, command, shown, 60 * job.variant(options.quick).minutes))
-    return found
-
-
 # -- running -----------------------------------------------------------------------
 
 
@@ -227,23 +186,34 @@ def _run_one(
     look: Callable[[float], None],
     console: Console,
 ) -> None:
-    """Run it, and enter what became of it."""
+    """Run it, and enter what became of it. It is entered as interrupted before it begins: so
+    it stays when this process is killed."""
     own = folder / step.job.name
     own.mkdir(exist_ok=True)
+    if step.is_anew:
+        (own / step.job.result).unlink(missing_ok=True)
     started = monotonic()
     status, exit_status = Status.INTERRUPTED, _INTERRUPTED
+    _enter(step, status, exit_status, 0.0, record, folder)
     try:
         exit_status = carry_out([*PROGRAM, *step.command], own / LOG, look)
         is_good = exit_status == 0 and (own / step.job.result).exists()
         status = Status.DONE if is_good else Status.FAILED
     finally:
         took_s = round(monotonic() - started, 1)
-        finished = datetime.now(UTC).isoformat(timespec="seconds")
-        record.jobs[step.job.name] = Done(step.shown, status, exit_status, took_s, finished)
-        record.write(folder)
+        _enter(step, status, exit_status, took_s, record, folder)
         console.print(f"{step.job.name}: {status} after {took_s:.0f} s")
     if status is Status.FAILED:
         console.print(f"  {last_line(own / LOG)}", markup=False, highlight=False)
+
+
+def _enter(
+    step: Step, status: Status, exit_status: int, took_s: float, record: Record, folder: Path
+) -> None:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    done = Done(step.shown, status, exit_status, took_s, now, step.files)
+    record.jobs[step.job.name] = done
+    record.write(folder)
 
 
 def _summary(steps: Sequence[Step], record: Record, folder: Path, console: Console) -> int:

@@ -20,7 +20,8 @@ class Experiment:
         name: `e1` to `e13`.
         word: What it is about.
         figures: Of the paper, or of a rival's.
-        runs_on: Real engines, the simulator, or both.
+        runs_on: Real engines, the simulator, or both. Paced engines are real but for the model:
+            they keep the pace of an imagined device.
         jobs: Names of those that answer it.
         needs: Options of the suite without which a job of it is left out.
     """
@@ -82,7 +83,7 @@ EXPERIMENTS = {
             "admission",
             "What reserving memory for predicted lengths gains over greedy admission",
             "Figure 18",
-            "both",
+            "paced engines and the simulator",
             ("admission", "paper"),
         ),
         Experiment(
@@ -90,7 +91,7 @@ EXPERIMENTS = {
             "dispatch",
             "How evenly policies spread answers over decode instances",
             "Figure 19",
-            "both",
+            "paced engines and the simulator",
             ("dispatch", "decisions", "paper"),
         ),
         Experiment(
@@ -114,7 +115,7 @@ EXPERIMENTS = {
             "flip",
             "What changing roles costs, and what it gains when the load swings",
             "Figure 10, section 3.5",
-            "real engines",
+            "paced engines",
             ("flip",),
         ),
         Experiment(
@@ -130,7 +131,7 @@ EXPERIMENTS = {
             "capacity",
             "The largest rate at which stalls stay short",
             "Sarathi-Serve, Figures 9 and 10",
-            "real engines",
+            "both",
             ("modes", "paper"),
         ),
         Experiment(

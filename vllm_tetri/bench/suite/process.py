@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 _LOOK_S = 0.5
-_GRACE_S = 30.0  # for a benchmark to end its engines
+_GRACE_S = 30.0  # for a benchmark to end its engines after Ctrl-C
 
 
 def carry_out(command: Sequence[str], log: Path, look: Callable[[float], None]) -> int:
@@ -22,7 +22,7 @@ def carry_out(command: Sequence[str], log: Path, look: Callable[[float], None]) 
 
     The child is in a session of its own, so Ctrl-C reaches only this process, which passes
     it on once: the benchmark ends its engines itself. What is left of its tree then is ended
-    by the guard, also when this process dies.
+    by the guard, within seconds; also when this process dies.
 
     Args:
         log: Gets all that it prints.
@@ -32,7 +32,7 @@ def carry_out(command: Sequence[str], log: Path, look: Callable[[float], None]) 
     started = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*guard, "--grace", str(_GRACE_S), "--", *command],
+            [*guard, "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -50,7 +50,8 @@ def carry_out(command: Sequence[str], log: Path, look: Callable[[float], None]) 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C in a terminal would; a second one, or half a minute, is the end."""
+    """As Ctrl-C in a terminal would. After half a minute, or at a second one, the guard ends
+    all that is left, and further ones change nothing."""
     try:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(process.pid).children():
@@ -59,8 +60,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except (KeyboardInterrupt, subprocess.TimeoutExpired):
         pass
     finally:
-        process.terminate()
-        process.wait()
+        usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process.terminate()
+            process.wait()
+        finally:
+            signal.signal(signal.SIGINT, usual)
 
 
 def last_line(log: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a suite has done so far: `suite.json`, written after every job."""
+"""What a suite has done so far: `suite.json`, written before and after every job."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from vllm_tetri.bench.suite.versions import Versions
 from vllm_tetri.errors import ConfigError
 
 FILE = "suite.json"
@@ -16,7 +17,7 @@ FORMAT = 1
 
 
 class Status(StrEnum):
-    """What became of a job."""
+    """What became of a job; it stands as interrupted from when it begins."""
 
     DONE = "done"
     FAILED = "failed"
@@ -31,6 +32,7 @@ class Done:
         command: Behind `vllm-tetri`; the folder of the job stands as its name.
         exit_status: 0 when all went well.
         finished: Date and time, UTC.
+        files: What it read, by `versions`.
     """
 
     command: list[str]
@@ -38,6 +40,11 @@ class Done:
     exit_status: int
     took_s: float
     finished: str
+    files: Versions = field(default_factory=dict)
+
+    def has_read(self, files: Versions) -> bool:
+        """Whether these files are as they were; so they are where nothing is known."""
+        return not self.files or self.files == files
 
 
 @dataclass(slots=True)
@@ -51,10 +58,12 @@ class Record:
     conditions: dict[str, Any]
     jobs: dict[str, Done] = field(default_factory=dict)
 
-    def is_done(self, name: str, command: Sequence[str]) -> bool:
-        """Whether this very command has succeeded before."""
+    def is_done(self, name: str, command: Sequence[str], files: Versions) -> bool:
+        """Whether this very command has succeeded before, with these files."""
         found = self.jobs.get(name)
-        return found is not None and found.status is Status.DONE and found.command == [*command]
+        if found is None or found.status is not Status.DONE:
+            return False
+        return found.command == [*command] and found.has_read(files)
 
     def write(self, folder: Path) -> None:
         """Replace the file."""
