@@ -37,7 +37,7 @@ def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["up", "model", "--prefill=0", "--decode=0"]) == 2
+    assert cli.main(["up", "model", "--mode=split", "--prefill=0", "--decode=0"]) == 2
 
     error = capsys.readouterr().err
     assert error.startswith("vllm-tetri: ")

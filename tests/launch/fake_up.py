@@ -1,4 +1,4 @@
-"""`vllm-tetri up` with fake instances and a fake router."""
+"""`vllm-tetri up --mode split` with fake instances and a fake router."""
 
 import sys
 from pathlib import Path
@@ -17,4 +17,4 @@ if __name__ == "__main__":
     up.require_vllm = lambda: None
     keeper.FIRST_BACKOFF_S = 0.05
     child.GRACE_S = 1.0
-    sys.exit(cli.main(["up", *sys.argv[1:]]))
+    sys.exit(cli.main(["up", "--mode", "split", *sys.argv[1:]]))

@@ -11,6 +11,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch import up
 from vllm_tetri.launch.plan import DEFAULT_MODE, given_options, make_plan, with_sharing
 from vllm_tetri.policy.placement import Machine, Sharing
+from vllm_tetri.types import Mode
 
 CPU = Machine(cores=(0, 1), gpus=(), memory_bytes=32 << 30)
 GPU = Machine(cores=(0, 1), gpus=("0",), memory_bytes=32 << 30)
@@ -18,6 +19,11 @@ GPUS = Machine(cores=(0, 1), gpus=("0", "1", "2", "3"), memory_bytes=32 << 30)
 
 
 def options(*words: str, tail: tuple[str, ...] = ()) -> argparse.Namespace:
+    """In mode split, unless the words name another one."""
+    return parsed("--mode=split", *words, tail=tail)
+
+
+def parsed(*words: str, tail: tuple[str, ...] = ()) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     up.add_arguments(parser)
     namespace = parser.parse_args(["model", "--port=0", *words])
@@ -126,7 +132,13 @@ def names(machine: Machine, *words: str, tail: tuple[str, ...] = ()) -> list[str
 
 
 def test_a_pair_is_started_when_no_count_is_given() -> None:
-    assert names(CPU) == names(GPUS) == names(CPU, "--mode=split") == ["prefill-0", "decode-0"]
+    assert names(CPU, "--mode=split") == names(GPUS, "--mode=split") == ["prefill-0", "decode-0"]
+
+
+def test_without_a_word_every_request_is_decided_for_itself() -> None:
+    plan = make_plan(parsed(), CPU)
+    assert DEFAULT_MODE is Mode.ADAPTIVE
+    assert [spec.name for spec in plan.instances] == ["both-0"]
 
 
 @pytest.mark.parametrize("mode", ["adaptive", "whole"])
@@ -169,7 +181,7 @@ def test_only_split_needs_an_instance_of_each_kind() -> None:
 
 def test_the_router_is_told_the_mode() -> None:
     for words, mode in (((), DEFAULT_MODE), (("--mode=whole",), "whole")):
-        router = make_plan(options(*words), CPU).specs[-1].command(1)
+        router = make_plan(parsed(*words), CPU).specs[-1].command(1)
         assert router[router.index("--mode") + 1] == mode
 
 

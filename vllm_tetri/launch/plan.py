@@ -28,7 +28,7 @@ SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 ROUTER = (sys.executable, "-m", "vllm_tetri.cli", "router")
 ROUTER_NAME = "router"
 HOST = "127.0.0.1"
-DEFAULT_MODE = Mode.SPLIT
+DEFAULT_MODE = Mode.ADAPTIVE
 
 # `up` sets these itself; given after `--` they would contradict it.
 _OWN_OPTIONS = ("port", "host", "role", "tetri-instance", "tetri-control", "tetri-url", "uds")

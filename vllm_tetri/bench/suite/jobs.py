@@ -115,8 +115,8 @@ JOBS = {
             "paper",
             "bench paper",
             "paper.json",
-            Variant(("--quick", "--output", OUTPUT), 1.8),
-            Variant(("--output", OUTPUT), 20),
+            Variant(("--quick", "--output", OUTPUT), 1),
+            Variant(("--output", OUTPUT), 7),
             ("*.svg",),
         ),
         Job(
