@@ -160,12 +160,12 @@ async def test_a_role_that_it_has_already_is_no_flip() -> None:
 async def test_the_last_of_its_kind_is_kept_unless_it_is_forced() -> None:
     async with cluster(*four()) as made:
         assert (await flip(made, "d2", "prefill"))[0] == 202
-        await until(made, "d2", role="prefill")
+        await until(made, "d2", role="prefill", state="ready")
         status, answer = await flip(made, "d1", "prefill")
         assert (status, answer["error"]["type"]) == (409, "ConflictError")
         assert "d1 is the last instance for decode" in answer["error"]["message"]
         assert (await flip(made, "d1", "both"))[0] == 202  # it still decodes
-        await until(made, "d1", role="both")
+        await until(made, "d1", role="both", state="ready")
         made["d1"].unfinished = "1 request"
         assert (await flip(made, "d1", "prefill", force=True))[0] == 202
         # Nobody stands in for it, so it does not drain first.
