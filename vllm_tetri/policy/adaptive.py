@@ -118,10 +118,12 @@ class Candidates:
         self._answers = [
             site for site in sites if site.role is not Role.PREFILL or not spares_prefill
         ]
-        if len(self._prompts) > _ALL:
+        self._answer_price_s = lambda site: _written(site, usual)[1]
+        # Only the first ones need an order; who is not alone draws, and does without.
+        if is_alone and len(self._prompts) > _ALL:
             self._prompts.sort(key=lambda site: site.ttft_s(usual.prompt_tokens))
-        if len(self._answers) > _ALL:
-            self._answers.sort(key=lambda site: answer_price_s(site, usual))
+        if is_alone and len(self._answers) > _ALL:
+            self._answers.sort(key=self._answer_price_s)
 
     def prompts(self, taken: Collection[InstanceId]) -> list[Site]:
         """Where a prompt may go."""
@@ -134,7 +136,8 @@ class Candidates:
     def all_answers(self, taken: Collection[InstanceId]) -> list[Site]:
         """Everywhere an answer may go, the best for the last view first; slow among many."""
         found = [site for site in self._answers if site.id not in taken]
-        return found or [site for site in self._all if site.id not in taken]
+        found = found or [site for site in self._all if site.id not in taken]
+        return sorted(found, key=self._answer_price_s)
 
     def _some_of(self, sites: Sequence[Site], taken: Collection[InstanceId]) -> list[Site]:
         for each in (sites, self._all):
@@ -159,11 +162,6 @@ def some_of(
         if site.id not in taken and site not in found:
             found.append(site)
     return found or [site for site in ordered if site.id not in taken][:1]
-
-
-def answer_price_s(site: Site, ask: Ask) -> float:
-    """What an answer costs there; orders sites where there are many."""
-    return _written(site, ask)[1]
 
 
 def choose_place(

@@ -22,7 +22,7 @@ from vllm_tetri.sim.figures import Figures, Slo, figures
 from vllm_tetri.sim.links import LINKS, link
 from vllm_tetri.sim.mode.modes import MODES
 from vllm_tetri.sim.request_options import add_request_options, requests_of
-from vllm_tetri.sim.setting import Setting, Shape, places
+from vllm_tetri.sim.setting import Setting, Shape, of_profile, places
 from vllm_tetri.sim.system_options import add_system_options, named_systems
 
 _FILE_COLUMNS = 150
@@ -127,13 +127,9 @@ def run(options: argparse.Namespace) -> int:
 def _systems(options: argparse.Namespace) -> list[_System]:
     known = profile(options.profile)
     shape = Shape(
-        cost=known.cost,
-        kv_blocks=_kv_blocks(options, known),
-        chunk_tokens=options.chunk,
-        tbt_slo_s=options.tbt_slo,
-        kv_token_bytes=known.kv_token_bytes,
-        front_s=known.front_s,
+        kv_blocks=_kv_blocks(options, known), chunk_tokens=options.chunk, tbt_slo_s=options.tbt_slo
     )
+    shape = of_profile(shape, known)
     counts = {"P": options.prefill, "D": options.decode, "B": options.both}
     label = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
     ours = places(*counts.values(), shape=shape)
@@ -151,14 +147,8 @@ def _systems(options: argparse.Namespace) -> list[_System]:
     stock_shape = replace(shape, tbt_slo_s=None)
     if options.stock_profile is not None:
         known = profile(options.stock_profile)
-        kv_blocks = _kv_blocks(options, known)
-        stock_shape = replace(
-            stock_shape,
-            cost=known.cost,
-            kv_blocks=kv_blocks,
-            kv_token_bytes=known.kv_token_bytes,
-            front_s=known.front_s,
-        )
+        stock_shape = replace(stock_shape, kv_blocks=_kv_blocks(options, known))
+        stock_shape = of_profile(stock_shape, known)
     for budget in options.stock:
         alike = places(both=options.replicas, shape=replace(stock_shape, engine=Stock(budget)))
         name = f"{options.replicas} stock, budget {budget}"

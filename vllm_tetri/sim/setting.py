@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm_tetri.errors import ConfigError
@@ -11,7 +11,7 @@ from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.admission import DecodePolicy
 from vllm_tetri.policy.dispatch import DispatchPolicy
 from vllm_tetri.policy.order import PrefillPolicy
-from vllm_tetri.sim.cost.profiles import PROFILES
+from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
 from vllm_tetri.sim.engine.kinds import TETRI, Engine, Orca, Static, Tetri, Unchunked
 from vllm_tetri.sim.links import Link
@@ -95,6 +95,13 @@ class Shape:
         if isinstance(self.engine, Orca | Static):
             return self.engine.window_tokens
         return self.kv_blocks * self.block_size
+
+
+def of_profile(shape: Shape, known: Profile) -> Shape:
+    """The same engine on a profile's device. Its KV pool stays: not every profile has one."""
+    return replace(
+        shape, cost=known.cost, kv_token_bytes=known.kv_token_bytes, front_s=known.front_s
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from vllm_tetri.bench.modes.systems import REPLICAS, SYSTEMS
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.cost.profiles import Profile
 from vllm_tetri.sim.engine.kinds import Stock
-from vllm_tetri.sim.setting import Setting, Shape, places
+from vllm_tetri.sim.setting import Setting, Shape, of_profile, places
 from vllm_tetri.sim.workload import Ask
 
 _BLOCK_SIZE = 128  # of vLLM on CPUs
@@ -73,9 +73,7 @@ def _setting(name: str, profiles: Profiles) -> Setting:
     """The simulator's words for a system of the benchmark."""
     system = SYSTEMS[name]
     known = profiles.whole if system.engines == 1 else profiles.half
-    shape = Shape(
-        cost=known.cost, kv_blocks=_KV_BLOCKS, block_size=_BLOCK_SIZE, front_s=known.front_s
-    )
+    shape = of_profile(Shape(kv_blocks=_KV_BLOCKS, block_size=_BLOCK_SIZE), known)
     if not system.is_ours:
         engine = Stock(int(system.serve[-1])) if system.serve else Stock()
         alike = places(both=system.engines, shape=replace(shape, engine=engine))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from vllm_tetri.sim.cluster import Outcome, run
 from vllm_tetri.sim.cost.profiles import profile
-from vllm_tetri.sim.setting import Setting, Shape
+from vllm_tetri.sim.setting import Setting, Shape, of_profile
 from vllm_tetri.sim.workload import Ask, draw
 
 PROFILE = "opt-13b-2xv100"
@@ -54,13 +54,9 @@ def shape_of(name: str = PROFILE) -> Shape:
     found = profile(name)
     blocks = found.kv_blocks(_BLOCK_SIZE)
     assert blocks is not None, "profiles of this benchmark know their memory"
-    return Shape(
-        cost=found.cost,
-        kv_blocks=blocks,
-        block_size=_BLOCK_SIZE,
-        arena_tokens=_ROOM * _WINDOW_TOKENS,
-        kv_token_bytes=found.kv_token_bytes,
-    )
+    arena_tokens = _ROOM * _WINDOW_TOKENS
+    shape = Shape(kv_blocks=blocks, block_size=_BLOCK_SIZE, arena_tokens=arena_tokens)
+    return of_profile(shape, found)
 
 
 def at_once(kind: str, count: int, seed: int, accuracy: float = 1.0) -> list[Ask]:

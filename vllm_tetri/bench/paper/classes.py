@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from vllm_tetri.bench.paper.case import Case, Size, at_once, played, shape_of
 from vllm_tetri.sim.figures import Slo, figures
@@ -77,9 +77,15 @@ def _at_once(count: int, kind: str, seed: int) -> list[Ask]:
 
 
 def _one_by_one(count: int, kind: str, seed: int) -> list[Ask]:
+    return draw(kind, count, _rate_per_s(count, kind, seed), seed)
+
+
+@cache
+def _rate_per_s(count: int, kind: str, seed: int) -> float:
+    """The same for every system and link."""
     base = setting_of(_BASE, next(iter(LINKS.values())))
     end_s = played(base(seed), at_once(kind, count, seed)).end_s
-    return draw(kind, count, _LOAD * count / end_s, seed)
+    return _LOAD * count / end_s
 
 
 def _play(

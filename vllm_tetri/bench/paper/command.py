@@ -130,9 +130,5 @@ def _tables(rows: list[Row]) -> Iterator[Table]:
 
 
 def _cell(name: str, values: list[float]) -> str:
-    metric, found = METRICS[name], estimate(values)
-    digits = metric.digits
-    text = f"{found.mean * metric.factor:.{digits}f}"
-    if found.half == found.half:
-        text += f" ±{found.half * metric.factor:.{digits}f}"
-    return text
+    metric = METRICS[name]
+    return estimate(values).text(metric.factor, metric.digits)

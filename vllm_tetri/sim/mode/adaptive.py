@@ -36,7 +36,7 @@ class AdaptiveMode:
         rng = Random(f"{setting.seed} adaptive")
         self._router = _Look(rng, spares_prefill=self.may_split)
         num_decode = sum(each.role is not Role.PREFILL for each in setting.instances)
-        self._crowd = Crowd(rng, _USUAL_PROMPT_TOKENS) if num_decode > self.most_alone else None
+        self._crowd = Crowd(rng) if num_decode > self.most_alone else None
         self._members: dict[InstanceId, Member] = {}
         self._dispatchers: dict[InstanceId, _Look] = {}
         for each in setting.instances:

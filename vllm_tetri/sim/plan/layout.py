@@ -8,7 +8,7 @@ from enum import StrEnum
 from vllm_tetri.sim.cost.profiles import Profile
 from vllm_tetri.sim.engine.kinds import Stock
 from vllm_tetri.sim.links import Link
-from vllm_tetri.sim.setting import Place, Setting, Shape, places
+from vllm_tetri.sim.setting import Place, Setting, Shape, of_profile, places
 from vllm_tetri.types import InstanceId, Role, StepCoefficients
 
 _BLOCK_TOKENS = 16
@@ -101,15 +101,13 @@ class Site:
         return self._setting(pair, "split", Layout(System.SPLIT, profile, 1, 1, 0, tokens))
 
     def _shape(self, profile: Profile, tokens: int) -> Shape:
-        return Shape(
-            cost=profile.cost,
+        shape = Shape(
             kv_blocks=profile.kv_blocks(_BLOCK_TOKENS) or _KV_BLOCKS,
             block_size=_BLOCK_TOKENS,
             arena_tokens=max(_ARENA_TOKENS, _ARENA_REQUESTS * self.longest_tokens),
             chunk_tokens=tokens,
-            kv_token_bytes=profile.kv_token_bytes,
-            front_s=profile.front_s,
         )
+        return of_profile(shape, profile)
 
     def _setting(self, instances: tuple[Place, ...], mode: str, layout: Layout) -> Setting:
         # A profile that does not say what KV takes keeps the simulator's own hand-over times.
