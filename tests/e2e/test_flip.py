@@ -210,10 +210,10 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(
     while not name:
         rows = await instances(many)
         name = next((each for each in decodes if rows[each]["running"]), "")
-    assert (await order(many.url, name, "prefill"))[1]["state"] == "flipping"
-    heard = (await instances(many))[name]["seq"] + 2  # the second report from now on knows of it
-    while (await instances(many))[name]["seq"] < heard:
-        await asyncio.sleep(0.02)
+    _, ordered = await order(many.url, name, "prefill")
+    assert ordered["state"] == "flipping"
+    while ((await instances(many))[name]["flip"] or {"epoch": 0})["epoch"] < ordered["epoch"]:
+        await asyncio.sleep(0.02)  # an order that the instance has not heard dies with its router
     routers = [each for each in many.tree() if "router" in each.cmdline()]
     for process in reversed(routers):
         process.kill()
@@ -226,7 +226,7 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(
                 break
         await asyncio.sleep(0.1)
     row = (await instances(many))[name]
-    assert (row["role"], row["flip"]["stage"]) == ("prefill", "done"), row
+    assert (row["role"], row["flip"]["stage"]) == ("prefill", "done"), row["flip"]
     await until_ready(many)
     expected = await ask_all(single.url, BODIES)
     answers = await ask_all(many.url, BODIES)
