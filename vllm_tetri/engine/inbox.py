@@ -98,6 +98,11 @@ class Inbox:
         entry = self._entries.get(request_id)
         return entry is not None and entry.state is not _State.DONE
 
+    def is_here(self, request_id: str) -> bool:
+        """Whether a request's KV has arrived, was taken (`pin_arrived`) and waits for it."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.state is _State.TAKEN
+
     @property
     def num_waiting(self) -> int:
         """Requests whose KV has not arrived."""

@@ -257,6 +257,10 @@ class Instance:
         leg = self.decode_leg(request)
         return leg is not None and bool(leg.transfer)
 
+    def is_ready(self, request: Request) -> bool:
+        """Whether a waiting request's KV is here, so that it needs one token of a step."""
+        return self.inbox.is_here(request.request_id) or self.swap.is_here(request)
+
     def count_finished(self, request: Request) -> None:
         """A request that this instance decoded has ended."""
         if request.num_output_tokens > 0 and not is_own(request.request_id):

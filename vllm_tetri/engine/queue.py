@@ -148,6 +148,15 @@ class PrefillQueue(RequestQueue):
         """Prompts that wait for their prediction."""
         return len(self._unpredicted)
 
+    @property
+    def num_first(self) -> int:
+        """Requests with nothing to order."""
+        return len(self._first)
+
+    def count_first(self, is_ready: Callable[[Request], bool]) -> int:
+        """How many of them are ready."""
+        return sum(map(is_ready, self._first))
+
     def let_in(self, holds: Callable[[str], bool]) -> None:
         """Prompts that are not held any more may start, by arrival."""
         for name in [name for name in self._unpredicted if not holds(name)]:

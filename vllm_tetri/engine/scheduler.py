@@ -72,6 +72,8 @@ class TetriScheduler(Scheduler):
         self._gate = self._make_gate()
         self._keeps_preempted = not self.needs_kv_cache_zeroing
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
+        self._prompt_tokens = 0  # of this step, for all prompts
+        self._num_ready = 0  # that this step may let in beside them
         self._own = OwnRequests(self)
         self._padding: Request | None = None
         self._has_padded = False
@@ -212,19 +214,34 @@ class TetriScheduler(Scheduler):
             self._open_gate(self._instance.gate)
         if self._queue.prompts.policy is PrefillPolicy.SRTF:
             self._share_out()
+        else:
+            self._leave_room()
         if self._pads:
             self._pad()
 
     def _set_budget(self) -> None:
         """One chunk of prompts and all decodes; beside decodes whose pace was promised,
-        what that leaves."""
+        what that leaves. A token on top for everyone whose KV is here: vLLM lets requests
+        in only while a step has tokens left, and prompts under way would take them all."""
         num_decodes = self._num_decodes()
         tokens = self._chunk_tokens + num_decodes
         if self._pace is not None:
             paced_tokens = self._pace.tokens(self.running, time.monotonic())
             tokens = tokens if self._is_chunked and not num_decodes else paced_tokens
-        self.max_num_scheduled_tokens = min(tokens, self._most_tokens)
-        self._instance.chunk_tokens = max(1, self.max_num_scheduled_tokens - num_decodes)
+        self._num_ready = self._count_ready()
+        self.max_num_scheduled_tokens = min(tokens + self._num_ready, self._most_tokens)
+        num_decodes += self._num_ready
+        self._prompt_tokens = max(1, self.max_num_scheduled_tokens - num_decodes)
+        self._instance.chunk_tokens = self._prompt_tokens
+
+    def _count_ready(self) -> int:
+        """Requests that wait for nothing but a step to write their next token in, or for a
+        load under way besides."""
+        num_loading = len(self.kv_holding_waiting)
+        if not self._queue.num_first:
+            return num_loading
+        self._instance.inbox.pin_arrived(self.requests)
+        return num_loading + self._queue.count_first(self._instance.is_ready)
 
     def _look_for_arrivals(self) -> None:
         """KV and first tokens that other instances sent."""
@@ -278,6 +295,18 @@ class TetriScheduler(Scheduler):
             for request in self.running
         )
 
+    def _leave_room(self) -> None:
+        """Started prompts get a chunk, and leave what is on top of it to who is ready."""
+        self._shares = {}
+        if not self._num_ready:
+            return
+        left_tokens = self._prompt_tokens
+        for request in self.running:
+            if request.is_prefill_chunk:
+                missing_tokens = request.num_tokens - request.num_computed_tokens
+                self._shares[request.request_id] = tokens = min(missing_tokens, left_tokens)
+                left_tokens -= tokens
+
     def _share_out(self) -> None:
         """Decide what started prompts get of this step; the rest is for the queue."""
         queue, prompts = self._queue, self._queue.prompts
@@ -292,7 +321,7 @@ class TetriScheduler(Scheduler):
         if len(self.running) >= self.max_num_active_reqs:
             queue.room_blocks = 0
         queue.order_again()
-        chunk_tokens = self.max_num_scheduled_tokens
+        chunk_tokens = self.max_num_scheduled_tokens - self._num_ready
         if len(self.running) > prompts.num_started:
             chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
         self._shares = prompts.plan(chunk_tokens, unable=queue.unable())

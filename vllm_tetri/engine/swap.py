@@ -135,6 +135,11 @@ class Swap:
 
     # -- in -----------------------------------------------------------------------
 
+    def is_here(self, request: Request) -> bool:
+        """Whether all that was computed of a preempted request can be loaded again."""
+        kept = self._kept.get(request.request_id)
+        return kept is not None and not kept.is_busy and kept.num_tokens >= request.num_tokens - 1
+
     def match(self, request: Request, num_local_tokens: int) -> int | None:
         """How many tokens beyond the local prefix hit can be loaded; None: not known yet."""
         kept = self._kept[request.request_id]

@@ -143,7 +143,7 @@ class TetriInstance(Instance):
         left = self.go_on(chunk_tokens, shares, now, parts)
         # vLLM lets nobody in while it takes blocks away.
         if self.preemptions == preemptions:
-            self._start(self._admit(left), shares)
+            self._start(self._admit(left + len(self.held)), shares)
         self._tell_computed(shares, now)
         for job, tokens in shares:
             remaining_tokens = job.missing_tokens - tokens
@@ -171,8 +171,8 @@ class TetriInstance(Instance):
         return chunk_tokens
 
     def _admit(self, left_tokens: int) -> int:
-        """Let held requests in, first come first served. Each takes a token of the step; only
-        for who was in the batch before there is one on top of the chunk.
+        """Let held requests in, first come first served. Each takes a token of the step; there
+        is one for everyone on top of the chunk, as for who was in the batch before.
 
         Returns:
             What is left of the step; 0 if somebody must wait.
