@@ -128,6 +128,8 @@ class Flip:
             router knew the new role.
         reason: Who wanted it and why.
         problem: Why it was rolled back.
+        is_heard: Whether the instance said so itself. Until then the order is with one
+            router only, and is lost with it.
     """
 
     epoch: int
@@ -139,6 +141,7 @@ class Flip:
     commit_s: float = 0.0
     reason: str = ""
     problem: str = ""
+    is_heard: bool = True
 
     @property
     def is_under_way(self) -> bool:

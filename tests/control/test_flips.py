@@ -66,6 +66,10 @@ async def test_it_drains_takes_the_role_and_everybody_knows() -> None:
         await until_ready(router)
         assert router.order_flip(DECODE.id, order()) == 1
         assert states(router)["i"] == "flipping"
+        ordered = flip_of(router)
+        assert ordered is not None
+        assert not ordered.is_heard  # nobody else knows of it yet
+        await eventually(lambda: (heard := flip_of(router)) is not None and heard.is_heard)
         await eventually(lambda: ("i", "flipping") in other.sees())
         unfinished[0] = ""
         await asyncio.sleep(0.1)

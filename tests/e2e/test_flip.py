@@ -210,10 +210,9 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(
     while not name:
         rows = await instances(many)
         name = next((each for each in decodes if rows[each]["running"]), "")
-    _, ordered = await order(many.url, name, "prefill")
-    assert ordered["state"] == "flipping"
-    while ((await instances(many))[name]["flip"] or {"epoch": 0})["epoch"] < ordered["epoch"]:
-        await asyncio.sleep(0.02)  # an order that the instance has not heard dies with its router
+    assert (await order(many.url, name, "prefill"))[1]["state"] == "flipping"
+    while not (await instances(many))[name]["flip"]["is_heard"]:
+        await asyncio.sleep(0.02)
     routers = [each for each in many.tree() if "router" in each.cmdline()]
     for process in reversed(routers):
         process.kill()

@@ -317,6 +317,7 @@ def _flip_of(member: _Member, now: float) -> Flip | None:
         FlipStage.SWITCHING if order.is_now else FlipStage.DRAINING,
         age_s=now - member.ordered_s,
         reason=order.reason,
+        is_heard=False,
     )
 
 

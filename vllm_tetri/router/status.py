@@ -70,6 +70,8 @@ def words_of(flip: Row) -> str:
     """One flip, as a line has it."""
     way, when = f"{flip['source']} → {flip['target']}", f"{flip['age_s']:.0f} s ago"
     match flip["stage"]:
+        case _ if not flip["is_heard"]:
+            what = f"ordered {flip['age_s']:.1f} s ago, not heard yet"
         case "draining":
             what = f"draining for {flip['age_s']:.1f} s"
         case "switching":
