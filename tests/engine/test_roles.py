@@ -217,8 +217,16 @@ def test_scaled_positions_are_left_to_the_engine(tmp_path: Path, rope: dict[str,
     assert chunk("--tetri-chunk-size", "99999", model=tmp_path) == 99999
 
 
+@pytest.mark.parametrize("role", [role.value for role in Role])
+def test_the_default_chunk_is_that_of_the_device_in_every_role(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chunk("--role", role) == roles.CPU_CHUNK_TOKENS
+    monkeypatch.setattr(roles, "_is_cpu", lambda: False)
+    assert chunk("--role", role) == roles.CHUNK_TOKENS
+
+
 def test_the_default_chunk_fits_whatever_is_given() -> None:
-    assert chunk() == roles.CPU_CHUNK_TOKENS
     assert chunk("--max-model-len", "100") == 100
     assert chunk("--max-num-batched-tokens", "64") == 64
     assert chunk("--tetri-chunk-size", "auto", "--max-model-len", "100") == "auto"

@@ -35,7 +35,7 @@ HELP: dict[str, str] = {
     "remaining first (which may pause a started prompt)",
     "sched_batch": "waiting prompts that are ordered together",
     "chunk_size": "prompt tokens per step, or auto: measured at the first start, then remembered; "
-    "default: 512, on CPU 256 for prefill and decode",
+    "default: 512, on CPU 256",
     "pad": "fill up a chunk that is not full, as the paper does; costs compute",
     "tbt_slo_s": "longest time in seconds between two tokens of an answer that is aimed at: sets "
     "how many prompt tokens share a step with decodes; default: a chunk",

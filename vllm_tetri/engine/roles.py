@@ -95,9 +95,7 @@ def config_of(namespace: argparse.Namespace, role: Role) -> TetriConfig:
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
     given.setdefault("instance", f"{role.value}-{port}")
     given.setdefault("url", f"{scheme}://{reachable}:{port}")
-    # Where decodes share a step, a chunk pays for them as well: a longer one costs prompts less.
-    has_decodes = role is Role.BOTH
-    usual_tokens = CPU_CHUNK_TOKENS if _is_cpu() and not has_decodes else CHUNK_TOKENS
+    usual_tokens = CPU_CHUNK_TOKENS if _is_cpu() else CHUNK_TOKENS
     given.setdefault("chunk_size", min(usual_tokens, most_chunk_tokens(namespace)))
     return decode_config({**given, "role": role.value})
 

@@ -22,7 +22,7 @@ _WORDS = (
     "Means of the same requests, with step costs from `vllm-tetri bench fit`. Error: of the "
     "simulated mean, as part of the measured one."
 )
-_SPLIT_CHUNK_TOKENS = 256  # default of prefill and decode instances on CPUs
+_CHUNK_TOKENS = 256  # the default of our instances on CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,11 @@ def _setting(name: str, profiles: Profiles) -> Setting:
         engine = Stock(int(system.serve[-1])) if system.serve else Stock()
         alike = places(both=system.engines, shape=replace(shape, engine=engine))
         return Setting(alike, "least-in-flight" if name == REPLICAS else "round-robin")
+    shape = replace(shape, chunk_tokens=_CHUNK_TOKENS)
     if system.engines == 1:
         return Setting(places(both=1, shape=shape), "adaptive")
     arena_tokens = _ARENA_REQUESTS * WINDOW_TOKENS
-    shape = replace(shape, chunk_tokens=_SPLIT_CHUNK_TOKENS, arena_tokens=arena_tokens)
+    shape = replace(shape, arena_tokens=arena_tokens)
     return Setting(places(1, 1, shape=shape), "split")
 
 
