@@ -277,7 +277,7 @@ def test_the_report_shows_gains_and_losses() -> None:
 
     raw = Raw(HEAD, {each.key: each for each in made})
     text = markdown(raw, found)
-    assert "Not measured: stock-128, stock-256, replicas, split, adaptive-slo." in text
+    assert "Not measured: stock-128, stock-256, replicas, nixl, split, adaptive-slo." in text
     assert "1 of 9 requests failed." in text
     assert "Not complete" not in text
     assert "More than 10 %" not in text
