@@ -24,7 +24,7 @@ from vllm_tetri.bench.modes import client as modes_client
 from vllm_tetri.bench.modes import load as modes_load
 from vllm_tetri.bench.modes import run as modes_run
 from vllm_tetri.bench.modes.cells import Cell, Raw, Request
-from vllm_tetri.bench.modes.client import Reply, Turn
+from vllm_tetri.bench.modes.client import Pulse, Reply, Turn
 from vllm_tetri.bench.modes.figures import (
     COMPARED,
     METRICS,
@@ -325,15 +325,15 @@ class Fake:
         return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-def turn(url: str, tokens: list[int], limit_s: float = 60.0) -> Turn:
+def turn(url: str, tokens: list[int], quiet_s: float = 60.0) -> Turn:
     at_s = [0.01 * place for place in range(len(tokens))]
-    return Turn(url, "m", at_s, [5] * len(tokens), tokens, "seed", limit_s)
+    return Turn(url, "m", at_s, [5] * len(tokens), tokens, "seed", quiet_s)
 
 
-async def played(fake: Fake, tokens: list[int], limit_s: float = 60.0) -> list[Reply]:
+async def played(fake: Fake, tokens: list[int]) -> list[Reply]:
     runner, url = await fake.start()
     try:
-        return await modes_client.play(turn(url, tokens, limit_s))
+        return await modes_client.play(turn(url, tokens))
     finally:
         await runner.cleanup()
 
@@ -378,7 +378,7 @@ async def test_nobody_there_is_a_failure_too() -> None:
     assert "refused" in found.error.lower()
 
 
-async def test_what_takes_too_long_is_given_up() -> None:
+async def test_a_server_that_is_stuck_is_given_up() -> None:
     never = asyncio.Event()
 
     class Stuck(Fake):
@@ -389,12 +389,29 @@ async def test_what_takes_too_long_is_given_up() -> None:
 
     runner, url = await Stuck().start()
     try:
-        fine, late = await modes_client.play(turn(url, [3, 2], limit_s=1.0))
+        fine, late = await modes_client.play(turn(url, [3, 2], quiet_s=1.0))
     finally:
         never.set()
         await runner.cleanup()
     assert not fine.error
-    assert "no answer within 1 s" in late.error
+    assert "nothing came for 1 s" in late.error
+
+
+def test_a_slow_server_is_waited_for_as_long_as_something_comes() -> None:
+    pulse = Pulse(quiet_s=5.0)
+    assert pulse.left_s(100.0) == 5.0  # nobody waits
+    pulse.sent(100.0)
+    assert pulse.left_s(104.0) == 1.0
+    for second in range(101, 200):
+        pulse.came(second)
+        assert pulse.left_s(second + 4) == 1.0
+    pulse.sent(203.0)
+    assert pulse.left_s(207.0) == 1.0
+    assert pulse.left_s(208.0) == 0.0
+    pulse.ended()
+    assert pulse.left_s(208.0) == 0.0  # the other one still waits
+    pulse.ended()
+    assert pulse.left_s(300.0) == 5.0
 
 
 # -- whole runs, on fake systems ---------------------------------------------------

@@ -34,8 +34,7 @@ _WARM_UP = 16
 _REST_S = 1.0  # between two cells
 _SPEED_S = 1.0
 _START_S = 45.0  # of a system with its warm-up, for the estimate
-_PATIENCE_S = 1200.0  # behind the last arrival, or ten times as long as all came
-_PATIENCE = 10
+_QUIET_S = 180.0  # without a single token a system is stuck, however slow the machine is
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +248,6 @@ class Client:
 
     def play(self, schedule: Sequence[Arrival], seed: str) -> list[Request]:
         """Send it and wait for the end."""
-        last_s = schedule[-1].at_s
         turn = Turn(
             url=self._url,
             model=self._model,
@@ -257,7 +255,7 @@ class Client:
             prompt_tokens=[each.length.prompt_tokens for each in schedule],
             output_tokens=[each.length.output_tokens for each in schedule],
             seed=seed,
-            limit_s=_PATIENCE * last_s + _PATIENCE_S,
+            quiet_s=_QUIET_S,
         )
         answer = self._talker.ask(asdict(turn))
         return requests_of(schedule, [Reply(**each) for each in answer["replies"]])
