@@ -43,7 +43,6 @@ from vllm_tetri.launch.plan import given_options
 from vllm_tetri.sim.cost.profiles import profile
 
 _REPORT = "report.md"
-_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, and write report.md and pictures; 130 when interrupted."""
+    """Measure, print, and write report.md and pictures."""
     _check_slos(options)
     console = setting.console()
     if options.report is not None:
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         _measure(options, site, raw, systems, loads, console)
     except KeyboardInterrupt:
         console.print(f"stopped; --add goes on with {options.output}")
-        return _INTERRUPTED
+        raise
     return _report(options, console, options.output, raw)
 
 
