@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllm_tetri.bench.arrivals import Slo
+from tests.bench.modes.builders import HEAD, cell, results
 from vllm_tetri.bench.modes import command, nixl, systems
-from vllm_tetri.bench.modes.cells import Cell, Raw, Request
-from vllm_tetri.bench.modes.client import Reply
-from vllm_tetri.bench.modes.figures import Results, Slos
+from vllm_tetri.bench.modes.cells import Raw
 from vllm_tetri.bench.modes.report import markdown
 from vllm_tetri.bench.modes.simulated import Profiles, beside
 from vllm_tetri.bench.modes.systems import NIXL, REPLICAS, SYSTEMS, Site, serving
@@ -209,23 +207,13 @@ def test_without_nixl_all_others_are_measured(monkeypatch: pytest.MonkeyPatch) -
 # -- what is made of it ------------------------------------------------------------
 
 
-def cell() -> Cell:
-    requests = [Request(0.0, 10, 3, Reply(0.2, 0.3, [50_000, 50_000]))] * 2
-    return Cell(NIXL, "lpld", "knee", 0, 2.8, 4.0, 0.9, 0.0, requests)
-
-
 def test_a_report_with_the_pair_says_what_it_is() -> None:
-    slo = Slos(Slo(2.0, 0.1), Slo(0.5, 0.05))
-    head = {
-        "conditions": {
-            "device": "abacus", "cores": 2, "vllm": "0", "model": "m", "options": [],
-            "requests": 2, "kv_bytes": 1 << 30, "max_num_seqs": 128,
-        },
-        "lone": {"ttft_s": 0.1, "tpot_s": 0.01}, "capacities": {}, "foreign": 0.0,
-    }  # fmt: skip
-    assert nixl.CAVEAT in markdown(Raw(head, {cell().key: cell()}), Results([cell()], slo))
+    made = cell(NIXL)
+    assert nixl.CAVEAT in markdown(Raw(HEAD, {made.key: made}), results(made))
+    others = cell("stock")
+    assert nixl.CAVEAT not in markdown(Raw(HEAD, {others.key: others}), results(others))
 
 
 def test_the_simulator_has_no_such_pair() -> None:
     known = Profile("test", StepCoefficients(base_s=0.01), "a test", is_estimate=False)
-    assert beside([cell()], Profiles(known, known)) == []
+    assert beside([cell(NIXL)], Profiles(known, known)) == []
