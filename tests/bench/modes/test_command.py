@@ -63,8 +63,6 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Systems]:
 
 
 TWO = ["stock", "adaptive"]
-
-
 STOCK_FIRST = next(
     seed for seed in count() if blocks(TWO, [LOAD], 1, seed, {})[0].system == "stock"
 )

@@ -60,8 +60,6 @@ ORDER = {
         }
     },
 }
-
-
 SATURATION = {
     "format": 1,
     "conditions": {"model": "m", "device": "cpu"},
@@ -75,16 +73,12 @@ SATURATION = {
         },
     },
 }  # fmt: skip
-
-
 HEAD = {
     "conditions": {"model": "m", "cores": 2, "requests": 2},
     "capacities": {"lpld": 4.0},
     "lone": {"ttft_s": 0.1, "tpot_s": 0.01},
     "foreign": 0.0,
 }
-
-
 PACES = {"stock": (0.1, 30_000), "split": (0.2, 10_000)}  # first token, µs between others
 
 
