@@ -58,9 +58,9 @@ def test_kv_that_finds_the_arena_full_is_told() -> None:
 
     _, decisions = told(pair(decode=decode, chunk_tokens=20), asks)
 
-    # One is decoded and one is in the arena when the third and the fourth come.
+    # The arena has room for one: when the second comes, the first is in its first step there.
     held = [each for each in decisions if isinstance(each, Held)]
-    assert held == [Held(2, InstanceId("d")), Held(3, InstanceId("d"))]
+    assert held == [Held(number, InstanceId("d")) for number in (1, 2, 3)]
     for each in held:
         assert decisions.index(Dispatched(each.request, each.at)) < decisions.index(each)
 
