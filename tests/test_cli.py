@@ -44,6 +44,21 @@ def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["bench decisions", "sim", "bench suite"])
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    (command,) = (each for each in cli.COMMANDS if each.name == name)
+    monkeypatch.setattr(importlib.import_module(command.module), "run", interrupted)
+
+    assert cli.main(name.split()) == 130
+
+    assert capsys.readouterr().err == ""
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
 

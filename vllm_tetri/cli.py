@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from vllm_tetri import __version__
-from vllm_tetri.errors import TetriError
+from vllm_tetri.errors import INTERRUPTED, TetriError
 
 PROGRAM = "vllm-tetri"
 USAGE_ERROR = 2
@@ -242,7 +242,7 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; 2 for wrong use."""
+    """Run one command and return its exit status; 2 for wrong use, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--version"]:
         print(f"{PROGRAM} {__version__}")
@@ -258,6 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(command, rest)
     except TetriError as error:
         return _complain(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def overview() -> str:

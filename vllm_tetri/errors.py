@@ -13,6 +13,9 @@ TetriError
 Every message names the thing, the number and what to do next.
 """
 
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells say it."""
+
 
 class TetriError(Exception):
     """Base of every error raised on purpose by this package."""

@@ -23,7 +23,7 @@ from rich.status import Status
 from vllm_tetri.bench import picture
 from vllm_tetri.bench.saturation_report import draw, show
 from vllm_tetri.engine.profile import ProfileFile, read_file
-from vllm_tetri.errors import ConfigError, TetriError
+from vllm_tetri.errors import INTERRUPTED, ConfigError, TetriError
 from vllm_tetri.launch.child import Child
 from vllm_tetri.launch.display import PHASES
 from vllm_tetri.launch.keeper import Spec
@@ -37,7 +37,6 @@ _MEASURE_ALL = ("--tetri-tbt-slo", "1")
 _MEASURING = (re.compile("measuring what steps"), "measuring")
 _LOOK_S = 0.2
 _TAIL_SHOWN = 15
-INTERRUPTED = 130
 
 
 class BenchError(TetriError):

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -45,12 +45,22 @@ class Server:
         options: Model and options.
         cores: Logical CPUs it is pinned to.
         log: File for what it prints.
+        variables: Of its environment, besides those that every engine gets.
+
+    Attributes:
+        pid: Of the guard above it.
 
     Raises:
         UnsupportedError: It did not start; the message ends with its log's last lines.
     """
 
-    def __init__(self, options: Sequence[str], cores: Sequence[int], log: Path) -> None:
+    def __init__(
+        self,
+        options: Sequence[str],
+        cores: Sequence[int],
+        log: Path,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._log = log
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
@@ -61,6 +71,7 @@ class Server:
         del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
         if not has_role:
             environment["VLLM_PLUGINS"] = "none"
+        environment |= variables or {}
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [*guard(cores), *_VLLM, "serve", *options, *control, "--port", str(self._port)],
@@ -69,6 +80,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=environment,
             )
+        self.pid = self._process.pid
 
     def __enter__(self) -> Server:
         deadline = time.monotonic() + _START_S

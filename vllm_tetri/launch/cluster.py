@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from vllm_tetri.errors import INTERRUPTED
 from vllm_tetri.launch.display import Display
 from vllm_tetri.launch.keeper import Keeper, LaunchError
 from vllm_tetri.launch.plan import Plan, with_sharing
@@ -20,7 +21,6 @@ from vllm_tetri.policy.placement import Machine
 from vllm_tetri.transport.leftovers import sweep_segments
 
 FAILED = 1
-INTERRUPTED = 130
 JOIN_TIMEOUT_S = 60.0
 _JOIN_PERIOD_S = 0.1
 _REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=5)

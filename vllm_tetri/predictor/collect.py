@@ -18,12 +18,11 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.errors import INTERRUPTED, ConfigError
 from vllm_tetri.predictor.answers import Answer, AnswersFile, Target
 from vllm_tetri.predictor.endpoint import CHAT, PLAIN, Endpoint, EndpointGone, Refused
 from vllm_tetri.predictor.prompts import Prompt, mixed, read_source
 
-_INTERRUPTED = 130
 _REFRESH_S = 0.5
 _LINE_EVERY = 100  # answers, where the output is a file and shows no bar
 
@@ -195,7 +194,7 @@ async def _with_progress(collection: _Collection, total: int, done: int, concurr
         await asyncio.gather(*askers, return_exceptions=True)
     print(collection.stopped() if collection.is_stopped else collection.summary())
     if collection.is_stopped:
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0 if collection.num_done or not collection.refused else 1
 
 

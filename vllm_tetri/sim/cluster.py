@@ -15,7 +15,7 @@ from vllm_tetri.sim.engine.machines import instance_of
 from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.job import Job, Refused, Served, served
 from vllm_tetri.sim.links import Links, Transfer
-from vllm_tetri.sim.log import Dispatched, Log, Routed
+from vllm_tetri.sim.log import Dispatched, Held, Log, Refusal, Routed
 from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.mode.modes import router_of
 from vllm_tetri.sim.setting import Setting
@@ -162,6 +162,8 @@ class _Simulation:
         route = self._router.route(self._picture, ask, now)
         if isinstance(route, Late):
             self._refused.append(Refused(ask, route.reason))
+            if self._log is not None:
+                self._log(Refusal(ask.id, route.reason, route.retry_after_s))
             self._one_less(now)
             return
         job = Job(ask, str(ask.id))
@@ -219,6 +221,8 @@ class _Simulation:
             return
         job.decode = chosen.instance
         self._tetri(chosen.instance).open(job)
+        if self._log is not None and not job.is_granted:
+            self._log(Held(job.ask.id, chosen.instance))
 
     def _hand_over(self, job: Job, now: float) -> None:
         assert job.decode is not None

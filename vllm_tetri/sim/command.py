@@ -27,7 +27,6 @@ from vllm_tetri.sim.system_options import add_system_options, named_systems
 
 _FILE_COLUMNS = 150
 _MS = 1e3
-_INTERRUPTED = 130
 _PROGRESS_STEPS = 1000
 _BLOCK_TOKENS, _KV_BLOCKS = 16, 4096
 
@@ -105,21 +104,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate, and print a table; 130 if that is interrupted."""
+    """Simulate, and print a table."""
     slo = Slo(*options.slo)
     systems = _systems(options)
     found = Console()
     console = found if found.is_terminal else Console(width=_FILE_COLUMNS)
-    try:
-        asks = requests_of(options)
-        table = _table(len(asks), asks[-1].arrival_s, slo, _estimates(options))
-        with _progress(len(systems) * len(asks)) as advance:
-            for system in systems:
-                outcome = simulate(system.setting, asks, on_end=advance)
-                sums = figures(outcome.served, slo, outcome.refused)
-                table.add_row(system.name, *_cells(sums, outcome))
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    asks = requests_of(options)
+    table = _table(len(asks), asks[-1].arrival_s, slo, _estimates(options))
+    with _progress(len(systems) * len(asks)) as advance:
+        for system in systems:
+            outcome = simulate(system.setting, asks, on_end=advance)
+            sums = figures(outcome.served, slo, outcome.refused)
+            table.add_row(system.name, *_cells(sums, outcome))
     console.print(table)
     return 0
 

@@ -48,5 +48,28 @@ class Dispatched:
     to: InstanceId
 
 
-Decision = Step | Routed | Dispatched
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The router did not take a request: it would have come late, or nobody has room for it.
+
+    Attributes:
+        reason: In words.
+        retry_after_s: Whole seconds after which its client may come again; none does here.
+    """
+
+    request: int
+    reason: str
+    retry_after_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The arena of an instance was full when a request's KV was to come there: the KV stays
+    at the prefill instance until others have left."""
+
+    request: int
+    at: InstanceId
+
+
+Decision = Step | Routed | Refusal | Dispatched | Held
 Log = Callable[[Decision], object]

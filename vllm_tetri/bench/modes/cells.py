@@ -17,6 +17,7 @@ from vllm_tetri.bench.modes.client import Reply
 from vllm_tetri.bench.modes.load import Load
 from vllm_tetri.errors import ConfigError
 
+_REFUSED = tuple(f"HTTP/1.1 {status}" for status in (429, 503))
 Key = tuple[str, str, str, int]  # system, class, rate, repeat
 
 
@@ -28,6 +29,11 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     reply: Reply
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server said that it will not take it now."""
+        return self.reply.error.startswith(_REFUSED)
 
 
 @dataclass(frozen=True, slots=True)

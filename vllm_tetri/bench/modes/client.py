@@ -40,7 +40,8 @@ class Turn:
     Attributes:
         at_s: When each is due, in seconds from the start, in order.
         seed: Of the prompts' tokens.
-        limit_s: What is not answered so long after the start is given up.
+        quiet_s: Everything is given up when nothing has come for so long, although a request
+            waits: how long all of it takes is a matter of the machine.
     """
 
     url: str
@@ -49,7 +50,7 @@ class Turn:
     prompt_tokens: Sequence[int]
     output_tokens: Sequence[int]
     seed: str
-    limit_s: float
+    quiet_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +70,50 @@ class Reply:
     error: str = ""
 
 
+class Pulse:
+    """When something last came from the server."""
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s = quiet_s
+        self._newest = 0.0
+        self._waiting = 0  # requests under way
+
+    def sent(self, now: float) -> None:
+        """A request begins to wait."""
+        self._waiting += 1
+        self._newest = now
+
+    def came(self, now: float) -> None:
+        """A part of any answer."""
+        self._newest = now
+
+    def ended(self) -> None:
+        """A request waits no longer, whatever became of it."""
+        self._waiting -= 1
+
+    def left_s(self, now: float) -> float:
+        """Until it has been quiet for too long; at most 0: it has."""
+        return self._newest + self._quiet_s - now if self._waiting else self._quiet_s
+
+
 async def play(turn: Turn) -> list[Reply]:
     """Send everything and wait for the last answer; replies in the order of the schedule."""
-    bodies = _bodies(turn)
+    bodies, pulse = _bodies(turn), Pulse(turn.quiet_s)
     started = time.monotonic() + _BEFORE_FIRST_S
     sending = [
-        asyncio.create_task(_one(turn, body, started + at_s, output_tokens))
+        asyncio.create_task(_one(turn, body, started + at_s, output_tokens, pulse))
         for body, at_s, output_tokens in zip(bodies, turn.at_s, turn.output_tokens, strict=True)
     ]
-    await asyncio.wait(sending, timeout=_BEFORE_FIRST_S + turn.limit_s)
+    pending = set(sending)
+    while pending and (left_s := pulse.left_s(time.monotonic())) > 0:
+        _, pending = await asyncio.wait(pending, timeout=left_s)
     for task in sending:
         task.cancel()
-    late = Reply(error=f"no answer within {turn.limit_s:.0f} s")
+    given_up = Reply(error=f"nothing came for {turn.quiet_s:.0f} s")
     found = await asyncio.gather(*sending, return_exceptions=True)
-    return [late if isinstance(each, asyncio.CancelledError) else _checked(each) for each in found]
+    return [
+        given_up if isinstance(each, asyncio.CancelledError) else _checked(each) for each in found
+    ]
 
 
 def _checked(found: Reply | BaseException) -> Reply:
@@ -91,17 +122,19 @@ def _checked(found: Reply | BaseException) -> Reply:
     return found
 
 
-async def _one(turn: Turn, body: bytes, due: float, output_tokens: int) -> Reply:
+async def _one(turn: Turn, body: bytes, due: float, output_tokens: int, pulse: Pulse) -> Reply:
     await asyncio.sleep(due - time.monotonic())
+    pulse.sent(time.monotonic())
     loop = asyncio.get_running_loop()
     host, port = urlsplit(turn.url).netloc.split(":")
     stream: Stream | None = None
     try:
-        _, stream = await loop.create_connection(Stream, host, int(port))
+        _, stream = await loop.create_connection(lambda: Stream(pulse), host, int(port))
         await stream.ask(body)
     except OSError as error:
         return Reply(error=f"{type(error).__name__}: {error}")
     finally:
+        pulse.ended()
         if stream is not None:
             stream.close()
     *tokens, _ = stream.event_s  # the last event has the counts
@@ -119,7 +152,7 @@ class Stream(asyncio.Protocol):
         num_tokens: Of the answer, as the server counts them; 0 until it has said so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pulse: Pulse) -> None:
         self.event_s: list[float] = []
         self.num_tokens = 0
         self._transport: asyncio.Transport | None = None
@@ -127,6 +160,7 @@ class Stream(asyncio.Protocol):
         self._head = b""
         self._has_head = False
         self._tail = b""
+        self._pulse = pulse
 
     async def ask(self, request: bytes) -> None:
         """Send a request and wait for the end of its answer.
@@ -151,6 +185,7 @@ class Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
+        self._pulse.came(now)
         if not self._has_head:
             self._head += data
             head, end, data = self._head.partition(_HEAD_END)

@@ -1,9 +1,10 @@
 """`vllm-tetri bench modes`: ways to serve on the same cores, by classes of requests.
 
-Stock vLLM with three token budgets, two replicas of it behind a router, and a cluster of
-ours in its modes take turns. First stock says how much it answers of each class: rates are
-parts of that. Then, in each repeat, systems come in random order; one starts, is asked
-every class at every rate in random order, and ends. Every cell goes to disk when it is done.
+Stock vLLM with three token budgets, two replicas of it behind a router, a pair of it that
+hands KV over by its own means, and a cluster of ours in its modes take turns. First stock
+says how much it answers of each class: rates are parts of that. Then, in each repeat,
+systems come in random order; one starts, is asked every class at every rate in random
+order, and ends. Every cell goes to disk when it is done.
 """
 
 from __future__ import annotations
@@ -27,14 +28,21 @@ from vllm_tetri.bench.modes.load import CLASSES, RATES, Load
 from vllm_tetri.bench.modes.picture import draw
 from vllm_tetri.bench.modes.report import markdown, show
 from vllm_tetri.bench.modes.run import CELLS, HEAD, Run, blocks, estimate_s
-from vllm_tetri.bench.modes.systems import DEFAULT, OWN_OPTIONS, REPLICAS, SYSTEMS, Site
+from vllm_tetri.bench.modes.systems import (
+    DEFAULT,
+    NIXL,
+    OWN_OPTIONS,
+    REPLICAS,
+    SYSTEMS,
+    Site,
+    missing,
+)
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import vllm_version
 from vllm_tetri.launch.plan import given_options
 from vllm_tetri.sim.cost.profiles import profile
 
 _REPORT = "report.md"
-_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--rival",
         metavar="PROGRAM",
-        help=f"path of an installed vllm-router; without it there is no system {REPLICAS}",
+        help=f"path of an installed vllm-router; without it there are no systems {REPLICAS} and "
+        f"{NIXL}, and {NIXL} also needs the Python package nixl",
     )
     choices = {"systems": (SYSTEMS, "all but whole"), "classes": (CLASSES, "all")}
     for name, (names, default) in {**choices, "rates": (RATES, "all")}.items():
@@ -76,18 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, and write report.md and pictures; 130 when interrupted."""
+    """Measure, print, and write report.md and pictures."""
     _check_slos(options)
     console = setting.console()
     if options.report is not None:
         return _report(options, console, options.report, _read(options.report))
-    site, systems, loads = _check(options)
+    site, systems, loads = _check(options, console)
     raw = _raw(options)
     try:
         _measure(options, site, raw, systems, loads, console)
     except KeyboardInterrupt:
         console.print(f"stopped; --add goes on with {options.output}")
-        return _INTERRUPTED
+        raise
     return _report(options, console, options.output, raw)
 
 
@@ -101,16 +110,12 @@ def _check_slos(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: two numbers of seconds above 0, such as 2,0.1")
 
 
-def _check(options: argparse.Namespace) -> tuple[Site, list[str], list[Load]]:
+def _check(options: argparse.Namespace, console: Console) -> tuple[Site, list[str], list[Load]]:
     if options.model is None:
         raise ConfigError("give MODEL to measure, or --report FOLDER")
     if options.rival is not None and shutil.which(options.rival) is None:
         raise ConfigError(f"--rival {options.rival}: no program")
-    systems = _names(options, "systems", SYSTEMS, DEFAULT)
-    if options.rival is None:
-        if options.systems is not None and REPLICAS in systems:
-            raise ConfigError(f"--systems {REPLICAS}: needs --rival, the path of vllm-router")
-        systems = [name for name in systems if name != REPLICAS]
+    systems = _systems(options, console)
     classes = _names(options, "classes", CLASSES, CLASSES)
     rates = _names(options, "rates", RATES, RATES)
     loads = modes_load.loads(classes, rates)
@@ -124,6 +129,21 @@ def _check(options: argparse.Namespace) -> tuple[Site, list[str], list[Load]]:
     if len(cores) < 2:
         raise ConfigError("--cores: two systems need two cores, and there is one")
     return Site(options.model, options.tail, cores, options.rival, options.output), systems, loads
+
+
+def _systems(options: argparse.Namespace, console: Console) -> list[str]:
+    """Those that were asked for; else all of the usual ones that can be started here, and a
+    line about each of the others."""
+    found = []
+    for name in _names(options, "systems", SYSTEMS, DEFAULT):
+        lack = missing(name, options.rival)
+        if lack and options.systems is not None:
+            raise ConfigError(f"--systems {name}: {lack}")
+        if lack:
+            console.print(f"{name}: left out, it {lack}", markup=False, highlight=False)
+        else:
+            found.append(name)
+    return found
 
 
 def _names(

@@ -89,20 +89,12 @@ def tpot_s(request: Request) -> float:
 
 
 def figures(cell: Cell, slo: Slos) -> Figures:
-    """One number per metric, and `ttft_p50_s`. Times are of requests that were answered;
-    one that failed is in time for no SLO."""
+    """One number per metric, and `ttft_p50_s`. Times are of requests that were answered, and
+    missing where none was; one that failed is in time for no SLO."""
     answered = cell.answered
-    ttft_s = [each.reply.ttft_s for each in answered]
-    jct_s = [each.reply.jct_s for each in answered]
-    gaps_s = [gap / 1e6 for each in answered for gap in each.reply.gaps_us]
     loose, strict = (_in_time(answered, each) for each in (slo.loose, slo.strict))
     return {
-        "ttft_mean_s": fmean(ttft_s),
-        "ttft_p50_s": median(ttft_s),
-        "ttft_p99_s": quantile(ttft_s, 0.99),
-        "itl_p99_s": quantile(gaps_s, 0.99),
-        "jct_mean_s": fmean(jct_s),
-        "jct_p99_s": quantile(jct_s, 0.99),
+        **_times(answered),
         "goodput_loose": loose / cell.took_s,
         "share_loose": loose / len(cell.requests),
         "goodput_strict": strict / cell.took_s,
@@ -111,6 +103,23 @@ def figures(cell: Cell, slo: Slos) -> Figures:
         "busy": cell.busy,
         "foreign": cell.foreign,
     }
+
+
+def _times(answered: Sequence[Request]) -> dict[str, float]:
+    if not answered:
+        return {}
+    ttft_s = [each.reply.ttft_s for each in answered]
+    jct_s = [each.reply.jct_s for each in answered]
+    found = {
+        "ttft_mean_s": fmean(ttft_s),
+        "ttft_p50_s": median(ttft_s),
+        "ttft_p99_s": quantile(ttft_s, 0.99),
+        "jct_mean_s": fmean(jct_s),
+        "jct_p99_s": quantile(jct_s, 0.99),
+    }
+    if gaps_s := [gap / 1e6 for each in answered for gap in each.reply.gaps_us]:
+        found["itl_p99_s"] = quantile(gaps_s, 0.99)
+    return found
 
 
 def _in_time(answered: Sequence[Request], slo: Slo) -> int:
@@ -142,9 +151,9 @@ class Results:
         return self._found.get((load, system), {})
 
     def mean(self, load: Load, system: str, key: str) -> Estimate | None:
-        """Over repeats; None without any."""
-        found = self.repeats(load, system)
-        return estimate([each[key] for each in found.values()]) if found else None
+        """Over the repeats that have it; None without any."""
+        found = [each[key] for each in self.repeats(load, system).values() if key in each]
+        return estimate(found) if found else None
 
     def sustained(self, name: str, system: str) -> str | None:
         """The largest rate of a class at which stalls stay within the loose SLO, the median
@@ -178,8 +187,11 @@ class Ratio:
 
 
 def ratio(results: Results, load: Load, system: str, other: str, metric: Metric) -> Ratio | None:
-    """Over the repeats that both have; None without any."""
-    mine, theirs = results.repeats(load, system), results.repeats(load, other)
+    """Over the repeats in which both have it; None without any."""
+    mine, theirs = (
+        {repeat: each for repeat, each in results.repeats(load, name).items() if metric.key in each}
+        for name in (system, other)
+    )
     common = sorted(mine.keys() & theirs.keys())
     if not common:
         return None

@@ -10,7 +10,8 @@ from vllm_tetri.bench.modes.load import CLASSES, RATES, loads
 from vllm_tetri.bench.modes.systems import SYSTEMS
 
 _COLUMNS = 3
-_COLORS = dict(zip(SYSTEMS, (*picture.COLORS, "#222222", "#9c6b30"), strict=True))
+_NIXL, _MORE = "#c2261f", ("#222222", "#9c6b30")
+_COLORS = dict(zip(SYSTEMS, (*picture.COLORS[:4], _NIXL, *picture.COLORS[4:], *_MORE), strict=True))
 
 
 def draw(results: Results, folder: Path) -> list[str]:

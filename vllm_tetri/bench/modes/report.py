@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_tetri.bench.arrivals import Slo
+from vllm_tetri.bench.modes import nixl
 from vllm_tetri.bench.modes.cells import Raw, Speed
 from vllm_tetri.bench.modes.figures import (
     COMPARED,
@@ -23,7 +24,7 @@ from vllm_tetri.bench.modes.figures import (
     ratio,
 )
 from vllm_tetri.bench.modes.load import CLASSES, MEASURED, RATES, Load, loads
-from vllm_tetri.bench.modes.systems import ADAPTIVE, DEFAULT, STOCK, SYSTEMS
+from vllm_tetri.bench.modes.systems import ADAPTIVE, DEFAULT, NIXL, STOCK, SYSTEMS
 
 _NOTHING = "–"
 _DISTURBED = 0.1  # of the cores' time
@@ -63,6 +64,8 @@ def markdown(raw: Raw, results: Results) -> str:
     ours = [name for name in results.systems() if SYSTEMS[name].is_ours]
     ours.sort(key=lambda name: name != ADAPTIVE)
     parts = ["# Modes side by side", conditions(raw.head, results.slo), missing(raw, results)]
+    if NIXL in results.systems():
+        parts.append(nixl.CAVEAT)
     for name in ours:
         grid = ratios(results, name)
         parts += ["## " + grid.title, grid.markdown().partition("\n\n")[2], verdicts(results, name)]

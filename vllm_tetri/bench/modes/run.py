@@ -34,8 +34,7 @@ _WARM_UP = 16
 _REST_S = 1.0  # between two cells
 _SPEED_S = 1.0
 _START_S = 45.0  # of a system with its warm-up, for the estimate
-_PATIENCE_S = 1200.0  # behind the last arrival, or ten times as long as all came
-_PATIENCE = 10
+_QUIET_S = 180.0  # without a single token a system is stuck, however slow the machine is
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,8 @@ class Run:
         """One block after the other.
 
         Raises:
-            UnsupportedError: A system does not start, or every request of a cell fails.
+            UnsupportedError: A system does not start, or every request of a cell fails, and not
+            because it was refused by a system that is told to.
         """
         capacities = self._raw.head["capacities"]
         total_s = estimate_s(left, self._count, capacities)
@@ -144,9 +144,7 @@ class Run:
         capacities = self._raw.head["capacities"]
         schedule, seed = schedule_of(load, block.repeat, self._count, capacities, self._seed)
         played = self._undisturbed(lambda: client.play(schedule, seed))
-        if all(each.reply.error for each in played.found):
-            error = played.found[0].reply.error
-            raise UnsupportedError(f"{title}: every request failed: {error}")
+        _require_any(played.found, SYSTEMS[block.system], title)
         cell = Cell(
             system=block.system,
             name=load[0],
@@ -235,7 +233,10 @@ def serve(system: System, site: Site, seed: int) -> Iterator[tuple[Client, str]]
     ):
         client = Client(talker, url, site.served_name)
         warm_up = modes_load.at_once(MIXED, _WARM_UP, Random(f"{seed} warm-up"))
-        _require(client.play(warm_up, f"{seed} warm-up"), f"warming up {system.name}")
+        warmed = client.play(warm_up, f"{seed} warm-up")
+        if system.has_slo:
+            warmed = [each for each in warmed if not each.is_refused]
+        _require(warmed, f"warming up {system.name}")
         yield client, url
 
 
@@ -249,7 +250,6 @@ class Client:
 
     def play(self, schedule: Sequence[Arrival], seed: str) -> list[Request]:
         """Send it and wait for the end."""
-        last_s = schedule[-1].at_s
         turn = Turn(
             url=self._url,
             model=self._model,
@@ -257,15 +257,30 @@ class Client:
             prompt_tokens=[each.length.prompt_tokens for each in schedule],
             output_tokens=[each.length.output_tokens for each in schedule],
             seed=seed,
-            limit_s=_PATIENCE * last_s + _PATIENCE_S,
+            quiet_s=_QUIET_S,
         )
         answer = self._talker.ask(asdict(turn))
         return requests_of(schedule, [Reply(**each) for each in answer["replies"]])
 
 
 def _took_s(found: Sequence[Request]) -> float:
-    """Until the last answer."""
-    return max(each.at_s + each.reply.jct_s for each in found if not each.reply.error)
+    """Until the last answer; without any, until the last request was due."""
+    ends = (each.at_s + each.reply.jct_s for each in found if not each.reply.error)
+    return max(ends, default=found[-1].at_s)
+
+
+def _require_any(found: Sequence[Request], system: System, title: str) -> None:
+    """A system that is to refuse what comes late may refuse everything; else one that answers
+    nothing is broken.
+
+    Raises:
+        UnsupportedError: It is.
+    """
+    if not all(each.reply.error for each in found):
+        return
+    if system.has_slo and all(each.is_refused for each in found):
+        return
+    raise UnsupportedError(f"{title}: every request failed: {found[0].reply.error}")
 
 
 def _require(found: Sequence[Request], what: str) -> None:

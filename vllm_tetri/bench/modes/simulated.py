@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from vllm_tetri.bench.modes.cells import Cell
 from vllm_tetri.bench.modes.load import WINDOW_TOKENS
-from vllm_tetri.bench.modes.systems import REPLICAS, SYSTEMS
+from vllm_tetri.bench.modes.systems import NIXL, REPLICAS, SYSTEMS
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.cost.profiles import Profile
 from vllm_tetri.sim.engine.kinds import Stock
@@ -52,8 +52,12 @@ class Beside:
 
 
 def beside(cells: Sequence[Cell], profiles: Profiles) -> list[Beside]:
-    """Every cell whose requests were all answered."""
-    return [_beside(cell, profiles) for cell in cells if len(cell.answered) == len(cell.requests)]
+    """Every cell whose requests were all answered, of systems that the simulator has."""
+    return [
+        _beside(cell, profiles)
+        for cell in cells
+        if cell.system != NIXL and len(cell.answered) == len(cell.requests)
+    ]
 
 
 def _beside(cell: Cell, profiles: Profiles) -> Beside:

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm_tetri.bench import setting
 from vllm_tetri.bench.arrivals import Slo
+from vllm_tetri.bench.modes import nixl
 from vllm_tetri.bench.modes.load import WINDOW_TOKENS
 from vllm_tetri.bench.process import failed, guard
 from vllm_tetri.bench.serving import Server
@@ -32,10 +33,13 @@ OWN_OPTIONS = (
     *("max-num-seqs", "max-num-batched-tokens", "kv-cache-memory-bytes", "num-gpu-blocks-override"),
     *("enable-prefix-caching", "served-model-name", "distributed-executor-backend"),
     *("host", "port", "role", "tetri-instance", "tetri-control", "tetri-url", "uds"),
+    "kv-transfer-config",
 )
 _POLICY = "power_of_two"  # of the rival's router
 _RIVAL_LIMIT = 4096  # requests at a time, so that it refuses none
 _START_S = 600.0
+_ANSWER_S = 60.0
+_SHORT_PROMPT = list(range(10, 160))  # tokens that every tokenizer has
 _POLL_S = 0.2
 
 
@@ -61,7 +65,7 @@ class System:
         return bool(self.up)
 
 
-STOCK, REPLICAS, ADAPTIVE = "stock", "replicas", "adaptive"
+STOCK, REPLICAS, NIXL, ADAPTIVE = "stock", "replicas", "nixl", "adaptive"
 SYSTEMS = {
     each.name: each
     for each in (
@@ -69,6 +73,7 @@ SYSTEMS = {
         System("stock-128", serve=("--max-num-batched-tokens", "128")),
         System("stock-256", serve=("--max-num-batched-tokens", "256")),
         System(REPLICAS, engines=2),
+        System(NIXL, engines=2),
         System("split", engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
         System(ADAPTIVE, up=("--mode", "adaptive")),
         System("adaptive-slo", up=("--mode", "adaptive"), has_slo=True),
@@ -76,6 +81,17 @@ SYSTEMS = {
     )
 }
 DEFAULT = tuple(name for name in SYSTEMS if name != "whole")
+
+
+def missing(name: str, rival: str | None) -> str:
+    """What a system needs and does not have here; empty if it can be started.
+
+    Args:
+        rival: Path of vllm-router; None: there is none.
+    """
+    if name in (REPLICAS, NIXL) and rival is None:
+        return "needs --rival, the path of vllm-router"
+    return nixl.missing() if name == NIXL else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +128,16 @@ def serving(system: System, site: Site) -> Iterator[str]:
         if system.is_ours:
             yield stack.enter_context(_cluster(system, site))
         elif system.name == REPLICAS:
-            half = len(site.cores) // 2
             urls = [
-                stack.enter_context(_stock(system, site, cores, f"replica-{number}"))
-                for number, cores in enumerate((site.cores[:half], site.cores[half:]))
+                stack.enter_context(_stock(system, site, cores, f"replica-{number}")).url
+                for number, cores in enumerate(_halves(site))
             ]
-            yield stack.enter_context(_rival(site, urls))
+            words = ["--worker-urls", *urls]
+            yield stack.enter_context(_rival(site, words, _has_models))
+        elif system.name == NIXL:
+            yield stack.enter_context(_nixl_pair(system, site))
         else:
-            yield stack.enter_context(_stock(system, site, site.cores, system.name))
+            yield stack.enter_context(_stock(system, site, site.cores, system.name)).url
 
 
 def serve_options(system: System, site: Site) -> list[str]:
@@ -135,25 +153,55 @@ def serve_options(system: System, site: Site) -> list[str]:
     ]
 
 
-@contextmanager
-def _stock(system: System, site: Site, cores: Sequence[int], name: str) -> Iterator[str]:
-    words = [site.model, *serve_options(system, site)]
-    with Server(words, cores, site.folder / f"{name}.log") as server:
-        yield server.url
+def _halves(site: Site) -> tuple[Sequence[int], Sequence[int]]:
+    half = len(site.cores) // 2
+    return site.cores[:half], site.cores[half:]
 
 
 @contextmanager
-def _rival(site: Site, urls: Sequence[str]) -> Iterator[str]:
-    """vllm-router before the instances. It answers as soon as it knows them."""
+def _stock(
+    system: System,
+    site: Site,
+    cores: Sequence[int],
+    name: str,
+    words: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    words = [site.model, *words, *serve_options(system, site)]
+    with Server(words, cores, site.folder / f"{name}.log", variables) as server:
+        yield server
+
+
+@contextmanager
+def _nixl_pair(system: System, site: Site) -> Iterator[str]:
+    """Two instances that stand as the split ones of ours do, and the router before them."""
+    with ExitStack() as stack:
+        urls = []
+        for role, cores in zip(nixl.ROLES, _halves(site), strict=True):
+            words, variables = nixl.options(role), nixl.environment(free_port())
+            name = f"nixl-{role.removeprefix('kv_')}"
+            server = stack.enter_context(_stock(system, site, cores, name, words, variables))
+            nixl.put_back(server.pid, cores)
+            urls.append(server.url)
+        prefill, decode = urls
+        words = ["--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode]
+        url = stack.enter_context(_rival(site, words, lambda url: _answers(url, site)))
+        nixl.require_read(decode)
+        yield url
+
+
+@contextmanager
+def _rival(site: Site, workers: Sequence[str], is_ready: Callable[[str], bool]) -> Iterator[str]:
+    """vllm-router before the instances; it serves before it knows them."""
     assert site.rival is not None
     port, log = free_port(), site.folder / "vllm-router.log"
-    words = [site.rival, "--worker-urls", *urls, "--policy", _POLICY, "--log-level", "warning"]
+    words = [site.rival, *workers, "--policy", _POLICY, "--log-level", "warning"]
     words += ["--max-concurrent-requests", str(_RIVAL_LIMIT), "--port", str(port)]
     words += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]
     with _child(words, site, log) as process:
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + _START_S
-        while not _has_models(url):
+        while not is_ready(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise failed("vllm-router did not start", log)
             time.sleep(_POLL_S)
@@ -164,6 +212,19 @@ def _has_models(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
             return bool(json.load(answer)["data"])
+    except (OSError, ValueError, KeyError, urllib.error.URLError):
+        return False
+
+
+def _answers(url: str, site: Site) -> bool:
+    """Whether a request comes through, all the way."""
+    body = {"model": site.served_name, "prompt": _SHORT_PROMPT, "max_tokens": 4}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+            return bool(json.load(answer)["choices"])
     except (OSError, ValueError, KeyError, urllib.error.URLError):
         return False
 

@@ -26,7 +26,6 @@ from vllm_tetri.bench.stats import estimate
 from vllm_tetri.errors import ConfigError
 
 _PARTS = (paper_classes, paper_prompts, paper_answers, paper_rates)
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate, print, and write paper.json; 130 if that is interrupted."""
+    """Simulate, print, and write paper.json."""
     size = QUICK if options.quick else FULL
     if options.seeds is not None:
         if options.seeds < 1:
@@ -68,11 +67,8 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--output {options.output}: {error}") from error
     console = setting.console()
-    try:
-        with Progress(console=console, refresh_per_second=1) as progress:
-            rows = _measure(chosen, size.seeds, progress)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    with Progress(console=console, refresh_per_second=1) as progress:
+        rows = _measure(chosen, size.seeds, progress)
     conditions = {"profile": PROFILE, "simulated": True, **asdict(size)}
     found = {"conditions": conditions, "rows": [asdict(row) for row in rows]}
     setting.write_json(options.output / "paper.json", found)

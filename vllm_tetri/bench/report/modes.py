@@ -48,7 +48,7 @@ def modes(folder: Path, head: Mapping[str, Any]) -> list[Value | None]:
                     samples = {
                         repeat: each[metric]
                         for repeat, each in repeats.items()
-                        if metric in _OF_ALL or not each["failed"]
+                        if metric in each and (metric in _OF_ALL or not each["failed"])
                     }
                     found.append(value(experiment, " ".join(load), system, metric, samples))
             # Seconds of cores that the system and its client used until the last answer.

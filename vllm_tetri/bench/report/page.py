@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from vllm_tetri.bench.modes.systems import REPLICAS
+from vllm_tetri.bench.modes import nixl
+from vllm_tetri.bench.modes.systems import NIXL, REPLICAS
 from vllm_tetri.bench.report.claims import Claim
 from vllm_tetri.bench.report.document import (
     Block,
@@ -119,6 +120,8 @@ def _losses(loaded: Loaded) -> list[Block]:
         return [*blocks, Text("Nothing to compare was run.")]
     if _lacks_rival(loaded):
         blocks.append(Text(_NO_RIVAL))
+    if any(each.system == NIXL for each in loaded.values.all):
+        blocks.append(Text(nixl.CAVEAT))
     blocks.append(Items(tally(every)))
     if lost:
         blocks.append(_long("All of it", losses_table(lost)))

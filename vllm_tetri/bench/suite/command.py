@@ -26,12 +26,11 @@ from vllm_tetri.bench.suite.jobs import ANSWERS, MODEL, PREDICTOR, RIVAL
 from vllm_tetri.bench.suite.process import carry_out, last_line
 from vllm_tetri.bench.suite.record import Done, Record, Status, continued
 from vllm_tetri.bench.suite.steps import Step, about_rival, missing
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.errors import INTERRUPTED, ConfigError
 from vllm_tetri.launch.machine import inspect, vllm_version
 
 PROGRAM = (sys.executable, "-m", "vllm_tetri.cli")
 LOG = "output.log"
-_INTERRUPTED = 130
 _PLACEHOLDERS = {"model": MODEL, "predictor": PREDICTOR, "answers": ANSWERS, "rival": RIVAL}
 
 
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run what is missing: 0, 1 when something failed, 130 when interrupted."""
+    """Run what is missing: 0, or 1 when something failed."""
     if options.only is not None:
         options.only = options.only.lower()
     wanted = experiments.chosen(options.only)
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         _run_all(steps, record, folder, console)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on with what is missing")
-        return _INTERRUPTED
+        raise
     return _summary(steps, record, folder, console)
 
 
@@ -193,7 +192,7 @@ def _run_one(
     if step.is_anew:
         (own / step.job.result).unlink(missing_ok=True)
     started = monotonic()
-    status, exit_status = Status.INTERRUPTED, _INTERRUPTED
+    status, exit_status = Status.INTERRUPTED, INTERRUPTED
     _enter(step, status, exit_status, 0.0, record, folder)
     try:
         exit_status = carry_out([*PROGRAM, *step.command], own / LOG, look)

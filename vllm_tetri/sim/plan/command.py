@@ -25,7 +25,6 @@ from vllm_tetri.sim.trace import read_lengths, read_trace
 from vllm_tetri.sim.workload import KINDS, Lengths
 
 _FILE_COLUMNS = 120
-_INTERRUPTED = 130
 _DEVICES = 8
 _PARALLEL = (1, 2, 4, 8)
 _MS = 1e3
@@ -79,16 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search, and print; 130 if that is interrupted."""
+    """Search, and print."""
     question = _question(options)
     if options.price is not None and not options.price > 0:
         raise ConfigError(f"--price {options.price:g}: must be above 0")
     price = Price(options.price)
-    try:
-        with _progress() as tell:
-            found = plan(question, tell)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    with _progress() as tell:
+        found = plan(question, tell)
     if options.json:
         print(json.dumps(plain(found, price), indent=2))
         return 0

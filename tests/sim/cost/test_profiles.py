@@ -15,7 +15,7 @@ from vllm_tetri.sim.cost.profiles import PROFILES, profile
 from vllm_tetri.sim.cost.step_cost import Roofline, linear
 from vllm_tetri.types import StepCoefficients
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_a_profile_says_where_it_comes_from() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_tetri import cli
 from vllm_tetri.bench.paper import answers as paper_answers
 from vllm_tetri.bench.paper import classes as paper_classes
 from vllm_tetri.bench.paper import command as paper
@@ -12,7 +13,7 @@ from vllm_tetri.bench.paper import prompts as paper_prompts
 from vllm_tetri.bench.paper import rates as paper_rates
 from vllm_tetri.bench.paper.case import FULL, QUICK, Case, Size
 from vllm_tetri.bench.report.values import METRICS
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.errors import INTERRUPTED, ConfigError
 
 SMALL = Size({"e1": 24, "e2": 48, "e5": 24, "e6": 8, "e12": 60}, 1)
 
@@ -130,7 +131,8 @@ def test_an_interruption_leaves_no_results(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(paper, "_measure", stop)
-    assert paper.run(options(tmp_path)) == 130
+    words = ["bench", "paper", "--quick", "--output", str(tmp_path)]
+    assert cli.main(words) == INTERRUPTED
     assert not (tmp_path / "paper.json").exists()
 
 
