@@ -116,7 +116,8 @@ def test_telling_a_hung_peer_does_not_hold_the_engine(pair: Pair) -> None:
 
 def test_old_losses_do_not_hide_new_ones(pair: Pair) -> None:
     inbox = pair.decode.instance.inbox
-    inbox._lost.update({f"old{i}": None for i in range(MAX_REMEMBERED)})
+    for i in range(MAX_REMEMBERED):
+        inbox._lost[f"old{i}"] = None
     tokens = prompt(100)
     request = pair.receive("a", tokens)
     inbox._entries["a"].deadline += 100.0

@@ -48,6 +48,8 @@ class Agent:
         unfinished: What the instance still has of a role's work, in words; empty when it
             has nothing.
         on_left: Called once, when the instance was asked to leave and has left.
+        on_alone: Called when the last router that was connected has gone, again with every
+            report until there is one, and before that one hears of this instance.
         switch: Where the engine finds the role that it is to take.
 
     Raises:
@@ -64,6 +66,7 @@ class Agent:
         period_s: float,
         unfinished: Callable[[Role], str] = lambda _: "",
         on_left: Callable[[], None] = lambda: None,
+        on_alone: Callable[[], None] = lambda: None,
         switch: RoleSwitch | None = None,
     ) -> None:
         for address in routers:
@@ -75,6 +78,9 @@ class Agent:
         self._period_s = period_s
         self._unfinished = unfinished
         self._on_left = on_left
+        self._on_alone = on_alone
+        self._connected: set[int] = set()  # links that have a router
+        self._is_alone = False  # none has any more
         self._leaving = Leaving()
         self._roles = RoleKeeper(info.id, info.role, switch or RoleSwitch())
         self._verdict = Verdict.STAY
@@ -208,7 +214,7 @@ class Agent:
                 os.eventfd_read(self._wake)
             for index, link in enumerate(links):
                 if link.connected in ready:
-                    self._introduce(link)
+                    self._meet(index, link)
                 if link.socket in ready:
                     self._drain(index, link)
             self._flush(links)
@@ -218,12 +224,30 @@ class Agent:
                 is_at_rest = not self._read_unfinished(Role.BOTH)
                 self._verdict = self._leaving.look(is_at_rest=is_at_rest, now=time.monotonic())
 
-    def _introduce(self, link: Link) -> None:
-        link.connected.recv_multipart()
+    def _meet(self, index: int, link: Link) -> None:
+        """A router came or went."""
+        if not link.has_connected():
+            if index in self._connected:
+                self._connected.remove(index)
+                self._is_alone = not self._connected
+                self._tell_if_alone()
+            return
+        self._tell_if_alone()  # for the last time
+        self._connected.add(index)
+        self._is_alone = False
         link.send(messages.encode(messages.Hello(self._info)))
         self._reported_s = float("-inf")  # a report follows at once
 
+    def _tell_if_alone(self) -> None:
+        if not self._is_alone:
+            return
+        try:
+            self._on_alone()
+        except Exception:
+            self._log_once("alone", "dropping what no router asks for failed", exc_info=True)
+
     def _report(self, links: list[Link]) -> None:
+        self._tell_if_alone()
         self._refresh_load()
         self._reported_s = time.monotonic()
         self._seq += 1

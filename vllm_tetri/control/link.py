@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from vllm_tetri import messages
 
@@ -12,7 +13,8 @@ _LINGER_MS = 200  # long enough for a last `Left` on a live connection
 
 
 class Link(NamedTuple):
-    """The socket to one router, and the one that tells when it is connected."""
+    """The socket to one router, and the one that tells when it is connected and when no
+    more."""
 
     socket: zmq.Socket[bytes]
     connected: zmq.Socket[bytes]
@@ -29,7 +31,9 @@ class Link(NamedTuple):
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         socket.setsockopt(zmq.IPV6, int("[" in address))
-        connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        connected = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         socket.connect(address)
         return cls(socket, connected)
 
@@ -40,6 +44,11 @@ class Link(NamedTuple):
         except zmq.Again:
             return False
         return True
+
+    def has_connected(self) -> bool:
+        """The next event of `connected`: True when it is connected now, False when its
+        router went away."""
+        return bool(recv_monitor_message(self.connected)["event"] != zmq.EVENT_DISCONNECTED)
 
     def is_readable(self) -> bool:
         """Whether a frame is there."""

@@ -1,7 +1,7 @@
 """Prefill side, scheduler half: KV that leaves for other instances.
 
-Owner: the engine thread. Only `cancel` may be called from another thread; it
-puts the name into a queue that the next step drains.
+Owner: the engine thread. Only `cancel` and `abandon` may be called from another thread;
+they put a name into a queue that the next step drains.
 
 Blocks that a step completes are pushed at the start of the next one, so they
 travel while the next chunk is computed; those of the last chunk right behind its
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 FULL_RETRY_S = 0.02
 # A longer prompt takes so long that opening its second leg early gains nothing.
 MAX_EARLY_TOKENS = 16_384
+_EVERY = TransferId("")  # no transfer has this name
 
 Dispatcher = Callable[[Request, PrefillLeg, int, frozenset[InstanceId], bool], Dispatch | None]
 """(request, leg, bytes, refused, may wait) → the decode instance, or None when nobody can
@@ -121,7 +122,13 @@ class Outbox:
 
     def cancel(self, transfer: TransferId) -> None:
         """Nobody waits for this transfer any more (any thread)."""
-        self._cancelled.put(transfer)
+        if self._entries:  # else no step may come that drains the queue
+            self._cancelled.put(transfer)
+
+    def abandon(self) -> None:
+        """No router is left that could ask for what is handed over (any thread). A prompt
+        that is not done yet ends with its router's connection."""
+        self.cancel(_EVERY)
 
     # -- one step ---------------------------------------------------------
 
@@ -358,7 +365,8 @@ class Outbox:
         while not self._cancelled.empty():
             transfer = self._cancelled.get()
             for entry in list(self._entries.values()):
-                if entry.leg.transfer == transfer and entry.block_ids is not None:
+                is_meant = transfer in (_EVERY, entry.leg.transfer)
+                if is_meant and entry.block_ids is not None:
                     self._free(entry, lost=False)
 
     def _free(self, entry: _Outbound, *, lost: bool) -> None:

@@ -1,0 +1,34 @@
+"""Whole trees of processes are killed and stopped."""
+
+from __future__ import annotations
+
+import psutil
+
+from tests.faults.processes import eventually, started
+
+FAMILY = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "print('ready', flush=True)\n"
+    "time.sleep(600)\n"
+)
+
+
+def test_a_tree_is_killed_as_a_whole() -> None:
+    with started(["-c", FAMILY]) as family:
+        assert family.line() == "ready"
+        below = eventually(lambda: len(found := family.look()) == 2 and found)
+        family.kill()
+        family.gone()
+        assert not any(psutil.pid_exists(each.pid) and each.is_running() for each in below[1:])
+
+
+def test_a_tree_is_stopped_and_goes_on() -> None:
+    with started(["-c", FAMILY]) as family:
+        assert family.line() == "ready"
+        eventually(lambda: len(family.look()) == 2)
+        family.stop()
+        assert {each.status() for each in family.look()} == {psutil.STATUS_STOPPED}
+        family.resume()
+        eventually(lambda: psutil.STATUS_STOPPED not in {each.status() for each in family.look()})
+    family.gone()
