@@ -24,8 +24,10 @@ from vllm_tetri.bench.soak.report import plain, show
 from vllm_tetri.bench.soak.run import Seen, busy_of
 from vllm_tetri.bench.soak.tally import (
     CALM,
+    LASTS_S,
     Asked,
     End,
+    Leftovers,
     promise_of_audits,
     promises_of_answers,
     rows,
@@ -156,9 +158,25 @@ def test_a_soak_without_an_answer_kept_nothing() -> None:
     assert not promises_of_answers(rows([], []))[-1].is_kept
 
 
-def test_leftovers_break_a_promise() -> None:
-    assert promise_of_audits([]).is_kept
-    assert not promise_of_audits(["decode-0: 3 blocks"]).is_kept
+def test_only_leftovers_that_stay_break_a_promise() -> None:
+    leftovers = Leftovers()
+    leftovers.note({"d": ["3 blocks"], "p": []}, 0.0)
+    leftovers.note({"d": ["4 blocks"]}, LASTS_S - 0.1)
+    assert promise_of_audits(leftovers).is_kept
+    assert promise_of_audits(leftovers).found == "nothing (for less than 5 s: d: blocks)"
+    leftovers.note({"d": ["4 blocks"]}, LASTS_S)
+    assert not promise_of_audits(leftovers).is_kept
+    assert promise_of_audits(leftovers).found == "d: blocks"
+
+
+def test_leftovers_that_come_and_go_or_wait_for_somebody_stopped_do_not_stay() -> None:
+    leftovers = Leftovers()
+    leftovers.note({"d": ["3 blocks"]}, 0.0)
+    leftovers.note({"d": []}, 3.0)
+    leftovers.note({"d": ["3 blocks"]}, 6.0)
+    leftovers.excuse()
+    leftovers.note({"d": ["3 blocks"]}, 12.0)
+    assert leftovers.stayed == set()
 
 
 def usage(minute: float, processes: int = 10, **more: int) -> Usage:

@@ -29,7 +29,7 @@ def test_a_minute_of_faults_leaves_nothing_and_changes_no_answer(
     for text in (
         "no answer is wrong",
         "requests are answered",
-        "nothing is left in an instance without requests",
+        "nothing stays in an instance without requests",
         "everything comes back and comes to rest",
         "the end leaves nothing",
     ):

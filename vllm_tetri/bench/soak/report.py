@@ -31,7 +31,7 @@ def promises(seen: Seen, found: Sequence[Row]) -> list[Promise]:
     ended = "; ".join(seen.unended) or "nothing is left"
     return [
         *promises_of_answers(found),
-        promise_of_audits(list(seen.leftovers)),
+        promise_of_audits(seen.leftovers),
         Promise("everything comes back and comes to rest", not seen.unrested, at_rest),
         *promises_of_usage(seen.samples),
         Promise("the end leaves nothing", not seen.unended, ended),
@@ -57,7 +57,8 @@ def plain(seen: Seen, conditions: dict[str, Any]) -> dict[str, Any]:
             for each in seen.faults
         ],
         "words": dict(words(seen).most_common()),
-        "leftovers": list(seen.leftovers),
+        "leftovers": sorted(seen.leftovers.stayed),
+        "brief_leftovers": sorted(seen.leftovers.brief - seen.leftovers.stayed),
     }
 
 

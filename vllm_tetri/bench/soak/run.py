@@ -16,7 +16,7 @@ from vllm_tetri.bench.soak.client import Answer, Client, Failed, loop
 from vllm_tetri.bench.soak.cluster import Cluster
 from vllm_tetri.bench.soak.faults import READY, Deck, Fault, Kind
 from vllm_tetri.bench.soak.load import Request
-from vllm_tetri.bench.soak.tally import Asked, End
+from vllm_tetri.bench.soak.tally import Asked, End, Leftovers
 from vllm_tetri.bench.soak.usage import Usage, usage_of
 from vllm_tetri.errors import UnsupportedError
 
@@ -55,7 +55,7 @@ class Seen:
     """Everything that was noted.
 
     Attributes:
-        leftovers: What instances said that they had left, each once, with their names.
+        leftovers: What instances said that they had left.
         samples: Of what the cluster takes, the first and the last at rest.
         unrested: What was still busy when all clients had gone.
         unended: What outlived the cluster.
@@ -63,7 +63,7 @@ class Seen:
 
     asked: list[Asked] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    leftovers: dict[str, None] = field(default_factory=dict)
+    leftovers: Leftovers = field(default_factory=Leftovers)
     samples: list[Usage] = field(default_factory=list)
     unrested: list[str] = field(default_factory=list)
     unended: list[str] = field(default_factory=list)
@@ -88,6 +88,7 @@ class Soak:
         self._seen = seen
         self._tell = tell
         self._names: set[str] = set()
+        self._is_stopping = False  # somebody is stopped now
 
     async def run(self) -> None:
         """From a cluster that starts to one that is at rest again.
@@ -194,11 +195,13 @@ class Soak:
         if kind.is_deadly:
             processes.send(hit, signal.SIGKILL)
             return
+        self._is_stopping = True
         try:
             processes.send(hit, signal.SIGSTOP)
             await asyncio.sleep(self._plan.stop_s)
         finally:
             processes.send(hit, signal.SIGCONT)
+            self._is_stopping = False
 
     # -- what is looked at -----------------------------------------------------------
 
@@ -209,11 +212,14 @@ class Soak:
     async def _rows(self, client: Client) -> dict[str, dict[str, Any]]:
         answer = await client.get("/tetri/v1/instances")
         rows = {row["id"]: row for row in (answer or {}).get("instances", ())}
-        for name, row in rows.items():
-            for text in row["leftovers"]:
-                self._seen.leftovers[f"{name}: {text}"] = None
+        now = time.monotonic()
+        if self._is_stopping:
+            self._seen.leftovers.excuse()
+        elif rows:
+            live = {name: row for name, row in rows.items() if row["state"] == READY}
+            self._seen.leftovers.note({name: row["leftovers"] for name, row in live.items()}, now)
         for fault in self._seen.faults:
-            fault.look(states_of(rows), time.monotonic())
+            fault.look(states_of(rows), now)
         return rows
 
     async def _look(self, client: Client) -> None:
@@ -270,7 +276,7 @@ def busy_of(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         f"{name}: {field} {row[field]}"
         for name, row in sorted(rows.items())
-        for field in _BUSY
+        for field in (*_BUSY, "leftovers")
         if row.get(field) and row.get("state") == READY
     ]
 

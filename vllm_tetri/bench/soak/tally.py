@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from vllm_tetri.bench.soak.faults import Fault, Kind
 
 CALM = "no fault"  # before the first one
+LASTS_S = 5.0
 
 
 class End(StrEnum):
@@ -128,7 +129,43 @@ def promises_of_answers(found: Sequence[Row]) -> list[Promise]:
     ]
 
 
-def promise_of_audits(leftovers: Sequence[str]) -> Promise:
-    """What instances said that they had left, at any time."""
-    found = "; ".join(leftovers) if leftovers else "nothing"
-    return Promise("nothing is left in an instance without requests", not leftovers, found)
+class Leftovers:
+    """What instances without requests said that they had left. What stays counts; a machine
+    that starts an engine on few cores may keep a router from asking for KV for a second.
+
+    Attributes:
+        stayed: What was seen for `LASTS_S` or longer, by instance and kind.
+        brief: What was seen at all.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self.stayed: set[str] = set()
+        self.brief: set[str] = set()
+
+    def note(self, found: Mapping[str, Sequence[str]], now: float) -> None:
+        """What those instances say now that say anything.
+
+        Args:
+            found: Words by instance; each begins with a number.
+            now: Monotonic seconds.
+        """
+        kinds = {
+            f"{name}: {text.partition(' ')[2]}" for name, words in found.items() for text in words
+        }
+        self._since = {kind: self._since.get(kind, now) for kind in sorted(kinds)}
+        self.brief |= kinds
+        self.stayed |= {kind for kind, since in self._since.items() if now - since >= LASTS_S}
+
+    def excuse(self) -> None:
+        """Somebody is stopped, so it is not over: begin to count anew."""
+        self._since.clear()
+
+
+def promise_of_audits(leftovers: Leftovers) -> Promise:
+    """What instances kept although no request was there."""
+    brief = sorted(leftovers.brief - leftovers.stayed)
+    found = "; ".join(sorted(leftovers.stayed)) or "nothing"
+    found += f" (for less than {LASTS_S:g} s: {'; '.join(brief)})" if brief else ""
+    is_kept = not leftovers.stayed
+    return Promise("nothing stays in an instance without requests", is_kept, found)
