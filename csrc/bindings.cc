@@ -240,7 +240,7 @@ void bind_receiver(py::module_& module) {
            Unlocked())
       .def("release", &Receiver::release, "transfer"_a, Unlocked())
       .def("cancel", &Receiver::cancel, "transfer"_a, Unlocked())
-      .def("abandon", &Receiver::abandon, "kept"_a, "reason"_a, Unlocked())
+      .def("abandon", &Receiver::abandon, "prefix"_a, "kept"_a, "reason"_a, Unlocked())
       .def(
           "receive",
           [](Receiver& it, double timeout_s) -> std::optional<py::bytes> {

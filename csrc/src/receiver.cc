@@ -67,10 +67,11 @@ void Receiver::cancel(const std::string& transfer) {
   signal_event(state_.wake.get());
 }
 
-void Receiver::abandon(const std::vector<std::string>& kept, const std::string& reason) {
+void Receiver::abandon(const std::string& prefix, const std::vector<std::string>& kept,
+                       const std::string& reason) {
   const std::lock_guard lock(state_.mutex);
   if (state_.closing) return;
-  state_.table.abandon({kept.begin(), kept.end()}, reason, Clock::now());
+  state_.table.abandon(prefix, {kept.begin(), kept.end()}, reason, Clock::now());
   signal_event(state_.wake.get());
 }
 

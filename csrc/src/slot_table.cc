@@ -317,13 +317,15 @@ void SlotTable::cancel(const std::string& transfer, TimePoint now) {
   end(generation, Status::kRefused, "", now);
 }
 
-void SlotTable::abandon(const std::unordered_set<std::string>& kept, const std::string& reason,
-                        TimePoint now) {
+void SlotTable::abandon(const std::string& prefix, const std::unordered_set<std::string>& kept,
+                        const std::string& reason, TimePoint now) {
   std::vector<uint64_t> ending;
   for (const auto& [generation, record] : slots_) {
-    const bool taken = record.slot.state == SlotState::kTaken;
-    if (record.quarantined || taken || kept.count(record.slot.transfer) > 0) continue;
-    ending.push_back(generation);
+    const std::string& name = record.slot.transfer;
+    if (record.quarantined || record.slot.state == SlotState::kTaken) continue;
+    if (name.compare(0, prefix.size(), prefix) == 0 && kept.count(name) == 0) {
+      ending.push_back(generation);
+    }
   }
   for (const uint64_t generation : ending) {
     ++counters_.cancelled;

@@ -21,6 +21,7 @@ from vllm_tetri.types import TransferId
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 1.0
+ROUTER = "t-r"  # whose transfers are those of requests r/...
 RECEIVER = (
     "import sys; from vllm_tetri.transport.native import open_receiver;"
     "r = open_receiver(arena_bytes=1 << 20, identity={'model': 'harness'});"
@@ -144,46 +145,50 @@ def test_a_prefill_instance_dies_and_nobody_waits(pair: Pair) -> None:
 
 def test_a_router_dies_before_it_sent_the_second_leg(pair: Pair) -> None:
     tokens = prompt(100)
-    pair.send("a", tokens)
-    answer = pair.prefilled("a")
+    pair.send("r/a", tokens)
+    answer = pair.prefilled("r/a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decode.instance._abandon("t-s")  # another one
     assert used_bytes(pair.decode) > 0
     with Soon(pair.decode):
-        pair.decode.instance._abandon()
+        pair.decode.instance._abandon(ROUTER)
+        assert used_bytes(pair.decode) == 0
     # It was not dead, only its connection: whoever comes now computes at once.
     start_s = time.monotonic()
-    request = pair.receive("a", tokens, digest=answer.digest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    request = pair.receive("r/a", tokens, digest=answer.digest)
+    pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
     assert time.monotonic() - start_s < SOON_S
     assert pair.decode.holds(request, len(tokens))
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
+    pair.decode.run_until(lambda: "r/a" in pair.decode.finished)
     pair.settle()
 
 
 def test_a_router_dies_and_what_is_asked_for_stays(pair: Pair) -> None:
     """Its request is here: it is for the client's connection to end it."""
     tokens = prompt(100)
-    request = pair.receive("a", tokens)
-    pair.send("a", tokens)
-    pair.prefilled("a")
+    request = pair.receive("r/a", tokens)
+    pair.send("r/a", tokens)
+    pair.prefilled("r/a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.instance._abandon()
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    pair.decode.instance._abandon(ROUTER)
+    pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
     assert pair.decode.instance.inbox.loads_done == 1
     assert pair.decode.holds(request, len(tokens))
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
+    pair.decode.run_until(lambda: "r/a" in pair.decode.finished)
     pair.settle()
 
 
 def test_a_router_dies_while_the_arena_is_full(pair: Pair) -> None:
     arena = pair.decode.instance._receiver
     assert arena.claim("full", 1, arena.stats().arena_total_bytes) is not None
-    pair.send("a", prompt(100))
-    pair.prefilled("a")
-    pair.prefill.step()
+    pair.send("r/a", prompt(100))
+    pair.prefilled("r/a")
+    pair.prefill.instance._abandon("t-s")  # another one
+    for _ in range(10):
+        pair.prefill.step()
     assert not pair.prefill.is_at_rest  # it tries again and again
     with Soon(pair.prefill):
-        pair.prefill.instance._abandon()
+        pair.prefill.instance._abandon(ROUTER)
     arena.release("full")
     pair.settle()
 

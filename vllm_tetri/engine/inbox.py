@@ -23,7 +23,7 @@ from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.remembered import Remembered
 from vllm_tetri.engine.step import Load, WorkerReport
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeLeg, Given, attempt_names, digest_of
+from vllm_tetri.handover import DecodeLeg, Given, attempt_names, digest_of, prefix_of
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
 from vllm_tetri.types import TransferId
 
@@ -307,9 +307,10 @@ class Inbox:
         self._unwanted[name] = None
         self._given.pop(name)
 
-    def abandon(self) -> None:
-        """No router is left that could send requests for what arrives (any thread)."""
-        self._receiver.abandon(list(self._users), "the router of its request is gone")
+    def abandon(self, router: str) -> None:
+        """A router is gone that could have sent requests for what arrives (any thread)."""
+        kept = list(self._users)
+        self._receiver.abandon(prefix_of(router), kept, "the router of its request is gone")
 
     @property
     def first_tokens(self) -> int:

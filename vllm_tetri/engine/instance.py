@@ -150,7 +150,7 @@ class Instance:
             period_s=config.report_period_s,
             unfinished=self._unfinished,
             on_left=end_server,
-            on_alone=self._abandon,
+            on_router_gone=self._abandon,
             switch=self._switch,
         )
         self._dispatcher = Dispatcher(
@@ -345,10 +345,10 @@ class Instance:
         self.outbox.cancel(transfer)
         self.inbox.cancel(transfer)
 
-    def _abandon(self) -> None:
-        """Agent thread. No router is left."""
-        self.outbox.abandon()
-        self.inbox.abandon()
+    def _abandon(self, router: str) -> None:
+        """Agent thread. A router is gone."""
+        self.outbox.abandon(router)
+        self.inbox.abandon(router)
 
     def _read_load(self) -> InstanceLoad:
         """Agent thread."""

@@ -30,6 +30,7 @@ from vllm_tetri.handover import (
     PrefillLeg,
     attempt_name,
     digest_of,
+    prefix_of,
 )
 from vllm_tetri.messages import Opening
 from vllm_tetri.policy.dispatch import Dispatch
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 FULL_RETRY_S = 0.02
 # A longer prompt takes so long that opening its second leg early gains nothing.
 MAX_EARLY_TOKENS = 16_384
-_EVERY = TransferId("")  # no transfer has this name
 
 Dispatcher = Callable[[Request, PrefillLeg, int, frozenset[InstanceId], bool], Dispatch | None]
 """(request, leg, bytes, refused, may wait) → the decode instance, or None when nobody can
@@ -125,10 +125,13 @@ class Outbox:
         if self._entries:  # else no step may come that drains the queue
             self._cancelled.put(transfer)
 
-    def abandon(self) -> None:
-        """No router is left that could ask for what is handed over (any thread). A prompt
-        that is not done yet ends with its router's connection."""
-        self.cancel(_EVERY)
+    def abandon(self, router: str) -> None:
+        """A router is gone that could have asked for what is handed over (any thread). A
+        prompt that is not done yet ends with its connection."""
+        prefix = prefix_of(router)
+        for entry in list(self._entries.values()):
+            if entry.leg.transfer.startswith(prefix):
+                self.cancel(entry.leg.transfer)
 
     # -- one step ---------------------------------------------------------
 
@@ -365,8 +368,7 @@ class Outbox:
         while not self._cancelled.empty():
             transfer = self._cancelled.get()
             for entry in list(self._entries.values()):
-                is_meant = transfer in (_EVERY, entry.leg.transfer)
-                if is_meant and entry.block_ids is not None:
+                if entry.leg.transfer == transfer and entry.block_ids is not None:
                     self._free(entry, lost=False)
 
     def _free(self, entry: _Outbound, *, lost: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from dataclasses import replace
 from random import Random
@@ -77,11 +78,13 @@ class GlobalScheduler:
         objective: Objective = NO_OBJECTIVE,
         refuses_late: bool = False,
     ) -> None:
-        self.table = RequestTable()
+        # Another one with every start: instances give up what a router leaves behind.
+        name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
+        self.table = RequestTable(name)
         self._max_in_flight_each = max_in_flight_each
         self.monitor = Monitor(
             control,
-            f"router-{os.getpid()}",
+            name,
             period_s=period_s,
             silent_after_s=silent_after_s,
             on_hello=self._on_hello,

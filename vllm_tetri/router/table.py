@@ -25,6 +25,7 @@ class Entry:
     phase: Phase = Phase.ARRIVED
     prefill: str = ""
     decode: str = ""
+    router: str = ""  # whose request it is
     transfer: TransferId | None = None
     dispatched: set[InstanceId] = field(default_factory=set)
     prompt_tokens: int | None = None
@@ -73,9 +74,10 @@ class Entry:
 
 
 class RequestTable:
-    """Every request that is in flight, by id."""
+    """Every request of one router that is in flight, by id."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str = "") -> None:
+        self._router = router
         self._entries: dict[RequestId, Entry] = {}
 
     def __len__(self) -> int:
@@ -86,7 +88,7 @@ class RequestTable:
         request = RequestId(wanted_id)
         if not request or request in self._entries:
             request = RequestId(uuid.uuid4().hex)
-        entry = Entry(request, now, sla)
+        entry = Entry(request, now, sla, router=self._router)
         self._entries[request] = entry
         return entry
 

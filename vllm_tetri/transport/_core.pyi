@@ -116,9 +116,9 @@ class Receiver:
     def cancel(self, transfer: str) -> None:
         """Nobody wants it: free it as soon as its writer is known to have
         stopped, and refuse a later open of the same name for fill_timeout_s."""
-    def abandon(self, kept: list[str], reason: str) -> None:
-        """Nobody will take what is not TAKEN, but for the transfers in `kept`: their slots
-        become FAILED with this reason."""
+    def abandon(self, prefix: str, kept: list[str], reason: str) -> None:
+        """Nobody will take transfers whose names begin with `prefix`, but for those in `kept`:
+        their slots, where they are not TAKEN, become FAILED with this reason."""
     def receive(self, timeout_s: float) -> bytes | None:
         """(waits) Oldest message that a peer sent with `Sender.send`; the queue
         is bounded and drops the newest."""

@@ -153,10 +153,11 @@ class Receiver:
                 self._counts["cancelled"] += 1
                 self.end(transfer, Status.REFUSED, "")
 
-    def abandon(self, kept: list[str], reason: str) -> None:
+    def abandon(self, prefix: str, kept: list[str], reason: str) -> None:
         with self.lock:
             for name, record in list(self._slots.items()):
-                if record.slot.state != SlotState.TAKEN and name not in kept:
+                is_meant = name.startswith(prefix) and name not in kept
+                if is_meant and record.slot.state != SlotState.TAKEN:
                     self._counts["cancelled"] += 1
                     self.end(name, Status.CANCELLED, reason)
 

@@ -36,7 +36,8 @@ class Receiver {
                             uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer);
-  void abandon(const std::vector<std::string>& kept, const std::string& reason);
+  void abandon(const std::string& prefix, const std::vector<std::string>& kept,
+               const std::string& reason);
   std::optional<std::string> receive(Duration timeout);  // blocks
   ReceiverStats stats();
   void close();

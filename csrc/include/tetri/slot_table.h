@@ -94,9 +94,10 @@ class SlotTable {
                             uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer, TimePoint now);
-  // Ends every slot that nobody took, but for those in `kept`; `reason` is left as their notes.
-  void abandon(const std::unordered_set<std::string>& kept, const std::string& reason,
-               TimePoint now);
+  // Ends every slot that nobody took and whose name begins with `prefix`, but for those in
+  // `kept`; `reason` is left as their notes.
+  void abandon(const std::string& prefix, const std::unordered_set<std::string>& kept,
+               const std::string& reason, TimePoint now);
 
   // Ends what is overdue; says when to call again.
   TimePoint expire(TimePoint now);
