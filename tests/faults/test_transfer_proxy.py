@@ -4,6 +4,7 @@ is free, and the next transfer is fine."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,14 +33,14 @@ def tcp() -> Iterator[Backend]:
 class Way:
     """A receiver, a proxy before it, and a sender that knows only the proxy."""
 
-    def __init__(self, tcp: Backend, proxy: Proxy, receiver: object) -> None:
-        self.receiver: object = receiver
+    def __init__(self, tcp: Backend, proxy: Proxy, receiver: Any) -> None:
+        self.receiver = receiver
         self.proxy = proxy
         self.tcp = tcp
         self.sender = tcp.sender(streams=1, io_timeout_s=LIMIT_S, open_timeout_s=2.0)
         self.cache = tcp.cache(1, BLOCKS, PAGE, seed=1)
 
-    def push(self, name: str) -> object:
+    def push(self, name: str) -> Any:
         transfer = self.sender.open(self.proxy.endpoint, name, BLOCKS, PAGE)
         transfer.write(self.cache.layout, 0, np.arange(BLOCKS, dtype=np.int32))
         transfer.finish()
@@ -47,7 +48,7 @@ class Way:
 
     def works(self, name: str) -> None:
         transfer = self.push(name)
-        assert ended(transfer, DEADLINE_S) == TransferState.DONE, transfer.error  # type: ignore[attr-defined]
+        assert ended(transfer, DEADLINE_S) == TransferState.DONE, transfer.error
         there = self.tcp.arrived(self.receiver, name, self.cache)
         assert there == self.cache.bytes_of(range(BLOCKS))
 
@@ -84,8 +85,8 @@ def test_a_transfer_fails_in_time_and_the_next_one_is_fine(way: Way, name: str) 
     way.proxy.make(TROUBLES[name])
     transfer = way.push("broken")
     assert ended(transfer, DEADLINE_S) == TransferState.FAILED
-    assert transfer.error  # type: ignore[attr-defined]
-    assert transfer.quiesced  # type: ignore[attr-defined]
+    assert transfer.error
+    assert transfer.quiesced
     eventually(lambda: empty(way.receiver), DEADLINE_S)
     way.proxy.clear()
     way.works("next")
@@ -108,7 +109,7 @@ def test_a_slow_way_is_no_trouble(way: Way) -> None:
 
 
 def test_a_receiver_that_nobody_reaches_is_an_error_at_once(way: Way) -> None:
-    way.receiver.close()  # type: ignore[attr-defined]
+    way.receiver.close()
     transfer = way.push("late")
     assert ended(transfer, DEADLINE_S) == TransferState.FAILED
-    assert transfer.status in (Status.PEER_LOST, Status.TIMEOUT)  # type: ignore[attr-defined]
+    assert transfer.status in (Status.PEER_LOST, Status.TIMEOUT)

@@ -230,14 +230,14 @@ class Agent:
 
     def _meet(self, index: int, link: Link) -> None:
         """A router came or went."""
-        if link.has_connected():
-            self._connected.add(index)
-            link.send(messages.encode(messages.Hello(self._info)))
-            self._reported_s = float("-inf")  # a report follows at once
+        if link.next_event() == zmq.EVENT_DISCONNECTED:
+            self._connected.discard(index)
+            self._lose(index)
+            self._tell_gone()
             return
-        self._connected.discard(index)
-        self._lose(index)
-        self._tell_gone()
+        self._connected.add(index)
+        link.send(messages.encode(messages.Hello(self._info)))
+        self._reported_s = float("-inf")  # a report follows at once
 
     def _hear(self, index: int, router: str) -> None:
         """The router at a link said its name."""

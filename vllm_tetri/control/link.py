@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from vllm_tetri import messages
 
 _LINGER_MS = 200  # long enough for a last `Left` on a live connection
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Link(NamedTuple):
@@ -31,9 +32,7 @@ class Link(NamedTuple):
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         socket.setsockopt(zmq.IPV6, int("[" in address))
-        connected = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        connected = socket.get_monitor_socket(_EVENTS)
         socket.connect(address)
         return cls(socket, connected)
 
@@ -45,10 +44,9 @@ class Link(NamedTuple):
             return False
         return True
 
-    def has_connected(self) -> bool:
-        """The next event of `connected`: True when it is connected now, False when its
-        router went away."""
-        return bool(recv_monitor_message(self.connected)["event"] != zmq.EVENT_DISCONNECTED)
+    def next_event(self) -> int:
+        """What `connected` has to tell: one of `_EVENTS`."""
+        return int(parse_monitor_message(self.connected.recv_multipart())["event"])
 
     def is_readable(self) -> bool:
         """Whether a frame is there."""
