@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -60,7 +61,7 @@ async def test_the_end_of_a_router_is_told_until_it_is_back(role: Role) -> None:
     async with one(told, address, role=role):
         for _ in range(2):
             async with monitor(address) as router:
-                await eventually(lambda router=router: states(router))
+                await eventually(partial(states, router))
                 await told.go_on()
                 told.gone.clear()
                 await told.go_on()
@@ -104,4 +105,4 @@ async def test_trouble_with_what_a_router_left_does_not_stop_the_agent() -> None
     async with joined(address, on_router_gone=broken):
         for _ in range(2):
             async with monitor(address) as router:
-                await eventually(lambda router=router: states(router))
+                await eventually(partial(states, router))

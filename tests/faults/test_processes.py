@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 
 from tests.faults.processes import eventually, started
+from vllm_tetri.bench.soak.processes import alive
 
 FAMILY = (
     "import subprocess, sys, time\n"
@@ -20,7 +21,7 @@ def test_a_tree_is_killed_as_a_whole() -> None:
         below = eventually(lambda: len(found := family.look()) == 2 and found)
         family.kill()
         family.gone()
-        assert not any(psutil.pid_exists(each.pid) and each.is_running() for each in below[1:])
+        assert alive(below) == []
 
 
 def test_a_tree_is_stopped_and_goes_on() -> None:

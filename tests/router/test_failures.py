@@ -282,3 +282,19 @@ async def test_many_clients_that_come_and_go_leave_nothing_behind() -> None:
 
         await asyncio.gather(*(one(index) for index in range(60)))
         await eventually(lambda: len(made.scheduler.table) == 0)
+
+
+async def test_a_stream_that_breaks_within_an_event_ends_with_a_whole_one() -> None:
+    async def break_within(
+        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b'data: 1\n\ndata: {"cho')
+        await asyncio.sleep(0.1)
+        return await hang_up(fake, request, body)
+
+    async with cluster(*trio()) as made:
+        made["d1"].handler = break_within
+        _, answer, _ = await made.ask(stream=True)
+        assert b'\n\ndata: {"error":{"message":"instance d1' in answer

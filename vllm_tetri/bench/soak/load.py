@@ -31,7 +31,7 @@ class Request:
 def requests(model: str, window_tokens: int, rng: Random) -> list[Request]:
     """Every combination of length of prompt and of answer that fits into the window, every
     other one as a chat."""
-    found = []
+    found: list[Request] = []
     for prompt_tokens in _PROMPTS:
         for answer_tokens in _ANSWERS:
             if prompt_tokens + _TEMPLATE_TOKENS + answer_tokens >= window_tokens:
