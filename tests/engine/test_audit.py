@@ -63,6 +63,16 @@ def test_only_what_stays_is_reported() -> None:
     assert audit.look(Counts(), 2.0) == ()
 
 
+def test_a_verdict_stands_until_there_is_no_request_again() -> None:
+    audit = Audit()
+    audit.look(Counts(blocks=1), 0.0)
+    assert audit.look(Counts(blocks=1), 1.0) == ("1 blocks",)
+    assert audit.look(Counts(unfinished=1), 2.0) == ("1 blocks",)
+    assert audit.look(Counts(blocks=3), 3.0) == ("1 blocks",)  # perhaps on its way
+    assert audit.look(Counts(blocks=3), 4.0) == ("3 blocks",)
+    assert audit.look(Counts(), 5.0) == ()
+
+
 def test_what_others_have_a_part_in_gets_the_time_that_is_promised() -> None:
     audit = Audit()
     counts = Counts(unclaimed_slots=1, queued=1)

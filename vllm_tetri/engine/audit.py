@@ -120,13 +120,18 @@ def _findings(counts: Counts) -> Iterator[Finding]:
 
 
 class Audit:
-    """Follows what is left of one engine. Used by one thread."""
+    """Follows what is left of one engine. Used by one thread.
+
+    Attributes:
+        found: What was left for too long when there was last no request, in words.
+    """
 
     def __init__(self) -> None:
+        self.found: tuple[str, ...] = ()
         self._since: dict[str, float] = {}  # monotonic, by kind
 
     def look(self, counts: Counts, now: float) -> tuple[str, ...]:
-        """What has been left for too long, in words.
+        """Look once more; what is `found` then.
 
         Args:
             now: Monotonic seconds.
@@ -135,9 +140,12 @@ class Audit:
         since, self._since = self._since, {}
         for each in findings:
             self._since[each.what] = since.get(each.what, now)
-        return tuple(
+        stays = tuple(
             str(each)
             for each in findings
             if now - self._since[each.what]
             >= (OTHERS_PATIENCE_S if each.is_shared else OWN_PATIENCE_S)
         )
+        if stays or not (findings or counts.unfinished):
+            self.found = stays
+        return self.found

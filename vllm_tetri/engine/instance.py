@@ -80,7 +80,6 @@ class Instance:
         self.steps = StepFit()
         self._cpu = CpuClock()
         self._audit = Audit()  # the agent thread's
-        self._leftovers: tuple[str, ...] = ()
         self._info: InstanceInfo | None = None
         model = vllm_config.model_config
         buckets = self._buckets = buckets_of(config, model.max_model_len)
@@ -373,13 +372,12 @@ class Instance:
         if not self._scheduler.requests:
             self.inbox.tidy()
         counts = count(self._scheduler, self, self._receiver.stats())
-        found = self._audit.look(counts, time.monotonic())
-        if found != self._leftovers:
+        before, found = self._audit.found, self._audit.look(counts, time.monotonic())
+        if found != before:
             if found:
                 logger.warning("left although no request is here: %s", ", ".join(found))
             else:
                 logger.info("nothing is left any more")
-            self._leftovers = found
         return found
 
     def _unfinished(self, role: Role) -> str:
