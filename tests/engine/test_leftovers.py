@@ -17,6 +17,7 @@ from vllm_tetri.types import Role
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     engine = Engine(tmp_path, Role.BOTH, arena_bytes=1 << 20)
+    engine.instance._agent.close()  # whose thread would look, too
     yield engine
     engine.close()
 
