@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, router
-from vllm_tetri.types import Role
+from vllm_tetri.handover import PrefillLeg
+from vllm_tetri.types import Role, TransferId
 
 
 def trio() -> tuple[FakeInstance, ...]:
@@ -187,6 +188,30 @@ async def test_a_client_that_leaves_after_the_dispatch_cancels_where_it_went() -
 
         await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
         assert made["d2"].cancelled == []
+
+
+async def test_a_choice_that_comes_after_the_client_has_left_is_cancelled_there_too() -> None:
+    """The prefill instance tried another one when the first refused, and knew no better."""
+
+    async def announce_and_hang(
+        fake: FakeInstance, _: web.Request, __: dict[str, Any]
+    ) -> web.StreamResponse:
+        fake.announce(fake.leg())  # type: ignore[arg-type]
+        return await hang()
+
+    async with cluster(*trio()) as made:
+        made["p"].handler = announce_and_hang
+        entries = made.scheduler.table._entries
+        await leave(made, lambda: any(each.decode == "d1" for each in entries.values()))
+        await eventually(lambda: made["d1"].cancelled)
+        leg = made["p"].leg()
+        assert isinstance(leg, PrefillLeg)
+
+        made["p"].decode = "d2"
+        made["p"].announce(PrefillLeg(TransferId("another-router/1"), leg.request))
+        made["p"].announce(leg)
+        await eventually(lambda: made["d2"].cancelled)
+        assert made["d2"].cancelled == [leg.transfer]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
