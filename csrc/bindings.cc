@@ -206,6 +206,9 @@ void bind_receiver(py::module_& module) {
       .def_readonly("arena_used_bytes", &ReceiverStats::arena_used_bytes)
       .def_readonly("quarantined_bytes", &ReceiverStats::quarantined_bytes)
       .def_readonly("slots", &ReceiverStats::slots)
+      .def_readonly("filling", &ReceiverStats::filling)
+      .def_readonly("unclaimed", &ReceiverStats::unclaimed)
+      .def_readonly("quarantined", &ReceiverStats::quarantined)
       .def_readonly("connections", &ReceiverStats::connections)
       .def_readonly("threads", &ReceiverStats::threads)
       .def_readonly("arrived", &ReceiverStats::arrived)
@@ -237,6 +240,7 @@ void bind_receiver(py::module_& module) {
            Unlocked())
       .def("release", &Receiver::release, "transfer"_a, Unlocked())
       .def("cancel", &Receiver::cancel, "transfer"_a, Unlocked())
+      .def("abandon", &Receiver::abandon, "prefix"_a, "kept"_a, "reason"_a, Unlocked())
       .def(
           "receive",
           [](Receiver& it, double timeout_s) -> std::optional<py::bytes> {

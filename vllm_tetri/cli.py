@@ -213,6 +213,13 @@ COMMANDS = (
         "bench router --streams 1,64",
     ),
     Command(
+        "bench soak",
+        "vllm_tetri.bench.soak.command",
+        "break a cluster under load again and again, and see what it keeps",
+        "bench soak MODEL --minutes 30",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
         "bench decisions",
         "vllm_tetri.bench.decisions",
         "measure what a dispatch and a step of admission cost",

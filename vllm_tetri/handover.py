@@ -120,6 +120,12 @@ def digest_of(token_ids: Sequence[int]) -> str:
     return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
+def prefix_of(router: str) -> str:
+    """What the names of a router's transfers begin with, so that instances can tell whose
+    they are when it is gone."""
+    return f"{router}/"
+
+
 def attempt_name(transfer: TransferId, attempt: int) -> TransferId:
     """Name of the n-th try of a transfer; the first has the plain name."""
     return transfer if attempt == 0 else TransferId(f"{transfer}~{attempt}")

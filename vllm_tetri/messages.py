@@ -144,9 +144,10 @@ class Loads(msgspec.Struct, frozen=True, tag=True):
 class Cue(msgspec.Struct, frozen=True, tag=True):
     """Router → every instance that gets no `View`, leaves or drains, every report period:
     report now. `in_flight` tells one that leaves or drains how many requests of this
-    router it has or may still get."""
+    router it has or may still get. `router` is its name, as in a view."""
 
     in_flight: int | None = None
+    router: str = ""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

@@ -253,6 +253,8 @@ class InstanceLoad:
     # Tokens of an answer by predicted bucket, at the end without a prediction, as seen
     # here; empty before the first answer ended.
     bucket_tokens: tuple[int, ...] = ()
+    # What is there although no request is, in words (`engine.audit`).
+    leftovers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

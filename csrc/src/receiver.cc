@@ -67,6 +67,14 @@ void Receiver::cancel(const std::string& transfer) {
   signal_event(state_.wake.get());
 }
 
+void Receiver::abandon(const std::string& prefix, const std::vector<std::string>& kept,
+                       const std::string& reason) {
+  const std::lock_guard lock(state_.mutex);
+  if (state_.closing) return;
+  state_.table.abandon(prefix, {kept.begin(), kept.end()}, reason, Clock::now());
+  signal_event(state_.wake.get());
+}
+
 std::optional<std::string> Receiver::receive(Duration timeout) {
   std::unique_lock lock(state_.mutex);
   // Waiting for no time at all still is a system call, which an engine would do every step.
@@ -89,6 +97,9 @@ ReceiverStats Receiver::stats() {
   stats.arena_used_bytes = state_.closing ? 0 : table.used_bytes();
   stats.quarantined_bytes = state_.closing ? 0 : table.quarantined_bytes();
   stats.slots = state_.closing ? 0 : table.num_slots();
+  stats.filling = state_.closing ? 0 : table.num_slots(SlotState::kFilling);
+  stats.unclaimed = state_.closing ? 0 : table.num_slots(SlotState::kArrived);
+  stats.quarantined = state_.closing ? 0 : table.num_quarantined();
   stats.connections = state_.closing ? 0 : state_.counters.connections;
   stats.threads = state_.closing ? 0 : 1;
   stats.arrived = counters.arrived;

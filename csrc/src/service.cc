@@ -162,8 +162,12 @@ void Service::remove(uint64_t id, const std::string& reason, TimePoint now) {
   const auto session = sessions_.find(connection->session_id());
   const bool is_session = session != sessions_.end() && session->second == id;
   if (is_session) sessions_.erase(session);
+  const Connection* control = is_session ? nullptr : this->session(connection->session_id());
+  // A session cannot do without one of its data connections, and its sender may not have been
+  // told: what it said is still read, then the session ends.
+  if (control != nullptr) ::shutdown(control->fd(), SHUT_RDWR);
   const std::lock_guard lock(state_.mutex);
-  // A data connection carries its session's name, and the session cannot do without it.
+  // A data connection carries its session's name.
   state_.table.connection_lost(connection->writer(), reason, now);
   state_.counters.connections = connections_.size();
 }

@@ -317,6 +317,36 @@ void SlotTable::cancel(const std::string& transfer, TimePoint now) {
   end(generation, Status::kRefused, "", now);
 }
 
+void SlotTable::abandon(const std::string& prefix, const std::unordered_set<std::string>& kept,
+                        const std::string& reason, TimePoint now) {
+  std::vector<uint64_t> ending;
+  for (const auto& [generation, record] : slots_) {
+    const std::string& name = record.slot.transfer;
+    if (record.quarantined || record.slot.state == SlotState::kTaken) continue;
+    if (name.compare(0, prefix.size(), prefix) == 0 && kept.count(name) == 0) {
+      ending.push_back(generation);
+    }
+  }
+  for (const uint64_t generation : ending) {
+    ++counters_.cancelled;
+    end(generation, Status::kCancelled, reason, now);
+  }
+}
+
+size_t SlotTable::num_slots(SlotState state) const {
+  size_t count = 0;
+  for (const auto& [generation, record] : slots_) {
+    count += !record.quarantined && record.slot.state == state ? 1 : 0;
+  }
+  return count;
+}
+
+size_t SlotTable::num_quarantined() const {
+  size_t count = 0;
+  for (const auto& [generation, record] : slots_) count += record.quarantined ? 1 : 0;
+  return count;
+}
+
 TimePoint SlotTable::expire(TimePoint now) {
   if (now < next_deadline_) return next_deadline_;
   next_deadline_ = expire_notes(now);

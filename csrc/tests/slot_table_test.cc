@@ -134,6 +134,32 @@ TEST(slot_that_this_side_claims_stays_until_it_is_released) {
   CHECK(f.table.claim("own", 1, kPage, 1)->generation != slot->generation);
 }
 
+TEST(slots_that_nobody_took_are_abandoned_with_a_note) {
+  Fixture f;
+  const Opened filling = f.open("r/filling", writer(1, true), 1);
+  const Opened arrived = f.open("r/arrived", writer(1, false), 1);
+  const Opened kept = f.open("r/kept", writer(1, false), 1);
+  f.open("s/r/other", writer(1, false), 1);
+  for (const Opened& opened : {arrived, kept}) {
+    f.table.received(opened.generation, writer(1, false), kPage, f.now);
+    f.table.done({opened.generation, kPage}, writer(1, false), f.now);
+  }
+  f.table.claim("r/own", 1, kPage, 1);
+  CHECK(f.table.num_slots(SlotState::kFilling) == 2);
+  CHECK(f.table.num_slots(SlotState::kArrived) == 2);
+  f.table.abandon("r/", {"r/kept"}, "its router is gone", f.now);
+  CHECK(f.table.find("r/arrived")->error == "its router is gone");
+  CHECK(f.table.find("r/filling")->state == SlotState::kFailed);
+  CHECK(f.table.find("r/kept")->state == SlotState::kArrived);
+  CHECK(f.table.find("r/own")->state == SlotState::kTaken);
+  CHECK(f.table.find("s/r/other")->state == SlotState::kFilling);
+  CHECK(f.table.num_slots(SlotState::kFilling) == 1);
+  CHECK(f.table.quarantined_bytes() == kPage && f.table.num_quarantined() == 1);
+  f.table.stopped(filling.generation, writer(1, true));
+  CHECK(f.table.used_bytes() == 3 * kPage);
+  CHECK(f.table.counters().cancelled == 2);
+}
+
 TEST(slot_is_claimed_only_where_there_is_room) {
   Fixture f;
   f.open("t", writer(1, false), 6);

@@ -65,8 +65,10 @@ class Joined:
 
 
 @asynccontextmanager
-async def monitor(bind: str = "tcp://127.0.0.1:0", **options: Any) -> AsyncIterator[Monitor]:
-    made = Monitor(bind, "router", period_s=PERIOD_S, **{"silent_after_s": 0.3, **options})
+async def monitor(
+    bind: str = "tcp://127.0.0.1:0", name: str = "router", **options: Any
+) -> AsyncIterator[Monitor]:
+    made = Monitor(bind, name, period_s=PERIOD_S, **{"silent_after_s": 0.3, **options})
     made.start()
     try:
         yield made

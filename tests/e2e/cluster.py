@@ -23,6 +23,7 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 MODEL = "tiny"
 CHUNK = 64
 ARENA_BYTES = 64 << 20
+AUDITED = 15  # reports, in which whatever is left shows
 SERVE = (
     "--served-model-name", MODEL, "--max-model-len", "2048", "--enforce-eager",
     "--dtype", "float32", "--kv-cache-memory-bytes", "134217728", "--max-num-seqs", "32",
@@ -114,6 +115,16 @@ class Cluster(Process):
         answer = get(f"{self.url}/tetri/v1/instances")
         return {entry["id"]: entry for entry in answer["instances"]}
 
+    def audit(self) -> None:
+        """Invariant: instances that were at rest for a while find nothing left themselves."""
+        self.rest()
+        seen = {name: entry["seq"] for name, entry in self.instances().items()}
+        deadline = time.monotonic() + 10
+        while any(self.instances()[name]["seq"] < seq + AUDITED for name, seq in seen.items()):
+            assert time.monotonic() < deadline, "instances do not report"
+            time.sleep(0.05)
+        self.rest()
+
     def rest(self, within_s: float = 1.5) -> None:
         """Invariant: soon after the last request nothing is left anywhere.
 
@@ -136,6 +147,9 @@ class Cluster(Process):
             for field in fields
             if entry[field]
         }
+        for name, entry in self.instances().items():
+            if entry["leftovers"]:
+                found[f"{name}.leftovers"] = entry["leftovers"]
         if in_flight := get(f"{self.url}/tetri/v1/requests")["in_flight"]:
             found["in_flight"] = in_flight
         return found

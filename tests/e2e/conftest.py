@@ -18,6 +18,7 @@ def _started(
     stock = Stock(tiny_llama, folder, serve=("--scheduling-policy", "priority"))  # as instances do
     with side_by_side(stock, Cluster(tiny_llama, folder)) as both:
         yield both
+        both[1].audit()
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +41,7 @@ def _four(
     cluster = Cluster(tiny_llama, folder, roles=roles)
     with side_by_side(Stock(tiny_llama, folder), cluster) as both:
         yield both
+        both[1].audit()
 
 
 @pytest.fixture

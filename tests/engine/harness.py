@@ -29,8 +29,10 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.views import Picture
 from vllm_tetri.engine import roles
+from vllm_tetri.engine.audit import Finding, leftovers
 from vllm_tetri.engine.compat import KVConnectorRole
 from vllm_tetri.engine.connector import TetriConnector
+from vllm_tetri.engine.load import count
 from vllm_tetri.engine.scheduler import make_scheduler
 from vllm_tetri.engine.step import StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
@@ -269,7 +271,12 @@ class Engine:
             or self.scheduler.requests
             or len(self.instance.inbox)
             or len(self.instance.outbox)
+            or any(not each.is_shared for each in self.leftovers())
         )
+
+    def leftovers(self) -> tuple[Finding, ...]:
+        """What the audit would find now."""
+        return leftovers(count(self.scheduler, self.instance, self.instance._receiver.stats()))
 
     def close(self) -> None:
         self.worker.shutdown()

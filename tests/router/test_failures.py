@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, router
-from vllm_tetri.types import Role
+from vllm_tetri.handover import PrefillLeg
+from vllm_tetri.types import Role, TransferId
 
 
 def trio() -> tuple[FakeInstance, ...]:
@@ -189,6 +190,30 @@ async def test_a_client_that_leaves_after_the_dispatch_cancels_where_it_went() -
         assert made["d2"].cancelled == []
 
 
+async def test_a_choice_that_comes_after_the_client_has_left_is_cancelled_there_too() -> None:
+    """The prefill instance tried another one when the first refused, and knew no better."""
+
+    async def announce_and_hang(
+        fake: FakeInstance, _: web.Request, __: dict[str, Any]
+    ) -> web.StreamResponse:
+        fake.announce(fake.leg())  # type: ignore[arg-type]
+        return await hang()
+
+    async with cluster(*trio()) as made:
+        made["p"].handler = announce_and_hang
+        entries = made.scheduler.table._entries
+        await leave(made, lambda: any(each.decode == "d1" for each in entries.values()))
+        await eventually(lambda: made["d1"].cancelled)
+        leg = made["p"].leg()
+        assert isinstance(leg, PrefillLeg)
+
+        made["p"].decode = "d2"
+        made["p"].announce(PrefillLeg(TransferId("another-router/1"), leg.request))
+        made["p"].announce(leg)
+        await eventually(lambda: made["d2"].cancelled)
+        assert made["d2"].cancelled == [leg.transfer]
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_that_leaves_between_the_legs_cancels(is_streamed: bool) -> None:
     async with cluster(*trio()) as made:
@@ -282,3 +307,19 @@ async def test_many_clients_that_come_and_go_leave_nothing_behind() -> None:
 
         await asyncio.gather(*(one(index) for index in range(60)))
         await eventually(lambda: len(made.scheduler.table) == 0)
+
+
+async def test_a_stream_that_breaks_within_an_event_ends_with_a_whole_one() -> None:
+    async def break_within(
+        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b'data: 1\n\ndata: {"cho')
+        await asyncio.sleep(0.1)
+        return await hang_up(fake, request, body)
+
+    async with cluster(*trio()) as made:
+        made["d1"].handler = break_within
+        _, answer, _ = await made.ask(stream=True)
+        assert b'\n\ndata: {"error":{"message":"instance d1' in answer

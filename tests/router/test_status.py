@@ -48,3 +48,19 @@ async def test_metrics_have_what_placement_goes_by() -> None:
     assert 'tetri_instance_step_seconds{instance="b"} 0.5' in text
     assert 'tetri_instance_predictions_made_total{instance="b"} 7.0' in text
     assert 'tetri_instance_in_flight{instance="b"} 0.0' in text
+
+
+async def test_what_an_instance_has_left_is_shown() -> None:
+    one = FakeInstance("b", Role.BOTH)
+    one.load = replace(one.load, leftovers=("2 blocks", "1 first tokens for nobody"))
+    async with cluster(one, FakeInstance("d", Role.DECODE)) as made:
+        await eventually(lambda: made.scheduler.monitor.view().instances[0].load.leftovers)
+        rows = (await made.get("/tetri/v1/instances"))["instances"]
+        async with made.client.get(made.url + "/metrics") as response:
+            text = await response.text()
+    assert {row["id"]: row["leftovers"] for row in rows} == {
+        "b": ["2 blocks", "1 first tokens for nobody"],
+        "d": [],
+    }
+    assert 'tetri_audit_leftovers{instance="b"} 2.0' in text
+    assert 'tetri_audit_leftovers{instance="d"} 0.0' in text

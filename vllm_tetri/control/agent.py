@@ -26,6 +26,9 @@ from vllm_tetri.types import ClusterView, InstanceInfo, InstanceLoad, Role, Tran
 
 MAX_QUEUED = 4096
 _CLOSE_S = 2.0
+# A step that was under way when a router died may still send KV for it.
+_GONE_S = 30.0
+_MAX_GONE = 16  # at one address in that time
 _FLIPPING_S = 0.01  # so often a flip that is under way looks whether it can go on
 _MAX_DRAIN = 256  # frames of one router per wake-up, so that no peer can starve the rest
 
@@ -48,6 +51,8 @@ class Agent:
         unfinished: What the instance still has of a role's work, in words; empty when it
             has nothing.
         on_left: Called once, when the instance was asked to leave and has left.
+        on_router_gone: Called with the name of a router whose connection broke: at once, and
+            with every report for half a minute or until it is heard again.
         switch: Where the engine finds the role that it is to take.
 
     Raises:
@@ -64,6 +69,7 @@ class Agent:
         period_s: float,
         unfinished: Callable[[Role], str] = lambda _: "",
         on_left: Callable[[], None] = lambda: None,
+        on_router_gone: Callable[[str], None] = lambda _: None,
         switch: RoleSwitch | None = None,
     ) -> None:
         for address in routers:
@@ -75,6 +81,10 @@ class Agent:
         self._period_s = period_s
         self._unfinished = unfinished
         self._on_left = on_left
+        self._on_router_gone = on_router_gone
+        self._connected: set[int] = set()  # links that have a router
+        self._names: dict[int, str] = {}  # of the routers at the links
+        self._gone: dict[str, float] = {}  # routers that went, and until when that is told
         self._leaving = Leaving()
         self._roles = RoleKeeper(info.id, info.role, switch or RoleSwitch())
         self._verdict = Verdict.STAY
@@ -208,7 +218,7 @@ class Agent:
                 os.eventfd_read(self._wake)
             for index, link in enumerate(links):
                 if link.connected in ready:
-                    self._introduce(link)
+                    self._meet(index, link)
                 if link.socket in ready:
                     self._drain(index, link)
             self._flush(links)
@@ -218,12 +228,45 @@ class Agent:
                 is_at_rest = not self._read_unfinished(Role.BOTH)
                 self._verdict = self._leaving.look(is_at_rest=is_at_rest, now=time.monotonic())
 
-    def _introduce(self, link: Link) -> None:
-        link.connected.recv_multipart()
+    def _meet(self, index: int, link: Link) -> None:
+        """A router came or went."""
+        if link.next_event() == zmq.EVENT_DISCONNECTED:
+            self._connected.discard(index)
+            self._lose(index)
+            self._tell_gone()
+            return
+        self._connected.add(index)
         link.send(messages.encode(messages.Hello(self._info)))
         self._reported_s = float("-inf")  # a report follows at once
 
+    def _hear(self, index: int, router: str) -> None:
+        """The router at a link said its name."""
+        if not router or index not in self._connected:
+            return  # it may have said so before it went
+        if self._names.get(index) != router:
+            self._lose(index)
+            self._names[index] = router
+        self._gone.pop(router, None)
+
+    def _lose(self, index: int) -> None:
+        router = self._names.pop(index, "")
+        if router and router not in self._names.values():
+            self._gone[router] = time.monotonic() + _GONE_S
+            while len(self._gone) > len(self._routers) * _MAX_GONE:
+                del self._gone[next(iter(self._gone))]
+
+    def _tell_gone(self) -> None:
+        now = time.monotonic()
+        for router, until in list(self._gone.items()):
+            if now >= until:
+                del self._gone[router]
+            try:
+                self._on_router_gone(router)
+            except Exception:
+                self._log_once("gone", "dropping what %s left failed", router, exc_info=True)
+
     def _report(self, links: list[Link]) -> None:
+        self._tell_gone()
         self._refresh_load()
         self._reported_s = time.monotonic()
         self._seq += 1
@@ -285,6 +328,7 @@ class Agent:
     def _take(self, index: int, link: Link, message: messages.ToInstance) -> None:
         match message:
             case messages.View(view=view, roster=roster):
+                self._hear(index, view.router)
                 self._sights.see(index, view, roster, time.monotonic())
                 self._is_cued = True
             case messages.Loads():
@@ -292,7 +336,8 @@ class Agent:
                 if not self._sights.refresh(index, message, time.monotonic()):
                     # Its view got lost. It sends one to everybody after a `Hello`.
                     link.send(messages.encode(messages.Hello(self._info)))
-            case messages.Cue(in_flight=in_flight):
+            case messages.Cue(in_flight=in_flight, router=router):
+                self._hear(index, router)
                 if in_flight is not None:
                     self._leaving.told(index, in_flight, time.monotonic())
                     self._roles.told(index, in_flight, time.monotonic())

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from vllm_tetri import messages
 
 _LINGER_MS = 200  # long enough for a last `Left` on a live connection
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Link(NamedTuple):
-    """The socket to one router, and the one that tells when it is connected."""
+    """The socket to one router, and the one that tells when it is connected and when no
+    more."""
 
     socket: zmq.Socket[bytes]
     connected: zmq.Socket[bytes]
@@ -29,7 +32,7 @@ class Link(NamedTuple):
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         socket.setsockopt(zmq.IPV6, int("[" in address))
-        connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        connected = socket.get_monitor_socket(_EVENTS)
         socket.connect(address)
         return cls(socket, connected)
 
@@ -40,6 +43,10 @@ class Link(NamedTuple):
         except zmq.Again:
             return False
         return True
+
+    def next_event(self) -> int:
+        """What `connected` has to tell: one of `_EVENTS`."""
+        return int(parse_monitor_message(self.connected.recv_multipart())["event"])
 
     def is_readable(self) -> bool:
         """Whether a frame is there."""

@@ -203,7 +203,7 @@ class Monitor:
 
     def _broadcast(self) -> None:
         self._show()
-        frame = messages.encode(messages.Cue())
+        frame = messages.encode(messages.Cue(router=self._name))
         now = time.monotonic()
         for sender, instance, is_ending in self._members.cued():
             self._send(sender, self._cue(instance) if is_ending else frame)
@@ -239,7 +239,7 @@ class Monitor:
         return messages.View(ClusterView(self._name, self._seq, decoders), roster)
 
     def _cue(self, instance: InstanceId) -> bytes:
-        return messages.encode(messages.Cue(self._in_flight(instance)))
+        return messages.encode(messages.Cue(self._in_flight(instance), self._name))
 
     def _drain(self) -> None:
         # ZeroMQ signals an edge, so read until nothing is left or ask to be called again.

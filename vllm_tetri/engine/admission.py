@@ -43,6 +43,11 @@ class Answers:
         self._window = window
         self._predicted: dict[str, Prediction] = {}
 
+    @property
+    def num_predicted(self) -> int:
+        """Requests that came with a prediction (any thread)."""
+        return len(self._predicted)
+
     def add(self, request_id: str, predicted: Prediction) -> None:
         """A request came with a prediction from where it began."""
         self._predicted[request_id] = predicted
@@ -175,6 +180,11 @@ class DecodeGate:
     def forget(self, request_id: str) -> None:
         """The request ended."""
         self._ends.pop(request_id, None)
+
+    @property
+    def num_known(self) -> int:
+        """Requests whose end is followed (any thread)."""
+        return len(self._ends)
 
     def ended(self, request: Request) -> None:
         """An answer ended: what was expected of it at its start, and what it came to."""

@@ -155,6 +155,11 @@ class Dispatcher:
         """The request ended."""
         self._held.pop(request_id, None)
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for somebody to have room (any thread)."""
+        return len(self._held)
+
     def need(self, request: Request, num_bytes: int) -> Need:
         """What a request will take where it is decoded."""
         prompt_tokens = request.num_prompt_tokens

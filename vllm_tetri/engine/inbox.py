@@ -1,7 +1,7 @@
 """Decode side, scheduler half: KV that arrives for requests of this instance.
 
-Owner: the engine thread. Only `cancel` may be called from another thread; it
-touches nothing but the receiver, which is thread-safe.
+Owner: the engine thread. What may be called from another thread says so; it touches
+nothing but the receiver and what is remembered by name, which are thread-safe.
 
 A request waits (vLLM asks again every step) until its KV has arrived, is then
 loaded in the very step that admits it (beside the steps when it is large and
@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 from vllm_tetri.engine import notes
 from vllm_tetri.engine.compat import Request
+from vllm_tetri.engine.remembered import Remembered
 from vllm_tetri.engine.step import Load, WorkerReport
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeLeg, Given, attempt_names, digest_of
+from vllm_tetri.handover import DecodeLeg, Given, attempt_names, digest_of, prefix_of
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
 from vllm_tetri.types import TransferId
 
@@ -76,9 +75,12 @@ class Inbox:
         self._entries: dict[str, _Inbound] = {}
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
-        self._given: OrderedDict[str, Given] = OrderedDict()  # nobody asked for it yet
-        self._lost: OrderedDict[str, None] = OrderedDict()
-        self._consumed: OrderedDict[str, None] = OrderedDict()
+        # By transfer; thread-safe.
+        most = MAX_REMEMBERED
+        self._given = Remembered[Given](most=most, keep_s=timeout_s)  # nobody asked for it yet
+        self._lost = Remembered[None](most=most, keep_s=timeout_s)
+        self._consumed = Remembered[None](most=most, keep_s=timeout_s)
+        self._unwanted = Remembered[None](most=most, keep_s=timeout_s)
         self._loads: list[Load] = []
         self.loads_done = 0
         self.loads_failed = 0
@@ -142,7 +144,7 @@ class Inbox:
         awaiting = [entry for entry in self._entries.values() if entry.awaits_given]
         found = []
         for entry in awaiting:
-            given = self._given.pop(entry.leg.transfer, None)
+            given = self._given.pop(entry.leg.transfer)
             if given is not None:
                 entry.awaits_given = False
                 found.append((entry.request_id, given))
@@ -239,10 +241,9 @@ class Inbox:
             match note:
                 case notes.Lost(transfer=transfer):
                     self._lost[transfer] = None
-                    _trim(self._lost)
                 case notes.FirstTokens(transfer=transfer, given=given):
-                    self._given[transfer] = given
-                    _trim(self._given)
+                    if transfer not in self._unwanted:
+                        self._given[transfer] = given
 
     def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """vLLM gave the request its blocks; order the load, or free the slot."""
@@ -293,15 +294,40 @@ class Inbox:
             entry.gone = True
             return
         del self._entries[request.request_id]
-        self._given.pop(entry.leg.transfer, None)
-        if entry.state is _State.WAITING and len(self._users[entry.leg.transfer]) == 1:
-            self._receiver.cancel(entry.leg.transfer)
+        name = entry.leg.transfer
+        if self._users.get(name, set()) <= {request.request_id}:
+            if entry.state is _State.WAITING:
+                self._receiver.cancel(name)
+            self._ignore(name)
         self._give_back(entry)
 
     def cancel(self, transfer: TransferId) -> None:
         """Nobody waits for this transfer any more (any thread)."""
         for name in attempt_names(transfer):
             self._receiver.cancel(name)
+            self._ignore(name)
+
+    def _ignore(self, name: str) -> None:
+        """A first token that came, or comes yet, is for nobody (any thread)."""
+        self._unwanted[name] = None
+        self._given.pop(name)
+
+    def abandon(self, router: str) -> None:
+        """A router is gone that could have sent requests for what arrives (any thread)."""
+        kept = list(self._users)
+        self._receiver.abandon(prefix_of(router), kept, "the router of its request is gone")
+
+    @property
+    def first_tokens(self) -> int:
+        """First tokens that came and that nobody has asked for (any thread)."""
+        return len(self._given)
+
+    def tidy(self) -> None:
+        """Take in what peers said to an engine that takes no steps, and forget what is old
+        (any thread, while no request is here)."""
+        self._drain_notes()
+        for each in (self._given, self._lost, self._consumed, self._unwanted):
+            each.expire()
 
     def _give_back(self, entry: _Inbound) -> None:
         """This request needs the transfer no more; the last one frees its slot."""
@@ -318,9 +344,3 @@ class Inbox:
         if self._slots.pop(name, None) is not None:
             self._receiver.release(name)
             self._consumed[name] = None
-            _trim(self._consumed)
-
-
-def _trim(remembered: OrderedDict[str, Any]) -> None:
-    while len(remembered) > MAX_REMEMBERED:
-        remembered.popitem(last=False)

@@ -209,6 +209,11 @@ class Injections:
             return "nothing_left"
         return None
 
+    @property
+    def num_open(self) -> int:
+        """Requests that were given tokens and have not ended (any thread)."""
+        return len(self._entries)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 

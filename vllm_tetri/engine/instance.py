@@ -19,6 +19,7 @@ from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.role_switch import RoleSwitch
 from vllm_tetri.control.views import Picture
 from vllm_tetri.engine.admission import Answers, DecodeGate
+from vllm_tetri.engine.audit import Audit
 from vllm_tetri.engine.cache import cache_folder
 from vllm_tetri.engine.compat import Request, Scheduler
 from vllm_tetri.engine.conditions import device_place
@@ -27,7 +28,7 @@ from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.inbox import Inbox
 from vllm_tetri.engine.injection import Injections
 from vllm_tetri.engine.lengths_store import LengthsStore, Subject, tells_length
-from vllm_tetri.engine.load import CpuClock, read_load
+from vllm_tetri.engine.load import CpuClock, count, read_load
 from vllm_tetri.engine.outbox import Outbox
 from vllm_tetri.engine.own import is_own
 from vllm_tetri.engine.prediction import Predictions, buckets_of, make_predictor
@@ -78,6 +79,7 @@ class Instance:
         self._switch = RoleSwitch(self._is_engine_idle, self._on_role_taken)
         self.steps = StepFit()
         self._cpu = CpuClock()
+        self._audit = Audit()  # the agent thread's
         self._info: InstanceInfo | None = None
         model = vllm_config.model_config
         buckets = self._buckets = buckets_of(config, model.max_model_len)
@@ -147,6 +149,7 @@ class Instance:
             period_s=config.report_period_s,
             unfinished=self._unfinished,
             on_left=end_server,
+            on_router_gone=self._abandon,
             switch=self._switch,
         )
         self._dispatcher = Dispatcher(
@@ -276,6 +279,11 @@ class Instance:
             self._dispatcher.forget(request.request_id)
 
     @property
+    def num_undecided(self) -> int:
+        """Prompts whose decode instance is being chosen (any thread)."""
+        return self._dispatcher.num_held if self._dispatcher is not None else 0
+
+    @property
     def lengths(self) -> Lengths:
         """What answers that ended here turned out to be."""
         return self._lengths_store.lengths
@@ -340,6 +348,11 @@ class Instance:
         self.outbox.cancel(transfer)
         self.inbox.cancel(transfer)
 
+    def _abandon(self, router: str) -> None:
+        """Agent thread. A router is gone."""
+        self.outbox.abandon(router)
+        self.inbox.abandon(router)
+
     def _read_load(self) -> InstanceLoad:
         """Agent thread."""
         assert self._scheduler is not None
@@ -351,7 +364,25 @@ class Instance:
             arena=self._receiver.stats(),
             dropped_messages=self._agent.dropped_messages,
             cpu_s=self._cpu.read_s(),
+            leftovers=self._look_for_leftovers(),
         )
+
+    def _look_for_leftovers(self) -> tuple[str, ...]:
+        """Agent thread. What is here although no request is; logged when it changes."""
+        assert self._scheduler is not None
+        assert self._receiver is not None
+        if self.profiling is not None:
+            return ()
+        if not self._scheduler.requests:
+            self.inbox.tidy()
+        counts = count(self._scheduler, self, self._receiver.stats())
+        before, found = self._audit.found, self._audit.look(counts, time.monotonic())
+        if found != before:
+            if found:
+                logger.warning("left although no request is here: %s", ", ".join(found))
+            else:
+                logger.info("nothing is left any more")
+        return found
 
     def _unfinished(self, role: Role) -> str:
         """Agent thread."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
 
 from vllm_tetri.engine.admission import Answers
+from vllm_tetri.engine.audit import Counts
 from vllm_tetri.engine.compat import Request, Scheduler
 from vllm_tetri.engine.own import is_own
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End
@@ -30,6 +32,7 @@ def read_load(
     arena: ReceiverStats,
     dropped_messages: int,
     cpu_s: float,
+    leftovers: tuple[str, ...],
 ) -> InstanceLoad:
     """A consistent enough picture for placement; counters are exact at rest."""
     # What the instance sends to itself is nobody's load.
@@ -93,7 +96,46 @@ def read_load(
         predictions_refused=instance.predictions.tally.refused,
         predictions_failed=instance.predictions.tally.failed,
         bucket_tokens=instance.bucket_tokens(),
+        leftovers=leftovers,
     )
+
+
+def count(scheduler: Scheduler, instance: Instance, arena: ReceiverStats) -> Counts:
+    """What the audit looks at: nothing else while there is a request. One that comes or
+    ends meanwhile may be seen by halves, but not by two calls."""
+    unfinished = _num_unfinished(scheduler)
+    if unfinished:
+        return Counts(unfinished=unfinished)
+    outbox, inbox = instance.outbox, instance.inbox
+    injections, gate = instance.injections, instance.gate
+    pool, waiting = scheduler.kv_cache_manager.block_pool, scheduler.waiting
+    counts = Counts(
+        finished=_num_finished(scheduler),
+        blocks=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        hand_overs=len(outbox),
+        arrivals=len(inbox),
+        swapped=len(instance.swap),
+        taken_slots=arena.slots - arena.filling - arena.unclaimed - arena.quarantined,
+        unclaimed_slots=arena.unclaimed,
+        quarantined_bytes=arena.quarantined_bytes,
+        first_tokens=inbox.first_tokens,
+        injections=injections.num_open if injections is not None else 0,
+        answers=instance.answers.num_predicted,
+        predictions=instance.predictions.num_asked,
+        queued=len(waiting) - waiting.num_own + waiting.prompts.num_started,
+        undecided=instance.num_undecided,
+        promised=gate.num_known if gate is not None else 0,
+    )
+    return replace(counts, unfinished=_num_unfinished(scheduler))
+
+
+def _num_unfinished(scheduler: Scheduler) -> int:
+    # Its own ones come with steps that others wait for, so they count too.
+    return sum(not each.is_finished() for each in list(scheduler.requests.values()))
+
+
+def _num_finished(scheduler: Scheduler) -> int:
+    return sum(each.is_finished() for each in list(scheduler.requests.values()))
 
 
 def remaining_prompt_tokens(request: Request) -> int:

@@ -1,7 +1,7 @@
 """Prefill side, scheduler half: KV that leaves for other instances.
 
-Owner: the engine thread. Only `cancel` may be called from another thread; it
-puts the name into a queue that the next step drains.
+Owner: the engine thread. Only `cancel` and `abandon` may be called from another thread;
+they put a name into a queue that the next step drains.
 
 Blocks that a step completes are pushed at the start of the next one, so they
 travel while the next chunk is computed; those of the last chunk right behind its
@@ -30,6 +30,7 @@ from vllm_tetri.handover import (
     PrefillLeg,
     attempt_name,
     digest_of,
+    prefix_of,
 )
 from vllm_tetri.messages import Opening
 from vllm_tetri.policy.dispatch import Dispatch
@@ -121,7 +122,16 @@ class Outbox:
 
     def cancel(self, transfer: TransferId) -> None:
         """Nobody waits for this transfer any more (any thread)."""
-        self._cancelled.put(transfer)
+        if self._entries:  # else no step may come that drains the queue
+            self._cancelled.put(transfer)
+
+    def abandon(self, router: str) -> None:
+        """A router is gone that could have asked for what is handed over (any thread). A
+        prompt that is not done yet ends with its connection."""
+        prefix = prefix_of(router)
+        for entry in list(self._entries.values()):
+            if entry.leg.transfer.startswith(prefix):
+                self.cancel(entry.leg.transfer)
 
     # -- one step ---------------------------------------------------------
 

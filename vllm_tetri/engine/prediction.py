@@ -138,6 +138,11 @@ class Predictions:
         self.missed = 0
 
     @property
+    def num_asked(self) -> int:
+        """Prompts that were asked about and have not ended (any thread)."""
+        return len(self._entries)
+
+    @property
     def is_sequential(self) -> bool:
         """Whether prompts wait for their prediction."""
         return self._is_sequential and self.predictor is not None

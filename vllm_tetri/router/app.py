@@ -50,6 +50,7 @@ _OTHERS = (
     "kv_bytes_sent",
     "kv_bytes_received",
     "kv_loads_failed",
+    "leftovers",
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

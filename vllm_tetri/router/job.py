@@ -13,7 +13,7 @@ from functools import partial
 
 from aiohttp import web
 
-from vllm_tetri.handover import DecodeLeg, PrefillLeg
+from vllm_tetri.handover import DecodeLeg, PrefillLeg, prefix_of
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Split
 from vllm_tetri.router.answers import LegBusy, LegFailed, Refusal
@@ -130,7 +130,7 @@ class Job:
     async def _split(self, instance: InstanceInfo, *, anywhere: bool) -> web.StreamResponse | None:
         entry = self._entry
         self._prefill = instance.id
-        entry.transfer = TransferId(uuid.uuid4().hex)
+        entry.transfer = TransferId(prefix_of(entry.router) + uuid.uuid4().hex)
         entry.dispatched.clear()
         entry.on(Event.PREFILL_SENT)
         entry.prefill, entry.decode = instance.id, ""

@@ -204,12 +204,19 @@ class _Scraped(Collector):
         step = GaugeMetricFamily(
             "tetri_instance_step_seconds", "Duration of its last step.", labels=("instance",)
         )
+        leftovers = GaugeMetricFamily(
+            "tetri_audit_leftovers",
+            "Kinds of things that it still has although no request is there; its log and "
+            "/tetri/v1/instances name them.",
+            labels=("instance",),
+        )
         workers = self._workers()
         for each in view.instances:
             in_flight.add_metric((each.info.id,), workers.get(each.info.id, 0))
             reserved.add_metric((each.info.id,), each.load.reserved_blocks)
             step.add_metric((each.info.id,), each.load.step_s)
-        yield from (in_flight, reserved, step)
+            leftovers.add_metric((each.info.id,), len(each.load.leftovers))
+        yield from (in_flight, reserved, step, leftovers)
 
     def _control(self) -> Iterator[Metric]:
         counters = self._counters

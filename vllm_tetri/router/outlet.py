@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from aiohttp import web
 
 from vllm_tetri.router.answers import Refusal
 
 EVENT_STREAM = "text/event-stream"
+
+
+class EventStream(web.StreamResponse):
+    """An answer that knows whether what was written of it is whole events."""
+
+    is_whole = True
+
+    def write(self, data: bytes | bytearray | memoryview[int]) -> Coroutine[Any, Any, None]:
+        self.is_whole = bytes(data[-2:]) == b"\n\n"
+        return super().write(data)
 
 
 class Outlet:
@@ -22,7 +33,7 @@ class Outlet:
     def __init__(self, request: web.Request, headers: Callable[[], dict[str, str]]) -> None:
         self._request = request
         self._headers = headers
-        self._response: web.StreamResponse | None = None
+        self._response: EventStream | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -31,10 +42,10 @@ class Outlet:
 
     async def begin(
         self, status: int = 200, content_type: str = f"{EVENT_STREAM}; charset=utf-8"
-    ) -> web.StreamResponse:
+    ) -> EventStream:
         """Send the head of the answer, unless that was done."""
         if self._response is None:
-            self._response = web.StreamResponse(status=status, headers=self._headers())
+            self._response = EventStream(status=status, headers=self._headers())
             self._response.headers["Content-Type"] = content_type
             self._response.headers["Cache-Control"] = "no-cache"
             await self._response.prepare(self._request)
@@ -43,6 +54,8 @@ class Outlet:
     async def break_off(self, refusal: Refusal) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
         response = await self.begin()
+        if not response.is_whole:
+            await response.write(b"\n\n")  # else the error were a part of what broke off
         await response.write(refusal.event())
         response.force_close()
         await response.write_eof()

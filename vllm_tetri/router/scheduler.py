@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from dataclasses import replace
 from random import Random
@@ -12,7 +13,7 @@ from random import Random
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CancelTransfer
+from vllm_tetri.messages import CancelTransfer, Dispatched
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.leaving import why_needed
@@ -77,15 +78,17 @@ class GlobalScheduler:
         objective: Objective = NO_OBJECTIVE,
         refuses_late: bool = False,
     ) -> None:
-        self.table = RequestTable()
+        # Another one with every start: instances give up what a router leaves behind.
+        name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
+        self.table = RequestTable(name)
         self._max_in_flight_each = max_in_flight_each
         self.monitor = Monitor(
             control,
-            f"router-{os.getpid()}",
+            name,
             period_s=period_s,
             silent_after_s=silent_after_s,
             on_hello=self._on_hello,
-            on_dispatched=self.table.note_dispatch,
+            on_dispatched=self._on_dispatched,
             on_cut_off=self._on_cut_off,
             on_flip=self._on_flip,
             in_flight=self.table.num_reaching,
@@ -318,6 +321,11 @@ class GlobalScheduler:
         targets = set(decodes) or {each.info.id for each in self.monitor.view().instances}
         for instance in targets | {prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))
+
+    def _on_dispatched(self, message: Dispatched) -> None:
+        if not self.table.note_dispatch(message):
+            # Chosen while it was called off, or after: this one has not been told.
+            self.monitor.send(message.decode, CancelTransfer(message.transfer))
 
     def _on_cut_off(self, instance: InstanceId) -> None:
         if self._upstream is not None:

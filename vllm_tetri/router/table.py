@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_tetri.handover import prefix_of
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.lifecycle import ENDED, Event, Phase, advance
 from vllm_tetri.types import InstanceId, RequestId, TransferId
@@ -25,6 +26,7 @@ class Entry:
     phase: Phase = Phase.ARRIVED
     prefill: str = ""
     decode: str = ""
+    router: str = ""  # whose request it is
     transfer: TransferId | None = None
     dispatched: set[InstanceId] = field(default_factory=set)
     prompt_tokens: int | None = None
@@ -73,9 +75,10 @@ class Entry:
 
 
 class RequestTable:
-    """Every request that is in flight, by id."""
+    """Every request of one router that is in flight, by id."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str = "") -> None:
+        self._router = router
         self._entries: dict[RequestId, Entry] = {}
 
     def __len__(self) -> int:
@@ -86,7 +89,7 @@ class RequestTable:
         request = RequestId(wanted_id)
         if not request or request in self._entries:
             request = RequestId(uuid.uuid4().hex)
-        entry = Entry(request, now, sla)
+        entry = Entry(request, now, sla, router=self._router)
         self._entries[request] = entry
         return entry
 
@@ -102,16 +105,19 @@ class RequestTable:
         """How many requests an instance has or may still get the rest of."""
         return sum(entry.may_reach(instance) for entry in self._entries.values())
 
-    def note_dispatch(self, message: Dispatched) -> None:
-        """The prefill instance named a decode instance; late messages are ignored."""
+    def note_dispatch(self, message: Dispatched) -> bool:
+        """The prefill instance named a decode instance. False when nobody waits for that
+        transfer here any more; those of other routers are not ours to judge."""
         entry = self._entries.get(message.request)
-        if entry is not None and entry.transfer == message.transfer:
-            entry.decode = message.decode
-            entry.dispatched.add(message.decode)
-            if message.predicted is not None:
-                entry.predicted = message.predicted.lower_tokens
-            if message.opening is not None and entry.on_opening is not None:
-                entry.on_opening(message)
+        if entry is None or entry.transfer != message.transfer:
+            return not message.transfer.startswith(prefix_of(self._router))
+        entry.decode = message.decode
+        entry.dispatched.add(message.decode)
+        if message.predicted is not None:
+            entry.predicted = message.predicted.lower_tokens
+        if message.opening is not None and entry.on_opening is not None:
+            entry.on_opening(message)
+        return True
 
     def plain(self, now: float) -> dict[str, Any]:
         """The whole table as the outside sees it."""

@@ -68,6 +68,9 @@ class ReceiverStats:
     arena_used_bytes: int  # granted, arrived, taken and quarantined slots
     quarantined_bytes: int  # cancelled, but a writer may still be writing
     slots: int
+    filling: int  # of those: being written by a sender that is connected
+    unclaimed: int  # of those: ARRIVED, and nobody has taken it
+    quarantined: int  # of those: cancelled, but a writer may still be writing
     connections: int
     threads: int
     arrived: int
@@ -113,6 +116,9 @@ class Receiver:
     def cancel(self, transfer: str) -> None:
         """Nobody wants it: free it as soon as its writer is known to have
         stopped, and refuse a later open of the same name for fill_timeout_s."""
+    def abandon(self, prefix: str, kept: list[str], reason: str) -> None:
+        """Nobody will take transfers whose names begin with `prefix`, but for those in `kept`:
+        their slots, where they are not TAKEN, become FAILED with this reason."""
     def receive(self, timeout_s: float) -> bytes | None:
         """(waits) Oldest message that a peer sent with `Sender.send`; the queue
         is bounded and drops the newest."""

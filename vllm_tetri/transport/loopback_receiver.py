@@ -153,6 +153,14 @@ class Receiver:
                 self._counts["cancelled"] += 1
                 self.end(transfer, Status.REFUSED, "")
 
+    def abandon(self, prefix: str, kept: list[str], reason: str) -> None:
+        with self.lock:
+            for name, record in list(self._slots.items()):
+                is_meant = name.startswith(prefix) and name not in kept
+                if is_meant and record.slot.state != SlotState.TAKEN:
+                    self._counts["cancelled"] += 1
+                    self.end(name, Status.CANCELLED, reason)
+
     def receive(self, timeout_s: float) -> bytes | None:
         with self.lock:
             self.lock.wait_for(lambda: self._messages or self._closed, timeout_s)
@@ -166,12 +174,18 @@ class Receiver:
                 arena_used_bytes=sum(r.num_bytes for r in self._slots.values()),
                 quarantined_bytes=0,
                 slots=len(self._slots),
+                filling=self._num_slots(SlotState.FILLING),
+                unclaimed=self._num_slots(SlotState.ARRIVED),
+                quarantined=0,
                 connections=0,
                 threads=0,
                 bad_frames=0,
                 bytes_received=self._received,
                 **self._counts,
             )
+
+    def _num_slots(self, state: SlotState) -> int:
+        return sum(record.slot.state == state for record in self._slots.values())
 
     def close(self) -> None:
         with self.lock:

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "tetri/arena_state.h"
 
@@ -13,7 +14,8 @@ class Service;
 
 struct ReceiverStats {
   uint64_t arena_total_bytes = 0, arena_used_bytes = 0, quarantined_bytes = 0;
-  uint64_t slots = 0, connections = 0, threads = 0;
+  uint64_t slots = 0, filling = 0, unclaimed = 0, quarantined = 0;
+  uint64_t connections = 0, threads = 0;
   uint64_t arrived = 0, expired = 0, cancelled = 0;
   uint64_t refused_full = 0, refused_identity = 0, bad_frames = 0, bytes_received = 0;
 };
@@ -34,6 +36,8 @@ class Receiver {
                             uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer);
+  void abandon(const std::string& prefix, const std::vector<std::string>& kept,
+               const std::string& reason);
   std::optional<std::string> receive(Duration timeout);  // blocks
   ReceiverStats stats();
   void close();

@@ -18,6 +18,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "tetri/allocator.h"
@@ -93,6 +94,10 @@ class SlotTable {
                             uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer, TimePoint now);
+  // Ends every slot that nobody took and whose name begins with `prefix`, but for those in
+  // `kept`; `reason` is left as their notes.
+  void abandon(const std::string& prefix, const std::unordered_set<std::string>& kept,
+               const std::string& reason, TimePoint now);
 
   // Ends what is overdue; says when to call again.
   TimePoint expire(TimePoint now);
@@ -103,6 +108,9 @@ class SlotTable {
   uint64_t total_bytes() const { return allocator_.total_bytes(); }
   uint64_t quarantined_bytes() const { return quarantined_bytes_; }
   size_t num_slots() const { return slots_.size(); }
+  // Of those: in this state, quarantined ones in none.
+  size_t num_slots(SlotState state) const;
+  size_t num_quarantined() const;
   const TableCounters& counters() const { return counters_; }
 
  private:

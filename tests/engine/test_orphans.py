@@ -1,0 +1,208 @@
+"""Whoever had a part in a request dies: nothing of it stays, and that within a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.harness import Engine
+from tests.engine.test_handover import CHUNK, Pair, prompt
+from tests.faults.processes import Tree, eventually, started
+from vllm_tetri.engine import notes
+from vllm_tetri.handover import DecodeLeg, Given, digest_of, to_params
+from vllm_tetri.transport import native
+from vllm_tetri.types import TransferId
+
+ROOT = Path(__file__).resolve().parents[2]
+SOON_S = 1.0
+ROUTER = "t-r"  # whose transfers are those of requests r/...
+RECEIVER = (
+    "import sys; from vllm_tetri.transport.native import open_receiver;"
+    "r = open_receiver(arena_bytes=1 << 20, identity={'model': 'harness'});"
+    "print(r.endpoint, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Timeouts are far away: nothing here may need them."""
+    pair = Pair(
+        tmp_path,
+        link=request.param,
+        arena_bytes=1 << 20,
+        transfer_timeout_s=600.0,
+        hold_timeout_s=600.0,
+    )
+    yield pair
+    pair.close()
+
+
+class Soon:
+    """Engines that are at rest within the promised time."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self._engines = engines
+
+    def __enter__(self) -> None:
+        self._start_s = time.monotonic()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            for engine in self._engines:
+                engine.run_until(lambda engine=engine: engine.is_at_rest)
+            assert time.monotonic() - self._start_s < SOON_S
+
+
+def sees(engine: Engine, endpoint: str) -> None:
+    """Let an engine's peers be at another address."""
+    agent = engine.instance._agent
+    picture = agent.picture()
+    others = tuple(
+        replace(each, info=replace(each.info, kv_endpoint=endpoint))
+        for each in picture.view.instances
+    )
+    changed = picture._replace(view=replace(picture.view, instances=others))
+    agent.picture = lambda: changed
+
+
+def used_bytes(engine: Engine) -> int:
+    return int(engine.instance._receiver.stats().arena_used_bytes)
+
+
+def open_slot(pair: Pair, name: str, tokens: list[int], link: str) -> tuple[Any, Any]:
+    """A sender that begins to fill a slot of the decode instance, and its transfer."""
+    worker = pair.decode.worker._worker
+    assert worker is not None
+    num_bytes = worker._mover.block_bytes
+    sender = native.Sender(identity={"model": "harness"}, link=link)
+    num_blocks = -(-len(tokens) // 16)
+    transfer = sender.open(pair.decode.info.kv_endpoint, name, num_blocks, num_bytes)
+    while transfer.state is native.TransferState.OPENING:
+        sender.wait(0.01)
+    page = np.zeros((1, num_bytes), np.uint8)
+    one = np.ones(1, np.uint64)
+    layout = native.Layout(page.ctypes.data * one, num_bytes * one, num_bytes * one, 1, page)
+    transfer.write(layout, 0, np.zeros(1, np.int32))
+    return sender, transfer
+
+
+def test_a_decode_instance_is_killed_while_kv_travels_to_it(pair: Pair) -> None:
+    with started(["-c", RECEIVER], cwd=ROOT) as there:
+        sees(pair.prefill, there.line())
+        pair.send("a", prompt(8 * CHUNK))
+        for _ in range(4):
+            pair.prefill.step()
+        assert pair.prefill.worker._worker._sending  # type: ignore[union-attr]
+        there.kill()
+        pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
+        with Soon(pair.prefill):
+            pass
+
+
+def test_a_decode_instance_is_killed_when_its_kv_is_all_there(pair: Pair) -> None:
+    there: Tree
+    with started(["-c", RECEIVER], cwd=ROOT) as there:
+        sees(pair.prefill, there.line())
+        pair.send("a", prompt(2 * CHUNK))
+        pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
+        there.kill()
+        with Soon(pair.prefill):
+            pass
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_prefill_instance_dies_behind_its_first_blocks(pair: Pair, is_early: bool) -> None:
+    """The request that waits for them computes its prompt itself, at once."""
+    tokens = prompt(100)
+    link = pair.prefill.instance.config.link
+    sender, _ = open_slot(pair, "t-a", tokens, link)
+    leg = DecodeLeg(TransferId("t-a"), digest_of(tokens), is_early=is_early)
+    request = pair.decode.add("a", tokens, params=to_params(leg))
+    pair.decode.step()
+    assert used_bytes(pair.decode) > 0
+    start_s = time.monotonic()
+    sender.close()
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert time.monotonic() - start_s < SOON_S
+    assert pair.decode.holds(request, len(tokens))
+    pair.decode.run_until(lambda: "a" in pair.decode.finished)
+    with Soon(pair.decode):
+        pass
+
+
+def test_a_prefill_instance_dies_and_nobody_waits(pair: Pair) -> None:
+    sender, _ = open_slot(pair, "t-a", prompt(100), pair.prefill.instance.config.link)
+    assert used_bytes(pair.decode) > 0
+    with Soon(pair.decode):
+        sender.close()
+
+
+def test_a_router_dies_before_it_sent_the_second_leg(pair: Pair) -> None:
+    tokens = prompt(100)
+    pair.send("r/a", tokens)
+    answer = pair.prefilled("r/a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decode.instance._abandon("t-s")  # another one
+    assert used_bytes(pair.decode) > 0
+    with Soon(pair.decode):
+        pair.decode.instance._abandon(ROUTER)
+        assert used_bytes(pair.decode) == 0
+    # It was not dead, only its connection: whoever comes now computes at once.
+    start_s = time.monotonic()
+    request = pair.receive("r/a", tokens, digest=answer.digest)
+    pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
+    assert time.monotonic() - start_s < SOON_S
+    assert pair.decode.holds(request, len(tokens))
+    pair.decode.run_until(lambda: "r/a" in pair.decode.finished)
+    pair.settle()
+
+
+def test_a_router_dies_and_what_is_asked_for_stays(pair: Pair) -> None:
+    """Its request is here: it is for the client's connection to end it."""
+    tokens = prompt(100)
+    request = pair.receive("r/a", tokens)
+    pair.send("r/a", tokens)
+    pair.prefilled("r/a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decode.instance._abandon(ROUTER)
+    pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
+    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.holds(request, len(tokens))
+    pair.decode.run_until(lambda: "r/a" in pair.decode.finished)
+    pair.settle()
+
+
+def test_a_router_dies_while_the_arena_is_full(pair: Pair) -> None:
+    arena = pair.decode.instance._receiver
+    assert arena.claim("full", 1, arena.stats().arena_total_bytes) is not None
+    pair.send("r/a", prompt(100))
+    pair.prefilled("r/a")
+    pair.prefill.instance._abandon("t-s")  # another one
+    for _ in range(10):
+        pair.prefill.step()
+    assert not pair.prefill.is_at_rest  # it tries again and again
+    with Soon(pair.prefill):
+        pair.prefill.instance._abandon(ROUTER)
+    arena.release("full")
+    pair.settle()
+
+
+def test_first_tokens_for_nobody_are_forgotten(pair: Pair) -> None:
+    inbox = pair.decode.instance.inbox
+    note = notes.encode(notes.FirstTokens("t-a", Given([5])))
+    worker = pair.prefill.worker._worker
+    assert worker is not None
+    worker.tell(pair.decode.info.kv_endpoint, note)
+    eventually(lambda: inbox.tidy() or inbox.first_tokens == 1)
+    pair.decode.instance._cancel(TransferId("t-a"))
+    assert inbox.first_tokens == 0
+    worker.tell(pair.decode.info.kv_endpoint, note)  # once more, behind the cancel
+    worker.tell(pair.decode.info.kv_endpoint, notes.encode(notes.FirstTokens("t-b", Given([5]))))
+    eventually(lambda: inbox.tidy() or "t-b" in inbox._given)
+    assert "t-a" not in inbox._given

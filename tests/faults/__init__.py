@@ -1,0 +1,1 @@
+"""Ways to break what runs: processes that die or stop, connections that fail."""
