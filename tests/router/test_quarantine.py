@@ -53,6 +53,17 @@ async def test_two_engines_that_died_with_it_are_enough() -> None:
         assert not await asked.holds(other)
 
 
+async def test_one_that_was_answered_in_between_is_innocent() -> None:
+    asked = quarantine(yes)
+    for name in "ab":
+        asked.accuse(call(), instance(name))
+        assert not await asked.holds(call())
+        asked.acquit(call())
+    await asyncio.sleep(0.01)
+    asked.check(call())
+    assert len(asked) == 0
+
+
 async def test_engines_that_live_or_left_are_no_evidence() -> None:
     asked = quarantine(no)
     for name in "abc":

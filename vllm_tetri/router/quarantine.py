@@ -2,7 +2,7 @@
 
 An engine that dies takes all its requests down; which of them it was, nobody can tell. One
 that was there again when another engine died is not tried a third time, nor accepted when
-it comes again, until some time has passed.
+it comes again, until some time has passed. One that was answered in between is innocent.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class Quarantine:
         if process not in case.verdicts:
             case.verdicts[process] = verdict = self._verdict_on(instance)
             verdict.add_done_callback(partial(self._note, call, case, process))
+
+    def acquit(self, call: Call) -> None:
+        """A request was answered to its end, so it kills no engine."""
+        if self._cases:
+            self._cases.pop(_digest_of(call), None)
 
     async def holds(self, call: Call) -> bool:
         """Whether a request must not be tried again, as soon as that is known."""

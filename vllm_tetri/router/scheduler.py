@@ -228,6 +228,8 @@ class GlobalScheduler:
         try:
             answer = await job.run()
             outcome = _conclude(entry, answer.status)
+            if outcome == "ok":
+                self._quarantine.acquit(call)
             return answer
         except Refusal as refusal:
             entry.on(Event.FAIL)
