@@ -30,7 +30,7 @@ from tests.router.test_record import joined
 from vllm_tetri.handover import DecodeLeg
 from vllm_tetri.router import job as job_module
 from vllm_tetri.router import tries
-from vllm_tetri.types import Role
+from vllm_tetri.types import Mode, Role
 
 USAGE = {"stream_options": {"include_usage": True}}
 USAGE_EACH = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -148,7 +148,7 @@ async def test_a_stream_of_one_instance_goes_on_as_well(path: str, dies_after: i
     both = [FakeInstance(name, Role.BOTH) for name in ("a", "b")]
     both[0].handler, both[1].handler = writer(dies_after), writer(created=1_800_000_000)
     both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         raw, headers = await ask(made, path, **USAGE)
         is_whole(raw, headers, path, has_usage=True)
         assert len(made["a"].calls) == len(made["b"].calls) == 1
@@ -210,7 +210,7 @@ async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> No
     both = [FakeInstance(name, Role.BOTH) for name in "abcd"]
     for each in both:
         each.handler = breaks
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         raw, _ = await ask(made, COMPLETION)
         assert sum(len(each.calls) for each in both) == 3
         assert b'"error"' in raw
@@ -270,7 +270,7 @@ async def test_an_instance_of_another_kind_goes_on_only_if_it_may() -> None:
         both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tries, "RETRY_S", 0.3)
-            async with cluster(*both, resumes_anywhere=resumes_anywhere) as made:
+            async with cluster(*both, mode=Mode.WHOLE, resumes_anywhere=resumes_anywhere) as made:
                 raw, headers = await ask(made, COMPLETION)
                 if resumes_anywhere:
                     is_whole(raw, headers, COMPLETION)
@@ -315,7 +315,7 @@ async def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
     both[0].handler, both[1].handler = writer(3), full_at_first
     both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         raw, headers = await ask(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert asked == 3
@@ -373,7 +373,7 @@ async def test_an_error_in_the_stream_of_a_dead_engine_is_a_death(comes_first: b
     both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
     both[0].handler, both[1].handler = dies, writer()
     both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         raw, headers = await ask(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert headers["x-tetri-decode"] == ("b" if comes_first else "a")
@@ -385,7 +385,7 @@ async def test_an_engine_that_gives_up_is_replaced(stream: bool) -> None:
     both[0].handler = writer(texts=("Ab", " cd", ""), finish_reason="abort")
     both[1].handler = writer()
     both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         if stream:
             raw, headers = await ask(made, COMPLETION, **USAGE)
             is_whole(raw, headers, COMPLETION, has_usage=True)
@@ -543,7 +543,7 @@ async def test_a_request_that_is_there_twice_is_not_tried_a_third_time() -> None
     both = [FakeInstance(name, Role.BOTH) for name in "abc"]
     for each in both:
         each.handler = dies
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         status, answer, _ = await made.ask()
         assert (status, answer["error"]["code"]) == (500, "quarantined")
         assert sum(len(each.calls) for each in both) == 2
@@ -560,7 +560,7 @@ async def test_errors_of_live_engines_and_refused_connections_are_no_deaths() ->
 
     both = [FakeInstance(name, Role.BOTH) for name in "abc"]
     both[0].handler = both[1].handler = answer_500
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         await made["c"].stop_http()
         status, answer, _ = await made.ask()
         assert (status, "(tried 3)" in answer["error"]["message"]) == (502, True) or status == 503
@@ -579,7 +579,7 @@ async def test_an_instance_that_says_that_it_left_did_not_die() -> None:
 
     both = [FakeInstance(name, Role.BOTH) for name in "abc"]
     both[0].handler = both[1].handler = both[2].handler = leaves
-    async with cluster(*both) as made:
+    async with cluster(*both, mode=Mode.WHOLE) as made:
         status, _, _ = await made.ask()
         assert status in (502, 503)
         assert sum(len(each.calls) for each in both) == 3
