@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -53,11 +54,17 @@ def die(fake: FakeInstance, request: web.Request) -> None:
     request.transport.abort()
 
 
+def compact(value: object) -> str:
+    """JSON as vLLM's server writes it."""
+    return json.dumps(value, separators=(",", ":"))
+
+
 def writer(dies_after: int | None = None, *, cut: int = 0, **changes: Any) -> Handler:
     """Streams a script, one event a token; what was given comes first, in one event.
 
     Args:
-        dies_after: Events (a chat's first one is its role) before it dies; None: never.
+        dies_after: Events (a chat's first one is its role) before it dies; None: never. What
+            is not streamed dies with 0.
         cut: Bytes of the next event that still get out.
         changes: Of the script.
     """
@@ -70,10 +77,10 @@ def writer(dies_after: int | None = None, *, cut: int = 0, **changes: Any) -> Ha
         if isinstance(leg, PrefillLeg):
             return prefilled(script, leg, fake.decode)
         if not body.get("stream"):
-            if dies_after is not None:
+            if dies_after == 0:
                 die(fake, request)
                 await asyncio.sleep(60)
-            return web.json_response(script.whole())
+            return web.json_response(script.whole(), dumps=compact)
         events = script.events(num_given(body) + 1)
         answer = web.StreamResponse(headers=STREAM_HEADERS)
         await answer.prepare(request)

@@ -67,7 +67,7 @@ def joined(stream: bytes) -> list[object]:
     """A stream without its cuts into events."""
     assert stream.endswith(b"data: [DONE]\n\n")
     events = [json.loads(each[6:]) for each in stream.split(b"\n\n")[:-2]]
-    text, logprobs, rest = "", {}, []
+    text, logprobs, rest = "", dict[str, list[object]](), list[object]()
     for each in events:
         usage = each.pop("usage", None)
         for choice in each["choices"]:

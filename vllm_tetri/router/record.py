@@ -148,8 +148,9 @@ class Record:
             "total_tokens": num_prompt_tokens + num_tokens,
             "completion_tokens": num_tokens,
         }
-        same = {key: chunk[key] for key in ("id", "object", "created", "model") if key in chunk}
-        return event({**same, "choices": [], "usage": usage}) + DONE
+        kept = ("id", "object", "created", "model")
+        last: dict[str, Any] = {key: chunk[key] for key in kept if key in chunk}
+        return event({**last, "choices": [], "usage": usage}) + DONE
 
     def _until_trouble(self, data: bytes) -> bytes:
         at = data.find(ERROR_EVENT)
