@@ -7,6 +7,8 @@ structs are all it may hold. This is the only place that knows the key.
 
 from __future__ import annotations
 
+import base64
+import struct
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -113,6 +115,23 @@ def from_params(params: dict[str, Any] | None) -> Handover | None:
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{FIELD}.{KEY}: {error}") from error
     return leg
+
+
+def unseen_logprobs(token_ids: Sequence[int]) -> str:
+    """What `Given.logprobs` holds where the client has the real values already: as many
+    rows, of which nothing is shown again. The layout is that of `encode_logprobs`.
+
+    Raises:
+        ProtocolError: There are more rows than it can tell.
+    """
+    num_rows = len(token_ids)
+    try:
+        head = struct.pack("<HH", num_rows, 1)
+        ids = struct.pack(f"<{num_rows}i", *token_ids)
+    except struct.error as error:
+        raise ProtocolError(f"log probabilities of {num_rows} tokens: {error}") from error
+    values, ranks = bytes(4 * num_rows), struct.pack("<i", 1) * num_rows
+    return base64.b64encode(head + ids + values + ranks).decode()
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

@@ -200,7 +200,7 @@ async def test_instances_join_and_leave_under_load(
         assert not re.search(rf"^{name} +ended", said, re.MULTILINE)
 
 
-async def test_the_last_of_its_kind_stays_unless_it_is_forced(many: Cluster) -> None:
+async def test_the_last_of_its_kind_stays_unless_it_is_forced(single: Stock, many: Cluster) -> None:
     for name in [each for each in many.instances() if each not in ("prefill-0", "decode-1")]:
         assert (await leave(many, name))[0] == 0
     status, said = await leave(many, "decode-1")
@@ -208,14 +208,15 @@ async def test_the_last_of_its_kind_stays_unless_it_is_forced(many: Cluster) -> 
     status, said = await leave(many, "nobody")
     assert (status, "there is no instance 'nobody'" in said) == (1, True)
 
-    long = completion(20, max_tokens=2000, **STREAM)
+    long = completion(20, max_tokens=1500, **STREAM)
+    expected = await ask(single.url, long)
     asking = asyncio.create_task(ask(many.url, long))
     await eventually(lambda: many.instances()["decode-1"]["running"], "it decodes")
     status, said = await leave(many, "decode-1", "--force", "--deadline", "0.3")
     assert (status, "decode-1 has left; cut off: 1 unfinished requests" in said) == (0, True), said
     answer = await asking
-    assert answer.error is not None
-    assert "decode-1 broke off" in answer.error["message"]
+    assert answer.error is None
+    assert answer.same_as(expected)  # what was cut off went on
 
     alone = await ask(many.url, completion(20))
     assert (alone.status, alone.headers["x-tetri-decode"]) == (200, "prefill-0")

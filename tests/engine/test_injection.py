@@ -26,7 +26,7 @@ from vllm_tetri.engine.injection import (
     pass_on_logprobs,
 )
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeLeg, Given, digest_of, to_params
+from vllm_tetri.handover import DecodeLeg, Given, digest_of, to_params, unseen_logprobs
 from vllm_tetri.types import TransferId
 
 
@@ -253,6 +253,13 @@ def test_many_given_tokens_that_the_cache_knows_do_not_end_the_engine(pair: Pair
         continue_at(pair.decode, name, tokens, leg, max_tokens=42)
         assert run(pair.decode, name) == [*range(40), 7, 7]
     pair.settle()
+
+
+def test_stand_ins_for_log_probabilities_are_taken() -> None:
+    given = [3, 99, 0]
+    found = decode_logprobs(unseen_logprobs(given), given, vocabulary=100)
+    assert found.logprob_token_ids.tolist() == [[3], [99], [0]]
+    assert found.sampled_token_ranks.tolist() == [1, 1, 1]
 
 
 def test_the_v2_runner_takes_everything_by_itself(pair: Pair) -> None:

@@ -36,6 +36,12 @@ def test_a_split_that_fails_can_be_served_whole() -> None:
     assert play(Event.PREFILL_SENT, Event.PREFILLED, Event.WHOLE_SENT) is Phase.SERVING
 
 
+def test_an_answer_goes_on_elsewhere() -> None:
+    events = [Event.PREFILL_SENT, Event.PREFILLED, Event.ANSWERING, Event.WHOLE_SENT]
+    assert play(*events) is Phase.SERVING
+    assert play(*events, Event.ANSWERING, Event.FINISH) is Phase.FINISHED
+
+
 def test_a_first_token_that_is_the_last_ends_at_the_prefill_instance() -> None:
     assert play(Event.PREFILL_SENT, Event.ANSWERING) is Phase.SERVING
     assert play(Event.PREFILL_SENT, Event.ANSWERING, Event.FINISH) is Phase.FINISHED

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 # Its transports behave a little differently, and so the own HTTP is tried on both.
-_ON_BOTH = "test_wire.py"
+_ON_BOTH = ("test_wire.py", "test_resume.py")
 
 
 def pytest_asyncio_loop_factories(
@@ -17,6 +17,6 @@ def pytest_asyncio_loop_factories(
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """How pytest-asyncio makes a test's event loop."""
     loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
-    if item.path.name == _ON_BOTH:
+    if item.path.name in _ON_BOTH:
         loops["asyncio"] = asyncio.new_event_loop
     return loops

@@ -50,6 +50,7 @@ class FakeInstance:
         self.role = role
         self.decode = decode
         self.models = models
+        self.pid = 4711
         self.identity = identity or {"model": "tiny"}
         self.load = InstanceLoad(blocks_total=100, arena_total_bytes=1 << 20)
         self.calls: list[tuple[str, dict[str, Any], Mapping[str, str]]] = []
@@ -107,7 +108,7 @@ class FakeInstance:
             identity=self.identity,
             max_model_len=2048,
             block_size=16,
-            pid=4711,
+            pid=self.pid,
             version="0",
             **self.abilities,
         )

@@ -33,7 +33,7 @@ def first_of(script: Script, *, is_final: bool = False) -> FirstToken:
 
 
 def spliced(first: FirstToken, created: int, reads: list[bytes]) -> bytes:
-    splice = Splice(first, created)
+    splice = Splice(first.shown(created))
     return b"".join([*(splice.feed(read) for read in reads), splice.finish()])
 
 

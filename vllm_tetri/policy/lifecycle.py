@@ -45,6 +45,7 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = MappingProxyType(
         (Phase.HANDING_OVER, Event.ANSWERING): Phase.DECODING,
         (Phase.HANDING_OVER, Event.WHOLE_SENT): Phase.SERVING,
         (Phase.SERVING, Event.WHOLE_SENT): Phase.SERVING,
+        (Phase.DECODING, Event.WHOLE_SENT): Phase.SERVING,  # goes on elsewhere, mid-stream
         (Phase.SERVING, Event.ANSWERING): Phase.SERVING,
         (Phase.DECODING, Event.FINISH): Phase.FINISHED,
         (Phase.SERVING, Event.FINISH): Phase.FINISHED,

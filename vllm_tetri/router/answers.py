@@ -27,7 +27,11 @@ _TOO_LONG_TEXT = "maximum context length"
 # is the status in words; errors of its other classes end in "Error").
 _BUSY_STATUS = 503
 _BUSY_TYPE = "Service Unavailable"
-_ERROR_EVENT = b'data: {"error":'
+# How an event begins that says an error; nothing inside of a JSON string looks like it.
+ERROR_EVENT = b'data: {"error":'
+
+# How an answer ends that its engine has not finished, most often because it shuts down.
+GIVEN_UP = b'"finish_reason":"abort"'
 
 
 def event(value: object) -> bytes:
@@ -106,15 +110,24 @@ class LegFailed(Exception):
     Attributes:
         status: What the client gets when nobody else helps.
         is_final: Trying elsewhere would only make the client wait longer.
+        had_it: Whether the instance may have begun with the request, and died of it.
     """
 
     def __init__(
-        self, instance: InstanceId, reason: str, *, status: int = 502, is_final: bool = False
+        self,
+        instance: InstanceId,
+        reason: str,
+        *,
+        status: int = 502,
+        is_final: bool = False,
+        had_it: bool = True,
     ) -> None:
         super().__init__(f"instance {instance}: {reason}")
         self.instance = instance
+        self.reason = reason
         self.status = status
         self.is_final = is_final
+        self.had_it = had_it
 
 
 class LegBusy(Exception):
@@ -139,7 +152,7 @@ def is_busy_event(chunk: bytes) -> bool:
     vLLM checks its bound twice, and the second time the stream has begun: that
     happens to requests which arrive together.
     """
-    if not chunk.startswith(_ERROR_EVENT):
+    if not chunk.startswith(ERROR_EVENT):
         return False
     return _says_busy(chunk.partition(b"\n")[0].removeprefix(b"data: "))
 

@@ -11,6 +11,7 @@ import msgspec
 
 from vllm_tetri.handover import FIELD, Handover, to_params
 from vllm_tetri.router.answers import Refusal
+from vllm_tetri.types import InstanceInfo
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -22,6 +23,7 @@ _SHAPED = (*_STRUCTURED, "response_format", "structured_outputs", "stop")
 # Ends of an answer: choices draw their own first tokens, so leg 1 must not end with its own.
 _ENDS = {"stop", "stop_token_ids", "ignore_eos"}
 _PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
+_IDS_WANTED = {"return_token_ids": True}
 _FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate")
 _BYTES_PER_TOKEN = 4
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -120,6 +122,18 @@ class Call:
         return self.is_plain and not self.has_choices and not self.wants_logprobs
 
     @property
+    def shows_ids(self) -> bool:
+        """Whether the client wants to see token ids."""
+        return self.body.get("return_token_ids") is True
+
+    def is_recorded(self, instance: InstanceInfo) -> bool:
+        """Whether another instance could go on behind what this one streams: one choice
+        of text that no parser takes apart."""
+        is_one_text = self.is_streamed and self.is_splittable and not self.has_choices
+        is_parsed = not self.is_text or (self.path == CHAT and instance.reasons)
+        return is_one_text and not is_parsed
+
+    @property
     def _stream_options(self) -> dict[str, Any]:
         options = self.body.get("stream_options")
         return options if isinstance(options, dict) else {}
@@ -133,10 +147,20 @@ class Call:
             body |= {"n": 1, "ignore_eos": True}
         return msgspec.json.encode({**body, FIELD: to_params(leg)})
 
-    def decode_body(self, leg: Handover, prompt_token_ids: list[int]) -> bytes:
+    def whole_body(self, instance: InstanceInfo) -> bytes:
+        """Body for an instance that does both."""
+        if self.shows_ids or not self.is_recorded(instance):
+            return self.raw
+        return msgspec.json.encode({**self.body, **_IDS_WANTED})
+
+    def decode_body(
+        self, leg: Handover, prompt_token_ids: list[int], instance: InstanceInfo
+    ) -> bytes:
         """Body of leg 2: what the client sent, where the KV is, and the prompt's tokens,
         so that the text is not tokenised again."""
         body, params = self.body, to_params(leg)
+        if self.is_recorded(instance):
+            body = {**body, **_IDS_WANTED}
         if prompt_token_ids and self.path == COMPLETIONS:
             body = {**body, "prompt": prompt_token_ids}
         elif prompt_token_ids and not body.get("return_prompt_text"):

@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most requests that one instance gets at a time; more go to the next, or are "
         "answered with 503 (%(default)s)",
     )
+    parser.add_argument(
+        "--resume-anywhere",
+        action="store_true",
+        help="let a stream whose instance died go on also on one of another device, dtype or "
+        "version, where its text may differ from there on; without, it ends with an error "
+        "when there is no other",
+    )
     add_mode_options(parser)
     add_watcher_options(parser)
 
@@ -131,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
             mode=Mode(args.mode),
             objective=_objective(args),
             refuses_late=args.refuse_late,
+            resumes_anywhere=args.resume_anywhere,
         )
         uvloop.run(_serve(scheduler, args.host, args.port))
     except (ConfigError, OSError) as error:

@@ -54,7 +54,7 @@ class EarlyLeg:
         leg = DecodeLeg(
             opening.transfer, opening.digest, predicted=message.predicted, is_early=True
         )
-        body = self._call.decode_body(leg, opening.prompt_token_ids)
+        body = self._call.decode_body(leg, opening.prompt_token_ids, instance)
         self._answer = asyncio.create_task(self._post(instance, body))
 
     def with_prompt(self, prefilled: Prefilled) -> Prefilled:

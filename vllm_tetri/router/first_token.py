@@ -16,6 +16,7 @@ import msgspec
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import FIELD, Prefilled, attempt_names, from_params
 from vllm_tetri.router.answers import event
+from vllm_tetri.router.shown import Shown
 from vllm_tetri.types import TransferId
 
 DONE = b"data: [DONE]\n\n"
@@ -69,6 +70,12 @@ class FirstToken:
     def is_whole_text(self) -> bool:
         """Whether its text can stand alone: not a part of a character, not nothing."""
         return bool(self.text) and _BROKEN_CHARACTER not in (self.text or "")
+
+    def shown(self, created: int) -> Shown:
+        """What a client has seen that was shown it at that time, in seconds since 1970."""
+        given = self.prefilled.given
+        ids = tuple(given.token_ids) if given is not None else ()
+        return Shown(self.is_chat, created, self.text or "", ids)
 
     def whole(self) -> bytes:
         """The answer of a request that is not streamed and ends here."""

@@ -6,6 +6,7 @@ still waits and what it has seen.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from dataclasses import replace
@@ -16,17 +17,22 @@ from aiohttp import web
 from vllm_tetri.handover import DecodeLeg, PrefillLeg, prefix_of
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Split
-from vllm_tetri.router.answers import LegBusy, LegFailed, Refusal
+from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal
 from vllm_tetri.router.call import CHAT, Call
 from vllm_tetri.router.early import EarlyLeg
 from vllm_tetri.router.first_token import FirstToken, read_first_token
-from vllm_tetri.router.legs import Hooks, Legs
+from vllm_tetri.router.hooks import Hooks
+from vllm_tetri.router.legs import Legs
+from vllm_tetri.router.record import Unprovable
+from vllm_tetri.router.resume import goes_on_for_sure, is_parsed, may_go_on, resume_body
 from vllm_tetri.router.table import Entry
+from vllm_tetri.router.tries import Tries
 from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 
-MAX_RETRIES = 2  # after failures; busy instances are asked until none is left
 NO_TRANSFER = TransferId("")
+# How often a stream that broke looks for an instance that can go on.
+_LOOK_AGAIN_S = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +49,10 @@ class Job:
         self._legs = Legs(call=call, entry=entry, request=request, upstream=upstream, hooks=hooks)
         self._prefill = InstanceId("")
         self._early: EarlyLeg | None = None
-        self._excluded: set[InstanceId] = set()
+        self._tries = Tries(call, entry, hooks)
         self._full: set[InstanceId] = set()
+        self._split_first: FirstToken | None = None
+        self._writer: InstanceInfo | None = None  # of what the client gets
         self.route_kind = "none"
 
     async def run(self) -> web.StreamResponse:
@@ -66,20 +74,15 @@ class Job:
 
     async def _serve(self) -> web.StreamResponse:
         is_splittable = self._call.is_splittable
-        failure: LegFailed | None = None
         try:
-            while len(self._excluded) <= MAX_RETRIES:
+            while True:
                 try:
                     answer = await self._attempt(is_splittable)
                 except LegBusy as busy:
                     self._legs.note_busy(busy)
                     self._full.add(busy.instance)
                 except LegFailed as error:
-                    _log.warning("request %s: %s", self._entry.id, error)
-                    failure = error
-                    self._excluded.add(error.instance)
-                    if error.is_final:
-                        break
+                    await self._note(error)
                 else:
                     if answer is not None:
                         return answer
@@ -87,43 +90,79 @@ class Job:
                 is_splittable = is_splittable and self._entry.phase is Phase.PREFILLING
                 self._drop_transfer()
         except _NobodyLeft:
-            pass
-        if failure is None:
-            raise Refusal(503, "no instance can serve this request now; try again")
-        raise Refusal(failure.status, f"{failure} (tried {len(self._excluded)})")
+            raise self._tries.refusal(has_shown=self._legs.relay.has_shown) from None
+
+    async def _note(self, error: LegFailed) -> None:
+        """An instance failed; raises `Refusal` when that is enough."""
+        relay, asked = self._legs.relay, self._legs.asked.get(error.instance)
+        if relay.has_shown:
+            relay.note_break(error)
+        await self._tries.note(error, asked, has_shown=relay.has_shown)
 
     async def _attempt(self, is_splittable: bool) -> web.StreamResponse | None:
-        if self._legs.shown is not None:
-            self._hooks.fell_back("decode_failed")
-            return await self._go_on(self._legs.shown)
+        if self._legs.relay.has_shown:
+            return await self._resume()
         route, instance = self._route(is_splittable)
         self._entry.reason = route.reason
         if isinstance(route, Split):
             self.route_kind = "split"
             return await self._split(instance, anywhere=route.anywhere)
-        is_first = self.route_kind in ("none", "whole") and not self._excluded
+        is_first = self.route_kind in ("none", "whole") and not self._tries.num_failures
         self.route_kind = "whole" if is_first else "fallback"
         self._entry.prefill = instance.id
-        return await self._whole(instance, self._call.raw)
+        return await self._whole(instance, self._call.whole_body(instance))
 
     def _route(self, is_splittable: bool) -> tuple[Route, InstanceInfo]:
         gone: set[InstanceId] = set()  # what chose may not have heard of it yet
         while True:
             route = self._hooks.route(
-                self._call, is_splittable, frozenset(self._excluded | gone), frozenset(self._full)
+                self._call, is_splittable, self._tries.excluded | gone, frozenset(self._full)
             )
             if isinstance(route, Full):
                 raise self._hooks.no_room(route)
             if route is None:
                 raise _NobodyLeft
             instance = self._hooks.info(_target(route))
-            if instance is not None:
+            if instance is not None and self._fits(instance):
                 return route, instance
             gone.add(_target(route))
+
+    def _fits(self, instance: InstanceInfo) -> bool:
+        if not self._legs.relay.has_shown:
+            return True
+        anywhere = self._hooks.resumes_anywhere
+        return may_go_on(self._call, instance, self._writer, anywhere=anywhere)
+
+    async def _resume(self) -> web.StreamResponse:
+        """The client has got something: another instance goes on behind it."""
+        relay = self._legs.relay
+        try:
+            shown = relay.shown()
+        except Unprovable as error:
+            raise relay.broke_off(str(error)) from error
+        if shown.is_over:
+            return await relay.end()
+        self._hooks.fell_back("decode_failed")
+        instance = await self._wait_for_place()
+        self.route_kind = "fallback"
+        body = resume_body(self._call, shown, self._split_first, relay.prompt_token_ids, instance)
+        return await self._whole(instance, body)
+
+    async def _wait_for_place(self) -> InstanceInfo:
+        """The client waits already, so this waits for an instance, too."""
+        while True:
+            try:
+                return self._route(False)[1]
+            except (_NobodyLeft, NoRoom):
+                if self._tries.are_over:
+                    raise _NobodyLeft from None
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            self._full.clear()
 
     async def _whole(self, instance: InstanceInfo, body: bytes) -> web.StreamResponse:
         self._entry.on(Event.WHOLE_SENT)
         self._entry.decode = instance.id
+        self._writer = instance
         self._legs.submit(instance)
         return await self._legs.answer(instance, self._legs.post(instance, body))
 
@@ -149,7 +188,7 @@ class Job:
             # What vLLM's engine refuses is an event of a stream that began with 200:
             # the same instance says it as it says it to its own clients.
             self._drop_transfer()
-            return await self._whole(instance, self._call.raw)
+            return await self._whole(instance, self._call.whole_body(instance))
         if status != 200:
             return self._legs.plain(status, kind, body)
         first = read_first_token(body, entry.transfer, is_chat=self._call.path == CHAT)
@@ -157,6 +196,7 @@ class Job:
             self._again("no_transfer")
             return None
         first = replace(first, prefilled=early.with_prompt(first.prefilled))
+        self._split_first = first
         entry.prompt_tokens = first.prefilled.num_tokens
         self._legs.computed(instance.id, first.prefilled.num_tokens)
         if first.is_last:
@@ -183,7 +223,7 @@ class Job:
             self._again("choices_that_end_at_once")
             return None
         is_text = self._call.is_text and first.text is not None
-        if self._call.is_streamed and (not is_text or self._is_parsed_by(instance)):
+        if self._call.is_streamed and (not is_text or is_parsed(self._call, instance)):
             self._again("structured_and_ends_at_once")
             return None
         if first.prefilled.is_final and first.prefilled.num_chunks <= 1:
@@ -196,7 +236,7 @@ class Job:
                 wants_usage=self._call.wants_usage, counts_each=self._call.wants_usage_each
             )
             return await self._legs.stream(events)
-        self._legs.begin()
+        self._legs.relay.begin()
         return self._legs.plain(200, "application/json", first.whole())
 
     async def _decode(self, first: FirstToken) -> web.StreamResponse:
@@ -210,7 +250,8 @@ class Job:
             raise LegFailed(prefilled.decode, "holds the KV but is not in use", status=503)
         given = None if self._call.has_choices else prefilled.given
         leg = DecodeLeg(prefilled.transfer, prefilled.digest, given, prefilled.predicted)
-        body = partial(self._call.decode_body, leg, prefilled.prompt_token_ids)
+        body = partial(self._call.decode_body, leg, prefilled.prompt_token_ids, instance)
+        self._writer = instance
         self._show(first, instance)
         opened = self._early.take(prefilled) if self._early is not None else None
         answer = await self._legs.answer_when_free(instance, body, opened)
@@ -224,29 +265,20 @@ class Job:
         self.route_kind = "fallback"
         prefilled = first.prefilled
         leg = DecodeLeg(NO_TRANSFER, prefilled.digest, prefilled.given, prefilled.predicted)
-        if self._legs.shown is None:
-            self._show(first, instance)
-        return await self._whole(instance, self._call.decode_body(leg, prefilled.prompt_token_ids))
+        self._show(first, instance)
+        body = self._call.decode_body(leg, prefilled.prompt_token_ids, instance)
+        return await self._whole(instance, body)
 
     def _show(self, first: FirstToken, instance: InstanceInfo) -> None:
         """Let the client have the token now if `instance` surely goes on behind it."""
         call, given = self._call, first.prefilled.given
         if call.has_choices or given is None:
             return
-        is_sure = (
-            instance.injects
-            and (instance.injects_seeded or not call.is_seeded)
-            and (bool(given.logprobs) or not call.wants_logprobs)
-        )
-        is_plain = call.is_streamed and call.is_plain and not self._is_parsed_by(instance)
-        if is_sure and is_plain and first.is_whole_text:
+        if first.is_whole_text and goes_on_for_sure(call, given, instance):
             self._hooks.first_token("early")
-            self._legs.show(first)
+            self._legs.relay.show(first)
         else:
             self._hooks.first_token("with_second")
-
-    def _is_parsed_by(self, instance: InstanceInfo) -> bool:
-        return self._call.path == CHAT and instance.reasons
 
     def _drop_transfer(self) -> None:
         entry = self._entry

@@ -6,22 +6,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from aiohttp import web
 
-from vllm_tetri.policy.lifecycle import Event, Phase
-from vllm_tetri.policy.route import Full, Route
-from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, mark_too_long
+from vllm_tetri.policy.lifecycle import Phase
+from vllm_tetri.router.answers import GIVEN_UP, LegBusy, LegFailed, mark_too_long
 from vllm_tetri.router.call import Call
 from vllm_tetri.router.early import Opened, leave
-from vllm_tetri.router.first_token import FirstToken
+from vllm_tetri.router.hooks import Hooks
 from vllm_tetri.router.outlet import EVENT_STREAM, Outlet
-from vllm_tetri.router.splice import Splice, SpliceMismatch, SpliceRefused
+from vllm_tetri.router.relay import Relay
 from vllm_tetri.router.table import Entry
 from vllm_tetri.router.upstream import Upstream
-from vllm_tetri.router.wire import Answer, WireError
-from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
+from vllm_tetri.router.wire import Answer
+from vllm_tetri.types import InstanceId, InstanceInfo
 
 # How long a full decode instance is asked again. Its arena holds the KV meanwhile
 # (--tetri-hold-timeout).
@@ -32,39 +30,13 @@ _LONGEST_WAIT_S = 0.5
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a job needs from the global scheduler.
-
-    Attributes:
-        route: Picks instances for (call, splittable, failed ones, full ones).
-        info: What an instance said of itself, if it is in use.
-        submitted: Told when prompt tokens go to an instance.
-        prefilled: Told how many were computed that were sent at a monotonic time.
-        busy: Told when an instance had no room.
-        no_room: The answer when all of these are full.
-        cancel: Tells (prefill, decodes or all of them) to drop a transfer.
-        fell_back: Told why work of one leg is done again.
-        first_token: Told how a first token from prefill reached the client.
-    """
-
-    route: Callable[[Call, bool, frozenset[InstanceId], frozenset[InstanceId]], Route | Full | None]
-    info: Callable[[InstanceId], InstanceInfo | None]
-    submitted: Callable[[InstanceId, int], None]
-    prefilled: Callable[[InstanceId, int, float], None]
-    busy: Callable[[InstanceId], None]
-    no_room: Callable[[Full], NoRoom]
-    cancel: Callable[[TransferId, InstanceId, frozenset[InstanceId]], None]
-    fell_back: Callable[[str], None]
-    first_token: Callable[[str], None]
-
-
 class Legs:
     """Sends legs of one request to instances and their answers to its client.
 
     Attributes:
         outlet: The client's end.
-        shown: The token that the client got before leg 2 answered, if any.
+        relay: Streams on their way there.
+        asked: Instances that got a leg, as they were then.
     """
 
     def __init__(
@@ -79,11 +51,17 @@ class Legs:
             "Content-Type": "application/json",
             "X-Request-Id": entry.id,
         }
-        self._created = 0
-        self._is_unsent = False
         self._sent_s = 0.0
+        self.asked: dict[InstanceId, InstanceInfo] = {}
         self.outlet = Outlet(request, self._answer_headers)
-        self.shown: FirstToken | None = None
+        self.relay = Relay(
+            call=call,
+            entry=entry,
+            outlet=self.outlet,
+            upstream=upstream,
+            hooks=hooks,
+            computed=self._computed_whole,
+        )
 
     def submit(self, instance: InstanceInfo) -> None:
         """Note that the prompt goes to an instance now."""
@@ -104,11 +82,6 @@ class Legs:
         finally:
             response.close()
         return response.status, response.content_type, answer
-
-    def show(self, first: FirstToken) -> None:
-        """Let the client have the first token; it is sent along with the next leg."""
-        self.shown, self._is_unsent = first, True
-        self._created = int(time.time())
 
     async def answer_when_free(
         self, instance: InstanceInfo, body: Callable[[], bytes], opened: Opened | None
@@ -136,21 +109,17 @@ class Legs:
         response = await self._head_of(posting)
         try:
             if response.content_type == EVENT_STREAM:
-                return await self._relay(instance, response)
+                return await self.relay.pass_on(instance, response)
             answer = await self._upstream.body(instance, response)
             if self.outlet.has_begun:
                 words = answer[:200].decode(errors="replace")
                 raise LegFailed(instance.id, f"HTTP {response.status} {words}")
-            self.begin()
+            if GIVEN_UP in answer:
+                raise LegFailed(instance.id, "gave the request up")
+            self.relay.begin()
             return self.plain(response.status, response.content_type, answer)
         finally:
             response.close()  # its connection serves others if it was read to its end
-
-    def begin(self) -> None:
-        """The answer's bytes are there."""
-        self._entry.on(Event.ANSWERING)
-        if self._entry.first_byte_s is None:
-            self._entry.first_byte_s = time.monotonic()
 
     def plain(self, status: int, content_type: str, body: bytes) -> web.Response:
         """An answer that is not streamed."""
@@ -161,7 +130,7 @@ class Legs:
 
     async def stream(self, events: bytes) -> web.StreamResponse:
         """An answer of which all events are known."""
-        self.begin()
+        self.relay.begin()
         response = await self.outlet.begin()
         self._entry.generated += 1
         await response.write(events)
@@ -175,14 +144,14 @@ class Legs:
 
     async def post(self, instance: InstanceInfo, body: bytes) -> Answer:
         """Send a leg and wait for the head of its answer."""
+        self.asked[instance.id] = instance
         return await self._upstream.post(instance, self._call.path, body, self._headers)
 
     async def _head_of(self, posting: Awaitable[Answer]) -> Answer:
-        if not self._is_unsent:
+        if not self.relay.is_unsent:
             return await arrived(posting)
         # The leg goes first, but the token does not wait for its answer.
-        self._is_unsent = False
-        showing = asyncio.create_task(self._show())
+        showing = asyncio.create_task(self.relay.send_first())
         response = None
         try:
             response = await arrived(posting)
@@ -195,72 +164,9 @@ class Legs:
                 raise
         return response
 
-    async def _show(self) -> None:
-        assert self.shown is not None
-        await asyncio.sleep(0)
-        self._entry.first_byte_s = time.monotonic()
-        self._entry.generated = 1
-        response = await self.outlet.begin()
-        counts_each = self._call.wants_usage_each
-        await response.write(self.shown.opening(self._created, counts_each=counts_each))
-
-    async def _relay(self, instance: InstanceInfo, response: Answer) -> web.StreamResponse:
-        if self.shown is not None:
-            return await self._relay_behind(instance, response, Splice(self.shown, self._created))
-        chunk = await self._upstream.first_chunk(instance, response)
-        if self._entry.phase is Phase.SERVING and response.status == 200:
+    def _computed_whole(self, instance: InstanceInfo) -> None:
+        if self._entry.phase is Phase.SERVING:
             self.computed(instance.id, self._call.approx_tokens)
-        self.begin()
-        answer = await self.outlet.begin(response.status, response.headers["content-type"])
-        read, write = response.read_some, answer.write
-        while chunk:
-            self._entry.generated += chunk.count(b"\n\n")
-            await write(chunk)
-            try:
-                chunk = await read()
-            except WireError as error:
-                return await self._broke_off(instance, error)
-        await answer.write_eof()
-        return answer
-
-    async def _relay_behind(
-        self, instance: InstanceInfo, response: Answer, splice: Splice
-    ) -> web.StreamResponse:
-        answer = await self.outlet.begin()
-        chunk = await self._upstream.first_chunk(instance, response)
-        has_begun = False
-        try:
-            while True:
-                events = splice.feed(chunk) if chunk else splice.finish()
-                if events:
-                    if not has_begun:
-                        has_begun = True
-                        self.begin()
-                    self._entry.generated += events.count(b"\n\n")
-                    await answer.write(events)
-                if not chunk:
-                    break
-                try:
-                    chunk = await response.read_some()
-                except WireError as error:
-                    if not has_begun:
-                        raise LegFailed(instance.id, f"connection lost: {error}") from error
-                    return await self._broke_off(instance, error)
-        except SpliceRefused as error:
-            raise LegFailed(instance.id, str(error)) from error
-        except SpliceMismatch as error:
-            self._hooks.first_token("mismatch")
-            raise Refusal(
-                502, f"instance {instance.id} answered something else: {error}"
-            ) from error
-        await answer.write_eof()
-        return answer
-
-    async def _broke_off(self, instance: InstanceInfo, error: Exception) -> web.StreamResponse:
-        _log.warning("request %s: %s broke off: %r", self._entry.id, instance.id, error)
-        self._entry.on(Event.FAIL)
-        text = f"instance {instance.id} broke off in the middle of the answer"
-        return await self.outlet.break_off(Refusal(502, text))
 
     def _answer_headers(self) -> dict[str, str]:
         return {

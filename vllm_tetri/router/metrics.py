@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vllm_tetri.control.monitor import MonitorCounters
+from vllm_tetri.router.fault_metrics import FaultMetrics
 from vllm_tetri.types import ClusterView, Flip, FlipStage
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -50,6 +51,7 @@ class Metrics:
     ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Scraped(view, counters, in_flight, workers))
+        self.faults = FaultMetrics(self._registry)
         self._requests = Counter(
             "tetri_requests",
             "Requests that ended, by how they were served and how they ended.",

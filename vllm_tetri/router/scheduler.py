@@ -22,12 +22,14 @@ from vllm_tetri.policy.route import Full, Route, Split, Submissions, Whole, choo
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import NoRoom, Refusal
 from vllm_tetri.router.call import Call
+from vllm_tetri.router.deaths import Deaths
 from vllm_tetri.router.flips import Flips
+from vllm_tetri.router.hooks import Hooks
 from vllm_tetri.router.job import Job
-from vllm_tetri.router.legs import Hooks
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placing import Placing
 from vllm_tetri.router.probe import Probes
+from vllm_tetri.router.quarantine import Quarantine
 from vllm_tetri.router.table import Entry, RequestTable
 from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import (
@@ -42,6 +44,9 @@ from vllm_tetri.types import (
 MAX_IN_FLIGHT = 4096
 # Several times what a GPU decodes at once; what waits beyond that is better refused.
 MAX_IN_FLIGHT_EACH = 1024
+# An instance that is silent for so many times `silent_after_s` is given up: what it has goes
+# on elsewhere.
+GIVE_UP_AFTER = 3
 # May answer what it has.
 _IN_USE = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.LEAVING)
 
@@ -62,6 +67,7 @@ class GlobalScheduler:
         mode: How requests are served that two instances could share.
         objective: What clients are promised.
         refuses_late: Refuse requests that are expected to miss it.
+        resumes_anywhere: A stream that broke may go on where its text may differ.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class GlobalScheduler:
         mode: Mode = Mode.SPLIT,
         objective: Objective = NO_OBJECTIVE,
         refuses_late: bool = False,
+        resumes_anywhere: bool = False,
     ) -> None:
         # Another one with every start: instances give up what a router leaves behind.
         name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
@@ -105,6 +112,8 @@ class GlobalScheduler:
         )
         self.set_mode(mode)
         self._first_byte_s = first_byte_s
+        self._give_up_s = GIVE_UP_AFTER * silent_after_s
+        self._quarantine = Quarantine(self._has_crashed, self.metrics.faults)
         self._submissions = Submissions()
         self._speeds = PrefillSpeeds()
         self._hooks = Hooks(
@@ -117,8 +126,12 @@ class GlobalScheduler:
             cancel=self._cancel,
             fell_back=self.metrics.fell_back,
             first_token=self.metrics.first_token,
+            faults=self.metrics.faults,
+            quarantine=self._quarantine,
+            resumes_anywhere=resumes_anywhere,
         )
         self._upstream: Upstream | None = None
+        self._deaths: Deaths | None = None
         self._probes: Probes | None = None
 
     async def start(self) -> None:
@@ -129,6 +142,9 @@ class GlobalScheduler:
         """
         self._upstream = Upstream(self._first_byte_s)
         self._probes = Probes(self.monitor, self._upstream)
+        self._deaths = Deaths(
+            self.monitor, self._upstream, self.table.workers, after_s=self._give_up_s
+        )
         try:
             self.monitor.start()
             self.flips.start()
@@ -139,6 +155,9 @@ class GlobalScheduler:
     async def close(self) -> None:
         """Release every socket and task. Idempotent."""
         await self.flips.close()
+        await self._quarantine.close()
+        if self._deaths is not None:
+            await self._deaths.close()
         self.monitor.close()
         if self._probes is not None:
             await self._probes.close()
@@ -202,6 +221,7 @@ class GlobalScheduler:
         call = self._with_model(call)
         assert self._upstream is not None
         now = time.monotonic()
+        self._refuse_quarantined(call)
         self._refuse_late(call, now)
         entry = self.table.enter(call.request_id, now=now, sla=call.sla)
         job = Job(
@@ -211,6 +231,8 @@ class GlobalScheduler:
         try:
             answer = await job.run()
             outcome = _conclude(entry, answer.status)
+            if outcome == "ok":
+                self._quarantine.acquit(call)
             return answer
         except Refusal as refusal:
             entry.on(Event.FAIL)
@@ -224,6 +246,13 @@ class GlobalScheduler:
         finally:
             self.table.leave(entry)
             self._count(job.route_kind, outcome, entry)
+
+    def _refuse_quarantined(self, call: Call) -> None:
+        try:
+            self._quarantine.check(call)
+        except Refusal:
+            self.metrics.ended("none", "quarantined", ttft_s=None, total_s=0.0)
+            raise
 
     def _refuse_late(self, call: Call, now: float) -> None:
         late = self._placing.late(call, now)
@@ -329,7 +358,10 @@ class GlobalScheduler:
 
     def _on_cut_off(self, instance: InstanceId) -> None:
         if self._upstream is not None:
-            self._upstream.hang_up(instance)
+            self._upstream.hang_up(instance, "has left")
+
+    async def _has_crashed(self, instance: InstanceInfo) -> bool:
+        return self._deaths is not None and await self._deaths.has_crashed(instance)
 
     def _on_flip(self, instance: InstanceId, flip: Flip) -> None:
         self.metrics.flipped(flip)

@@ -1,7 +1,8 @@
-"""The second leg's stream behind a token that the client has already.
+"""A stream behind what the client has already: a token from prefill, or all of a stream
+that broke.
 
-Leg 2 begins with the shown token, too. Its first events are read, what was shown
-is taken out of them, and from there on its bytes pass unread.
+It begins with what was shown, too. Its first events are read, what was shown is taken
+out of them, and from there on its bytes pass unread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_tetri.router.answers import event
-from vllm_tetri.router.first_token import FirstToken
+from vllm_tetri.router.shown import Shown
 
 _END = b"\n\n"
 _DATA = b"data: "
@@ -30,24 +31,20 @@ class SpliceRefused(Exception):
 
 
 class Splice:
-    """Turns the bytes of leg 2 into those that follow the shown token.
+    """Turns the bytes of leg 2 into those that follow what was shown.
 
     Reads may cut its events anywhere. An event that was shown in part is written
     anew, all others keep their bytes; only ``created`` becomes that of the shown events.
-
-    Args:
-        first: What was shown.
-        created: Time in the shown events, in seconds since 1970.
     """
 
-    def __init__(self, first: FirstToken, created: int) -> None:
-        self._is_chat = first.is_chat
-        self._created = created
-        self._text = first.text or ""  # shown, not yet seen in leg 2
-        self._token_ids = list(first.prefilled.given.token_ids) if first.prefilled.given else []
+    def __init__(self, shown: Shown) -> None:
+        self._is_chat = shown.is_chat
+        self._created = shown.created
+        self._text = shown.text  # not yet seen in leg 2
+        self._token_ids = list(shown.token_ids)  # likewise
         self._buffer = b""
         self._is_behind = False
-        self._theirs = _CREATED % created
+        self._theirs = _CREATED % shown.created
         self._ours = self._theirs
 
     def feed(self, data: bytes) -> bytes:
@@ -74,7 +71,7 @@ class Splice:
             SpliceMismatch: It ended before it came to what was shown.
         """
         if not self._is_behind:
-            raise SpliceMismatch("the stream ended before its first token")
+            raise SpliceMismatch("the stream ended before it came to what was shown")
         return self._buffer
 
     def _pass(self, data: bytes) -> bytes:
@@ -97,14 +94,15 @@ class Splice:
             if self._is_chat and "role" in choice["delta"]:
                 return b""
             is_over = choice["finish_reason"] is not None
-            self._strip(choice)
+            is_left = self._strip(choice)
         except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
             raise SpliceMismatch(f"unexpected event {raw[:200]!r}: {error!r}") from error
-        if self._text and is_over:
+        if is_left and is_over:
             raise SpliceMismatch(f"the answer ends before {self._text!r}")
-        return b"" if self._text else event(chunk)
+        return b"" if is_left else event(chunk)
 
-    def _strip(self, choice: dict[str, Any]) -> None:
+    def _strip(self, choice: dict[str, Any]) -> bool:
+        """Take out what was shown; whether there is more of that to come."""
         holder, key = (choice["delta"], "content") if self._is_chat else (choice, "text")
         text = holder.get(key) or ""
         size = min(len(text), len(self._text))
@@ -121,6 +119,8 @@ class Splice:
             choice["token_ids"], self._token_ids = ids[num_shown:], self._token_ids[len(ids) :]
         if "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = None  # only the first event of a stream has them
+        # Tokens may have been shown that made no text yet.
+        return bool(self._text) or (ids is not None and bool(self._token_ids))
 
 
 def _behind(logprobs: dict[str, Any], num_shown: int) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from weakref import WeakSet
 
-from vllm_tetri.router.answers import LegBusy, LegFailed, is_busy, is_busy_event
+from vllm_tetri.router.answers import ERROR_EVENT, LegBusy, LegFailed, is_busy, is_busy_event
 from vllm_tetri.router.wire import Answer, Unreachable, WireError, Wires
 from vllm_tetri.types import InstanceId, InstanceInfo
 
 _TROUBLE_S = 5.0
 _MAX_ERROR_BYTES = 4096
 _AT_ONCE = 0.0
+# Longest wait for an instance that failed a request to say that it is well.
+_ALIVE_S = 1.0
 
 
 class Upstream:
@@ -28,6 +30,8 @@ class Upstream:
         self._wires = Wires(first_byte_s)
         self._waiting: defaultdict[InstanceId, WeakSet[asyncio.Timeout]] = defaultdict(WeakSet)
         self._answers: defaultdict[InstanceId, WeakSet[Answer]] = defaultdict(WeakSet)
+        self._hung_up: dict[InstanceId, str] = {}  # why
+        self._checks: dict[str, asyncio.Task[bool]] = {}
 
     async def post(
         self, instance: InstanceInfo, path: str, body: bytes, headers: dict[str, str]
@@ -65,10 +69,10 @@ class Upstream:
                 answer = await self._wires.send(instance.url, method, path, body, headers)
         except TimeoutError as error:
             if limit.when() == _AT_ONCE:
-                raise LegFailed(instance.id, "has left", status=503) from error
+                raise LegFailed(instance.id, self._hung_up[instance.id], status=503) from error
             raise self._late(instance) from error
         except Unreachable as error:
-            raise LegFailed(instance.id, str(error), status=503) from error
+            raise LegFailed(instance.id, str(error), status=503, had_it=False) from error
         except WireError as error:
             raise LegFailed(instance.id, f"connection lost: {error}") from error
         finally:
@@ -76,14 +80,22 @@ class Upstream:
         self._answers[instance.id].add(answer)
         return answer
 
-    def hang_up(self, instance: InstanceId) -> None:
-        """Wait no longer for anything of an instance that left before it had finished: its
-        server ends only when nobody is connected any more."""
-        for limit in self._waiting.pop(instance, ()):
-            if not limit.expired():
-                limit.reschedule(_AT_ONCE)
-        for answer in list(self._answers.pop(instance, ())):
-            answer.close()
+    def hang_up(self, instance: InstanceId, why: str, *, quiet_s: float = 0.0) -> int:
+        """Wait no longer for anything of an instance, but for what was heard of in the
+        last `quiet_s` seconds; returns for how many answers.
+
+        One that left before it had finished needs it, too: its server ends only when
+        nobody is connected any more.
+        """
+        self._hung_up[instance] = why
+        limits = [each for each in self._waiting.pop(instance, ()) if not each.expired()]
+        for limit in limits:
+            limit.reschedule(_AT_ONCE)
+        since_s = asyncio.get_running_loop().time() - quiet_s
+        quiet = [each for each in self._answers.get(instance, ()) if each.is_quiet(since_s)]
+        for answer in quiet:
+            answer.close(why)
+        return len(limits) + len(quiet)
 
     async def first_chunk(self, instance: InstanceInfo, answer: Answer) -> bytes:
         """The first bytes of a streamed answer; empty when it ends at once.
@@ -103,6 +115,8 @@ class Upstream:
             raise LegFailed(instance.id, f"connection lost: {error}") from error
         if is_busy_event(chunk):
             raise LegBusy(instance.id)
+        if chunk.startswith(ERROR_EVENT) and not await self.is_alive(instance):
+            raise LegFailed(instance.id, "its engine died")
         return chunk
 
     async def body(self, instance: InstanceInfo, answer: Answer) -> bytes:
@@ -116,6 +130,15 @@ class Upstream:
         except WireError as error:
             raise LegFailed(instance.id, f"answer broke off: {error}") from error
 
+    async def is_alive(self, instance: InstanceInfo) -> bool:
+        """Whether an instance that failed a request is well; asked once for all of them."""
+        check = self._checks.get(instance.url)
+        if check is None:
+            check = asyncio.ensure_future(self.is_healthy(instance.url, _ALIVE_S))
+            self._checks[instance.url] = check
+            check.add_done_callback(lambda _: self._checks.pop(instance.url, None))
+        return await asyncio.shield(check)
+
     async def is_healthy(self, url: str, timeout_s: float) -> bool:
         """Whether ``/health`` answers 200."""
         try:
@@ -128,6 +151,8 @@ class Upstream:
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
+        for check in list(self._checks.values()):
+            check.cancel()
         self._wires.close()
 
     def _late(self, instance: InstanceInfo) -> LegFailed:

@@ -96,10 +96,14 @@ class Answer:
             parts.append(some)
         return b"".join(parts)
 
-    def close(self) -> None:
+    def close(self, why: str = "closed") -> None:
         """No more of it is wanted. Idempotent."""
         if self._wire is not None:
-            self._wire.drop(Dropped("closed"))
+            self._wire.drop(Dropped(why))
+
+    def is_quiet(self, since_s: float) -> bool:
+        """Whether more is to come of which nothing came after a time of the event loop."""
+        return self._wire is not None and self._wire.heard_s <= since_s
 
     # -- called by the wire -------------------------------------------------------
 
@@ -212,7 +216,7 @@ class _Wire(asyncio.Protocol):
         self._has_body = True
         self._num_answers = 0
         self._num_bytes = 0  # since the request
-        self._heard_s = 0.0
+        self.heard_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
         self.url = url
@@ -241,7 +245,7 @@ class _Wire(asyncio.Protocol):
         """Read again, if it had stopped."""
         if self._is_paused and self._transport is not None:
             self._is_paused = False
-            self._heard_s = self._loop.time()
+            self.heard_s = self._loop.time()
             self._transport.resume_reading()
 
     def drop(self, error: WireError) -> None:
@@ -265,7 +269,7 @@ class _Wire(asyncio.Protocol):
         self._owner.made(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard_s = self._loop.time()
+        self.heard_s = self._loop.time()
         self._num_bytes += len(data)
         if self._head is None and self._answer is None:
             self.drop(Dropped(_UNASKED))
@@ -347,11 +351,11 @@ class _Wire(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         if limit_s is not None:
-            self._heard_s = self._loop.time()
+            self.heard_s = self._loop.time()
             self._timer = self._loop.call_later(limit_s, self._look_at_time, limit_s)
 
     def _look_at_time(self, limit_s: float) -> None:
-        rest_s = self._heard_s + limit_s - self._loop.time()
+        rest_s = self.heard_s + limit_s - self._loop.time()
         if rest_s <= 0 and not self._is_paused:
             self.drop(Dropped(f"nothing for {limit_s:g} s"))
         else:

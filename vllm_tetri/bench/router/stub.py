@@ -172,11 +172,17 @@ class Stub:
             asyncio.get_running_loop().call_later(_LAST_CHUNK_S, connection.write, whole)
         elif (step_s := body.get("step_s")) is not None:
             connection.write(_STREAM_HEAD)
-            self.pacer.add(connection, _chunk(_event(created, _TEXT)), step_s)
+            event = _event(created, 1, tells_ids=body.get("return_token_ids") is True)
+            self.pacer.add(connection, _chunk(event), step_s)
         else:
             connection.write(_STREAM_HEAD)
             is_pair = isinstance(leg, DecodeLeg)
-            events = _events(created, body["max_tokens"], 2 if is_pair else 1)
+            events = _events(
+                created,
+                body["max_tokens"],
+                2 if is_pair else 1,
+                self._prompt_token_ids if body.get("return_token_ids") else None,
+            )
             if isinstance(leg, DecodeLeg) and leg.is_early:
                 self._arrivals.wait(leg.transfer, partial(_stream, connection, events))
             else:
@@ -270,16 +276,35 @@ def _answer(created: int, params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _events(created: int, num_tokens: int, first_size: int) -> list[bytes]:
-    """A stream of so many tokens; the first event holds `first_size` of them."""
+def _events(
+    created: int, num_tokens: int, first_size: int, prompt_token_ids: list[int] | None
+) -> list[bytes]:
+    """A stream of so many tokens; the first event holds `first_size` of them, and the
+    prompt's where ids are told."""
+    tells_ids = prompt_token_ids is not None
     sizes = [first_size, *[1] * (num_tokens - first_size)]
-    events = [_event(created, _TEXT * size) for size in sizes[:-1]]
-    return [*events, _event(created, _TEXT * sizes[-1], "length"), _DONE]
+    reasons = [*[None] * (len(sizes) - 1), "length"]
+    prompts = [prompt_token_ids, *[None] * (len(sizes) - 1)]
+    events = [
+        _event(created, size, reason, tells_ids=tells_ids, prompt=prompt)
+        for size, reason, prompt in zip(sizes, reasons, prompts, strict=True)
+    ]
+    return [*events, _DONE]
 
 
-def _event(created: int, text: str, finish_reason: str | None = None) -> bytes:
+def _event(
+    created: int,
+    num_tokens: int,
+    finish_reason: str | None = None,
+    *,
+    tells_ids: bool,
+    prompt: list[int] | None = None,
+) -> bytes:
     """vLLM: `CompletionStreamResponse`."""
-    return b"data: %b\n\n" % _dump(_frame(created, _choice(text, finish_reason)))
+    choice = _choice(_TEXT * num_tokens, finish_reason)
+    choice["prompt_token_ids"] = prompt
+    choice["token_ids"] = [1] * num_tokens if tells_ids else None
+    return b"data: %b\n\n" % _dump(_frame(created, choice))
 
 
 def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:

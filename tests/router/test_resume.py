@@ -1,0 +1,587 @@
+"""A stream whose instance dies goes on from another one, as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.router.answers import CHAT, Script, event
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.mortal import (
+    COMPLETION,
+    PATHS,
+    STREAM_HEADERS,
+    TEXTS,
+    body_of,
+    die,
+    expected,
+    num_given,
+    pair_and_spare,
+    script_of,
+    writer,
+)
+from tests.router.test_first_token import metric
+from tests.router.test_record import joined
+from vllm_tetri.handover import DecodeLeg
+from vllm_tetri.router import job as job_module
+from vllm_tetri.router import tries
+from vllm_tetri.types import Mode, Role
+
+USAGE = {"stream_options": {"include_usage": True}}
+USAGE_EACH = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+async def ask(made: Cluster, path: str, **options: Any) -> tuple[bytes, Any]:
+    """A stream's bytes and headers."""
+    body = body_of(path, stream=True, **options)
+    async with made.client.post(made.url + path, json=body) as response:
+        assert response.status == 200
+        return await response.read(), response.headers
+
+
+def is_whole(raw: bytes, headers: Any, path: str, **options: Any) -> None:
+    """It is the stream of one instance, but for where it was cut into events."""
+    script = expected(headers, path, **options)
+    created = json.loads(raw.split(b"\n\n")[0][6:])["created"]
+    whole = b"".join(Script.events(script))
+    assert joined(raw.replace(b'"created":%d' % created, b'"created":1700000000')) == joined(whole)
+    assert raw.count(b"[DONE]") == 1
+    assert raw.count(b'"role"') == (path == CHAT)
+    assert raw.count(b'"finish_reason":"length"') == 1
+
+
+async def settled(made: Cluster) -> None:
+    assert await made.table() == []
+    entries = made.scheduler.table._entries
+    assert not entries
+
+
+# -- split: what the decode instance wrote goes on elsewhere -------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dies_after", [1, 2, 4, 6])
+@pytest.mark.parametrize("cut", [0, 40])
+async def test_a_stream_goes_on_behind_its_last_event(path: str, dies_after: int, cut: int) -> None:
+    async with cluster(*pair_and_spare(dies_after, cut=cut)) as made:
+        raw, headers = await ask(made, path)
+        is_whole(raw, headers, path)
+        assert headers["x-tetri-decode"] == "d1"
+        leg = next(
+            each
+            for name in ("d2", "p")
+            for index in range(len(made[name].calls))
+            if isinstance(each := made[name].leg(index), DecodeLeg)
+        )
+        assert leg.transfer == ""
+        assert leg.given is not None
+        assert leg.given.token_ids == list(range(100, 100 + len(leg.given.token_ids)))
+        assert await metric(made, 'tetri_streams_broken_total{outcome="resumed"}') == 1
+        assert await metric(made, "tetri_resume_gap_seconds_count") == 1
+        await settled(made)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        (USAGE, {"has_usage": True}),
+        (USAGE_EACH, {"has_usage": True, "counts_each": True}),
+        ({"return_token_ids": True}, {"has_token_ids": True}),
+        ({"logprobs": True}, {"has_logprobs": True}),
+        ({"seed": 5, "temperature": 1.0}, {}),
+        ({"stop": ["never"]}, {}),
+        ({"response_format": {"type": "json_object"}}, {}),
+    ],
+    ids=str,
+)
+async def test_whatever_the_client_wants_to_see(
+    path: str, options: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    async with cluster(*pair_and_spare(4)) as made:
+        raw, headers = await ask(made, path, **options)
+        is_whole(raw, headers, path, **shape)
+        assert await metric(made, 'tetri_streams_broken_total{outcome="resumed"}') == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_prompt_is_not_tokenised_again(path: str) -> None:
+    async with cluster(*pair_and_spare(3)) as made:
+        await ask(made, path)
+        (call,) = made["d2"].calls
+        if path == CHAT:
+            assert call[1]["kv_transfer_params"]["prompt_token_ids"] == [5, 6, 7]
+        else:
+            assert call[1]["prompt"] == [5, 6, 7]
+
+
+async def test_log_probabilities_that_nobody_sees_have_their_place() -> None:
+    async with cluster(*pair_and_spare(4)) as made:
+        await ask(made, COMPLETION, logprobs=1)
+        leg = made["d2"].leg()
+        assert isinstance(leg, DecodeLeg)
+        assert leg.given is not None
+        assert leg.given.logprobs
+
+
+async def test_an_answer_that_is_not_streamed_only_takes_longer() -> None:
+    for path in PATHS:
+        async with cluster(*pair_and_spare(0)) as made:
+            status, answer, headers = await made.ask(path, **body_of(path))
+            assert (status, headers["x-tetri-decode"]) == (200, "d2")
+            assert answer["usage"]["completion_tokens"] == len(TEXTS)
+            assert await metric(made, "tetri_retries_total") == 1
+            await settled(made)
+
+
+# -- whole ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dies_after", [1, 2, 5])
+async def test_a_stream_of_one_instance_goes_on_as_well(path: str, dies_after: int) -> None:
+    both = [FakeInstance(name, Role.BOTH) for name in ("a", "b")]
+    both[0].handler, both[1].handler = writer(dies_after), writer(created=1_800_000_000)
+    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        raw, headers = await ask(made, path, **USAGE)
+        is_whole(raw, headers, path, has_usage=True)
+        assert len(made["a"].calls) == len(made["b"].calls) == 1
+        assert made["a"].calls[0][1]["return_token_ids"] is True
+
+
+async def test_streams_of_more_than_one_text_tell_no_ids() -> None:
+    both = FakeInstance("a", Role.BOTH)
+    both.handler = writer()
+    async with cluster(both) as made:
+        several: list[dict[str, Any]] = [
+            {"tools": [{}]}, {"n": 2}, {"echo": True}, {"prompt": ["a", "b"]}
+        ]  # fmt: skip
+        for options in several:
+            await ask(made, COMPLETION, **options)
+            assert "return_token_ids" not in both.calls[-1][1]
+        both.abilities = {"reasons": True}
+    async with cluster(both) as made:
+        await ask(made, CHAT)
+        assert "return_token_ids" not in both.calls[-1][1]
+
+
+# -- what may go wrong next ----------------------------------------------------------------
+
+
+async def test_a_second_death_puts_the_request_in_quarantine() -> None:
+    fakes = pair_and_spare(3)
+    fakes[2].handler = writer(2)
+    async with cluster(*fakes) as made:
+        raw, _ = await ask(made, COMPLETION)
+        assert b'"code":"quarantined"' in raw
+        assert b"DONE" not in raw
+        text = b"".join(
+            json.loads(each[6:])["choices"][0]["text"].encode()
+            for each in raw.split(b"\n\n")
+            if each and b'"error"' not in each
+        )
+        assert "".join(TEXTS).encode().startswith(text)
+        assert not [call for call in made["p"].calls if call[1].get("stream")]
+        assert await metric(made, "tetri_requests_quarantined_total") == 1
+
+        status, answer, _ = await made.ask(**body_of(COMPLETION, stream=True))
+        assert (status, answer["error"]["code"]) == (500, "quarantined")
+        assert answer["error"]["type"] == "InternalServerError"
+        assert await metric(made, "tetri_quarantine_refusals_total") == 1
+        assert (await made.ask(prompt="another"))[0] == 200
+        await settled(made)
+
+
+async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> None:
+    async def breaks(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        script = script_of(request, body)
+        answer = web.StreamResponse(headers=STREAM_HEADERS)
+        await answer.prepare(request)
+        for each in script.events(num_given(body) + 1)[:2]:
+            await answer.write(each)
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return answer
+
+    both = [FakeInstance(name, Role.BOTH) for name in "abcd"]
+    for each in both:
+        each.handler = breaks
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        raw, _ = await ask(made, COMPLETION)
+        assert sum(len(each.calls) for each in both) == 3
+        assert b'"error"' in raw
+        assert b"(tried 3)" in raw
+        assert await metric(made, 'tetri_streams_broken_total{outcome="failed"}') == 1
+        assert await metric(made, "tetri_requests_quarantined_total") == 0
+        assert raw.count(b'"text"') == 6  # each of them went on
+
+
+async def test_an_instance_that_goes_on_otherwise_is_an_error() -> None:
+    fakes = pair_and_spare(4)
+    fakes[2].handler = writer(texts=("Ab", " other", "x", "y"))
+    async with cluster(*fakes) as made:
+        raw, _ = await ask(made, COMPLETION)
+        assert b"other" not in raw.split(b'"error"')[0]
+        assert b"answered something else" in raw
+        assert await metric(made, 'tetri_streams_broken_total{outcome="mismatch"}') == 1
+
+
+async def test_an_engine_that_computes_all_again_is_followed() -> None:
+    """What cannot take the tokens writes them once more, one by one."""
+
+    async def again(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        answer = web.StreamResponse(headers=STREAM_HEADERS)
+        await answer.prepare(request)
+        for each in script_of(request, body).events():
+            await answer.write(each)
+        return answer
+
+    for path in PATHS:
+        fakes = pair_and_spare(5)
+        fakes[2].handler = again
+        async with cluster(*fakes) as made:
+            raw, headers = await ask(made, path, return_token_ids=True)
+            is_whole(raw, headers, path, has_token_ids=True)
+
+
+@pytest.mark.parametrize("options", [{"tools": [{}]}, {"n": 2}], ids=str)
+async def test_what_is_more_than_one_text_ends_with_one_error(options: dict[str, Any]) -> None:
+    async with cluster(*pair_and_spare(3)) as made:
+        raw, _ = await ask(made, CHAT, **options)
+        *events, last, empty = raw.split(b"\n\n")
+        assert empty == b""
+        assert len(events) == 3
+        error = json.loads(last[6:])["error"]
+        assert error["code"] == 502
+        assert "instance d1 broke off in the middle of the answer; only" in error["message"]
+        assert await metric(made, 'tetri_streams_broken_total{outcome="unprovable"}') == 1
+        await settled(made)
+
+
+async def test_an_instance_of_another_kind_goes_on_only_if_it_may() -> None:
+    for resumes_anywhere in (False, True):
+        both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
+        both[0].handler, both[1].handler = writer(2), writer()
+        both[1].identity = {"model": "tiny", "dtype": "bfloat16"}
+        both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tries, "RETRY_S", 0.3)
+            async with cluster(*both, mode=Mode.WHOLE, resumes_anywhere=resumes_anywhere) as made:
+                raw, headers = await ask(made, COMPLETION)
+                if resumes_anywhere:
+                    is_whole(raw, headers, COMPLETION)
+                else:
+                    assert b'"error"' in raw
+                    assert both[1].calls == []
+
+
+async def test_a_stream_waits_for_an_instance_that_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_module, "_LOOK_AGAIN_S", 0.02)
+    only = FakeInstance("a", Role.BOTH)
+    only.handler = writer(3)
+    async with cluster(only) as made:
+        asking = asyncio.create_task(ask(made, COMPLETION))
+        await eventually(lambda: not only.is_healthy)
+        again = FakeInstance("a", Role.BOTH)
+        again.pid = 4712
+        again.handler = writer()
+        await only.stop_http()
+        await again.start(made.control)
+        made.instances["again"] = again
+        raw, headers = await asking
+        is_whole(raw, headers, COMPLETION)
+
+
+async def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "_LOOK_AGAIN_S", 0.02)
+    asked = 0
+
+    async def full_at_first(
+        fake: FakeInstance, request: web.Request, body: Any
+    ) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            busy = {"message": "m", "type": "Service Unavailable", "code": 503}
+            return web.json_response({"error": busy}, status=503)
+        return await writer()(fake, request, body)
+
+    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
+    both[0].handler, both[1].handler = writer(3), full_at_first
+    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        raw, headers = await ask(made, COMPLETION)
+        is_whole(raw, headers, COMPLETION)
+        assert asked == 3
+
+
+async def test_a_client_that_leaves_in_the_gap_takes_all_with_it() -> None:
+    fakes = pair_and_spare(3)
+    async with cluster(*fakes) as made:
+        for name in ("d2", "p"):
+            made[name].chunk_gate.clear()
+        body = body_of(COMPLETION, stream=True)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(made.url + COMPLETION, json=body) as response,
+        ):
+            await response.content.readany()
+            await eventually(lambda: made["d2"].calls)
+            response.close()
+        await eventually(lambda: made["d2"].aborted == 1)
+        await eventually(lambda: not made.scheduler.table._entries)
+
+
+# -- errors that are no deaths, and deaths that look like errors --------------------------
+
+
+async def test_an_error_in_the_stream_of_a_live_engine_is_the_clients() -> None:
+    error = event({"error": {"message": "no more pages", "code": 500}}) + b"data: [DONE]\n\n"
+
+    async def complains(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        answer = web.StreamResponse(headers=STREAM_HEADERS)
+        await answer.prepare(request)
+        await answer.write(b"".join(script_of(request, body).events(2)[:2]) + error)
+        return answer
+
+    fakes = pair_and_spare(3)
+    fakes[1].handler = complains
+    async with cluster(*fakes) as made:
+        raw, _ = await ask(made, COMPLETION)
+        assert raw.endswith(error)
+        assert made["d2"].calls == []
+
+
+@pytest.mark.parametrize("comes_first", [False, True])
+async def test_an_error_in_the_stream_of_a_dead_engine_is_a_death(comes_first: bool) -> None:
+    error = event({"error": {"message": "EngineCore died", "code": 500}}) + b"data: [DONE]\n\n"
+
+    async def dies(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        fake.is_healthy = False
+        answer = web.StreamResponse(headers=STREAM_HEADERS)
+        await answer.prepare(request)
+        events = [] if comes_first else script_of(request, body).events(2)[:3]
+        await answer.write(b"".join(events) + error)
+        return answer
+
+    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
+    both[0].handler, both[1].handler = dies, writer()
+    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        raw, headers = await ask(made, COMPLETION)
+        is_whole(raw, headers, COMPLETION)
+        assert headers["x-tetri-decode"] == ("b" if comes_first else "a")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_gives_up_is_replaced(stream: bool) -> None:
+    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
+    both[0].handler = writer(texts=("Ab", " cd", ""), finish_reason="abort")
+    both[1].handler = writer()
+    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        if stream:
+            raw, headers = await ask(made, COMPLETION, **USAGE)
+            is_whole(raw, headers, COMPLETION, has_usage=True)
+        else:
+            status, answer, _ = await made.ask()
+            assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+
+
+async def test_a_stream_that_lacks_only_its_end_gets_it() -> None:
+    for path in PATHS:
+        size = len(TEXTS) + (path == CHAT)
+        both = FakeInstance("a", Role.BOTH)
+        both.handler = writer(size)
+        async with cluster(both) as made:
+            raw, headers = await ask(made, path, **USAGE)
+            fingerprint = b',"system_fingerprint":"f1"'
+            assert raw.endswith(b"data: [DONE]\n\n")
+            script = expected(headers, path, has_usage=True)
+            whole = b"".join(script.events()).replace(fingerprint, b"")
+            assert raw == whole
+            assert len(both.calls) == 1
+
+
+# -- silence --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_instance_that_falls_silent_is_given_up(stream: bool) -> None:
+    """As after SIGSTOP: its connections stay open, and it answers nothing."""
+    stopped = asyncio.Event()
+
+    async def stops(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        answer = web.StreamResponse(headers=STREAM_HEADERS)
+        if body.get("stream"):
+            await answer.prepare(request)
+            await answer.write(b"".join(script_of(request, body).events()[:3]))
+        fake.speaks.clear()
+        fake.is_healthy = False
+        stopped.set()
+        await asyncio.sleep(60)
+        return answer
+
+    fakes = pair_and_spare(0)
+    fakes[1].handler = stops
+    async with cluster(*fakes) as made:
+        if stream:
+            raw, headers = await ask(made, COMPLETION)
+            is_whole(raw, headers, COMPLETION)
+        else:
+            status, answer, headers = await made.ask()
+            assert (status, headers["x-tetri-decode"]) == (200, "d2")
+            assert answer["choices"][0]["text"] == "".join(TEXTS)
+        assert stopped.is_set()
+        await eventually(lambda: made["d1"].aborted == 1)
+
+        made["d1"].speaks.set()
+        made["d1"].is_healthy = True
+        await eventually(lambda: made.state("d1") == "ready")
+        made["d1"].handler = writer()
+        assert (await made.ask())[0] == 200
+
+
+async def test_a_prefill_instance_that_falls_silent_is_given_up() -> None:
+    async def stops(fake: FakeInstance, *_: Any) -> web.StreamResponse:
+        fake.speaks.clear()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    fakes = pair_and_spare(99)
+    fakes[0].handler = stops
+    async with cluster(*fakes) as made:
+        await made.add(FakeInstance("p2", Role.PREFILL, decode="d2"))
+        made["p2"].handler = writer()
+        made["p2"].load = made["p2"].load.__class__(queued_prefill_tokens=10_000)
+        await eventually(
+            lambda: any(
+                each.info.id == "p2" and each.load.queued_prefill_tokens
+                for each in made.scheduler.monitor.view().instances
+            )
+        )
+        raw, headers = await ask(made, COMPLETION)
+        is_whole(raw, headers, COMPLETION)
+        assert headers["x-tetri-prefill"] == "p2"
+        assert await metric(made, "tetri_retries_total") == 1
+
+
+async def test_one_that_is_silent_but_writes_is_left_alone() -> None:
+    fakes = pair_and_spare(99)
+    async with cluster(*fakes) as made:
+        made["d1"].speaks.clear()
+        await eventually(lambda: made.state("d1") == "silent")
+        made["d1"].speaks.set()
+        await eventually(lambda: made.state("d1") == "ready")
+
+        async def slowly(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+            fake.speaks.clear()
+            answer = web.StreamResponse(headers=STREAM_HEADERS)
+            await answer.prepare(request)
+            for each in script_of(request, body).events(num_given(body) + 1):
+                await answer.write(each)
+                await asyncio.sleep(0.4)
+            return answer
+
+        made["d1"].handler = slowly
+        raw, headers = await ask(made, COMPLETION)
+        is_whole(raw, headers, COMPLETION)
+        assert made["d2"].calls == []
+
+
+async def test_a_router_that_was_held_up_gives_nobody_up() -> None:
+    """Time is counted in looks: one late look is one."""
+    fakes = pair_and_spare(99)
+    async with cluster(*fakes) as made:
+        deaths = made.scheduler._deaths
+        assert deaths is not None
+        made["d1"].chunk_gate.clear()
+        asking = asyncio.create_task(ask(made, COMPLETION))
+        await eventually(lambda: made["d1"].calls)
+        for _ in range(3):
+            deaths._look()
+        made["d1"].chunk_gate.set()
+        raw, headers = await asking
+        is_whole(raw, headers, COMPLETION)
+        assert made["d2"].calls == []
+
+
+# -- who is asked before the first byte -----------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_death_before_the_first_byte_is_hidden(stream: bool) -> None:
+    async def dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
+        die(fake, request)
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    fakes = pair_and_spare(99)
+    fakes[0].handler = dies
+    async with cluster(*fakes) as made:
+        if stream:
+            raw, headers = await ask(made, COMPLETION)
+            is_whole(raw, headers, COMPLETION)
+        else:
+            assert (await made.ask())[0] == 200
+        assert await metric(made, "tetri_retries_total") == 1
+        await eventually(lambda: len(made.scheduler._quarantine) == 0)  # it was answered
+
+
+async def test_a_request_that_is_there_twice_is_not_tried_a_third_time() -> None:
+    async def dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
+        die(fake, request)
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    both = [FakeInstance(name, Role.BOTH) for name in "abc"]
+    for each in both:
+        each.handler = dies
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        status, answer, _ = await made.ask()
+        assert (status, answer["error"]["code"]) == (500, "quarantined")
+        assert len([each for each in both if each.calls]) == 2
+        status, answer, _ = await made.ask()
+        assert (status, answer["error"]["code"]) == (500, "quarantined")
+        assert len([each for each in both if each.calls]) == 2
+
+
+async def test_errors_of_live_engines_and_refused_connections_are_no_deaths() -> None:
+    async def answer_500(*_: Any) -> web.StreamResponse:
+        return web.Response(status=500, text="no")
+
+    both = [FakeInstance(name, Role.BOTH) for name in "abc"]
+    both[0].handler = both[1].handler = answer_500
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        await made["c"].stop_http()
+        status, answer, _ = await made.ask()
+        assert (status, "(tried 3)" in answer["error"]["message"]) == (502, True) or status == 503
+        await eventually(lambda: len(made.scheduler._quarantine) == 0)
+
+
+async def test_an_instance_that_says_that_it_left_did_not_die() -> None:
+    async def leaves(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
+        assert fake.agent is not None
+        await asyncio.to_thread(fake.agent.close)
+        fake.is_healthy = False
+        assert request.transport is not None
+        request.transport.abort()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    both = [FakeInstance(name, Role.BOTH) for name in "abc"]
+    both[0].handler = both[1].handler = both[2].handler = leaves
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        status, _, _ = await made.ask()
+        assert status in (502, 503)
+        assert all(each.calls for each in both)
+        await eventually(lambda: len(made.scheduler._quarantine) == 0)

@@ -1,0 +1,92 @@
+"""Instances that die without saying so: who fell silent with requests, and who crashed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.router.upstream import Upstream
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
+
+# Looks at all instances in the time after which a silent one is given up.
+_LOOKS = 12
+# What an instance says that leaves in good order is here by then.
+_LEFT_S = 0.3
+
+_log = logging.getLogger(__name__)
+
+
+class Deaths:
+    """Hangs up on instances that report nothing. Owner: the event loop; `close` it.
+
+    Time is counted in looks, so that a router that was held up itself does not believe
+    that all instances are dead.
+
+    Args:
+        monitor: Who is there, and what they reported last.
+        upstream: Connections to the instances.
+        workers: How many requests every instance has.
+        after_s: An instance that has requests and reports nothing for so long is given up.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        upstream: Upstream,
+        workers: Callable[[], Mapping[str, int]],
+        *,
+        after_s: float,
+    ) -> None:
+        self._monitor = monitor
+        self._upstream = upstream
+        self._workers = workers
+        self._after_s = after_s
+        self._seen: dict[InstanceId, tuple[int, int]] = {}  # process, report
+        self._missed: dict[InstanceId, int] = {}
+        self._task = asyncio.get_running_loop().create_task(self._watch(), name="deaths")
+
+    async def close(self) -> None:
+        """Look no more. Idempotent."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def has_crashed(self, instance: InstanceInfo) -> bool:
+        """Whether an instance that failed a request died or hangs. Not so when it answers,
+        nor when it left or is about to."""
+        if await self._upstream.is_alive(instance):
+            return False
+        await asyncio.sleep(_LEFT_S)
+        one = self._monitor.view_of(instance.id)
+        return one is not None and one.state is not InstanceState.LEAVING
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._after_s / _LOOKS)
+            self._look()
+
+    def _look(self) -> None:
+        views = self._monitor.view().instances
+        for each in views:
+            name, seen = each.info.id, (each.info.pid, each.seq)
+            if self._seen.get(name) != seen:
+                self._seen[name], self._missed[name] = seen, 0
+                continue
+            self._missed[name] += 1
+            if self._missed[name] >= _LOOKS and self._workers().get(name):
+                self._give_up(name)
+        for name in self._seen.keys() - {each.info.id for each in views}:
+            del self._seen[name], self._missed[name]
+
+    def _give_up(self, name: InstanceId) -> None:
+        num_closed = self._upstream.hang_up(
+            name, f"silent for {self._after_s:g} s", quiet_s=self._after_s
+        )
+        if num_closed:
+            _log.warning(
+                "%s has been silent for %g s: %d requests go on elsewhere or end",
+                name,
+                self._after_s,
+                num_closed,
+            )
