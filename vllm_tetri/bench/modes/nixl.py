@@ -29,8 +29,9 @@ MISSING = (
 )
 CAVEAT = (
     "nixl: vLLM's own split of prefill and decode, which vLLM calls experimental. It sends KV "
-    "after the whole prompt, and the decode instance reads it (UCX, shared memory); each "
-    "instance has half of the cores, and threads of NIXL beside its own."
+    "after the whole prompt, and the decode instance reads it (UCX, shared memory). Each "
+    "instance has half of the cores, and a thread of NIXL there that polls without a pause: "
+    "where that half is one core, half of it is lost, and this is no measure of the design."
 )
 _READ = re.compile(rb"^vllm:nixl_bytes_transferred_count(?:\{.*\})? ([0-9.e+]+)", re.MULTILINE)
 _READ_WITHIN_S = 10.0
