@@ -31,7 +31,6 @@ class Counts:
         taken_slots: Of the arena, in use by this engine.
         unclaimed_slots: Of the arena, arrived and not taken.
         quarantined_bytes: Of the arena, given up while a writer may still write.
-        first_tokens: Tokens that came from other instances and that nobody asked for.
         injections: Requests that began elsewhere.
         answers: Predictions that came with a request.
         predictions: Prompts that a predictor was asked about.
@@ -49,7 +48,6 @@ class Counts:
     taken_slots: int = 0
     unclaimed_slots: int = 0
     quarantined_bytes: int = 0
-    first_tokens: int = 0
     injections: int = 0
     answers: int = 0
     predictions: int = 0
@@ -88,7 +86,6 @@ _OWN = {
 _SHARED = {
     "unclaimed_slots": "transfers that arrived for nobody",
     "quarantined_bytes": "bytes of the arena whose writer has not answered",
-    "first_tokens": "first tokens for nobody",
 }
 
 

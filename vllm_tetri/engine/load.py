@@ -118,7 +118,6 @@ def count(scheduler: Scheduler, instance: Instance, arena: ReceiverStats) -> Cou
         taken_slots=arena.slots - arena.filling - arena.unclaimed - arena.quarantined,
         unclaimed_slots=arena.unclaimed,
         quarantined_bytes=arena.quarantined_bytes,
-        first_tokens=inbox.first_tokens,
         injections=injections.num_open if injections is not None else 0,
         answers=instance.answers.num_predicted,
         predictions=instance.predictions.num_asked,
