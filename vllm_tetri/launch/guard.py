@@ -32,6 +32,8 @@ from vllm_tetri.transport.leftovers import sweep_segments
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
+# CPython's sigtimedwait returns an empty siginfo when its time is over on waking from SIGSTOP.
+_TO_END = _SIGNALS - {signal.SIGCHLD}
 _LOOK_S = 1.0
 _TIDY_S = 1.0
 
@@ -70,7 +72,7 @@ class _Tree:
         while self._status is None:
             received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
             self._reap()
-            told = received is not None and received.si_signo != signal.SIGCHLD
+            told = received is not None and received.si_signo in _TO_END
             if told or os.getppid() != self._parent:
                 self._end_command()
                 break
