@@ -236,7 +236,7 @@ def moved(seen: list[Seen], asked: list[dict[str, Any]], name: str) -> list[Seen
 async def all_streaming(cluster: Cluster, seen: list[Seen], asked: list[dict[str, Any]]) -> None:
     streams = [one for one, body in zip(seen, asked, strict=True) if body.get("stream")]
     await until(
-        lambda: all(len(each.times_s) > 20 for each in streams), "all streams are under way"
+        lambda: all(each.raw.count(b"\n\n") > 20 for each in streams), "all streams are under way"
     )
 
 
