@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_handover import prompt
-from tests.faults.processes import eventually
+from tests.eventually import eventually
 from vllm_tetri.engine import instance as instances
 from vllm_tetri.types import Role
 

@@ -13,7 +13,8 @@ import pytest
 
 from tests.engine.harness import Engine
 from tests.engine.test_handover import CHUNK, Pair, prompt
-from tests.faults.processes import Tree, eventually, started
+from tests.eventually import eventually
+from tests.faults.processes import Tree, started
 from vllm_tetri.engine import notes
 from vllm_tetri.handover import DecodeLeg, Given, digest_of, to_params
 from vllm_tetri.transport import native
@@ -199,9 +200,9 @@ def test_first_tokens_for_nobody_are_forgotten(pair: Pair) -> None:
     worker = pair.prefill.worker._worker
     assert worker is not None
     worker.tell(pair.decode.info.kv_endpoint, note)
-    eventually(lambda: inbox.tidy() or inbox.first_tokens == 1)
+    eventually(lambda: inbox.tidy() or len(inbox._given) == 1)
     pair.decode.instance._cancel(TransferId("t-a"))
-    assert inbox.first_tokens == 0
+    assert len(inbox._given) == 0
     worker.tell(pair.decode.info.kv_endpoint, note)  # once more, behind the cancel
     worker.tell(pair.decode.info.kv_endpoint, notes.encode(notes.FirstTokens("t-b", Given([5]))))
     eventually(lambda: inbox.tidy() or "t-b" in inbox._given)

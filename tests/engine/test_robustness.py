@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.test_handover import CHUNK, Pair, prompt
-from tests.faults.processes import eventually
+from tests.eventually import eventually
 from vllm_tetri.engine import notes
 from vllm_tetri.engine.inbox import MAX_REMEMBERED
 from vllm_tetri.engine.step import StepMeta, WorkerReport

@@ -5,25 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import psutil
 
+from tests.eventually import eventually
 from vllm_tetri.bench.soak.processes import alive, send, tree
-
-
-def eventually(check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """Poll until `check` is true; its value."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = check()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {check}"
-        time.sleep(0.002)
 
 
 class Tree:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-from tests.faults.processes import eventually, started
+from tests.eventually import eventually
+from tests.faults.processes import started
 from vllm_tetri.bench.soak.processes import alive
 
 FAMILY = (

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.eventually import eventually
 from tests.faults.proxy import Kind, Proxy, Trouble
 from tests.transport import wire
-from tests.transport.conftest import IDENTITY, Backend, _make, ended, eventually
+from tests.transport.conftest import IDENTITY, Backend, _make, ended
 from tests.transport.test_lifetimes import empty
 from vllm_tetri.transport.native import Status, TransferState
 

@@ -174,13 +174,14 @@ async def test_a_client_that_leaves_during_prefill_cancels_everywhere() -> None:
         assert await left_behind(made) == 0
 
 
-async def test_a_client_that_leaves_after_the_dispatch_cancels_where_it_went() -> None:
-    async def announce_and_hang(
-        fake: FakeInstance, _: web.Request, __: dict[str, Any]
-    ) -> web.StreamResponse:
-        fake.announce(fake.leg())  # type: ignore[arg-type]
-        return await hang()
+async def announce_and_hang(
+    fake: FakeInstance, _: web.Request, __: dict[str, Any]
+) -> web.StreamResponse:
+    fake.announce(fake.leg())  # type: ignore[arg-type]
+    return await hang()
 
+
+async def test_a_client_that_leaves_after_the_dispatch_cancels_where_it_went() -> None:
     async with cluster(*trio()) as made:
         made["p"].handler = announce_and_hang
         entries = made.scheduler.table._entries
@@ -192,12 +193,6 @@ async def test_a_client_that_leaves_after_the_dispatch_cancels_where_it_went() -
 
 async def test_a_choice_that_comes_after_the_client_has_left_is_cancelled_there_too() -> None:
     """The prefill instance tried another one when the first refused, and knew no better."""
-
-    async def announce_and_hang(
-        fake: FakeInstance, _: web.Request, __: dict[str, Any]
-    ) -> web.StreamResponse:
-        fake.announce(fake.leg())  # type: ignore[arg-type]
-        return await hang()
 
     async with cluster(*trio()) as made:
         made["p"].handler = announce_and_hang

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.eventually import eventually
 from vllm_tetri.transport import loopback, native
 from vllm_tetri.transport.native import TransferState
 
 IDENTITY = {"model": "tiny", "block_size": "16"}
 ENDED = (TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
-
-
-def eventually(check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
-    """Poll until `check` is true; its value."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = check()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {check}"
-        time.sleep(0.002)
 
 
 def ended(transfer: Any, timeout_s: float = 10.0) -> Any:

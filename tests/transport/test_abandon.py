@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.transport.conftest import Backend, ended, eventually
+from tests.eventually import eventually
+from tests.transport.conftest import Backend, ended
 from tests.transport.test_lifetimes import empty
 from vllm_tetri.transport.native import Status, TransferState
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transport.conftest import IDENTITY, Backend, ended, eventually
+from tests.eventually import eventually
+from tests.transport.conftest import IDENTITY, Backend, ended
 from vllm_tetri.transport.native import SlotState, Status, TransferState
 
 ONE = np.array([0], np.int32)

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.transport.conftest import Backend, ended, eventually
+from tests.eventually import eventually
+from tests.transport.conftest import Backend, ended
 from tests.transport.test_lifetimes import empty
 from vllm_tetri.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
 from vllm_tetri.transport import native

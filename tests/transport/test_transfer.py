@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transport.conftest import Backend, ended, eventually
+from tests.eventually import eventually
+from tests.transport.conftest import Backend, ended
 from vllm_tetri.transport.native import SlotState, Status, TransferState
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.eventually import eventually
 from tests.transport import wire
-from tests.transport.conftest import IDENTITY, Backend, ended, eventually
+from tests.transport.conftest import IDENTITY, Backend, ended
 from tests.transport.test_lifetimes import empty
 from tests.transport.wire import Rogue
 from vllm_tetri.transport.native import SlotState, TransferState

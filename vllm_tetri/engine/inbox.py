@@ -317,11 +317,6 @@ class Inbox:
         kept = list(self._users)
         self._receiver.abandon(prefix_of(router), kept, "the router of its request is gone")
 
-    @property
-    def first_tokens(self) -> int:
-        """First tokens that came and that nobody has asked for (any thread)."""
-        return len(self._given)
-
     def tidy(self) -> None:
         """Take in what peers said to an engine that takes no steps, and forget what is old
         (any thread, while no request is here)."""

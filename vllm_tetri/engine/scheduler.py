@@ -72,8 +72,7 @@ class TetriScheduler(Scheduler):
         self._gate = self._make_gate()
         self._keeps_preempted = not self.needs_kv_cache_zeroing
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
-        self._prompt_tokens = 0  # of this step, for all prompts
-        self._num_ready = 0  # that this step may let in beside them
+        self._num_ready = 0  # that this step may let in beside prompts under way
         self._own = OwnRequests(self)
         self._padding: Request | None = None
         self._has_padded = False
@@ -231,8 +230,7 @@ class TetriScheduler(Scheduler):
         self._num_ready = self._count_ready()
         self.max_num_scheduled_tokens = min(tokens + self._num_ready, self._most_tokens)
         num_decodes += self._num_ready
-        self._prompt_tokens = max(1, self.max_num_scheduled_tokens - num_decodes)
-        self._instance.chunk_tokens = self._prompt_tokens
+        self._instance.chunk_tokens = max(1, self.max_num_scheduled_tokens - num_decodes)
 
     def _count_ready(self) -> int:
         """Requests that wait for nothing but a step to write their next token in, or for a
@@ -300,7 +298,7 @@ class TetriScheduler(Scheduler):
         self._shares = {}
         if not self._num_ready:
             return
-        left_tokens = self._prompt_tokens
+        left_tokens = self._instance.chunk_tokens
         for request in self.running:
             if request.is_prefill_chunk:
                 missing_tokens = request.num_tokens - request.num_computed_tokens
