@@ -216,19 +216,21 @@ void bind_receiver(py::module_& module) {
       .def_readonly("cancelled", &ReceiverStats::cancelled)
       .def_readonly("refused_full", &ReceiverStats::refused_full)
       .def_readonly("refused_identity", &ReceiverStats::refused_identity)
+      .def_readonly("refused_strangers", &ReceiverStats::refused_strangers)
       .def_readonly("bad_frames", &ReceiverStats::bad_frames)
       .def_readonly("bytes_received", &ReceiverStats::bytes_received);
   py::class_<Receiver>(module, "Receiver")
       .def(py::init([](uint64_t arena_bytes, const std::string& host, int port,
                        const tetri::Identity& identity, double fill_timeout_s,
-                       double hold_timeout_s, uint32_t max_connections) {
+                       double hold_timeout_s, uint32_t max_connections, const py::bytes& key) {
+             const std::string copied = key;
              const NoGil unlocked;
              return std::make_unique<Receiver>(tetri::ReceiverOptions{
                  arena_bytes, host, port, identity, tetri::from_seconds(fill_timeout_s),
-                 tetri::from_seconds(hold_timeout_s), max_connections});
+                 tetri::from_seconds(hold_timeout_s), max_connections, copied});
            }),
            py::kw_only(), "arena_bytes"_a, "host"_a, "port"_a, "identity"_a, "fill_timeout_s"_a,
-           "hold_timeout_s"_a, "max_connections"_a = 256)
+           "hold_timeout_s"_a, "max_connections"_a = 256, "key"_a = py::bytes())
       .def_property_readonly("endpoint", &Receiver::endpoint)
       .def_property_readonly("segment", &Receiver::segment)
       .def("find", &Receiver::find, "transfer"_a, Unlocked())
@@ -284,15 +286,15 @@ void bind_sender(py::module_& module) {
   py::class_<PySender>(module, "Sender")
       .def(py::init([](const tetri::Identity& identity, uint32_t rank, uint32_t num_ranks,
                        const std::string& link, uint32_t streams, double open_timeout_s,
-                       double io_timeout_s, uint64_t max_queued_blocks) {
+                       double io_timeout_s, uint64_t max_queued_blocks, const py::bytes& key) {
              return std::make_unique<PySender>(
                  tetri::SenderOptions{identity, rank, num_ranks, link_wish(link), streams,
                                       tetri::from_seconds(open_timeout_s),
-                                      tetri::from_seconds(io_timeout_s), max_queued_blocks});
+                                      tetri::from_seconds(io_timeout_s), max_queued_blocks, key});
            }),
            py::kw_only(), "identity"_a, "rank"_a = 0, "num_ranks"_a = 1, "link"_a = "auto",
            "streams"_a = 2, "open_timeout_s"_a = 5.0, "io_timeout_s"_a = 30.0,
-           "max_queued_blocks"_a = uint64_t{1} << 20)
+           "max_queued_blocks"_a = uint64_t{1} << 20, "key"_a = py::bytes())
       .def("open", &PySender::open, "endpoint"_a, "transfer"_a, "num_blocks"_a, "block_bytes"_a)
       .def(
           "send",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vllm_tetri"
 VALUES = {"types", "errors"}
-SHARED = VALUES | {"config", "messages", "handover", "policy"}
+SHARED = VALUES | {"config", "messages", "handover", "policy", "secret"}
 
 # layer: (own layers, packages from outside the standard library)
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
@@ -19,6 +20,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "errors": (set(), set()),
     "config": (VALUES | {"policy"}, {"msgspec"}),
+    "secret": (VALUES, set()),
     "messages": (VALUES, {"msgspec"}),
     "handover": (VALUES, {"msgspec"}),
     "policy": (VALUES, set()),
@@ -30,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"aiohttp", "httptools", "msgspec", "prometheus_client", "rich", "uvloop"},
     ),
     "predictor": (
-        VALUES | {"config", "policy", "bench.picture"},
+        VALUES | {"config", "policy", "secret", "control.curve", "bench.picture"},
         {
             "aiohttp",
             "matplotlib",
@@ -47,7 +49,14 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"msgspec", "numpy", "psutil", "torch", "vllm", "yaml"},
     ),
     "launch": (
-        SHARED | {"__init__", "engine.cache", "engine.versions", "transport.leftovers"},
+        SHARED
+        | {
+            "__init__",
+            "engine.cache",
+            "engine.versions",
+            "router.door_options",
+            "transport.leftovers",
+        },
         {"aiohttp", "psutil", "rich", "torch", "yaml"},
     ),
     "bench": (
@@ -173,3 +182,21 @@ def test_policy_imports_with_everything_else_out_of_reach() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+# Where a date is written, or where epochs of several hosts must grow; nowhere is it waited by.
+WALL_CLOCK = {"router/relay.py", "router/app.py", "router/lease.py", "router/kube_api.py"}
+
+
+def test_nothing_that_serves_looks_at_the_wall_clock() -> None:
+    """It may jump: deadlines, ages and heartbeats count on a monotonic one."""
+    wall = re.compile(r"\btime\.(time|localtime|gmtime)\(|\bdatetime\.(now|utcnow|today)\(")
+    found = {
+        path.relative_to(PACKAGE).as_posix() for path in sources() if wall.search(path.read_text())
+    }
+    assert {path for path in found if not path.startswith("bench/")} == WALL_CLOCK
+    native = [*(PACKAGE.parent / "csrc").rglob("*.cc"), *(PACKAGE.parent / "csrc").rglob("*.h")]
+    assert native
+    for path in native:
+        assert "system_clock" not in path.read_text(), path
+        assert "CLOCK_REALTIME" not in path.read_text(), path

@@ -53,6 +53,12 @@ COMMANDS = (
         "router --port 8000",
     ),
     Command(
+        "secret",
+        "vllm_tetri.launch.secret",
+        "make the secret that the processes of a cluster share",
+        "secret cluster.secret",
+    ),
+    Command(
         "status",
         "vllm_tetri.router.status",
         "show the instances that a router knows",
@@ -217,6 +223,13 @@ COMMANDS = (
         "vllm_tetri.bench.soak.command",
         "break a cluster under load again and again, and see what it keeps",
         "bench soak MODEL --minutes 30",
+        "OPTIONS OF vllm serve",
+    ),
+    Command(
+        "bench overload",
+        "vllm_tetri.bench.overload.command",
+        "ask a cluster for ten times what it can serve, and see what it keeps",
+        "bench overload MODEL --minutes 2",
         "OPTIONS OF vllm serve",
     ),
     Command(

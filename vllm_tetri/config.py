@@ -52,7 +52,9 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         instance: Name in the cluster; derived from role and port when empty.
         url: Base URL that the router uses to reach this instance's HTTP server.
         control: ZeroMQ addresses of the routers, one or more.
-        host: Address that the KV receiver binds.
+        host: Address that the KV receiver binds and peers dial.
+        secret_file: Holds what the processes of the cluster share; empty: nothing, and then
+            every address is one of this machine's own.
         prefill_policy: Order of waiting prompts.
         sched_batch: Prompts taken from the queue and ordered together (the
             paper's PrefillSchedBatch, section 3.3.1).
@@ -89,6 +91,7 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     url: str = ""
     control: tuple[str, ...] = (DEFAULT_CONTROL,)
     host: str = "127.0.0.1"
+    secret_file: str = ""
     prefill_policy: PrefillPolicy = PrefillPolicy.SJF
     sched_batch: Positive = 16  # paper section 5.2.1
     chunk_size: Positive | Literal["auto"] = 512  # paper section 3.3.3: the knee of its V100
@@ -112,9 +115,15 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     load_budget_bytes: Positive = 64 << 20
 
     def __post_init__(self) -> None:
-        require_loopback("--tetri-host", self.host)
+        has_secret = bool(self.secret_file)
+        require_guarded("--tetri-host", self.host, has_secret=has_secret)
+        if self.host in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"--tetri-host {self.host}: peers cannot dial that; give the address of this "
+                "machine that they reach"
+            )
         for address in self.control:
-            require_loopback("--tetri-control", control_host(address))
+            require_guarded("--tetri-control", control_host(address), has_secret=has_secret)
 
 
 def decode_config(raw: dict[str, Any]) -> TetriConfig:
@@ -213,20 +222,19 @@ def control_host(address: str) -> str:
     return host.strip("[]")
 
 
-def require_loopback(option: str, host: str) -> None:
-    """Refuse an address that other machines could reach.
-
-    Control and KV ports have no authentication yet, so they stay on this host.
+def require_guarded(option: str, host: str, *, has_secret: bool) -> None:
+    """Refuse an address that other machines could reach, unless peers share a secret.
 
     Raises:
-        ConfigError: ``host`` is not a loopback address.
+        ConfigError: ``host`` is not a loopback address, and there is no secret.
     """
     try:
         is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = False
-    if not is_loopback:
+    if not is_loopback and not has_secret:
         raise ConfigError(
-            f"{option} {host}: only loopback addresses are accepted, because peers "
-            "cannot authenticate themselves in this version; use 127.0.0.1"
+            f"{option} {host}: other machines may reach what is not a loopback address, so the "
+            "cluster needs a secret: `vllm-tetri secret FILE` makes one; give FILE to routers "
+            "(--secret-file) and instances (--tetri-secret-file), or use 127.0.0.1"
         )

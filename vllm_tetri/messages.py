@@ -2,12 +2,15 @@
 
 A frame is one ZeroMQ message part: ``b"TTRI"``, one version byte, then a
 msgpack-encoded tagged struct. Facts are past tense, commands imperative,
-reports nouns. KV bytes never travel here.
+reports nouns. KV bytes never travel here. Numbers are finite and below 2^53 wherever they
+come from outside: who decides by them must not have to ask.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_type_hints
+from dataclasses import fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -22,15 +25,25 @@ from vllm_tetri.types import (
     Prediction,
     RequestId,
     Role,
+    StepCoefficients,
     TransferId,
 )
 
 MAGIC = b"TTRI"
 VERSION = 3
 MAX_FRAME_BYTES = 8 << 20
+_MOST = 1 << 53
+_MOST_BUCKETS = 1 << 18  # of predicted lengths
+_MOST_WORDS = 4096  # characters of a reason
 
-Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 """Numbers orders to flip of one instance."""
+Words = Annotated[str, msgspec.Meta(max_length=_MOST_WORDS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]  # and so not NaN
+_BOUNDED: dict[Any, Any] = {
+    int: Annotated[int, msgspec.Meta(ge=-_MOST, le=_MOST)],
+    float: Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)],
+}
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +97,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
 
     instance: InstanceId
     was_asked: bool = False
-    cut_off: str = ""
+    cut_off: Words = ""
 
 
 class Flipped(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +117,7 @@ class Introduce(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: you cannot join, and why."""
 
-    reason: str
+    reason: Words
 
 
 class View(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +132,10 @@ if TYPE_CHECKING:
     LoadRow = InstanceLoad
 else:  # the same fields, without their names on the wire and made by msgspec's decoder
     LoadRow = msgspec.defstruct(
-        "LoadRow", list(get_type_hints(InstanceLoad).items()), frozen=True, array_like=True
+        "LoadRow",
+        [(name, _BOUNDED.get(kind, kind)) for name, kind in get_type_hints(InstanceLoad).items()],
+        frozen=True,
+        array_like=True,
     )
 
 
@@ -127,7 +143,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """What changes all the time of an `InstanceView`."""
 
     state: InstanceState
-    age_s: float
+    age_s: Seconds
     seq: int
     load: LoadRow
 
@@ -156,21 +172,24 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     After `deadline_s` (seconds from now) it goes in any case; None waits for ever.
     """
 
-    deadline_s: float | None = None
+    deadline_s: Seconds | None = None
 
 
 class FlipRole(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: take another role; repeated until a report has the epoch.
 
     With `is_now` old work is finished beside new work, else before. After `deadline_s`
-    (seconds from now) it keeps its role instead; None waits for ever.
+    (seconds from now) it keeps its role instead; None waits for ever. `lease` is the
+    epoch under which a watcher ordered it: one older than what the instance has heard is
+    that of a router which decides no more. 0: an operator's.
     """
 
     epoch: Epoch
     role: Role
     is_now: bool = False
-    deadline_s: float | None = None
-    reason: str = ""
+    deadline_s: Seconds | None = None
+    reason: Words = ""
+    lease: Epoch = 0
 
 
 class Advertised(msgspec.Struct, frozen=True, tag=True):
@@ -178,7 +197,7 @@ class Advertised(msgspec.Struct, frozen=True, tag=True):
     monotonic time `at_s` of the router's machine."""
 
     epoch: Epoch
-    at_s: float
+    at_s: Seconds
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
@@ -209,15 +228,53 @@ def decode_to_router(frame: bytes) -> ToRouter:
     """The message in a frame that an instance sent.
 
     Raises:
-        ProtocolError: Foreign, truncated, oversized, of another version, or
-            not a message for routers.
+        ProtocolError: Foreign, truncated, oversized, of another version, not a message
+            for routers, or with a number that is none.
     """
-    return _decode(_to_router, frame)
+    message = _decode(_to_router, frame)
+    if isinstance(message, LoadReport):
+        _require_sound(message.load)
+        _require_sound_flip(message.flip)
+    return message
 
 
 def decode_to_instance(frame: bytes) -> ToInstance:
     """The message in a frame that a router sent; raises like `decode_to_router`."""
-    return _decode(_to_instance, frame)
+    message = _decode(_to_instance, frame)
+    if isinstance(message, View):
+        for each in message.view.instances:
+            _require_sound(each.load)
+            _require_sound_flip(each.flip)
+            _require_finite(each.age_s)
+    elif isinstance(message, Loads):
+        for row in message.rows:  # the rest of it msgspec has looked at
+            _require_finite(*_cost_numbers(row.load.cost))
+    return message
+
+
+_load_numbers = attrgetter(
+    *(name for name, kind in get_type_hints(InstanceLoad).items() if kind in _BOUNDED)
+)
+_cost_numbers = attrgetter(*(field.name for field in fields(StepCoefficients)))
+
+
+def _require_sound(load: InstanceLoad) -> None:
+    _require_finite(*_load_numbers(load), *_cost_numbers(load.cost))
+    if len(load.bucket_tokens) > _MOST_BUCKETS:
+        raise ProtocolError(f"{len(load.bucket_tokens)} buckets of lengths in a load")
+
+
+def _require_sound_flip(flip: Flip | None) -> None:
+    if flip is None:
+        return
+    _require_finite(flip.epoch, flip.age_s, flip.drain_s, flip.commit_s)
+    if len(flip.reason) + len(flip.problem) > _MOST_WORDS:
+        raise ProtocolError("a flip with more words than fit")
+
+
+def _require_finite(*numbers: float) -> None:
+    if not sum(map(abs, numbers)) <= _MOST:  # no comparison holds for NaN
+        raise ProtocolError("a number that is not finite, or beyond 2^53")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:

@@ -168,6 +168,7 @@ class InstanceInfo:
         injects: Whether it goes on behind tokens that another instance sampled.
         injects_seeded: The same for requests with a seed of their own.
         reasons: Whether its API server takes reasoning out of chat answers.
+        num_routers: How many it reports to.
         device: What it computes on. Instances of the same name share it; one without a
             name has it for itself.
     """
@@ -185,6 +186,7 @@ class InstanceInfo:
     injects: bool = True
     injects_seeded: bool = True
     reasons: bool = False
+    num_routers: int = 1
     device: str = ""
 
 

@@ -27,10 +27,15 @@ Connection::Connection(uint64_t id, Fd fd, ArenaState& state, Sessions& sessions
       last_in_(now),
       last_out_(now) {
   writer_.connection = id;
+  if (state.options.key.empty()) return;
+  doorman_.emplace(state.options.key);
+  phase_ = Phase::kProving;
 }
 
 TimePoint Connection::deadline() const {
-  if (phase_ == Phase::kNew || phase_ == Phase::kAgreed) return handshake_deadline_;
+  if (phase_ == Phase::kProving || phase_ == Phase::kNew || phase_ == Phase::kAgreed) {
+    return handshake_deadline_;
+  }
   if (phase_ == Phase::kDraining) {
     return writer_.shared ? TimePoint::max() : handshake_deadline_;
   }
@@ -42,6 +47,8 @@ TimePoint Connection::deadline() const {
 
 void Connection::readable(TimePoint now) {
   switch (phase_) {
+    case Phase::kProving:
+      return read_proof(now);
     case Phase::kDraining:
       return discard();
     case Phase::kData:
@@ -56,6 +63,18 @@ void Connection::discard() {
   for (int turn = 0; turn < kReceivesPerTurn; ++turn) {
     if (receive_some(fd_.get(), buffer, sizeof(buffer)) == 0) return;
   }
+}
+
+void Connection::read_proof(TimePoint now) {
+  while (!doorman_->has_proof()) {
+    const size_t got = receive_some(fd_.get(), doorman_->room(), doorman_->wants());
+    if (got == 0) return;
+    last_in_ = now;
+    const std::string answer = doorman_->took(got);
+    if (!answer.empty()) send(answer, now);
+  }
+  doorman_.reset();
+  phase_ = Phase::kNew;
 }
 
 void Connection::read_control(TimePoint now) {
@@ -80,6 +99,11 @@ void Connection::handle(const Frame& frame, TimePoint now) {
     tune(fd_.get(), false, !writer_.shared);
     phase_ = Phase::kControl;
     return;
+  }
+  if (frame.type == Type::kChallenge) {
+    throw FrameError(
+        "this receiver was given no secret to prove; start it with the --tetri-secret-file of the "
+        "sender");
   }
   if (frame.type == Type::kJoin) return join(decode<Join>(frame).session, now);
   handle_hello(frame, now);

@@ -36,7 +36,7 @@ Frame ControlChannel::expect(TimePoint deadline, int cancel_fd) {
     receive();
   }
   if (frame.type == Type::kRefused) {
-    throw LinkError(Status::kRefused, decode<Refused>(frame).reason);
+    throw LinkError(Status::kRefused, printable(decode<Refused>(frame).reason));
   }
   return frame;
 }

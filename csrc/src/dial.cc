@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "tetri/peer.h"
+#include "tetri/proof.h"
 #include "tetri/sender.h"
 
 namespace tetri {
@@ -43,12 +44,14 @@ std::optional<Segment> shared_arena(const Welcome& welcome, std::string* why_not
   return std::nullopt;
 }
 
-Fd join(const Endpoint& endpoint, uint64_t session, TimePoint deadline, int cancel_fd) {
+Fd join(const SenderOptions& options, const Endpoint& endpoint, uint64_t session,
+        TimePoint deadline, int cancel_fd) {
   Fd fd = connect_to(endpoint, deadline, cancel_fd);
   tune(fd.get(), true, true);
   const int raw = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0);
   if (raw < 0) throw LinkError(Status::kPeerLost, "out of file descriptors");
   ControlChannel channel{Fd(raw)};
+  prove(channel, options.key, endpoint, deadline, cancel_fd);
   channel.send(encode(Join{session}));
   decode<Joined>(channel.expect(deadline, cancel_fd));
   return fd;
@@ -60,6 +63,7 @@ Session handshake(const SenderOptions& options, const Endpoint& endpoint, TimePo
   session.control = std::make_unique<ControlChannel>(connect_to(endpoint, deadline, cancel_fd));
   ControlChannel& control = *session.control;
   tune(control.fd(), false, true);
+  prove(control, options.key, endpoint, deadline, cancel_fd);
   const Welcome welcome = introduce(control, options, deadline, cancel_fd);
   if (options.link != LinkWish::kTcp) {
     std::string why_not;
@@ -78,7 +82,7 @@ Session handshake(const SenderOptions& options, const Endpoint& endpoint, TimePo
   control.send(encode(LinkChoice{0}));
   std::vector<Fd> streams;
   for (uint32_t index = 0; index < options.streams; ++index) {
-    streams.push_back(join(endpoint, welcome.session, deadline, cancel_fd));
+    streams.push_back(join(options, endpoint, welcome.session, deadline, cancel_fd));
   }
   session.link = make_tcp_link(std::move(streams), control);
   return session;

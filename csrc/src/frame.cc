@@ -12,6 +12,20 @@ struct WireHeader {
 };
 static_assert(sizeof(WireHeader) == kHeaderSize);
 
+constexpr size_t kMaxTextBytes = 4096;
+
+uint32_t longest_body(Type type) {
+  switch (type) {
+    case Type::kData:
+      return kDataChunkBytes + uint32_t{kDataPrefixBytes};
+    case Type::kChallenge:
+    case Type::kProof:
+      return kProofBodyBytes;
+    default:
+      return kMaxControlBytes;
+  }
+}
+
 std::string value_in(const Identity& identity, const std::string& key) {
   const auto found = identity.find(key);
   return found == identity.end() ? "absent" : found->second;
@@ -28,12 +42,11 @@ Header parse_header(const uint8_t* bytes) {
                        std::to_string(kVersion) + "; install the same vllm-tetri on both sides");
   }
   if (header.type < static_cast<uint16_t>(Type::kHello) ||
-      header.type > static_cast<uint16_t>(Type::kMessageAck)) {
+      header.type > static_cast<uint16_t>(Type::kProof)) {
     throw FrameError("unknown frame type " + std::to_string(header.type));
   }
   const auto type = static_cast<Type>(header.type);
-  const uint32_t limit =
-      type == Type::kData ? kDataChunkBytes + uint32_t{kDataPrefixBytes} : kMaxControlBytes;
+  const uint32_t limit = longest_body(type);
   if (header.length > limit) {
     throw FrameError("frame of " + std::to_string(header.length) + " bytes exceeds " +
                      std::to_string(limit));
@@ -105,6 +118,14 @@ bool FrameParser::next(Frame* frame) {
   *frame = {header.type, buffer_.substr(begin_ + kHeaderSize, header.length)};
   begin_ += kHeaderSize + header.length;
   return true;
+}
+
+std::string printable(std::string_view text) {
+  std::string shown(text.substr(0, kMaxTextBytes));
+  for (char& letter : shown) {
+    if (letter < ' ' || letter > '~') letter = '?';
+  }
+  return shown;
 }
 
 std::string identity_difference(const Identity& here, const Identity& there) {

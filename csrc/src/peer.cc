@@ -242,7 +242,7 @@ void Peer::handle(const Frame& frame) {
       return;
     }
     case Type::kRefused:
-      throw LinkError(Status::kRefused, decode<Refused>(frame).reason);
+      throw LinkError(Status::kRefused, printable(decode<Refused>(frame).reason));
     default:
       throw FrameError("unexpected frame type " + std::to_string(static_cast<int>(frame.type)));
   }
@@ -266,7 +266,7 @@ void Peer::handle_opened(const Opened& opened) {
   if (granted) {
     session_.control->send(encode(Cancel{opened.generation, "cancelled before it was granted"}));
   } else {
-    transfer->fail(status_of(opened.status), opened.error);
+    transfer->fail(status_of(opened.status), printable(opened.error));
   }
   for (Command& command : entry.waiting) drop(command, transfer->status(), transfer->error());
   requests_.erase(transfer.get());
@@ -278,7 +278,7 @@ void Peer::handle_stop(const Stop& stop) {
   if (found != generations_.end()) {
     const uint64_t request = found->second;
     const TransferPtr transfer = entries_.at(request).transfer;
-    transfer->fail(status_of(stop.status), stop.reason);
+    transfer->fail(status_of(stop.status), printable(stop.reason));
     session_.link->cancel(*transfer);
     generations_.erase(found);
     requests_.erase(transfer.get());

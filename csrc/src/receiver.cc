@@ -1,5 +1,6 @@
 #include "tetri/receiver.h"
 
+#include "tetri/proof.h"
 #include "tetri/service.h"
 
 namespace tetri {
@@ -10,6 +11,7 @@ const ReceiverOptions& checked(const ReceiverOptions& options) {
   if (options.port < 0 || options.port > 65535) {
     throw std::invalid_argument("port must be between 0 and 65535");
   }
+  checked_key(options.key);
   if (options.max_connections == 0) throw std::invalid_argument("max_connections must be positive");
   if (options.fill_timeout <= Duration::zero() || options.hold_timeout <= Duration::zero()) {
     throw std::invalid_argument("fill_timeout_s and hold_timeout_s must be positive");
@@ -107,6 +109,7 @@ ReceiverStats Receiver::stats() {
   stats.cancelled = counters.cancelled;
   stats.refused_full = counters.refused_full;
   stats.refused_identity = state_.counters.refused_identity;
+  stats.refused_strangers = state_.counters.refused_strangers;
   stats.bad_frames = state_.counters.bad_frames;
   stats.bytes_received = state_.counters.bytes_received;
   return stats;

@@ -196,6 +196,10 @@ Segment Segment::attach(const std::string& path) {
   if (!S_ISREG(info.st_mode) || size <= kHeaderBytes || size % kPage != 0) {
     throw std::runtime_error("not a receive arena: " + path);
   }
+  // Who can shorten the file can end this process. Only a process of this user may.
+  if (info.st_uid != ::geteuid() || (info.st_mode & 0077) != 0) {
+    throw std::runtime_error("the receive arena " + path + " is not this user's alone");
+  }
   Segment segment(path, std::move(fd), size, false);
   segment.map();
   segment.touch();

@@ -2,6 +2,8 @@
 
 #include <vector>
 
+#include "tetri/proof.h"
+
 namespace tetri {
 
 namespace {
@@ -14,6 +16,7 @@ SenderOptions checked(SenderOptions options) {
     throw std::invalid_argument("rank must be below num_ranks, and num_ranks at most " +
                                 std::to_string(kMaxRanks));
   }
+  checked_key(options.key);
   if (options.streams == 0 || options.streams > 16) {
     throw std::invalid_argument("streams must be between 1 and 16");
   }

@@ -222,7 +222,8 @@ void SlotTable::cancelled_by_sender(const Cancel& cancel, const WriterId& id, Ti
   Record* record = filling(cancel.generation);
   if (record == nullptr || writer_of(*record, id) == nullptr) return;
   ++counters_.cancelled;
-  end(cancel.generation, Status::kCancelled, "the sender cancelled it: " + cancel.reason, now);
+  end(cancel.generation, Status::kCancelled, "the sender cancelled it: " + printable(cancel.reason),
+      now);
 }
 
 void SlotTable::stopped(uint64_t generation, const WriterId& id) {

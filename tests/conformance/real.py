@@ -212,7 +212,9 @@ class Play:
             only.submit(now, partial(only.engine.enter, name, tokens))
             return
         (model,) = {each.info.models[0] for each in self._view.instances}
-        call = SimpleNamespace(model=model, approx_tokens=ask.prompt_tokens, request_id=name)
+        call = SimpleNamespace(
+            model=model, approx_tokens=ask.prompt_tokens, request_id=name, party=""
+        )
         route = self._router._route(call, True, frozenset(), frozenset())  # type: ignore[arg-type]
         assert isinstance(route, Split | Whole)
         first = route.prefill if isinstance(route, Split) else route.instance

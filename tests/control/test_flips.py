@@ -175,3 +175,25 @@ async def test_of_two_routers_that_order_at_once_one_is_heard() -> None:
         assert flip is not None
         assert flip.epoch == 1
         assert role_of(first) is role_of(second) is flip.target
+
+
+async def test_orders_of_a_watcher_that_lost_its_lease_do_nothing() -> None:
+    """Two routers; the first had the lease, the second has it, an operator needs none."""
+    async with (
+        monitor() as former,
+        monitor() as present,
+        joined(former.address, present.address, info=DECODE, switch=Engine(is_idle=True).switch),
+    ):
+        for each in (former, present):
+            await until_ready(each)
+        present.order_flip(DECODE.id, order(Role.PREFILL, is_now=True, lease=8))
+        await eventually(lambda: role_of(former) is role_of(present) is Role.PREFILL)
+        former.order_flip(DECODE.id, order(Role.BOTH, is_now=True, lease=7))
+        seq = former.view().instances[0].seq
+        await eventually(lambda: former.view().instances[0].seq > seq + 3)  # it says it again
+        assert role_of(former) is role_of(present) is Role.PREFILL
+        present.order_flip(DECODE.id, order(Role.DECODE, is_now=True, lease=8))
+        await eventually(lambda: role_of(former) is role_of(present) is Role.DECODE)
+        await eventually(lambda: is_committed(present))
+        former.order_flip(DECODE.id, order(Role.BOTH, is_now=True))
+        await eventually(lambda: role_of(former) is role_of(present) is Role.BOTH)

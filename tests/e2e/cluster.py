@@ -34,11 +34,18 @@ SERVE = (
 class Process:
     """A child process that writes to a log file and dies with its group."""
 
-    def __init__(self, arguments: list[str], log: Path, **environment: str) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        *,
+        within: tuple[str, ...] = (),
+        **environment: str,
+    ) -> None:
         self.log = log
         with log.open("wb") as out:
             self.child = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [*within, sys.executable, "-m", *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

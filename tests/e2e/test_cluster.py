@@ -63,10 +63,11 @@ CLASSES["mixed"] = [body for bodies in CLASSES.values() for body in bodies[1::2]
 class Joiner(Process):
     """One more decode instance, started by hand."""
 
-    def __init__(self, model: Path, folder: Path, control: str) -> None:
+    def __init__(self, model: Path, folder: Path, cluster: dict[str, str]) -> None:
         super().__init__(
             ["vllm.entrypoints.cli.main", "serve", str(model), *SERVE, "--role", "decode",
-             "--port", str(free_port()), "--tetri-instance", "decode-2", "--tetri-control", control,
+             "--port", str(free_port()), "--tetri-instance", "decode-2",
+             "--tetri-control", cluster["control"], "--tetri-secret-file", cluster["secret_file"],
              "--tetri-arena-bytes", str(ARENA_BYTES), "--tetri-chunk-size", str(CHUNK)],
             folder / "decode-2.log",
             **PASSIVE,
@@ -169,7 +170,7 @@ async def test_instances_join_and_leave_under_load(
     single: Stock, many: Cluster, tiny_llama: Path, tmp_path: Path
 ) -> None:
     answers = [await ask(single.url, body) for body in CLASSES["mixed"]]
-    joiner = Joiner(tiny_llama, tmp_path, many.facts["control"])
+    joiner = Joiner(tiny_llama, tmp_path, many.facts)
     below = [processes_of(many, name) for name in ("decode-0", "prefill-1")]
     try:
         # Importing takes longest and has nothing to do with the cluster.

@@ -126,3 +126,22 @@ def test_a_hold_ends_when_somebody_has_room() -> None:
 
 def test_with_nobody_there_is_nothing_to_wait_for() -> None:
     assert Scene().choose(request(), may_wait=True) is None
+
+
+def test_an_instance_that_nobody_answers_at_is_avoided_for_a_while() -> None:
+    scene = Scene(decode("a"), decode("b"))
+    cut = decode("a").info.kv_endpoint
+    scene.dispatcher.note_sent(cut, was_reached=False)
+    chosen = {scene.choose(request(name=str(number))) for number in range(20)}
+    assert chosen == {"b"}
+    scene.now += 10
+    chosen_later = [scene.choose(request(name=str(number))) for number in range(100)]
+    assert chosen_later.count("a") == 1  # tries it for all of them
+    scene.dispatcher.note_sent(cut, was_reached=True)
+    assert "a" in {scene.choose(request(name=str(number))) for number in range(20)}
+
+
+def test_an_instance_that_nobody_answers_at_is_better_than_none() -> None:
+    scene = Scene(decode("a"))
+    scene.dispatcher.note_sent(decode("a").info.kv_endpoint, was_reached=False)
+    assert scene.choose(request()) == "a"

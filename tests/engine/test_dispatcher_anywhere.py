@@ -173,3 +173,10 @@ def test_another_role_counts_from_the_next_choice_on() -> None:
     scene.sees(me, one("d", "decode"))
     scene.dispatcher.act_as(me.info)
     assert scene.chosen() == "d"
+
+
+def test_an_answer_does_not_move_to_where_nobody_answers() -> None:
+    scene = Scene(one("a"), one("b"), decodes=30)
+    scene.dispatcher.note_sent("a:1", was_reached=False)
+    chosen = scene.chosen()
+    assert chosen == "b"

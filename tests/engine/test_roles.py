@@ -21,6 +21,7 @@ from vllm_tetri.engine.options import HELP
 from vllm_tetri.engine.plugin import register
 from vllm_tetri.engine.versions import require_supported
 from vllm_tetri.errors import UnsupportedError
+from vllm_tetri.secret import VARIABLE, write_secret
 from vllm_tetri.types import Role
 
 
@@ -115,6 +116,24 @@ def test_wrong_values_are_one_clear_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "loopback" in refusal(capsys, "--role", "both", "--tetri-control", "tcp://10.0.0.1:1")
     assert "256M" in refusal(capsys, "--role", "both", "--tetri-arena-bytes", "lots")
     assert "streams" in refusal(capsys, "--role", "both", "--tetri-streams", "99")
+
+
+def test_a_secret_opens_other_addresses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "secret"
+    write_secret(path)
+    words = ("--role", "both", "--tetri-host", "10.0.0.5", "--tetri-control", "tcp://r:1")
+    made = config(parse(*words, "--tetri-secret-file", str(path)))
+    assert (made.secret_file, made.host, made.control) == (str(path), "10.0.0.5", ("tcp://r:1",))
+    wide = ("--role", "both", "--tetri-host", "0.0.0.0", "--tetri-secret-file", str(path))
+    assert "cannot dial" in refusal(capsys, *wide)
+    monkeypatch.setenv(VARIABLE, str(path))
+    assert config(parse(*words)).secret_file == str(path)
+    path.chmod(0o644)
+    assert "chmod 600" in refusal(capsys, *words)
+    monkeypatch.delenv(VARIABLE)
+    assert "vllm-tetri secret FILE" in refusal(capsys, *words)
 
 
 BAD_VALUES = {

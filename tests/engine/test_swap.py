@@ -369,7 +369,7 @@ def test_every_rank_fills_its_part_of_a_slot(receiver: Receiver) -> None:
         for _ in range(NUM_RANKS)
     ]
     kept = [[layer.clone() for layer in cache] for cache in caches]
-    config = SimpleNamespace(link="auto", streams=1, transfer_timeout_s=5.0)
+    config = SimpleNamespace(link="auto", streams=1, transfer_timeout_s=5.0, secret_file="")
     workers = [
         KVWorker(
             config=config,  # type: ignore[arg-type]
@@ -408,7 +408,7 @@ def test_every_rank_fills_its_part_of_a_slot(receiver: Receiver) -> None:
 def test_a_copy_that_fails_is_reported(receiver: Receiver) -> None:
     cache = [torch.zeros((4, 256), dtype=torch.uint8)]
     worker = KVWorker(
-        config=SimpleNamespace(link="auto", streams=1, transfer_timeout_s=5.0),  # type: ignore[arg-type]
+        config=SimpleNamespace(link="auto", streams=1, transfer_timeout_s=5.0, secret_file=""),  # type: ignore[arg-type]
         identity={"model": "test"},
         mover=HostMover(cache, 4),
         rank=0,

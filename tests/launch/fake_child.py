@@ -5,16 +5,20 @@ from the folder in ``FAKE_DIR``: each start adds a line to ``NAME.starts``; with
 file ``NAME.dies`` it ends with the status in there before it answers; with
 ``NAME.stubborn`` it ignores SIGTERM. SIGUSR1 ends it with status 0; the router says
 of those with a file ``NAME.departed`` that they left in good order. An instance has a
-child process of its own.
+child process of its own. With keys in the environment it asks for the first of them, and
+with ``--ssl-certfile`` it speaks https, as both do.
 """
 
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+KEYS = ("VLLM_API_KEY", "TETRI_INSTANCE_API_KEY")
 
 
 def option(name: str, default: str = "") -> str:
@@ -25,7 +29,10 @@ def main() -> None:
     folder = Path(os.environ["FAKE_DIR"])
     name = option("--tetri-instance", "router")
     with (folder / f"{name}.starts").open("a") as starts:
-        starts.write(json.dumps({"pid": os.getpid(), "argv": sys.argv[1:]}) + "\n")
+        start = {"pid": os.getpid(), "argv": sys.argv[1:]}
+        start["secret_file"] = os.environ.get("TETRI_SECRET_FILE")
+        start["keys"] = {name: os.environ.get(name, "") for name in KEYS}
+        starts.write(json.dumps(start) + "\n")
     print(
         f"(APIServer pid=1) INFO 01-01 00:00:00 [x.py:1] Starting to load model {name}", flush=True
     )
@@ -51,7 +58,12 @@ def main() -> None:
                 "/v1/models": {"data": [{"id": "fake-model"}]},
             }
             body = json.dumps(bodies.get(self.path, {})).encode()
-            self.send_response(200 if self.path in bodies else 404)
+            key = os.environ.get(KEYS[0], "").partition("\n")[0]
+            is_open = not key or self.path == "/health"
+            if is_open or self.headers["Authorization"] == f"Bearer {key}":
+                self.send_response(200 if self.path in bodies else 404)
+            else:
+                self.send_response(401)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -60,7 +72,12 @@ def main() -> None:
         def log_message(self, *args: object) -> None:
             return
 
-    ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+    server = ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler)
+    if option("--ssl-certfile"):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(option("--ssl-certfile"), option("--ssl-keyfile"))
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.serve_forever()
 
 
 if __name__ == "__main__":

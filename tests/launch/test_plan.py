@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,29 @@ def parsed(*words: str, tail: tuple[str, ...] = ()) -> argparse.Namespace:
 
 def command(machine: Machine, *words: str, tail: tuple[str, ...] = ()) -> list[str]:
     return make_plan(options(*words, tail=tail), machine).specs[0].command(1234)
+
+
+def test_routers_have_ports_and_addresses_of_their_own_that_instances_know() -> None:
+    plan = make_plan(options("--routers=3"), CPU)
+
+    assert [spec.name for spec in plan.routers] == ["router-0", "router-1", "router-2"]
+    assert len({spec.port for spec in plan.routers}) == 3
+    commands = [spec.command(1) for spec in plan.routers]
+    controls = [words[words.index("--control") + 1] for words in commands]
+    assert len(set(controls)) == 3
+    for spec in plan.instances:
+        words = spec.command(1)
+        assert words[words.index("--tetri-control") + 1] == ",".join(controls)
+    assert make_plan(options(), CPU).routers[0].name == "router"
+
+
+def test_routers_take_the_ports_that_follow_or_say_which_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} .* in use"):
+            make_plan(options(f"--port={port - 1}", "--routers=2"), CPU)
+    with pytest.raises(ConfigError, match="65536"):
+        make_plan(options("--port=65535", "--routers=2"), CPU)
 
 
 def test_cpu_instances_start_eager_with_a_stated_kv_cache() -> None:
@@ -107,7 +131,10 @@ def test_when_roles_change_is_the_routers_business() -> None:
     assert "--flip" not in make_plan(options(), CPU).specs[-1].command(1)
 
 
-@pytest.mark.parametrize("word", ["--port=1", "--role", "--tetri-control=x", "--tetri_instance=x"])
+@pytest.mark.parametrize(
+    "word",
+    ["--port=1", "--role", "--tetri-control=x", "--tetri_instance=x", "--tetri-secret-file=x"],
+)
 def test_what_up_sets_itself_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="cannot be given after --"):
         make_plan(options(tail=(word,)), CPU)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fakes import FakeUp, is_alive, until
+from vllm_tetri.secret import read_secret, write_secret
 
 
 def test_ready_file_names_everything_that_runs(fake_up: FakeUp) -> None:
@@ -21,6 +22,23 @@ def test_ready_file_names_everything_that_runs(fake_up: FakeUp) -> None:
     assert len({row["url"] for row in content["instances"]} | {content["url"]}) == 4
 
 
+def test_several_routers_are_kept_and_share_a_lease_that_no_file_keeps(fake_up: FakeUp) -> None:
+    fake_up.start("--routers=2")
+    content = fake_up.ready()
+
+    assert [row["id"] for row in content["routers"]] == ["router-0", "router-1"]
+    assert content["url"] == content["routers"][0]["url"] != content["routers"][1]["url"]
+    first, second = [start["argv"] for start in fake_up.starts("router")]
+    lease = first[first.index("--flip-lease") + 1]
+    assert lease == second[second.index("--flip-lease") + 1]
+    assert Path(lease).exists()
+    assert fake_up.process is not None
+    fake_up.process.kill()
+    fake_up.process.wait()
+    assert not Path(lease).exists()
+    fake_up.nothing_left()
+
+
 def test_instances_get_role_name_control_and_the_users_options(fake_up: FakeUp) -> None:
     fake_up.start("--", "--max-model-len", "512")
     content = fake_up.ready()
@@ -29,6 +47,32 @@ def test_instances_get_role_name_control_and_the_users_options(fake_up: FakeUp) 
     assert words[:4] == ["serve", "some/model", "--max-model-len", "512"]
     assert words[words.index("--role") + 1] == "prefill"
     assert words[words.index("--tetri-control") + 1] == content["control"]
+
+
+def test_every_child_finds_the_same_secret_that_no_file_keeps(fake_up: FakeUp) -> None:
+    fake_up.start()
+    path = fake_up.ready()["secret_file"]
+
+    assert read_secret(path) is not None
+    for name in ("prefill-0", "decode-0", "router"):
+        assert fake_up.starts(name)[0]["secret_file"] == path
+        assert not any("secret" in word for word in fake_up.starts(name)[0]["argv"])
+    assert fake_up.process is not None
+    fake_up.process.kill()
+    fake_up.process.wait()
+    assert not Path(path).exists()
+    fake_up.nothing_left()
+
+
+def test_a_secret_that_others_may_read_is_refused(fake_up: FakeUp) -> None:
+    path = fake_up.folder / "secret"
+    write_secret(path)
+    path.chmod(0o644)
+    fake_up.start(f"--secret-file={path}")
+    status, output = fake_up.end()
+
+    assert (status, output.count("\n")) == (2, 1)
+    assert "chmod 600" in output
 
 
 def test_interrupt_ends_everything_with_status_0(fake_up: FakeUp) -> None:

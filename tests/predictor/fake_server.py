@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_tetri.predictor.serve import end_with
-from vllm_tetri.predictor.server import Server
+from vllm_tetri.predictor.server import Server, given_secret
 
 
 class Counting:
@@ -37,7 +37,7 @@ def main() -> None:
     if options.fail is not None and options.fail.exists():
         raise SystemExit(2)
     end_with(options.parent)
-    Server(options.address, Counting()).run()
+    Server(options.address, Counting(), given_secret()).run()
 
 
 if __name__ == "__main__":

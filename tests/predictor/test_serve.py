@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 
 import pytest
 import zmq
 
+from tests.mutation import COUNTS, strange_frame
+from vllm_tetri.control.curve import Curve
 from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.predictor import protocol
 from vllm_tetri.predictor.protocol import Answers, Asks, Prompt, decode_answers, encode
@@ -21,6 +25,7 @@ from vllm_tetri.predictor.server import (
     Server,
     take_batch,
 )
+from vllm_tetri.secret import Secret
 
 TIMEOUT_MS = 10_000
 
@@ -213,3 +218,71 @@ def test_only_the_ends_of_a_long_prompt_travel() -> None:
 def test_an_address_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--address"):
         Server(f"ipc://{tmp_path / 'no' / 'socket'}", Counting())
+
+
+class Guarded:
+    """A predictor's port that wants a secret, and who comes to it."""
+
+    def __init__(self) -> None:
+        self.address = f"ipc://@tetri-test-{secrets.token_hex(8)}"
+        self.secret = Secret.make()
+        self.server = Server(self.address, Counting(), self.secret)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def dealer(self, secret: Secret | None) -> zmq.Socket[bytes]:
+        made = self.context.socket(zmq.DEALER)
+        made.setsockopt(zmq.LINGER, 0)
+        if secret is not None:
+            Curve(secret, protocol.CHANNEL).call(made)
+        made.connect(self.address)
+        return made
+
+    def bucket(self, tokens: list[int]) -> int:
+        """What the rightful instance is told."""
+        dealer = self.dealer(self.secret)
+        dealer.send(encode(Asks([Prompt(1, tokens)])))
+        assert dealer.poll(TIMEOUT_MS)
+        ((_, bucket),) = decode_answers(dealer.recv()).buckets
+        dealer.close()
+        return bucket
+
+    def close(self) -> None:
+        self.server.stop()
+        self.thread.join(TIMEOUT_MS / 1000)
+        assert not self.thread.is_alive()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def guarded() -> Iterator[Guarded]:
+    made = Guarded()
+    yield made
+    made.close()
+
+
+def test_only_the_instance_that_started_it_may_ask(guarded: Guarded) -> None:
+    """The address is no file, so every user of the machine can open it."""
+    strangers = [guarded.dealer(secret) for secret in (None, Secret.make())]
+    for each in strangers:
+        each.send(encode(Asks([Prompt(7, [1])])))
+    assert guarded.bucket([1, 2, 3]) == 3
+    assert not any(each.poll(200) for each in strangers)
+    for each in strangers:
+        each.close()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_strange_frames_harm_no_later_question(guarded: Guarded, count: int) -> None:
+    rng = Random(31)
+    good = encode(Asks([Prompt(1, [1, 2]), Prompt(2, [3])], [4]))
+    evil = guarded.dealer(guarded.secret)
+    for index in range(count):
+        evil.send(strange_frame(rng, good, 5))
+        while evil.poll(0):
+            evil.recv()
+        if index % 500 == 0:
+            assert guarded.bucket([1] * 4) == 4
+    evil.close()
+    assert guarded.bucket([1] * 5) == 5

@@ -68,3 +68,5 @@ def test_what_cannot_be_served_is_said_in_a_line(
     words = ["predictor", "serve", str(artefact), "--tokenizer", "x", "--address", "tcp://*:1"]
     assert main(words) == 2
     assert "must be ipc://PATH" in capsys.readouterr().err
+    assert main([*words[:-1], "ipc://@name"]) == 2
+    assert "every user of this machine" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -20,7 +21,11 @@ from vllm_tetri.control.role_switch import RoleSwitch
 from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.router.app import build_app
+from vllm_tetri.router.keys import Keys
+from vllm_tetri.router.limits import Limits
+from vllm_tetri.router.listener import Listener
 from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.secret import Secret
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
 
 Handler = Callable[["FakeInstance", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -34,6 +39,20 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         await asyncio.sleep(0.01)
+
+
+def info_of(name: str, role: Role, url: str = "http://127.0.0.1:1", **more: Any) -> InstanceInfo:
+    """An instance as it introduces itself."""
+    usual = {
+        "models": ("tiny",),
+        "kv_endpoint": "127.0.0.1:1",
+        "identity": {},
+        "max_model_len": 2048,
+        "block_size": 16,
+        "pid": 1,
+        "version": "0",
+    }
+    return InstanceInfo(id=InstanceId(name), url=url, role=role, **{**usual, **more})
 
 
 class FakeInstance:
@@ -59,6 +78,7 @@ class FakeInstance:
         self.handler: Handler | None = None
         self.abilities: dict[str, bool] = {}
         self.is_healthy = True
+        self.num_probes = 0
         self.chunk_gate = asyncio.Event()
         self.chunk_gate.set()
         self.num_chunks = 3
@@ -70,6 +90,7 @@ class FakeInstance:
         self.agent: Agent | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
+        self.secret: Secret | None = None
 
     async def start(self, *controls: str) -> None:
         app = web.Application()
@@ -95,23 +116,13 @@ class FakeInstance:
             unfinished=lambda _: self.unfinished,
             on_left=self.has_left.set,
             switch=RoleSwitch(lambda: not self.is_busy),
+            secret=self.secret,
         )
         self.agent.start()
 
     def info(self) -> InstanceInfo:
-        return InstanceInfo(
-            id=self.id,
-            url=self.url,
-            role=self.role,
-            models=self.models,
-            kv_endpoint="127.0.0.1:1",
-            identity=self.identity,
-            max_model_len=2048,
-            block_size=16,
-            pid=self.pid,
-            version="0",
-            **self.abilities,
-        )
+        more = {"models": self.models, "identity": self.identity, "pid": self.pid}
+        return info_of(self.id, self.role, self.url, **more, **self.abilities)
 
     def _read_load(self) -> InstanceLoad:
         self.speaks.wait(10)  # an engine that is stuck reports nothing
@@ -132,6 +143,7 @@ class FakeInstance:
         return handover.from_params(self.calls[index][1].get("kv_transfer_params"))
 
     async def _health(self, _: web.Request) -> web.Response:
+        self.num_probes += 1
         return web.Response(status=200 if self.is_healthy else 503)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
@@ -189,6 +201,7 @@ class Cluster:
     url: str
     client: aiohttp.ClientSession
     instances: dict[str, FakeInstance]
+    listener: Listener
 
     def __getitem__(self, name: str) -> FakeInstance:
         return self.instances[name]
@@ -231,11 +244,13 @@ class Cluster:
 async def cluster(
     *instances: FakeInstance, first_byte_s: float = 5.0, **options: Any
 ) -> AsyncIterator[Cluster]:
+    for instance in instances:
+        instance.secret = options.get("secret")
     async with (
-        router(first_byte_s=first_byte_s, **options) as (scheduler, url),
+        door(first_byte_s=first_byte_s, **options) as (scheduler, listener, url),
         aiohttp.ClientSession() as client,
     ):
-        made = Cluster(scheduler, url, client, {})
+        made = Cluster(scheduler, url, client, {}, listener)
         try:
             for instance in instances:
                 await made.add(instance)
@@ -249,17 +264,34 @@ async def cluster(
 async def router(
     control: str = "tcp://127.0.0.1:0", first_byte_s: float = 5.0, **options: Any
 ) -> AsyncIterator[tuple[GlobalScheduler, str]]:
+    async with door(control, first_byte_s, **options) as (scheduler, _, url):
+        yield scheduler, url
+
+
+@contextlib.asynccontextmanager
+async def door(
+    control: str = "tcp://127.0.0.1:0",
+    first_byte_s: float = 5.0,
+    *,
+    keys: tuple[str, ...] = (),
+    limits: Limits | None = None,
+    tls: ssl.SSLContext | None = None,
+    **options: Any,
+) -> AsyncIterator[tuple[GlobalScheduler, Listener, str]]:
     scheduler = GlobalScheduler(
-        control, first_byte_s=first_byte_s, period_s=PERIOD_S, silent_after_s=0.5, **options
+        control,
+        first_byte_s=first_byte_s,
+        period_s=PERIOD_S,
+        silent_after_s=1.0,  # a busy machine holds a test up for half a second
+        num_parties=Keys(keys).num_parties,
+        **options,
     )
-    runner = web.AppRunner(
-        build_app(scheduler), handler_cancellation=True, access_log=None, shutdown_timeout=0.5
-    )
-    await runner.setup()
+    limits = limits or Limits()
+    app = build_app(scheduler, keys=Keys(keys), limits=limits)
+    listener = Listener(app, limits, stop_s=0.5)
+    await listener.open("127.0.0.1", 0, tls)
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        yield scheduler, f"http://{host}:{port}"
+        scheme = "http" if tls is None else "https"
+        yield scheduler, listener, "{}://{}:{}".format(scheme, *listener.address)
     finally:
-        await runner.cleanup()
+        await listener.close()

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.fakes import FakeInstance, cluster, eventually
+from vllm_tetri.router.limits import Limits
 from vllm_tetri.types import Role
 
 
@@ -111,9 +112,8 @@ async def test_wrong_routes_and_methods_are_shaped_too() -> None:
             assert_shaped(await response.json())
 
 
-async def test_an_oversize_body_is_413(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tetri.router.app.MAX_BODY_BYTES", 1000)
-    async with cluster(*pair()) as made:
+async def test_an_oversize_body_is_413() -> None:
+    async with cluster(*pair(), limits=Limits(body_bytes=1000)) as made:
         status, answer, _ = await made.ask(prompt="x" * 2000)
         assert status == 413
         assert_shaped(answer)

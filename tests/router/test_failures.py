@@ -230,6 +230,21 @@ async def test_a_client_that_leaves_mid_stream_cancels() -> None:
         assert await left_behind(made) == 0
 
 
+async def test_an_instance_that_falls_silent_while_it_starts_is_asked_on() -> None:
+    late = FakeInstance("late", Role.BOTH)
+    late.is_healthy = False
+    async with cluster() as made:
+        adding = asyncio.create_task(made.add(late))
+        await eventually(lambda: made.state("late") == "starting")
+        late.speaks.clear()
+        await eventually(lambda: made.state("late") == "silent")
+        seen = late.num_probes
+        await eventually(lambda: late.num_probes > seen + 1)
+        late.is_healthy = True
+        late.speaks.set()
+        await adding  # until it is ready
+
+
 async def test_a_silent_instance_is_not_used_until_it_speaks_again() -> None:
     async with cluster(*trio()) as made:
         made["p"].speaks.clear()

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from vllm_tetri.router.limits import Limits
 from vllm_tetri.router.routes import _AUDIO, _FACTS, _GENERATION, _NO_SUCH, _POOLING, _TEXT
 from vllm_tetri.types import Role
 
@@ -306,13 +307,10 @@ async def test_ping_says_what_health_says() -> None:
         assert (await ask(made, "/ping", "GET"))[0] == (await ask(made, "/ping"))[0] == 200
 
 
-async def test_broken_json_nobody_ready_and_a_huge_body_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with cluster() as made:
+async def test_broken_json_nobody_ready_and_a_huge_body_are_refused() -> None:
+    async with cluster(limits=Limits(body_bytes=1000)) as made:
         assert (await ask(made, "/tokenize"))[0] == 503
         async with made.client.post(made.url + "/tokenize", data=b"{") as response:
             assert response.status == 400
             assert (await response.json())["error"]["message"]
-        monkeypatch.setattr("vllm_tetri.router.app.MAX_BODY_BYTES", 1000)
         assert (await ask(made, "/tokenize", prompt="x" * 2000))[0] == 413

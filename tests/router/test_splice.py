@@ -140,3 +140,16 @@ def test_what_only_keeps_the_connection_alive_is_no_event(is_chat: bool) -> None
     first, leg2 = first_of(script), b"".join(script.events(2))
     alive = b": keep-alive\n\n"
     assert spliced(first, 5, [alive, leg2]) == spliced(first, 5, [leg2])
+
+
+def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tetri.router.splice._MOST_EVENT_BYTES", 1000)
+    script = Script(("a", "b", "c"))
+    splice = Splice(first_of(script).shown(1))
+    splice.feed(b"data: " + b"x" * 900)
+    with pytest.raises(SpliceMismatch, match="more than 1000 bytes"):
+        splice.feed(b"x" * 200)
+    splice = Splice(first_of(script).shown(1))
+    splice.feed(b"".join(script.events()[:2]))
+    with pytest.raises(SpliceMismatch, match="more than 1000 bytes"):
+        splice.feed(b"data: " + b"x" * 1000)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import pytest
 
+from tests.router.fakes import info_of
 from tests.router.servers import OK, listening, says, serving
 from vllm_tetri.router import wire
 from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.router.wire import Dropped, Unreachable, Wires
+from vllm_tetri.types import Role
 
 SILENCE_S = 30.0
 
@@ -370,6 +374,33 @@ async def test_a_health_check_keeps_nothing_of_an_answer_without_end() -> None:
     upstream.close()
 
 
+async def test_a_whole_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_MOST_ANSWER_BYTES", 1000)
+    long = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b"
+    async with serving(says(long % (1000, b"x" * 1000))) as server, wires() as client:
+        assert len(await whole(client, server.url)) == 1000
+        server.serve = says(long % (5000, b"x" * 1001))
+        with pytest.raises(Dropped, match="more than 1000 bytes"):
+            await whole(client, server.url)
+        assert not client._all
+
+
+async def test_nothing_is_kept_of_instances_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tetri.router.upstream._MANY_NAMES", 3)
+    upstream = Upstream(SILENCE_S)
+    async with serving(says(OK)) as server:
+        for number in range(8):
+            one = info_of(f"i{number}", Role.BOTH, server.url)
+            answer = await upstream.send(one, "POST", "/", b"", {})
+            await answer.read()
+            del answer
+            gc.collect()  # an answer may be held by its own failure
+        assert len(upstream._answers) <= 4
+        assert len(upstream._waiting) <= 4
+        upstream.close()
+    assert not upstream._wires._idle
+
+
 async def test_closing_ends_connections_that_are_being_made() -> None:
     async with serving(says(OK)) as server, wires() as client:
         sending = asyncio.create_task(whole(client, server.url))
@@ -378,3 +409,20 @@ async def test_closing_ends_connections_that_are_being_made() -> None:
         with pytest.raises(Dropped, match="closed"):
             await sending
         assert not client._all
+
+
+async def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:
+    with socket.socket() as full, ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        async with wires() as client:
+            assert await client.reaches(url, 5.0)  # nobody listens, and its host says so
+            full.listen(0)
+            assert await client.reaches(url, 5.0)  # its process does not accept, as if it hung
+            # From here on Linux drops what would connect, as a cut network does.
+            for _ in range(8):
+                one = waiting.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(full.getsockname())
+            assert not await client.reaches(url, 0.2)
+            assert await client.reaches("http://[::1", 0.2)  # no address is no cut network

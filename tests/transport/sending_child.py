@@ -10,11 +10,12 @@ import numpy as np
 from vllm_tetri.transport.native import Layout, Sender, TransferState
 
 
-def main(endpoint: str, link: str) -> None:
+def main(endpoint: str, link: str, key: str = "") -> None:
     pages = np.full((64, 65536), 0xAB, np.uint8)
     one = np.ones(1, np.uint64)
     layout = Layout(pages.ctypes.data * one, 65536 * one, 65536 * one, 64, pages)
-    sender = Sender(identity={"model": "tiny", "block_size": "16"}, link=link)
+    identity = {"model": "tiny", "block_size": "16"}
+    sender = Sender(identity=identity, link=link, key=bytes.fromhex(key))
     transfer = sender.open(endpoint, "child", 64, 65536)
     ids = np.arange(32, dtype=np.int32)
     transfer.write(layout, 0, ids)

@@ -26,8 +26,10 @@ CHILD = Path(__file__).with_name("sending_child.py")
 
 
 @contextmanager
-def child(endpoint: str, link: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(CHILD), endpoint, link]
+def child(
+    endpoint: str, link: str, key: bytes = b"", *, within: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    command = [*within, sys.executable, str(CHILD), endpoint, link, key.hex()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

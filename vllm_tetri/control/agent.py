@@ -15,13 +15,15 @@ from typing import assert_never
 import zmq
 
 from vllm_tetri import messages
-from vllm_tetri.config import control_host, require_loopback
+from vllm_tetri.config import control_host, require_guarded
+from vllm_tetri.control.curve import CONTROL, Curve
 from vllm_tetri.control.link import Link
 from vllm_tetri.control.role_keeper import RoleKeeper
 from vllm_tetri.control.role_switch import RoleSwitch
 from vllm_tetri.control.views import Picture, Sights
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.policy.leaving import Leaving, Verdict
+from vllm_tetri.secret import Secret
 from vllm_tetri.types import ClusterView, InstanceInfo, InstanceLoad, Role, TransferId
 
 MAX_QUEUED = 4096
@@ -54,9 +56,10 @@ class Agent:
         on_router_gone: Called with the name of a router whose connection broke: at once, and
             with every report for half a minute or until it is heard again.
         switch: Where the engine finds the role that it is to take.
+        secret: What routers and instances share; without one, routers are on this machine.
 
     Raises:
-        ConfigError: An address is malformed or not on the loopback interface.
+        ConfigError: An address is malformed, or needs a secret.
     """
 
     def __init__(
@@ -71,9 +74,12 @@ class Agent:
         on_left: Callable[[], None] = lambda: None,
         on_router_gone: Callable[[str], None] = lambda _: None,
         switch: RoleSwitch | None = None,
+        secret: Secret | None = None,
     ) -> None:
         for address in routers:
-            require_loopback("--tetri-control", control_host(address))
+            host = control_host(address)
+            require_guarded("--tetri-control", host, has_secret=secret is not None)
+        self._curve = None if secret is None else Curve(secret, CONTROL)
         self._routers = routers
         self._info = info
         self._read_load = read_load
@@ -173,7 +179,7 @@ class Agent:
         context = zmq.Context()
         links: list[Link] = []
         try:
-            links = [Link.open(context, address) for address in self._routers]
+            links = [Link.open(context, address, self._curve) for address in self._routers]
             self._loop(links)
             self._part(links)
         except Exception:
@@ -229,11 +235,20 @@ class Agent:
                 self._verdict = self._leaving.look(is_at_rest=is_at_rest, now=time.monotonic())
 
     def _meet(self, index: int, link: Link) -> None:
-        """A router came or went."""
-        if link.next_event() == zmq.EVENT_DISCONNECTED:
+        """A router came, or went, or was not to be agreed with."""
+        event = link.next_event()
+        if event == zmq.EVENT_DISCONNECTED:
             self._connected.discard(index)
             self._lose(index)
             self._tell_gone()
+            return
+        if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._log_once(
+                f"not accepted by {index}",
+                "the router at %s and this instance do not accept each other; if that lasts: "
+                "do both have the same secret (--secret-file, --tetri-secret-file), or none?",
+                self._routers[index],
+            )
             return
         self._connected.add(index)
         link.send(messages.encode(messages.Hello(self._info)))

@@ -8,20 +8,29 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from vllm_tetri import messages
+from vllm_tetri.control.curve import Curve
 
 _LINGER_MS = 200  # long enough for a last `Left` on a live connection
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
 
 
 class Link(NamedTuple):
-    """The socket to one router, and the one that tells when it is connected and when no
-    more."""
+    """The socket to one router, and the one that tells when it is connected, refused, and
+    connected no more."""
 
     socket: zmq.Socket[bytes]
     connected: zmq.Socket[bytes]
 
     @classmethod
-    def open(cls, context: zmq.Context[zmq.Socket[bytes]], address: str) -> Link:
+    def open(
+        cls, context: zmq.Context[zmq.Socket[bytes]], address: str, curve: Curve | None
+    ) -> Link:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a router that is down
@@ -31,7 +40,14 @@ class Link(NamedTuple):
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, 6000)  # the router drops a connection that is cut
+        # A network that is cut answers nothing: without these, the kernel waits longer and
+        # longer between two tries (63 s after a minute), and ZeroMQ 30 s for a handshake.
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         socket.setsockopt(zmq.IPV6, int("[" in address))
+        if curve is not None:
+            curve.call(socket)
         connected = socket.get_monitor_socket(_EVENTS)
         socket.connect(address)
         return cls(socket, connected)

@@ -27,6 +27,7 @@ MAX_DEPARTED = 256
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_FACTS = 256
+_MOST_TOKENS = 1 << 40
 
 
 @dataclass(slots=True)
@@ -222,12 +223,10 @@ class Membership:
         member = self._members.get(info.id)
         return member is not None and member.is_same_process(info) and member.ready
 
-    def is_live(self, info: InstanceInfo, now: float) -> bool:
-        """Whether this very process is a member and not silent."""
+    def is_known(self, info: InstanceInfo) -> bool:
+        """Whether this very process is a member, be it silent for the moment."""
         member = self._members.get(info.id)
-        return (
-            member is not None and member.is_same_process(info) and not self._is_silent(member, now)
-        )
+        return member is not None and member.is_same_process(info)
 
     def is_member(self, sender: bytes) -> bool:
         """Whether the address belongs to an instance."""
@@ -331,7 +330,9 @@ def _check(info: InstanceInfo) -> None:
     host, _, port = info.kv_endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536 or len(host) > _MAX_NAME:
         raise ProtocolError(f"{info.id}: KV endpoint {info.kv_endpoint[:80]!r} is not HOST:PORT")
+    if not 0 < info.block_size < _MOST_TOKENS or not 0 < info.max_model_len < _MOST_TOKENS:
+        raise ProtocolError(f"{info.id}: blocks and models have 1 to {_MOST_TOKENS} tokens")
     sizes = [len(text) for pair in info.identity.items() for text in pair]
-    sizes += [len(model) for model in info.models]
+    sizes += [len(model) for model in (*info.models, info.version, info.device)]
     if len(sizes) > _MAX_FACTS or max(sizes) > _MAX_URL:
         raise ProtocolError(f"{info.id} says more of itself than fits into a view")

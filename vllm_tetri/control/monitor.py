@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 import zmq
 
 from vllm_tetri import messages
-from vllm_tetri.config import control_host, require_loopback
+from vllm_tetri.config import control_host, require_guarded
+from vllm_tetri.control.curve import CONTROL, Curve, Gatekeeper
 from vllm_tetri.control.membership import Membership
 from vllm_tetri.control.views import row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
+from vllm_tetri.secret import Secret
 from vllm_tetri.types import (
     ClusterView,
     Flip,
@@ -46,7 +48,7 @@ class MonitorCounters:
 
     received: dict[str, int] = field(default_factory=dict)  # by message name
     sent: int = 0
-    dropped: int = 0  # malformed or foreign frames, and connections that spoke no ZeroMQ
+    dropped: int = 0  # malformed or foreign frames, and connections that were not let in
     undelivered: int = 0  # the instance was gone or did not read
 
 
@@ -64,9 +66,10 @@ class Monitor:
         on_flip: Called when a flip has ended, in whatever way.
         in_flight: Requests that an instance has or may still get from this router;
             asked for those that leave or drain.
+        secret: What routers and instances share; nobody without it is listened to.
 
     Raises:
-        ConfigError: The address is malformed or not on the loopback interface.
+        ConfigError: The address is malformed, or needs a secret.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Monitor:
         on_cut_off: Callable[[InstanceId], None] = lambda _: None,
         on_flip: Callable[[InstanceId, Flip], None] = lambda *_: None,
         in_flight: Callable[[InstanceId], int] = lambda _: 0,
+        secret: Secret | None = None,
     ) -> None:
-        require_loopback("--control", control_host(bind))
+        require_guarded("--control", control_host(bind), has_secret=secret is not None)
+        self._curve = None if secret is None else Curve(secret, CONTROL)
         self.counters = MonitorCounters()
         self._bind = bind
         self._name = name
@@ -98,6 +103,7 @@ class Monitor:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
+        self._gatekeeper: Gatekeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -116,6 +122,9 @@ class Monitor:
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket, is_ipv6="[" in self._bind)
         self._events = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        if self._curve is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._curve)
+            self._curve.listen(self._socket)
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
@@ -123,6 +132,8 @@ class Monitor:
             raise ConfigError(f"--control {self._bind}: {error}; choose another port") from error
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._drain)
+        if self._gatekeeper is not None:
+            loop.add_reader(self._gatekeeper.socket.fileno(), self._gatekeeper.answer)
         self._timer = loop.call_later(self._period_s, self._tick)
 
     def view(self) -> ClusterView:
@@ -165,8 +176,8 @@ class Monitor:
         self._members.mark_ready(info)
 
     def knows(self, info: InstanceInfo) -> bool:
-        """Whether exactly this instance is a member and not silent."""
-        return self._members.is_live(info, time.monotonic())
+        """Whether exactly this instance is a member, be it silent for the moment."""
+        return self._members.is_known(info)
 
     def send(self, instance: InstanceId, message: messages.ToInstance) -> bool:
         """Queue a message; False (and counted) when the instance cannot be reached."""
@@ -184,17 +195,25 @@ class Monitor:
             self._timer.cancel()
             self._timer = None
             assert self._socket is not None
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._socket.fileno())
+            if self._gatekeeper is not None:
+                loop.remove_reader(self._gatekeeper.socket.fileno())
         if self._socket is not None:
             self._socket.disable_monitor()
             self._socket.close(linger=0)
             self._socket = None
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+            self._gatekeeper = None
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
 
     def _tick(self) -> None:
         now = time.monotonic()
+        if self._gatekeeper is not None:
+            self._gatekeeper.answer()
         self._drain()
         self._count_foreign()
         self._members.forget_gone(now)
@@ -336,7 +355,7 @@ class Monitor:
     def _count_foreign(self) -> None:
         while self._events is not None and _is_readable(self._events):
             self._events.recv_multipart()
-            self._drop("a connection that does not speak ZeroMQ")
+            self._drop("a connection that does not speak ZeroMQ, or has another secret or none")
 
     def _drop(self, why: str) -> None:
         self.counters.dropped += 1

@@ -23,6 +23,7 @@ class RoleKeeper:
         self._instance = instance
         self._flipping = Flipping(role)
         self._switch = switch
+        self._lease = 0  # the newest under which a watcher ordered anything
         self.told = self._flipping.told
         self.heard = self._flipping.heard
         self.known = self._flipping.known
@@ -50,6 +51,9 @@ class RoleKeeper:
 
     def order(self, order: FlipRole, now: float) -> None:
         """A router wants another role."""
+        if 0 < order.lease < self._lease:
+            return
+        self._lease = max(self._lease, order.lease)
         was_steady = self.is_steady
         is_new = order.epoch > self.epoch
         if is_new and order.role is self.role and self._flipping.stage is Stage.SWITCHING:

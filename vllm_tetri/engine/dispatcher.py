@@ -18,6 +18,7 @@ from vllm_tetri.policy.adaptive import Candidates, choose_answer
 from vllm_tetri.policy.dispatch import Dispatch, choose_decode, roomy
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, reported_tokens
 from vllm_tetri.policy.peers import Need, OwnDispatches, Peers
+from vllm_tetri.policy.reach import Reach
 from vllm_tetri.policy.site import Ask, Site
 from vllm_tetri.policy.sites import Sites
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, Prediction, Role
@@ -58,6 +59,7 @@ class Dispatcher:
         self._peers = Peers(ClusterView(), me, 0.0)
         self._bucket_tokens: list[float] = []
         self._own = OwnDispatches()
+        self._reach = Reach()
         self._sites = Sites()
         self._priced_view: Picture | None = None
         self._candidates = Candidates([], _USUAL, rng)
@@ -82,14 +84,10 @@ class Dispatcher:
         now = self._clock()
         self._take_look()
         need = self.need(request, num_bytes)
-        dispatch = choose_decode(
-            self._peers,
-            need=need,
-            refused=refused,
-            own=self._own,
-            policy=self._config.dispatch_policy,
-            rng=self._rng,
-        )
+        unreachable = self._unreachable(now)
+        dispatch = self._decode(need, refused | unreachable)
+        if dispatch is None and unreachable:
+            dispatch = self._decode(need, refused)
         if dispatch is None:
             return None
         if not dispatch.has_room and may_wait:
@@ -97,7 +95,32 @@ class Dispatcher:
             if now - since < self._config.report_period_s:
                 return None
         self._own.add(dispatch.instance, need, now)
+        self._reach.tries(dispatch.kv_endpoint, now)
         return dispatch
+
+    def _decode(self, need: Need, refused: frozenset[InstanceId]) -> Dispatch | None:
+        return choose_decode(
+            self._peers,
+            need=need,
+            refused=refused,
+            own=self._own,
+            policy=self._config.dispatch_policy,
+            rng=self._rng,
+        )
+
+    def note_sent(self, endpoint: str, *, was_reached: bool) -> None:
+        """What became of a transfer: done, or nobody answered."""
+        if was_reached:
+            self._reach.succeeded(endpoint)
+        else:
+            self._reach.failed(endpoint, self._clock())
+
+    def _unreachable(self, now: float) -> frozenset[InstanceId]:
+        avoided = self._reach.avoided(now)
+        if not avoided:
+            return frozenset()
+        able = self._peers.able.items()
+        return frozenset(name for name, peer in able if peer.kv_endpoint in avoided)
 
     def choose_anywhere(
         self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool
@@ -110,9 +133,10 @@ class Dispatcher:
         need = self.need(request, num_bytes)
         expected_tokens = self._expected_tokens(self._predict(request))
         ask = Ask(need.num_tokens, max(1, min(expected_tokens, self._most_tokens(request))))
-        able = [site for site in candidates.answers(refused) if self._has_room(site, need)]
+        without = refused | self._unreachable(now)
+        able = [site for site in candidates.answers(without) if self._has_room(site, need)]
         if not able:
-            others = candidates.all_answers(refused)
+            others = candidates.all_answers(without)
             able = list(islice((site for site in others if self._has_room(site, need)), 1))
         here = next((site for site in able if site.id == self._me.id), None)
         if here is None and self._me.role is not Role.PREFILL and self._me.id not in refused:
@@ -124,7 +148,9 @@ class Dispatcher:
         instance, reason = chosen
         self._own.add(instance, need, now)
         self._sites.send(None, instance, ask, now)
-        return Dispatch(instance, self._peers.able[instance].kv_endpoint, f"adaptive: {reason}")
+        endpoint = self._peers.able[instance].kv_endpoint
+        self._reach.tries(endpoint, now)
+        return Dispatch(instance, endpoint, f"adaptive: {reason}")
 
     def _without_room(
         self, request: Request, num_bytes: int, refused: frozenset[InstanceId], may_wait: bool

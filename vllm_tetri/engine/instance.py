@@ -40,6 +40,7 @@ from vllm_tetri.messages import Dispatched, Opening
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.policy.step_fit import StepFit
+from vllm_tetri.secret import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.types import (
     InstanceId,
@@ -113,6 +114,7 @@ class Instance:
             identity=shape.identity,
             fill_timeout_s=config.transfer_timeout_s,
             hold_timeout_s=config.hold_timeout_s,
+            key=kv_key_of(config.secret_file),
         )
         self.inbox = Inbox(
             receiver=self._receiver,
@@ -139,6 +141,7 @@ class Instance:
             dispatch=self._dispatch,
             announce=self._announce,
             prediction_of=self.prediction_of,
+            note_sent=self._note_sent,
         )
         self._info = self._describe(shape, self._receiver.endpoint)
         self._agent = Agent(
@@ -151,6 +154,7 @@ class Instance:
             on_left=end_server,
             on_router_gone=self._abandon,
             switch=self._switch,
+            secret=read_secret(config.secret_file),
         )
         self._dispatcher = Dispatcher(
             config=config,
@@ -198,6 +202,7 @@ class Instance:
             injects=injections is not None and injections.is_supported,
             injects_seeded=injections is not None and injections.is_seeded_supported,
             reasons=self._takes_reasoning_out(),
+            num_routers=len(self.config.control),
             device=self.config.device or device_place(),
         )
 
@@ -316,6 +321,10 @@ class Instance:
         if leg.anywhere:
             return self._dispatcher.choose_anywhere(request, num_bytes, refused, may_wait)
         return self._dispatcher.choose(request, num_bytes, refused, may_wait)
+
+    def _note_sent(self, endpoint: str, was_reached: bool) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.note_sent(endpoint, was_reached=was_reached)
 
     def _due_prediction(self, request: Request) -> Prediction | None:
         return self.predictions.get(request.request_id, is_due=True)

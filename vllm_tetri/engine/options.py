@@ -30,7 +30,10 @@ HELP: dict[str, str] = {
     "instance": "name of this instance in the cluster; default: role and port",
     "url": "base URL at which the router reaches this server; default: from --host and --port",
     "control": "router control address tcp://HOST:PORT, several separated by commas",
-    "host": "address that the KV receiver binds; loopback only in this version",
+    "host": "address of this machine that the KV receiver binds and peers dial; other than "
+    "loopback only with --tetri-secret-file",
+    "secret_file": "file with the secret that all processes of the cluster share, as "
+    "`vllm-tetri secret` makes it; default: that of TETRI_SECRET_FILE, else none",
     "prefill_policy": "order of waiting prompts: first come, shortest, longest, or shortest "
     "remaining first (which may pause a started prompt)",
     "sched_batch": "waiting prompts that are ordered together",

@@ -40,6 +40,7 @@ from vllm_tetri.types import InstanceId, Prediction, TransferId
 logger = logging.getLogger(__name__)
 
 FULL_RETRY_S = 0.02
+_NOBODY_ANSWERED = ("TIMEOUT", "PEER_LOST")  # statuses of the transport
 # A longer prompt takes so long that opening its second leg early gains nothing.
 MAX_EARLY_TOKENS = 16_384
 
@@ -89,6 +90,7 @@ class Outbox:
         dispatch: Dispatcher,
         announce: Callable[[Request, PrefillLeg, Dispatch, Opening | None], None],
         prediction_of: Callable[[Request], Prediction | None],
+        note_sent: Callable[[str, bool], None],
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -98,6 +100,7 @@ class Outbox:
         self._dispatch = dispatch
         self._announce = announce
         self._prediction_of = prediction_of
+        self._note_sent = note_sent
         self._entries: dict[str, _Outbound] = {}
         self._stops: list[str] = []
         self._frees: list[str] = []
@@ -301,6 +304,8 @@ class Outbox:
             entry = self._entries[request_id]
             if entry.done_s and not entry.freeing:
                 self._learn(entry, now - entry.done_s)
+            if entry.dispatch is not None and not entry.freeing:
+                self._note_sent(entry.dispatch.kv_endpoint, True)
             if entry.block_ids is None and not entry.freeing:
                 entry.is_sent = True  # before vLLM said that it ended
             elif self._notes:
@@ -333,6 +338,8 @@ class Outbox:
         is_full = status == "FULL"
         if not is_full:
             logger.warning("transfer %s: %s %s", entry.name, status, text)
+        if entry.dispatch is not None and status in _NOBODY_ANSWERED:
+            self._note_sent(entry.dispatch.kv_endpoint, False)
         if entry.block_ids is not None:
             # Its router already knows the decode instance: there, or nowhere.
             if is_full and now < entry.deadline:

@@ -1,14 +1,15 @@
 """Entry point of vLLM's `vllm.general_plugins` group.
 
 vLLM calls `register` in every process, some of them short-lived, so it must be
-cheap, idempotent and free of threads and sockets. Its only effect is that the
-argument parsers of `vllm serve` learn `--role` and `--tetri-*`; without
-`--role` the parsed arguments are untouched.
+cheap, idempotent and free of threads and sockets. Its effects are that the
+argument parsers of `vllm serve` learn `--role` and `--tetri-*` (without `--role` the
+parsed arguments are untouched), and that what we log is seen beside vLLM's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 from typing import Any
 
 _MARK = "_tetri_registered"
@@ -16,6 +17,8 @@ _MARK = "_tetri_registered"
 
 def register() -> None:
     """Teach vLLM's argument parsers our options (seams: `EngineArgs.add_cli_args`)."""
+    # As if ours were one of vLLM's loggers: its level, its handlers, its format.
+    logging.getLogger("vllm_tetri").parent = logging.getLogger("vllm")
     from vllm.engine import arg_utils
 
     stock = arg_utils.EngineArgs.add_cli_args

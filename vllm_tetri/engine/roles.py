@@ -13,6 +13,7 @@ from vllm_tetri.engine.prediction import require_predictor
 from vllm_tetri.engine.versions import require_supported
 from vllm_tetri.engine.window import most_chunk_tokens, require_fitting_chunk
 from vllm_tetri.errors import ConfigError, UnsupportedError
+from vllm_tetri.secret import read_secret, secret_file_of
 from vllm_tetri.transport.leftovers import sweep_segments
 from vllm_tetri.types import Role
 
@@ -76,6 +77,7 @@ def expand_role(namespace: argparse.Namespace) -> None:
     config = config_of(namespace, Role(role))
     require_fitting_chunk(namespace, config)
     require_predictor(config)
+    read_secret(config.secret_file)
     _bound_queue(namespace, config)
     namespace.scheduler_cls = SCHEDULER
     namespace.kv_transfer_config = _kv_transfer_config(config)
@@ -95,6 +97,7 @@ def config_of(namespace: argparse.Namespace, role: Role) -> TetriConfig:
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
     given.setdefault("instance", f"{role.value}-{port}")
     given.setdefault("url", f"{scheme}://{reachable}:{port}")
+    given["secret_file"] = secret_file_of(given.get("secret_file"))
     usual_tokens = CPU_CHUNK_TOKENS if _is_cpu() else CHUNK_TOKENS
     given.setdefault("chunk_size", min(usual_tokens, most_chunk_tokens(namespace)))
     return decode_config({**given, "role": role.value})

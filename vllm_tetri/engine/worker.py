@@ -18,6 +18,7 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
 from vllm_tetri.errors import TransferError
 from vllm_tetri.kv.mover import BlockMover, Gathered, pieces
+from vllm_tetri.secret import kv_key_of
 from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class KVWorker:
             link=config.link,
             streams=config.streams,
             io_timeout_s=config.transfer_timeout_s,
+            key=kv_key_of(config.secret_file),
         )
         self._sending: dict[str, _Sending] = {}
         self._arenas: dict[str, Arena] = {}

@@ -46,9 +46,13 @@ class Child:
         on_line: OnLine,
         log_file: Path | None = None,
         *,
+        environment: Sequence[tuple[str, str]] = (),
         takes_input: bool = False,
     ) -> Child:
         """Start a command in a session of its own; `tell` needs `takes_input`.
+
+        `environment` is set on top of the placement's: it is where secrets go, which would
+        be seen in the command by everybody on the machine.
 
         Must run in the thread that lives as long as the process, because the
         kernel tells the guard when that *thread* ends.
@@ -64,7 +68,12 @@ class Child:
             stdin=asyncio.subprocess.PIPE if takes_input else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **dict(placement.environment)},
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                **dict(placement.environment),
+                **dict(environment),
+            },
             start_new_session=True,
         )
         log = log_file.open("ab", buffering=0) if log_file else None

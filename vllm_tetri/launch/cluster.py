@@ -18,6 +18,7 @@ from vllm_tetri.launch.keeper import Keeper, LaunchError
 from vllm_tetri.launch.plan import Plan, with_sharing
 from vllm_tetri.launch.sharing import best_sharing
 from vllm_tetri.policy.placement import Machine
+from vllm_tetri.router.door_options import KEY_VARIABLE
 from vllm_tetri.transport.leftovers import sweep_segments
 
 FAILED = 1
@@ -78,15 +79,15 @@ class Cluster:
                     session,
                     start_timeout_s=self._options.start_timeout,
                     log_dir=self._options.log_dir,
-                    was_asked_to_leave=lambda name: self._has_departed(session, name),
+                    was_asked_to_leave=self._has_departed,
                 )
                 for spec in self._plan.specs
             ]
-            return await self._watch(session)
+            return await self._watch()
 
-    async def _watch(self, session: aiohttp.ClientSession) -> int:
+    async def _watch(self) -> int:
         keeping = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
-        announcing = asyncio.create_task(self._announce(session))
+        announcing = asyncio.create_task(self._announce())
         stopping = asyncio.create_task(self._stop.wait())
         status = 0
         try:
@@ -103,34 +104,56 @@ class Cluster:
             await self._end([announcing, stopping, *keeping])
         return INTERRUPTED if self._forced else status
 
-    async def _has_departed(self, session: aiohttp.ClientSession, name: str) -> bool:
-        answer = await _get_json(session, self._keepers[-1].url + "/tetri/v1/instances")
-        return name in (answer or {}).get("departed", ())
+    @property
+    def _routers(self) -> list[Keeper]:
+        return [keeper for keeper in self._keepers if keeper.spec.role is None]
 
-    async def _announce(self, session: aiohttp.ClientSession) -> None:
+    @property
+    def _instances(self) -> list[Keeper]:
+        return [keeper for keeper in self._keepers if keeper.spec.role is not None]
+
+    async def _has_departed(self, name: str) -> bool:
+        """Whether any router has been told that an instance leaves on request."""
+        answers = [await _get_json(router, "/tetri/v1/instances") for router in self._routers]
+        return any(name in (answer or {}).get("departed", ()) for answer in answers)
+
+    async def _announce(self) -> None:
         for keeper in self._keepers:
             await keeper.ready.wait()
-        await self._until_joined(session)
-        url = self._keepers[-1].url
-        model = await _first_model(session, url) or self._options.model
+        deadline = asyncio.get_running_loop().time() + JOIN_TIMEOUT_S
+        for router in self._routers:
+            await self._until_joined(router, deadline)
+        router, *more = self._routers
+        url = router.url
+        model = await _first_model(router) or self._options.model
         if self._options.ready_file is not None:
-            self._write_ready_file(url, model)
+            self._write_ready_file(model)
+        also = "".join(f"  and at {each.url}/v1\n" for each in more)
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
         self._display.ready(
             f"ready in {self._display.elapsed_s:.1f} s: {url}/v1\n"
+            f"{also}"
             f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+            f"{self._needed_by_clients()}"
             f"    -d '{body}'\n"
             "Ctrl-C stops everything"
         )
 
-    async def _until_joined(self, session: aiohttp.ClientSession) -> None:
-        """Wait until the router counts every instance as ready."""
-        wanted = {keeper.spec.name for keeper in self._keepers[:-1] if not keeper.has_left}
+    def _needed_by_clients(self) -> str:
+        spec, lines = self._routers[0].spec, ""
+        if spec.key:
+            lines += f'    -H "authorization: Bearer ${KEY_VARIABLE}" \\\n'
+        if spec.fingerprint is not None:
+            lines += f"    --cacert {self._options.ssl_certfile} \\\n"
+        return lines
+
+    async def _until_joined(self, router: Keeper, deadline: float) -> None:
+        """Wait until a router counts every instance as ready."""
+        wanted = {keeper.spec.name for keeper in self._instances if not keeper.has_left}
         states: dict[str, str] = {}
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + JOIN_TIMEOUT_S
         while loop.time() < deadline:
-            answer = await _get_json(session, self._keepers[-1].url + "/tetri/v1/instances")
+            answer = await _get_json(router, "/tetri/v1/instances")
             states = {row["id"]: row["state"] for row in (answer or {}).get("instances", ())}
             if all(states.get(name) == "ready" for name in wanted):
                 return
@@ -142,18 +165,17 @@ class Cluster:
             for name in sorted(wanted)
             if states.get(name) != "ready"
         )
-        raise LaunchError(f"the router cannot use every instance: {missing}")
+        raise LaunchError(f"{router.spec.name} cannot use every instance: {missing}")
 
-    def _write_ready_file(self, url: str, model: str) -> None:
+    def _write_ready_file(self, model: str) -> None:
         content = {
-            "url": url,
+            "url": self._routers[0].url,
             "model": model,
             "control": self._plan.control,
+            "secret_file": self._options.secret_file,
             "pid": os.getpid(),
-            "instances": [
-                {"id": keeper.spec.name, "url": keeper.url, "pid": keeper.pid}
-                for keeper in self._keepers[:-1]
-            ],
+            "routers": [_facts(keeper) for keeper in self._routers],
+            "instances": [_facts(keeper) for keeper in self._instances],
         }
         path: Path = self._options.ready_file
         partial = path.with_name(path.name + ".partial")
@@ -184,17 +206,21 @@ class Cluster:
         self._stop.set()
 
 
-async def _get_json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
+def _facts(keeper: Keeper) -> dict[str, Any]:
+    return {"id": keeper.spec.name, "url": keeper.url, "pid": keeper.pid}
+
+
+async def _get_json(router: Keeper, path: str) -> dict[str, Any] | None:
     try:
-        async with session.get(url, timeout=_REQUEST_TIMEOUT) as answer:
+        async with router.get(path, _REQUEST_TIMEOUT) as answer:
             content = await answer.json() if answer.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return None
     return content if isinstance(content, dict) else None
 
 
-async def _first_model(session: aiohttp.ClientSession, url: str) -> str | None:
-    answer = await _get_json(session, url + "/v1/models")
+async def _first_model(router: Keeper) -> str | None:
+    answer = await _get_json(router, "/v1/models")
     models = (answer or {}).get("data") or [{}]
     name = models[0].get("id")
     return name if isinstance(name, str) else None

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -43,6 +44,9 @@ class Spec:
         host: Address that its HTTP server binds.
         port: Its fixed port; 0 for a free one, chosen anew at every start.
         ready_path: Answers 200 as soon as the child is of use.
+        environment: Variables that only this child gets; secrets among them.
+        key: What its HTTP server asks for, if it does.
+        fingerprint: SHA-256 of its certificate, if it speaks https.
     """
 
     name: str
@@ -52,6 +56,9 @@ class Spec:
     ready_path: str
     host: str = "127.0.0.1"
     port: int = 0
+    environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    key: str = field(default="", repr=False)
+    fingerprint: bytes | None = None
 
 
 def backoff_s(deaths: int) -> float:
@@ -95,7 +102,20 @@ class Keeper:
     def url(self) -> str:
         """Where its HTTP server is now."""
         host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        return f"http://{host}:{self.port}"
+        scheme = "http" if self.spec.fingerprint is None else "https"
+        return f"{scheme}://{host}:{self.port}"
+
+    def get(
+        self, path: str, timeout: aiohttp.ClientTimeout
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Ask its HTTP server, with what that needs."""
+        more: dict[str, Any] = {}
+        if self.spec.key:
+            more["headers"] = {"Authorization": f"Bearer {self.spec.key}"}
+        if self.spec.fingerprint is not None:
+            # Its name is another one than that of this machine's loopback interface.
+            more["ssl"] = aiohttp.Fingerprint(self.spec.fingerprint)
+        return self._session.get(self.url + path, timeout=timeout, **more)
 
     @property
     def pid(self) -> int | None:
@@ -143,6 +163,7 @@ class Keeper:
             self.spec.placement,
             lambda line: self._display.line(self.spec.name, line),
             self._log_file,
+            environment=self.spec.environment,
         )
         death = asyncio.create_task(child.wait())
         readiness = asyncio.create_task(self._until_ready())
@@ -188,9 +209,7 @@ class Keeper:
         timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with self._session.get(
-                    self.url + self.spec.ready_path, timeout=timeout
-                ) as answer:
+                async with self.get(self.spec.ready_path, timeout) as answer:
                     if answer.status == 200:
                         return
             await asyncio.sleep(_PROBE_PERIOD_S)

@@ -13,6 +13,7 @@ import yaml
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.keeper import Spec
+from vllm_tetri.launch.keys import ClusterKeys, Environment, cluster_keys
 from vllm_tetri.launch.machine import free_port, is_port_free
 from vllm_tetri.policy.placement import (
     Machine,
@@ -22,6 +23,7 @@ from vllm_tetri.policy.placement import (
     kv_bytes_each,
     place,
 )
+from vllm_tetri.router.door_options import fingerprint_of, has_tls
 from vllm_tetri.types import Mode, Role
 
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
@@ -29,9 +31,15 @@ ROUTER = (sys.executable, "-m", "vllm_tetri.cli", "router")
 ROUTER_NAME = "router"
 HOST = "127.0.0.1"
 DEFAULT_MODE = Mode.ADAPTIVE
+MAX_PORT = 65535
 
 # `up` sets these itself; given after `--` they would contradict it.
-_OWN_OPTIONS = ("port", "host", "role", "tetri-instance", "tetri-control", "tetri-url", "uds")
+_OWN_OPTIONS = ("role", "tetri-instance", "tetri-control", "tetri-url", "uds",
+                "tetri-secret-file")  # fmt: skip
+_ROUTER_OPTIONS = ("port", "host", "ssl-keyfile", "ssl-certfile")
+# What routers get as `up` got it.
+_PASSED_ON = ("max_in_flight", "flip", "flip_after", "flip_lease", "ttft_slo", "tpot_slo",
+              "ssl_certfile", "ssl_keyfile")  # fmt: skip
 _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc"} | {
     "O", "O0", "O1", "O2", "O3"
 }  # fmt: skip
@@ -43,11 +51,11 @@ _DTYPES = {"float": "float32", "float32": "float32", "half": "float16", "float16
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `up` runs; the router comes last.
+    """Everything that `up` runs; the routers come last.
 
     Attributes:
         specs: The children.
-        control: Where instances and the router meet.
+        control: Where instances and routers meet, an address for every router.
         dtype: Name of the torch dtype that instances probably compute in.
         is_sharing_open: Whether a measurement is to decide how instances share the
             cores; they are placed by the default until then.
@@ -62,6 +70,10 @@ class Plan:
     def instances(self) -> tuple[Spec, ...]:
         return tuple(spec for spec in self.specs if spec.role is not None)
 
+    @property
+    def routers(self) -> tuple[Spec, ...]:
+        return tuple(spec for spec in self.specs if spec.role is None)
+
 
 def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
     """What to run for these options of `up` on this machine.
@@ -73,8 +85,10 @@ def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
     roles = _roles(options, machine, gpus_each)
     given = given_options(options.tail)
     _refuse_own_options(given)
-    _check_port(options)
-    control = _control_address()
+    ports = _router_ports(options)
+    controls = _control_addresses(options.routers)
+    control = ",".join(controls)
+    keys = cluster_keys(options, given)
     try:
         placements = place(roles, machine, Sharing(options.placement), gpus_each=gpus_each)
     except ValueError as error:
@@ -91,11 +105,19 @@ def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
             role,
             serve + _memory_options(options, given, placement, machine, len(roles)),
             placement,
+            keys.of_instances,
         )
         for name, role, placement in zip(_names(roles), roles, placements, strict=True)
     ]
+    names = [f"{ROUTER_NAME}-{index}" for index in range(options.routers)]
+    routers = [
+        _router(name, port, address, options, keys)
+        for name, port, address in zip(
+            names if len(names) > 1 else [ROUTER_NAME], ports, controls, strict=True
+        )
+    ]
     return Plan(
-        (*specs, _router(options, control)),
+        (*specs, *routers),
         control,
         _DTYPES.get(_value(options.tail, "--dtype"), "bfloat16"),
         has_choice(roles, machine, Sharing(options.placement)),
@@ -104,13 +126,12 @@ def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
 
 def with_sharing(plan: Plan, machine: Machine, sharing: Sharing) -> Plan:
     """The plan with its instances placed anew, on a CPU host."""
-    *instances, router = plan.specs
-    roles = [spec.role for spec in instances if spec.role is not None]
+    roles = [spec.role for spec in plan.instances if spec.role is not None]
     placed = [
         replace(spec, placement=placement)
-        for spec, placement in zip(instances, place(roles, machine, sharing), strict=True)
+        for spec, placement in zip(plan.instances, place(roles, machine, sharing), strict=True)
     ]
-    return replace(plan, specs=(*placed, router), is_sharing_open=False)
+    return replace(plan, specs=(*placed, *plan.routers), is_sharing_open=False)
 
 
 def given_options(tail: Sequence[str]) -> set[str]:
@@ -152,28 +173,43 @@ def _roles(options: argparse.Namespace, machine: Machine, gpus_each: int) -> lis
 
 
 def _refuse_own_options(given: set[str]) -> None:
-    for name in _OWN_OPTIONS:
+    for name in (*_OWN_OPTIONS, *_ROUTER_OPTIONS):
         if name in given:
             where = (
                 "`up` itself takes it, before the --"
-                if name in ("port", "host")
-                else ("`up` sets it for every instance")
+                if name in _ROUTER_OPTIONS
+                else "`up` sets it for every instance"
             )
             raise ConfigError(f"--{name} cannot be given after --; {where}")
 
 
-def _check_port(options: argparse.Namespace) -> None:
-    if options.port and not is_port_free(options.port, options.host):
-        raise ConfigError(
-            f"port {options.port} of {options.host} is in use; choose another with --port"
-        )
+def _router_ports(options: argparse.Namespace) -> list[int]:
+    """The given port and those that follow it, one for every router; or free ones."""
+    if not options.port:
+        return _free_ports(options.routers, options.host)
+    ports = [options.port + index for index in range(options.routers)]
+    for port in ports:
+        if not (port <= MAX_PORT and is_port_free(port, options.host)):
+            what = "is in use" if port <= MAX_PORT else "is none"
+            raise ConfigError(f"port {port} of {options.host} {what}; choose another with --port")
+    return ports
 
 
-def _control_address() -> str:
-    """The default address, so that instances started by hand find this router;
+def _control_addresses(number: int) -> list[str]:
+    """The default address first, so that instances started by hand find a router;
     another one when that is taken by a second cluster on this machine."""
     port = int(DEFAULT_CONTROL.rpartition(":")[2])
-    return f"tcp://{HOST}:{port if is_port_free(port, HOST) else free_port(HOST)}"
+    ports = [port, *_free_ports(number - 1, HOST)] if is_port_free(port, HOST) else []
+    return [f"tcp://{HOST}:{port}" for port in ports or _free_ports(number, HOST)]
+
+
+def _free_ports(number: int, host: str) -> list[int]:
+    ports: list[int] = []
+    while len(ports) < number:
+        port = free_port(host)
+        if port not in ports:
+            ports.append(port)
+    return ports
 
 
 def _gpus_each(tail: Sequence[str]) -> int:
@@ -222,29 +258,48 @@ def _names(roles: Sequence[Role]) -> list[str]:
     return names
 
 
-def _instance(name: str, role: Role, serve: list[str], placement: Placement) -> Spec:
+def _instance(
+    name: str,
+    role: Role,
+    serve: list[str],
+    placement: Placement,
+    environment: Environment,
+) -> Spec:
     words = [*serve, "--role", role.value, "--tetri-instance", name]
-    return Spec(name, role, _with_port(words), placement, ready_path="/health", host=HOST)
+    return Spec(
+        name,
+        role,
+        _with_port(words),
+        placement,
+        ready_path="/health",
+        host=HOST,
+        environment=environment,
+    )
 
 
-def _router(options: argparse.Namespace, control: str) -> Spec:
+def _router(
+    name: str, port: int, control: str, options: argparse.Namespace, keys: ClusterKeys
+) -> Spec:
     words = [*ROUTER, "--host", options.host, "--control", control, "--mode", options.mode]
     if options.refuse_late:
         if options.ttft_slo is None and options.tpot_slo is None:
             raise ConfigError("--refuse-late needs --ttft-slo or --tpot-slo: what is late?")
         words.append("--refuse-late")
-    for name in ("max_in_flight", "flip", "flip_after", "ttft_slo", "tpot_slo"):
-        value = getattr(options, name)
+    for option in _PASSED_ON:
+        value = getattr(options, option)
         if value is not None:
-            words += ["--" + name.replace("_", "-"), str(value)]
+            words += ["--" + option.replace("_", "-"), str(value)]
     return Spec(
-        ROUTER_NAME,
+        name,
         None,
         _with_port(words),
         Placement(),
         ready_path="/tetri/v1/instances",
         host=options.host,
-        port=options.port or free_port(options.host),
+        port=port,
+        environment=keys.of_router,
+        key=next(iter(keys.clients), ""),
+        fingerprint=fingerprint_of(options.ssl_certfile) if has_tls(options) else None,
     )
 
 

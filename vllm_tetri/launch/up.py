@@ -8,11 +8,16 @@ from pathlib import Path
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.cluster import Cluster
+from vllm_tetri.launch.in_memory import in_memory
 from vllm_tetri.launch.machine import inspect, require_vllm
-from vllm_tetri.launch.plan import DEFAULT_MODE, make_plan
+from vllm_tetri.launch.plan import DEFAULT_MODE, MAX_PORT, make_plan
+from vllm_tetri.launch.secret import share_secret
 from vllm_tetri.policy.placement import Sharing
 from vllm_tetri.policy.watcher import WatchPolicy
+from vllm_tetri.router.door_options import add_door_options
 from vllm_tetri.types import Mode
+
+MOST_ROUTERS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=_count, default=None, metavar="N", help=_TEXT["prefill"])
     parser.add_argument("--decode", type=_count, default=None, metavar="M", help=_TEXT["decode"])
     parser.add_argument("--both", type=_count, default=None, metavar="K", help=_TEXT["both"])
+    parser.add_argument("--routers", type=_routers, default=1, metavar="N", help=_TEXT["routers"])
     parser.add_argument("--host", default="127.0.0.1", help=_TEXT["host"])
     parser.add_argument("--port", type=_port, default=8000, help=_TEXT["port"])
+    add_door_options(parser)
     parser.add_argument(
         "--placement", choices=[way.value for way in Sharing], default="auto", help=_TEXT["place"]
     )
@@ -46,9 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-timeout", type=float, default=900.0, metavar="SECONDS", help=_TEXT["start"]
     )
+    parser.add_argument("--secret-file", metavar="FILE", help=_TEXT["secret"])
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help=_TEXT["log"])
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help=_TEXT["ready"])
     parser.add_argument("--verbose", action="store_true", help=_TEXT["verbose"])
+    parser.set_defaults(flip_lease=None)  # no option: `run` makes one where it is needed
 
 
 _TEXT = {
@@ -60,8 +69,10 @@ _TEXT = {
     "both": "instances that do both; default: 0; in mode adaptive or whole, when no count is "
     "given, one per GPU (or group of --tensor-parallel-size GPUs), on a CPU host one with all "
     "cores",
+    "routers": "routers side by side, for whatever spreads clients over them; default: 1",
     "host": "address of the router's HTTP server; default: 127.0.0.1",
-    "port": "port of the router's HTTP server, 0 for any free one; default: 8000",
+    "port": "port of the router's HTTP server, 0 for any free one; further routers have those "
+    "that follow; default: 8000",
     "place": "CPU hosts: cores of its own for every instance (split), or all cores for all with "
     "prefill at a low priority (shared), or what a measurement of a few seconds at the first "
     "start finds better on this machine (auto); default: auto",
@@ -79,6 +90,8 @@ _TEXT = {
     "kv": "KV cache of every instance; suffixes K, M, G; default: vLLM's own on GPUs, at most 1G "
     "on a CPU host",
     "start": "longest time until an instance is ready; default: 900",
+    "secret": "secret that its processes share, as `vllm-tetri secret` makes it; default: that of "
+    "TETRI_SECRET_FILE, else a new one, whose place the ready file names",
     "log": "write everything that NAME prints to DIR/NAME.log",
     "ready": "write what runs to FILE as JSON when all is ready; removed at the end",
     "verbose": "show every line of every instance",
@@ -94,7 +107,11 @@ def run(options: argparse.Namespace) -> int:
     """
     require_vllm()
     machine = inspect()
+    # One of several routers decides on roles; the kernel forgets who when it ends.
+    if options.routers > 1:
+        options.flip_lease = in_memory("tetri-lease")
     plan = make_plan(options, machine)
+    options.secret_file = share_secret(options.secret_file)
     if options.log_dir is not None:
         try:
             options.log_dir.mkdir(parents=True, exist_ok=True)
@@ -109,6 +126,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _routers(text: str) -> int:
+    if not (text.isdigit() and 1 <= int(text) <= MOST_ROUTERS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of routers (1 to {MOST_ROUTERS})")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not value > 0:
@@ -117,7 +140,7 @@ def _seconds(text: str) -> float:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65535:
+    if not text.isdigit() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is no port")
     return int(text)
 

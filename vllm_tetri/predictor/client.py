@@ -18,9 +18,11 @@ from pathlib import Path
 
 import zmq
 
+from vllm_tetri.control.curve import Curve
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.predictor.base import Ask, Tally
 from vllm_tetri.predictor.protocol import (
+    CHANNEL,
     MAX_FRAME_BYTES,
     QUEUE_PROMPTS,
     Asks,
@@ -29,6 +31,8 @@ from vllm_tetri.predictor.protocol import (
     encode,
     shortened,
 )
+from vllm_tetri.predictor.server import SECRET_VARIABLE
+from vllm_tetri.secret import Secret
 from vllm_tetri.types import Prediction
 
 _CLOSE_S = 3.0
@@ -56,7 +60,9 @@ class PredictorProcess:
     def __init__(self, command: Command, granularity_tokens: int, num_buckets: int) -> None:
         self._granularity_tokens = granularity_tokens
         self._num_buckets = num_buckets
-        # No file (Linux): nothing is left behind, however anybody ends.
+        # No file (Linux): nothing is left behind, however anybody ends. Every user of this
+        # machine can see and open that, so both ends must hold a secret of their own.
+        secret = Secret.make()
         address = f"ipc://@tetri-predictor-{os.getpid()}-{secrets.token_hex(8)}"
         self.tally = Tally()
         self._numbers: dict[str, int] = {}  # asked and without an answer
@@ -71,8 +77,9 @@ class PredictorProcess:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while it is away
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        Curve(secret, CHANNEL).call(self._socket)
         self._socket.connect(address)
-        self._keeper = _Keeper(command(address))
+        self._keeper = _Keeper(command(address), secret)
         self._num_deaths = 0
 
     @property
@@ -169,8 +176,9 @@ class PredictorProcess:
 class _Keeper:
     """Runs a command again whenever it ends, until closed. Any thread may read."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], secret: Secret) -> None:
         self._command = command
+        self._secret = secret
         self._stop = threading.Event()
         self._lock = threading.Lock()  # a process is started, or all is stopped
         self._process: subprocess.Popen[bytes] | None = None
@@ -213,7 +221,11 @@ class _Keeper:
                 [*self._command, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    SECRET_VARIABLE: self._secret.text,  # others cannot read it, as they can argv
+                },
                 start_new_session=True,  # Ctrl-C is for the engine, which ends it
             )
         status = process.wait()

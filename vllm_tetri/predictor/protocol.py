@@ -15,6 +15,7 @@ from vllm_tetri.errors import ProtocolError
 
 MAGIC = b"TTPR"
 VERSION = 1
+CHANNEL = "predictor"  # names its keys
 MAX_FRAME_BYTES = 32 << 20
 
 # Prompts that may wait for a predictor; the next one is refused at once. At the rate of

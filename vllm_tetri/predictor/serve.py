@@ -18,7 +18,7 @@ from pathlib import Path
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.predictor.artefact import load
-from vllm_tetri.predictor.server import Model, Server
+from vllm_tetri.predictor.server import SECRET_VARIABLE, Model, Server, given_secret
 
 NICE = 5
 _PR_SET_PDEATHSIG = 1
@@ -49,13 +49,19 @@ def run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="predictor: %(message)s", stream=sys.stderr)
     if not options.address.startswith("ipc://"):
         raise ConfigError(f"--address {options.address}: must be ipc://PATH or ipc://@NAME")
+    secret = given_secret()
+    if options.address.startswith("ipc://@") and secret is None:
+        raise ConfigError(
+            f"--address {options.address}: every user of this machine may connect to that; use "
+            f"ipc://PATH in a folder of your own, or give a secret in {SECRET_VARIABLE}"
+        )
     if options.parent is not None:
         end_with(options.parent)
     if options.cores:
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     os.nice(options.nice)
     model = _TextModel(options.artefact, options.tokenizer)
-    server = Server(options.address, model)
+    server = Server(options.address, model, secret)
     _log.info("serves at %s", options.address)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

@@ -12,8 +12,10 @@ from typing import Protocol
 
 import zmq
 
+from vllm_tetri.control.curve import Curve, Gatekeeper
 from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.predictor.protocol import (
+    CHANNEL,
     MAX_FRAME_BYTES,
     QUEUE_PROMPTS,
     Answers,
@@ -22,7 +24,9 @@ from vllm_tetri.predictor.protocol import (
     decode_asks,
     encode,
 )
+from vllm_tetri.secret import Secret
 
+SECRET_VARIABLE = "TETRI_PREDICTOR_SECRET"
 # Paper section 3.3.2: prompts are padded to the longest of their batch, and those
 # beyond this run alone.
 CUTTING_TOKENS = 512
@@ -31,6 +35,20 @@ BATCH_PROMPTS = 16
 BATCH_TOKENS = 2048
 
 _log = logging.getLogger(__name__)
+
+
+def given_secret() -> Secret | None:
+    """What the instance that started this process wants to be asked for; taken out of the
+    environment.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    text = os.environ.pop(SECRET_VARIABLE, "")
+    try:
+        return Secret.from_text(text) if text else None
+    except ValueError as error:
+        raise ConfigError(f"{SECRET_VARIABLE}: {error}") from error
 
 
 class Model(Protocol):
@@ -70,18 +88,24 @@ class Server:
     Args:
         address: ``ipc://PATH``, or ``ipc://@NAME`` for a name that is no file.
         model: What to ask.
+        secret: Nobody without it may ask. None: whoever may open the address.
 
     Raises:
         ConfigError: The address cannot be used.
     """
 
-    def __init__(self, address: str, model: Model) -> None:
+    def __init__(self, address: str, model: Model, secret: Secret | None = None) -> None:
         self._model = model
         self._queue: deque[Queued] = deque()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._gatekeeper: Gatekeeper | None = None
+        if secret is not None:
+            curve = Curve(secret, CHANNEL)
+            self._gatekeeper = Gatekeeper(self._context, curve)
+            curve.listen(self._socket)
         self._wake, self._wake_end = os.pipe()
         try:
             self._socket.bind(address)
@@ -98,11 +122,15 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        if self._gatekeeper is not None:
+            poller.register(self._gatekeeper.socket, zmq.POLLIN)
         try:
             while True:
                 ready = dict(poller.poll(0 if self._queue else None))
                 if self._wake in ready:
                     return
+                if self._gatekeeper is not None:
+                    self._gatekeeper.answer()
                 if self._socket in ready:
                     self._drain()
                 if self._queue:
@@ -168,6 +196,8 @@ class Server:
 
     def _close(self) -> None:
         self._socket.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._context.term()
         os.close(self._wake)
         os.close(self._wake_end)

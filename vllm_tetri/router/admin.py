@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import urllib.error
 import urllib.request
 from typing import Any
 from urllib.parse import quote
 
 from vllm_tetri.errors import TetriError
+from vllm_tetri.router.door_options import KEY_VARIABLE
 
 _TIMEOUT_S = 5.0
 
@@ -21,7 +23,10 @@ class AdminError(TetriError):
 def add_url(parser: argparse.ArgumentParser) -> None:
     """The option that says which router."""
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="base URL of the router (%(default)s)"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="base URL of the router (%(default)s); its API key is taken from the environment "
+        f"variable {KEY_VARIABLE}, and SSL_CERT_FILE may name the certificate to trust",
     )
 
 
@@ -73,9 +78,7 @@ def work_of(row: dict[str, Any]) -> str:
 def _call(url: str, path: str, body: bytes | None) -> dict[str, Any]:
     base = url.rstrip("/")
     try:
-        request = urllib.request.Request(
-            base + path, data=body, headers={"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(base + path, data=body, headers=_headers())
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
@@ -85,6 +88,12 @@ def _call(url: str, path: str, body: bytes | None) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise AdminError(f"no router answers at {base}: it says {answer!r}")
     return answer
+
+
+def _headers() -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    key = os.environ.get(KEY_VARIABLE, "").strip().partition("\n")[0]
+    return {**headers, "Authorization": f"Bearer {key}"} if key else headers
 
 
 def _words(error: urllib.error.HTTPError) -> str:

@@ -9,12 +9,18 @@ from aiohttp import web
 
 from vllm_tetri.types import InstanceId
 
+# What bytes that are no JSON raise: beside bad syntax, no UTF-8, or no end of nesting.
+NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowed",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "BadRequestError",
+    414: "BadRequestError",
+    431: "BadRequestError",
     429: "RateLimitError",
     500: "InternalServerError",
     502: "BadGatewayError",
@@ -71,23 +77,27 @@ class Refusal(Exception):
         return event(self._plain())
 
     def _plain(self) -> dict[str, Any]:
+        # What it quotes of a request need not be Unicode.
         error = {
-            "message": str(self),
+            "message": str(self).encode(errors="replace").decode(),
             "type": _TYPES.get(self.status, "Error"),
             "param": self.param,
             "code": self.code or self.status,
         }
         return {"error": error}
 
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to the status."""
+        if self.status in (429, 503):
+            return {"Retry-After": str(self.retry_after_s)}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
     def response(self, headers: dict[str, str] | None = None) -> web.Response:
         """The same as a whole answer."""
-        all_headers = dict(headers or {})
-        if self.status in (429, 503):
-            all_headers["Retry-After"] = str(self.retry_after_s)
         return web.Response(
             body=self.body(),
             status=self.status,
-            headers=all_headers,
+            headers={**(headers or {}), **self.headers()},
             content_type="application/json",
         )
 
@@ -161,7 +171,7 @@ def _says_busy(body: bytes) -> bool:
     try:
         error: Any = msgspec.json.decode(body)["error"]
         return bool(error["type"] == _BUSY_TYPE and error["code"] == _BUSY_STATUS)
-    except (msgspec.DecodeError, LookupError, TypeError):
+    except (*NO_JSON, LookupError, TypeError):
         return False
 
 
@@ -176,7 +186,7 @@ def mark_too_long(status: int, body: bytes) -> tuple[int, bytes]:
         answer: Any = msgspec.json.decode(body)
         error = answer["error"]
         is_too_long = error["param"] in _TOO_LONG_PARAMS or _TOO_LONG_TEXT in error["message"]
-    except (msgspec.DecodeError, LookupError, TypeError):
+    except (*NO_JSON, LookupError, TypeError):
         return status, body
     if not is_too_long:
         return status, body

@@ -10,17 +10,21 @@ from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
 from vllm_tetri.router.flips import DEADLINE_S
+from vllm_tetri.router.inflow import VISIT, Inflow, Visit
+from vllm_tetri.router.json_body import decode_order
+from vllm_tetri.router.keys import Keys
+from vllm_tetri.router.limits import Limits
 from vllm_tetri.router.metrics import LOAD_COUNTERS, LOAD_GAUGES
 from vllm_tetri.router.passthrough import Passthrough
 from vllm_tetri.router.routes import add_whole_routes
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.types import Flip, InstanceId, InstanceState, InstanceView, Mode, Role
 
-MAX_BODY_BYTES = 64 << 20
 MAX_DEADLINE_S = 86_400.0
 _DOCUMENTED = (
     *LOAD_GAUGES,
@@ -82,10 +86,17 @@ class FlipOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _log = logging.getLogger(__name__)
 
 
-def build_app(scheduler: GlobalScheduler) -> web.Application:
-    """The application around a scheduler, which it starts and closes."""
-    door = _Door(scheduler)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_shape_errors])
+def build_app(
+    scheduler: GlobalScheduler, *, keys: Keys | None = None, limits: Limits | None = None
+) -> web.Application:
+    """The application around a scheduler, which it starts and closes. For a `Listener`.
+
+    Args:
+        keys: Who may ask; None lets everybody in.
+    """
+    inflow = Inflow(limits or Limits())
+    door = _Door(scheduler, inflow)
+    app = web.Application(middlewares=[_shape_errors, _guard(keys or Keys(), inflow)])
     app.router.add_post(CHAT, door.generate)
     app.router.add_post(COMPLETIONS, door.generate)
     app.router.add_get("/v1/models", door.models)
@@ -99,7 +110,7 @@ def build_app(scheduler: GlobalScheduler) -> web.Application:
     app.router.add_get("/tetri/v1/requests", door.requests)
     app.router.add_get("/tetri/v1/mode", door.mode)
     app.router.add_post("/tetri/v1/mode", door.set_mode)
-    add_whole_routes(app.router, Passthrough(scheduler))
+    add_whole_routes(app.router, Passthrough(scheduler, inflow))
 
     async def start(_: web.Application) -> None:
         await scheduler.start()
@@ -113,11 +124,15 @@ def build_app(scheduler: GlobalScheduler) -> web.Application:
 
 
 class _Door:
-    def __init__(self, scheduler: GlobalScheduler) -> None:
+    def __init__(self, scheduler: GlobalScheduler, inflow: Inflow) -> None:
         self._scheduler = scheduler
+        self._inflow = inflow
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        call = parse_call(request.path, await request.read(), request.headers)
+        party = request[VISIT].party
+        self._scheduler.shares.check_room(party)  # before the body comes
+        raw = await self._inflow.read(request)
+        call = parse_call(request.path, raw, request.headers, party=party)
         return await self._scheduler.serve(call, request)
 
     async def models(self, _: web.Request) -> web.Response:
@@ -156,19 +171,14 @@ class _Door:
 
     async def leave(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])
-        try:
-            order = msgspec.json.decode(await request.read() or b"{}", type=LeaveOrder)
-        except msgspec.DecodeError as error:
-            raise Refusal(400, f"the body is no order to leave: {error}") from error
+        raw = await self._inflow.read(request)
+        order = decode_order(raw or b"{}", LeaveOrder, "order to leave")
         self._scheduler.leave(name, force=order.force, deadline_s=order.deadline_s)
         return _json({"id": name, "state": InstanceState.LEAVING}, status=202)
 
     async def flip(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])
-        try:
-            order = msgspec.json.decode(await request.read(), type=FlipOrder)
-        except msgspec.DecodeError as error:
-            raise Refusal(400, f"the body is no order to flip: {error}") from error
+        order = decode_order(await self._inflow.read(request), FlipOrder, "order to flip")
         ordered = self._scheduler.flips.order(
             name,
             order.role,
@@ -195,10 +205,7 @@ class _Door:
         return _json({"mode": self._scheduler.mode})
 
     async def set_mode(self, request: web.Request) -> web.Response:
-        try:
-            order = msgspec.json.decode(await request.read(), type=ModeOrder)
-        except msgspec.DecodeError as error:
-            raise Refusal(400, f"the body is no mode: {error}") from error
+        order = decode_order(await self._inflow.read(request), ModeOrder, "mode")
         self._scheduler.set_mode(order.mode)
         return _json({"mode": self._scheduler.mode})
 
@@ -209,16 +216,14 @@ class _Door:
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        if (request.content_length or 0) > MAX_BODY_BYTES:
-            # Answer now: the client may be waiting to be told before it sends.
-            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
         return await handler(request)
     except Refusal as refusal:
         return refusal.response()
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        answer = Refusal(error.status, _describe(error, request)).response()
+        words = f"{request.method} {request.path}: {error.reason}"
+        answer = Refusal(error.status, words).response()
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]
         return answer
@@ -229,10 +234,19 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return Refusal(500, "the router failed; its log says why").response()
 
 
-def _describe(error: web.HTTPException, request: web.Request) -> str:
-    if error.status == 413:
-        return f"the body exceeds {MAX_BODY_BYTES} bytes"
-    return f"{request.method} {request.path}: {error.reason}"
+def _guard(keys: Keys, inflow: Inflow) -> Middleware:
+    """Lets in who may ask, and what is not too much."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        visit = request[VISIT] = Visit(keys.party_of(request.path, request.headers))
+        inflow.expect(request)
+        try:
+            return await handler(request)
+        finally:
+            inflow.let_go(visit)
+
+    return guard
 
 
 def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:

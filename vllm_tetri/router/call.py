@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from vllm_tetri.handover import FIELD, Handover, to_params
-from vllm_tetri.router.answers import Refusal
+from vllm_tetri.router.json_body import decode_object
 from vllm_tetri.types import InstanceInfo
 
 CHAT = "/v1/chat/completions"
@@ -43,6 +43,7 @@ class Call:
         headers: What is passed on to instances.
         request_id: The client's own name for the request, if it gave a sane one.
         sla: Service class that the client asked for.
+        party: Who asks, if the router tells clients apart.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Call:
     headers: dict[str, str]
     request_id: str
     sla: str
+    party: str = ""
 
     @property
     def is_streamed(self) -> bool:
@@ -168,20 +170,15 @@ class Call:
         return msgspec.json.encode({**body, FIELD: params})
 
 
-def parse_call(path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
+def parse_call(path: str, raw: bytes, headers: Mapping[str, str], *, party: str = "") -> Call:
     """Read a request body.
 
     Wrong types are left for an instance to complain about: its message is better.
 
     Raises:
-        Refusal: The body is not a JSON object.
+        Refusal: The body is not a JSON object, or one beyond its bounds.
     """
-    try:
-        body: Any = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refusal(400, f"the body must be a JSON object, not {type(body).__name__}")
+    body = decode_object(raw)
     extra = body.get("vllm_xargs")
     if FIELD in body or (isinstance(extra, dict) and FIELD in extra):
         body.pop(FIELD, None)
@@ -199,6 +196,7 @@ def parse_call(path: str, raw: bytes, headers: Mapping[str, str]) -> Call:
         headers={name: headers[name] for name in _FORWARDED if name in headers},
         request_id=_sane(headers.get("X-Request-Id") or body.get("request_id")),
         sla=_sane(headers.get("x-tetri-sla", "")) or "default",
+        party=party,
     )
 
 

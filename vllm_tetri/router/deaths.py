@@ -54,8 +54,12 @@ class Deaths:
 
     async def has_crashed(self, instance: InstanceInfo) -> bool:
         """Whether an instance that failed a request died or hangs. Not so when it answers,
-        nor when it left or is about to."""
-        if await self._upstream.is_alive(instance):
+        nor when it left or is about to, nor when not even its host answers: that is the
+        network, or a machine, and no request's doing."""
+        is_alive, is_reachable = await asyncio.gather(
+            self._upstream.is_alive(instance), self._upstream.is_reachable(instance)
+        )
+        if is_alive or not is_reachable:
             return False
         await asyncio.sleep(_LEFT_S)
         one = self._monitor.view_of(instance.id)

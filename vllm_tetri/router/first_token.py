@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import FIELD, Prefilled, attempt_names, from_params
-from vllm_tetri.router.answers import event
+from vllm_tetri.router.answers import NO_JSON, event
 from vllm_tetri.router.shown import Shown
 from vllm_tetri.types import TransferId
 
@@ -161,7 +161,7 @@ def read_first_token(body: bytes, transfer: TransferId, *, is_chat: bool) -> Fir
             return None
         choice = (answer.get("choices") or [{}])[0]
         return FirstToken(answer, choice, leg, is_chat) if isinstance(choice, dict) else None
-    except (msgspec.DecodeError, ProtocolError, LookupError, TypeError) as error:
+    except (*NO_JSON, ProtocolError, LookupError, TypeError) as error:
         _log.warning("a prefill answer cannot be read: %r", error)
         return None
 

@@ -14,6 +14,7 @@ from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.watch_group import Look
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import Refusal
+from vllm_tetri.router.lease import Lease
 from vllm_tetri.types import ClusterView, FlipStage, InstanceId, InstanceState, InstanceView, Role
 
 DEADLINE_S = 60.0
@@ -37,13 +38,24 @@ class Flips:
     Args:
         watcher: Decides when to flip; None leaves it to operators.
         is_dry: Only say what the watcher would do.
+        lease: Makes this router's watcher the only one that orders flips; operators may
+            always. Without one it rests as soon as instances have several routers. Closed
+            with this.
 
     Attributes:
         are_roles_needed: Whether requests are split by role; else the watcher rests, and any
             instance stands in for any other.
     """
 
-    def __init__(self, monitor: Monitor, watcher: Watcher | None, *, is_dry: bool) -> None:
+    def __init__(
+        self,
+        monitor: Monitor,
+        watcher: Watcher | None,
+        *,
+        is_dry: bool,
+        lease: Lease | None = None,
+    ) -> None:
+        self._lease = lease
         self._monitor = monitor
         self._watcher = watcher
         self._is_dry = is_dry
@@ -58,12 +70,15 @@ class Flips:
             self._task = asyncio.get_running_loop().create_task(self._watch(self._watcher))
 
     async def close(self) -> None:
-        """Stop watching. Idempotent."""
+        """Stop watching and let another router watch. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+        if self._lease is not None:
+            self._lease.close()
+            await self._lease.wait_closed()
 
     def order(
         self,
@@ -74,8 +89,10 @@ class Flips:
         deadline_s: float | None = DEADLINE_S,
         force: bool = False,
         reason: str,
+        lease: int = 0,
     ) -> Ordered:
-        """Have an instance take a role; its present one calls off a flip under way.
+        """Have an instance take a role; its present one calls off a flip under way. `lease`
+        is the epoch under which the watcher wants it, 0 for operators.
 
         Raises:
             Refusal: 404 if there is no such instance; 409 if it cannot flip now, or the
@@ -99,7 +116,7 @@ class Flips:
                 raise Refusal(409, f'{why}; {{"force": true}} flips it all the same')
             # Without anybody who stands in for it while it would drain, it does not.
             is_now = is_now or bool(self._why_needed(view, one))
-        order = FlipRole(0, role, is_now, deadline_s, reason)
+        order = FlipRole(0, role, is_now, deadline_s, reason, lease)
         return Ordered(is_new=True, epoch=self._monitor.order_flip(instance, order))
 
     def _why_needed(self, view: ClusterView, one: InstanceView, becomes: Role | None = None) -> str:
@@ -117,7 +134,11 @@ class Flips:
         if not self.are_roles_needed:
             self.newest = Look(None, "nobody watches: requests are not split by role now")
             return
-        self.newest = look = watcher.look(self._monitor.view(), time.monotonic())
+        view = self._monitor.view()
+        lease = self._hold(view)
+        if lease is None:
+            return
+        self.newest = look = watcher.look(view, time.monotonic())
         order = look.order
         if order is None:
             return
@@ -128,11 +149,30 @@ class Flips:
             self._said = order.instance, order.role
             return
         try:
-            self.order(order.instance, order.role, is_now=order.now, reason=_WATCHER + order.reason)
+            self.order(
+                order.instance,
+                order.role,
+                is_now=order.now,
+                reason=_WATCHER + order.reason,
+                lease=lease,
+            )
         except Refusal as refusal:
             _log.info("%scannot flip %s: %s", _WATCHER, words, refusal)
         else:
             _log.info("%sflips %s", _WATCHER, words)
+
+    def _hold(self, view: ClusterView) -> int | None:
+        """Under which epoch this router decides, 0 without a lease; None when it does not."""
+        if self._lease is not None:
+            lease = self._lease.hold()
+            if lease is None:
+                self.newest = Look(None, self._lease.why_not)
+            return lease
+        if any(each.info.num_routers > 1 for each in view.instances):
+            why = "instances have several routers, and this one has no --flip-lease"
+            self.newest = Look(None, f"nobody watches: {why}")
+            return None
+        return 0
 
 
 def _under_way(one: InstanceView) -> Role | None:

@@ -21,6 +21,14 @@ class EventStream(web.StreamResponse):
         self.is_whole = bytes(data[-2:]) == b"\n\n"
         return super().write(data)
 
+    async def break_off(self, refusal: Refusal) -> None:
+        """End it with an error event. The connection is none the worse for it, and is not
+        closed: the client's next request may be on its way."""
+        if not self.is_whole:
+            await self.write(b"\n\n")  # else the error were a part of what broke off
+        await self.write(refusal.event())
+        await self.write_eof()
+
 
 class Outlet:
     """Bytes to one client. Nothing is sent until `begin`, which can be called again.
@@ -54,9 +62,5 @@ class Outlet:
     async def break_off(self, refusal: Refusal) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
         response = await self.begin()
-        if not response.is_whole:
-            await response.write(b"\n\n")  # else the error were a part of what broke off
-        await response.write(refusal.event())
-        response.force_close()
-        await response.write_eof()
+        await response.break_off(refusal)
         return response

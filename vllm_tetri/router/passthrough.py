@@ -22,9 +22,11 @@ from aiohttp import web
 from vllm_tetri.handover import FIELD
 from vllm_tetri.policy.lifecycle import Event
 from vllm_tetri.policy.route import Full, choose_keeper, choose_route
-from vllm_tetri.router.answers import LegBusy, LegFailed, NoRoom, Refusal, is_busy
+from vllm_tetri.router.answers import NO_JSON, LegBusy, LegFailed, NoRoom, Refusal, is_busy
 from vllm_tetri.router.call import Call, parse_call
-from vllm_tetri.router.scheduler import MAX_IN_FLIGHT, GlobalScheduler
+from vllm_tetri.router.inflow import VISIT, Inflow
+from vllm_tetri.router.outlet import EventStream
+from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.router.table import Entry
 from vllm_tetri.router.wire import Answer, WireError
 from vllm_tetri.types import InstanceId, InstanceInfo, RequestId
@@ -88,8 +90,9 @@ class _Attempts:
 class Passthrough:
     """Serves routes by handing the whole request to one instance."""
 
-    def __init__(self, scheduler: GlobalScheduler) -> None:
+    def __init__(self, scheduler: GlobalScheduler, inflow: Inflow) -> None:
         self._scheduler = scheduler
+        self._inflow = inflow
         self._in_flight: Counter[InstanceId] = Counter()
 
     async def serve(self, request: web.Request, manner: Manner) -> web.StreamResponse:
@@ -118,14 +121,15 @@ class Passthrough:
             self._end(job, outcome)
 
     async def _begin(self, request: web.Request, manner: Manner) -> _Attempts:
-        raw = await request.read()
+        party = request[VISIT].party
+        self._scheduler.shares.check_room(party)  # before the body comes, and when it is there
+        raw = await self._inflow.read(request)
+        self._scheduler.shares.check_room(party)
         table, now = self._scheduler.table, time.monotonic()
-        if len(table) >= MAX_IN_FLIGHT:
-            raise Refusal(429, f"{MAX_IN_FLIGHT} requests are in flight; try again later")
         is_json = manner.has_json and bool(raw)
-        call = parse_call(request.path, raw if is_json else b"{}", request.headers)
+        call = parse_call(request.path, raw if is_json else b"{}", request.headers, party=party)
         if manner.generates:
-            entry = table.enter(call.request_id, now=now, sla=call.sla)
+            entry = table.enter(call.request_id, now=now, sla=call.sla, party=party)
         else:
             entry = Entry(RequestId(call.request_id or uuid.uuid4().hex), now, call.sla)
         body = _without_handover(call) if is_json else raw
@@ -152,7 +156,7 @@ class Passthrough:
             try:
                 answer = await self._ask(job, instance)
             except LegBusy:
-                self._scheduler.metrics.busy(instance.id)
+                self._scheduler.note_busy(instance.id)
                 job.full.add(instance.id)
                 continue
             except LegFailed as error:
@@ -164,6 +168,8 @@ class Passthrough:
                 continue
             finally:
                 self._in_flight[instance.id] -= 1
+                if not self._in_flight[instance.id]:
+                    del self._in_flight[instance.id]  # names come and go
             if answer is not None:
                 return answer
             if job.manner.is_kept:
@@ -191,7 +197,9 @@ class Passthrough:
 
     def _choose_for(self, model: str, job: _Attempts) -> InstanceId | None:
         view = self._scheduler.monitor.view()
-        crowded = self._scheduler.crowded() if job.manner.generates else frozenset()
+        crowded = (
+            self._scheduler.shares.crowded(job.call.party) if job.manner.generates else frozenset()
+        )
         if job.manner.is_kept:
             keeper = choose_keeper(view, model=model, excluded=job.excluded)
             if keeper in job.full or keeper in crowded:
@@ -249,7 +257,7 @@ class Passthrough:
         chunk = await self._scheduler.upstream.first_chunk(instance, response)
         entry.on(Event.ANSWERING)
         entry.first_byte_s = time.monotonic()
-        answer = web.StreamResponse(headers=_answer_headers(entry, response))
+        answer = EventStream(headers=_answer_headers(entry, response))
         await answer.prepare(job.request)
         while chunk:
             entry.generated += chunk.count(b"\n\n")
@@ -258,11 +266,10 @@ class Passthrough:
                 chunk = await response.read_some()
             except WireError as error:
                 _log.warning("request %s: %s broke off: %r", entry.id, instance.id, error)
-                text = f"instance {instance.id} broke off in the middle of the answer"
-                await answer.write(Refusal(502, text).event())
                 entry.on(Event.FAIL)
-                answer.force_close()
-                break
+                text = f"instance {instance.id} broke off in the middle of the answer"
+                await answer.break_off(Refusal(502, text))
+                return answer
         await answer.write_eof()
         return answer
 
@@ -287,7 +294,7 @@ def _without_handover(call: Call) -> bytes:
 def _is_not_offered(status: int, body: bytes) -> bool:
     try:
         return status == 404 and bool(msgspec.json.decode(body) == _NOT_OFFERED)
-    except msgspec.DecodeError:
+    except NO_JSON:
         return False
 
 

@@ -39,6 +39,7 @@ class Placing:
 
     Attributes:
         mode: Whole, split, or decided for each; set by `use`.
+        swamped: Instances where too many prompt tokens wait.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Placing:
         self._sites = Sites()
         self._answer_tokens = _UNKNOWN_ANSWER_TOKENS
         self._candidates: dict[str, Candidates] = {}
-        self._swamped: frozenset[InstanceId] = frozenset()
+        self.swamped: frozenset[InstanceId] = frozenset()
 
     def use(self, mode: Mode) -> None:
         """Place requests in another mode from now on."""
@@ -79,7 +80,7 @@ class Placing:
             excluded: Instances that already failed it.
             full: Instances that have no room for it.
         """
-        taken = {*excluded, *full, *self._swamped}
+        taken = {*excluded, *full, *self.swamped}
         place = self._choose(call, taken, is_splittable, now)
         if place is None:
             names = [site.id for site in self._sites.by_model.get(call.model, ())]
@@ -151,7 +152,7 @@ class Placing:
                 spares_prefill=self.mode is not Mode.WHOLE,
                 spares_decode=self.mode is Mode.SPLIT,
             )
-        self._swamped = frozenset(
+        self.swamped = frozenset(
             site.id
             for site in self._sites.by_id.values()
             if site.queued_tokens > _MOST_QUEUED_TOKENS

@@ -24,7 +24,10 @@ class Probes:
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
 
     def begin(self, info: InstanceInfo) -> None:
-        """Probe an instance until it answers, goes silent or is replaced."""
+        """Probe an instance until it answers, is replaced or forgotten. Not only until it is
+        silent: one that is slow to start, or a router that was stopped, says nothing for a
+        while, and nobody would ask again.
+        """
         key = (info.id, info.pid, info.url)
         if key in self._tasks:
             return

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_tetri.router.answers import ERROR_EVENT, GIVEN_UP, event
+from vllm_tetri.router.answers import ERROR_EVENT, GIVEN_UP, NO_JSON, event
 from vllm_tetri.router.first_token import DONE, FirstToken
 from vllm_tetri.router.shown import Shown
 
@@ -177,7 +177,7 @@ class Record:
     def _read(self, raw: bytes) -> None:
         try:
             found = _decoder.decode(raw.removeprefix(_DATA))
-        except msgspec.DecodeError as error:
+        except NO_JSON as error:
             self._problem = self._problem or f"an event is not understood: {error}"
             return
         self._last = raw

@@ -26,12 +26,15 @@ from vllm_tetri.router.deaths import Deaths
 from vllm_tetri.router.flips import Flips
 from vllm_tetri.router.hooks import Hooks
 from vllm_tetri.router.job import Job
+from vllm_tetri.router.lease import Lease
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placing import Placing
 from vllm_tetri.router.probe import Probes
 from vllm_tetri.router.quarantine import Quarantine
+from vllm_tetri.router.shares import Shares
 from vllm_tetri.router.table import Entry, RequestTable
 from vllm_tetri.router.upstream import Upstream
+from vllm_tetri.secret import Secret
 from vllm_tetri.types import (
     Flip,
     InstanceId,
@@ -61,12 +64,17 @@ class GlobalScheduler:
         first_byte_s: Longest wait for an instance's answer to begin, in seconds.
         period_s: Seconds between two broadcasts.
         silent_after_s: An instance that says nothing for so long is not used.
+        max_in_flight: Most requests at a time.
         max_in_flight_each: Most requests that one instance gets at a time.
+        num_parties: How many clients there can be, to share both between.
+        authorization: Header for instances; empty for none, None for the client's own.
         watcher: Decides when instances change role; None leaves it to operators.
         is_watcher_dry: Only say what it would do.
         mode: How requests are served that two instances could share.
         objective: What clients are promised.
         refuses_late: Refuse requests that are expected to miss it.
+        secret: What routers and instances share.
+        lease: Makes this router's watcher the only one that orders flips.
         resumes_anywhere: A stream that broke may go on where its text may differ.
     """
 
@@ -77,18 +85,29 @@ class GlobalScheduler:
         first_byte_s: float = 300.0,
         period_s: float = 0.1,
         silent_after_s: float = 1.0,
+        max_in_flight: int = MAX_IN_FLIGHT,
         max_in_flight_each: int = MAX_IN_FLIGHT_EACH,
+        num_parties: int = 1,
+        authorization: str | None = None,
         watcher: Watcher | None = None,
         is_watcher_dry: bool = False,
         mode: Mode = Mode.SPLIT,
         objective: Objective = NO_OBJECTIVE,
         refuses_late: bool = False,
+        secret: Secret | None = None,
+        lease: Lease | None = None,
         resumes_anywhere: bool = False,
     ) -> None:
         # Another one with every start: instances give up what a router leaves behind.
         name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
         self.table = RequestTable(name)
-        self._max_in_flight_each = max_in_flight_each
+        self.shares = Shares(
+            self.table,
+            most=max_in_flight,
+            most_each=max_in_flight_each,
+            num_parties=num_parties,
+        )
+        self._authorization = authorization
         self.monitor = Monitor(
             control,
             name,
@@ -99,6 +118,7 @@ class GlobalScheduler:
             on_cut_off=self._on_cut_off,
             on_flip=self._on_flip,
             in_flight=self.table.num_reaching,
+            secret=secret,
         )
         self.metrics = Metrics(
             view=self.monitor.view,
@@ -106,7 +126,7 @@ class GlobalScheduler:
             in_flight=self.table.__len__,
             workers=self.table.workers,
         )
-        self.flips = Flips(self.monitor, watcher, is_dry=is_watcher_dry)
+        self.flips = Flips(self.monitor, watcher, is_dry=is_watcher_dry, lease=lease)
         self._placing = Placing(
             self.monitor.view, objective=objective, refuses_late=refuses_late, rng=Random()
         )
@@ -121,7 +141,7 @@ class GlobalScheduler:
             info=self._info,
             submitted=self._submitted,
             prefilled=self._prefilled,
-            busy=self.metrics.busy,
+            busy=self.note_busy,
             no_room=self._no_room,
             cancel=self._cancel,
             fell_back=self.metrics.fell_back,
@@ -140,7 +160,7 @@ class GlobalScheduler:
         Raises:
             ConfigError: It cannot be bound.
         """
-        self._upstream = Upstream(self._first_byte_s)
+        self._upstream = Upstream(self._first_byte_s, self._authorization)
         self._probes = Probes(self.monitor, self._upstream)
         self._deaths = Deaths(
             self.monitor, self._upstream, self.table.workers, after_s=self._give_up_s
@@ -205,12 +225,10 @@ class GlobalScheduler:
             raise Refusal(409, f'{why}; {{"force": true}} lets it go all the same')
         self.monitor.ask_to_leave(instance, deadline_s)
 
-    def crowded(self) -> frozenset[InstanceId]:
-        """Instances that have as many requests as they may."""
-        if len(self.table) < self._max_in_flight_each:
-            return frozenset()
-        workers = self.table.workers().items()
-        return frozenset(InstanceId(name) for name, n in workers if n >= self._max_in_flight_each)
+    def note_busy(self, instance: InstanceId) -> None:
+        """An instance had no room."""
+        self.metrics.busy(instance)
+        self.shares.was_full(instance, is_counted=True)
 
     async def serve(self, call: Call, request: web.Request) -> web.StreamResponse:
         """Answer a request.
@@ -223,7 +241,7 @@ class GlobalScheduler:
         now = time.monotonic()
         self._refuse_quarantined(call)
         self._refuse_late(call, now)
-        entry = self.table.enter(call.request_id, now=now, sla=call.sla)
+        entry = self.table.enter(call.request_id, now=now, sla=call.sla, party=call.party)
         job = Job(
             call=call, entry=entry, request=request, upstream=self._upstream, hooks=self._hooks
         )
@@ -275,8 +293,7 @@ class GlobalScheduler:
         )
 
     def _with_model(self, call: Call) -> Call:
-        if len(self.table) >= MAX_IN_FLIGHT:
-            raise Refusal(429, f"{MAX_IN_FLIGHT} requests are in flight; try again later")
+        self.shares.check_room(call.party)
         names = self.models()
         if not names:
             raise Refusal(503, "no instance is ready; try again")
@@ -305,13 +322,17 @@ class GlobalScheduler:
     ) -> Route | Full | None:
         now = time.monotonic()
         if self.mode is not Mode.SPLIT:
-            return self._placing.route(
+            placed = self._placing.route(
                 call,
                 is_splittable=is_splittable,
                 excluded=excluded,
-                full=full | self.crowded(),
+                full=full | self.shares.crowded(call.party),
                 now=now,
             )
+            if isinstance(placed, Full):
+                for instance in self._placing.swamped:
+                    self.shares.was_full(instance, is_counted=False)
+            return placed
         view = self.monitor.view()
         route = choose_route(
             view,
@@ -320,7 +341,7 @@ class GlobalScheduler:
             own_tokens=self._submissions.unreported(view, now),
             excluded=excluded,
             full=full,
-            crowded=self.crowded(),
+            crowded=self.shares.crowded(call.party),
         )
         if isinstance(route, Split | Whole):
             first = route.prefill if isinstance(route, Split) else route.instance

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from vllm_tetri.router.answers import event
+from vllm_tetri.router.answers import NO_JSON, event
 from vllm_tetri.router.shown import Shown
 
 _END = b"\n\n"
+_MOST_EVENT_BYTES = 1 << 26  # it may repeat the tokens of the prompt
 _DATA = b"data: "
 _COMMENT = b":"
 _CREATED = b'"created":%d,'
@@ -61,6 +62,8 @@ class Splice:
             if written := self._take(found):
                 self._is_behind, self._buffer = True, b""
                 return written + self._pass(_END.join([*events[index + 1 :], rest]))
+        if len(rest) > _MOST_EVENT_BYTES:
+            raise SpliceMismatch(f"its first event has more than {_MOST_EVENT_BYTES} bytes")
         self._buffer = rest
         return b""
 
@@ -78,6 +81,8 @@ class Splice:
         if self._theirs == self._ours:
             return data
         whole, end, self._buffer = (self._buffer + data).rpartition(_END)
+        if len(self._buffer) > _MOST_EVENT_BYTES:
+            raise SpliceMismatch(f"an event has more than {_MOST_EVENT_BYTES} bytes")
         return (whole + end).replace(self._theirs, self._ours)
 
     def _take(self, raw: bytes) -> bytes:
@@ -95,7 +100,7 @@ class Splice:
                 return b""
             is_over = choice["finish_reason"] is not None
             is_left = self._strip(choice)
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+        except (*NO_JSON, LookupError, TypeError, ValueError) as error:
             raise SpliceMismatch(f"unexpected event {raw[:200]!r}: {error!r}") from error
         if is_left and is_over:
             raise SpliceMismatch(f"the answer ends before {self._text!r}")

@@ -35,6 +35,7 @@ class Entry:
     reason: str = ""
     first_byte_s: float | None = None
     on_opening: Callable[[Dispatched], None] | None = None  # told when the last chunk begins
+    party: str = ""  # who asks
 
     def on(self, event: Event) -> None:
         """Move to the next phase.
@@ -80,26 +81,37 @@ class RequestTable:
     def __init__(self, router: str = "") -> None:
         self._router = router
         self._entries: dict[RequestId, Entry] = {}
+        self._parties: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def enter(self, wanted_id: str, *, now: float, sla: str) -> Entry:
+    def enter(self, wanted_id: str, *, now: float, sla: str, party: str = "") -> Entry:
         """Begin a request; it gets the id it wants unless that is taken or empty."""
         request = RequestId(wanted_id)
         if not request or request in self._entries:
             request = RequestId(uuid.uuid4().hex)
-        entry = Entry(request, now, sla, router=self._router)
+        entry = Entry(request, now, sla, router=self._router, party=party)
         self._entries[request] = entry
+        self._parties[party] += 1
         return entry
 
     def leave(self, entry: Entry) -> None:
         """Forget a request. Idempotent."""
-        self._entries.pop(entry.id, None)
+        if self._entries.pop(entry.id, None) is not None:
+            self._parties[entry.party] -= 1
 
-    def workers(self) -> Counter[str]:
-        """How many requests every instance has."""
-        return Counter(entry.worker for entry in self._entries.values())
+    def num_of(self, party: str) -> int:
+        """How many requests of one client are in flight."""
+        return self._parties[party]
+
+    def workers(self, party: str | None = None) -> Counter[str]:
+        """How many requests every instance has, of all or of one client."""
+        return Counter(
+            entry.worker
+            for entry in self._entries.values()
+            if party is None or entry.party == party
+        )
 
     def num_reaching(self, instance: InstanceId) -> int:
         """How many requests an instance has or may still get the rest of."""

@@ -16,6 +16,8 @@ _MAX_ERROR_BYTES = 4096
 _AT_ONCE = 0.0
 # Longest wait for an instance that failed a request to say that it is well.
 _ALIVE_S = 1.0
+_MANY_NAMES = 2048  # twice as many as there may be at a time
+_AUTHORIZATION = "authorization"
 
 
 class Upstream:
@@ -23,10 +25,12 @@ class Upstream:
 
     Args:
         first_byte_s: Longest wait for an instance's next byte, in seconds.
+        authorization: Header for instances; empty for none, None for the client's own.
     """
 
-    def __init__(self, first_byte_s: float) -> None:
+    def __init__(self, first_byte_s: float, authorization: str | None = None) -> None:
         self._first_byte_s = first_byte_s
+        self._authorization = authorization
         self._wires = Wires(first_byte_s)
         self._waiting: defaultdict[InstanceId, WeakSet[asyncio.Timeout]] = defaultdict(WeakSet)
         self._answers: defaultdict[InstanceId, WeakSet[Answer]] = defaultdict(WeakSet)
@@ -62,6 +66,7 @@ class Upstream:
         Raises:
             LegFailed: No answer.
         """
+        headers = self._authorized(headers)
         limit = asyncio.timeout(self._first_byte_s)
         self._waiting[instance.id].add(limit)
         try:
@@ -77,6 +82,8 @@ class Upstream:
             raise LegFailed(instance.id, f"connection lost: {error}") from error
         finally:
             self._waiting[instance.id].discard(limit)
+            if len(self._answers) > _MANY_NAMES:
+                self._forget()
         self._answers[instance.id].add(answer)
         return answer
 
@@ -96,6 +103,14 @@ class Upstream:
         for answer in quiet:
             answer.close(why)
         return len(limits) + len(quiet)
+
+    def _forget(self) -> None:
+        """Names of instances that nothing is known of any more."""
+        for name in [name for name, answers in self._answers.items() if not answers]:
+            if not self._waiting.get(name):
+                self._waiting.pop(name, None)
+                self._hung_up.pop(name, None)
+                del self._answers[name]
 
     async def first_chunk(self, instance: InstanceInfo, answer: Answer) -> bytes:
         """The first bytes of a streamed answer; empty when it ends at once.
@@ -139,6 +154,10 @@ class Upstream:
             check.add_done_callback(lambda _: self._checks.pop(instance.url, None))
         return await asyncio.shield(check)
 
+    async def is_reachable(self, instance: InstanceInfo) -> bool:
+        """Whether its host answers, whatever its processes do."""
+        return await self._wires.reaches(instance.url, _ALIVE_S)
+
     async def is_healthy(self, url: str, timeout_s: float) -> bool:
         """Whether ``/health`` answers 200."""
         try:
@@ -154,6 +173,12 @@ class Upstream:
         for check in list(self._checks.values()):
             check.cancel()
         self._wires.close()
+
+    def _authorized(self, headers: Mapping[str, str]) -> Mapping[str, str]:
+        if self._authorization is None:
+            return headers
+        kept = {name: value for name, value in headers.items() if name.lower() != _AUTHORIZATION}
+        return {**kept, _AUTHORIZATION: self._authorization} if self._authorization else kept
 
     def _late(self, instance: InstanceInfo) -> LegFailed:
         reason = f"no answer within {self._first_byte_s:g} s"

@@ -7,6 +7,7 @@ belongs to `Wires`; an `Answer` belongs to whoever sent the request, and closes 
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import ssl
 from collections.abc import Mapping
@@ -22,9 +23,11 @@ _CONNECT_S = 5.0
 # Beyond it nothing more is read, so that a slow client slows its instance down.
 _MOST_UNREAD_BYTES = 1 << 18
 _MOST_HEAD_BYTES = 1 << 16
+_MOST_ANSWER_BYTES = 1 << 29  # of an answer that is wanted whole, as embeddings
 _UNASKED = "an answer that nobody asked for"
 _KIND = re.compile(r"[\w.+-]+/[\w.+-]+")
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
+_NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -89,11 +92,15 @@ class Answer:
         """All that has not been read.
 
         Raises:
-            Dropped: Some of it will not come.
+            Dropped: Some of it will not come, or it is without end.
         """
-        parts = []
+        parts, size = [], 0
         while some := await self.read_some():
             parts.append(some)
+            size += len(some)
+            if size > _MOST_ANSWER_BYTES:
+                self.close()
+                raise Dropped(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
         return b"".join(parts)
 
     def close(self, why: str = "closed") -> None:
@@ -162,6 +169,24 @@ class Wires:
         wire = await self._connect(url, place)
         return await wire.ask(message, has_body=has_body)
 
+    async def reaches(self, url: str, timeout_s: float) -> bool:
+        """Whether the host of a server answers, if only that nobody listens there. A
+        process that hangs has a host that does; one behind a network that is cut has not."""
+        try:
+            place = _place(url)
+            async with asyncio.timeout(timeout_s):
+                transport, _ = await self._loop.create_connection(
+                    asyncio.Protocol, place.host, place.port
+                )
+        except TimeoutError:  # ETIMEDOUT is one
+            return False
+        except OSError as error:
+            return error.errno not in _NO_WAY
+        except (Unreachable, UnicodeError):
+            return True  # no address
+        transport.abort()
+        return True
+
     def close(self) -> None:
         """Close every connection, for good. Idempotent."""
         self._is_closed = True
@@ -198,8 +223,12 @@ class Wires:
     def lost(self, wire: _Wire) -> None:
         """It is gone."""
         self._all.discard(wire)
-        with suppress(KeyError, ValueError):
-            self._idle[wire.url].remove(wire)
+        idle = self._idle.get(wire.url)
+        if idle is not None:
+            with suppress(ValueError):
+                idle.remove(wire)
+            if not idle:  # instances come and go
+                del self._idle[wire.url]
 
 
 class _Wire(asyncio.Protocol):

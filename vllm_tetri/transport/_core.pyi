@@ -78,6 +78,7 @@ class ReceiverStats:
     cancelled: int
     refused_full: int
     refused_identity: int
+    refused_strangers: int  # who did not prove that they hold the key
     bad_frames: int
     bytes_received: int
 
@@ -95,6 +96,7 @@ class Receiver:
         fill_timeout_s: float,  # no progress of a FILLING slot for this long: freed
         hold_timeout_s: float,  # ARRIVED but not taken for this long: freed
         max_connections: int = 256,
+        key: bytes = b"",  # 32 bytes that senders must prove to hold; empty: anybody may come
     ) -> None: ...
     @property
     def endpoint(self) -> str: ...  # "host:port"
@@ -208,6 +210,7 @@ class Sender:
         open_timeout_s: float = 5.0,
         io_timeout_s: float = 30.0,
         max_queued_blocks: int = 1 << 20,
+        key: bytes = b"",  # 32 bytes that receivers must prove to hold; empty: any will do
     ) -> None: ...
     def open(self, endpoint: str, transfer: str, num_blocks: int, block_bytes: int) -> Transfer:
         """Ask for a slot of exactly this size. Never blocks: the answer (FULL,

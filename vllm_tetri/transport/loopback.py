@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_tetri.transport._core import SlotState, Status, TransferState
 from vllm_tetri.transport.loopback_memory import Arena, Layout, copy_blocks
-from vllm_tetri.transport.loopback_receiver import Receiver, Slot, receivers
+from vllm_tetri.transport.loopback_receiver import KEY_BYTES, Receiver, Slot, receivers
 
 __all__ = [
     "Arena",
@@ -105,9 +105,8 @@ class Transfer:
             self.settle(TransferState.FAILED, Status.PEER_LOST, "cannot connect")
             return
         with receiver.lock:
-            difference = receiver.difference(self._sender.identity)
-            status, error = Status.REFUSED, f"KV identity differs: {difference}"
-            if not difference:
+            status, error = receiver.greet(self._sender.identity, self._sender.key)
+            if status == Status.OK:
                 status, error = receiver.admit(self, self._sender.rank, self._sender.num_ranks)
         if status != Status.OK:
             self.settle(TransferState.FAILED, status, error)
@@ -159,13 +158,17 @@ class Sender:
         open_timeout_s: float = 5.0,
         io_timeout_s: float = 30.0,
         max_queued_blocks: int = 1 << 20,
+        key: bytes = b"",
     ) -> None:
+        if len(key) not in (0, KEY_BYTES):
+            raise ValueError(f"a key has {KEY_BYTES} bytes, or none")
         if not 0 <= rank < num_ranks or link not in ("auto", "shm", "tcp"):
             raise ValueError("rank must be below num_ranks, link 'auto', 'shm' or 'tcp'")
         if not 1 <= streams <= 16 or min(open_timeout_s, io_timeout_s) <= 0:
             raise ValueError("streams must be between 1 and 16, timeouts positive")
         self.identity, self.rank, self.num_ranks = dict(identity), rank, num_ranks
         self.max_queued_blocks = max_queued_blocks
+        self.key = key
         self.bytes_sent = 0
         self._lock = threading.Condition()
         self._counts = dict.fromkeys(TransferState, 0)
@@ -194,7 +197,7 @@ class Sender:
         if self._closed or receiver is None:
             return Status.CLOSED if self._closed else Status.PEER_LOST
         with receiver.lock:
-            if receiver.difference(self.identity):
+            if receiver.greet(self.identity, self.key)[0] != Status.OK:
                 return Status.REFUSED
         return receiver.deliver(bytes(message))
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GRANULE = 4096
 MAX_MESSAGES = 1024
+KEY_BYTES = 32
 receivers: dict[str, Receiver] = {}
 _generations = itertools.count(secrets.randbits(60))
 _ports = itertools.count(1)
@@ -67,12 +68,15 @@ class Receiver:
         fill_timeout_s: float,
         hold_timeout_s: float,
         max_connections: int = 256,
+        key: bytes = b"",
     ) -> None:
+        if len(key) not in (0, KEY_BYTES):
+            raise ValueError(f"a key has {KEY_BYTES} bytes, or none")
         if arena_bytes < 1 or not 0 <= port < 65536 or max_connections < 1:
             raise ValueError("arena_bytes, port or max_connections is out of range")
         if fill_timeout_s <= 0 or hold_timeout_s <= 0:
             raise ValueError("fill_timeout_s and hold_timeout_s must be positive")
-        self.identity = dict(identity)
+        self.identity, self.key = dict(identity), key
         self.endpoint = f"{host}:{port or next(_ports)}"
         self.segment = f"loopback-{secrets.token_hex(16)}"
         self.lock = threading.Condition()
@@ -84,7 +88,15 @@ class Receiver:
         self._messages: deque[bytes] = deque()
         self._settled = self._seen = 0
         self._counts = dict.fromkeys(
-            ("arrived", "expired", "cancelled", "refused_full", "refused_identity"), 0
+            (
+                "arrived",
+                "expired",
+                "cancelled",
+                "refused_full",
+                "refused_identity",
+                "refused_strangers",
+            ),
+            0,
         )
         self._received = 0
         self._closed = False
@@ -198,7 +210,17 @@ class Receiver:
             segments.pop(self.segment, None)
             self.lock.notify_all()
 
-    def difference(self, identity: dict[str, str]) -> str:
+    def greet(self, identity: dict[str, str], key: bytes) -> tuple[Status, str]:
+        """Whether a sender may come in, or why not; `lock` is held."""
+        if key != self.key:
+            self._counts["refused_strangers"] += 1
+            return Status.REFUSED, "the two ends do not hold the same secret"
+        difference = self._difference(identity)
+        if difference:
+            return Status.REFUSED, f"KV identity differs: {difference}"
+        return Status.OK, ""
+
+    def _difference(self, identity: dict[str, str]) -> str:
         """What differs from the sender's view, like "key: here 1, there 2"."""
         keys = sorted(identity.keys() | self.identity.keys())
         text = "; ".join(

@@ -67,8 +67,10 @@ def open_receiver(
     port: int = 0,
     fill_timeout_s: float = 30.0,
     hold_timeout_s: float = 60.0,
+    key: bytes = b"",
 ) -> Receiver:
-    """A receiver on ``host:port``; the caller closes it.
+    """A receiver on ``host:port``; the caller closes it. Senders must prove that they hold
+    the key, unless it is empty.
 
     Raises:
         TransferError: The arena does not fit into /dev/shm, or the address
@@ -82,6 +84,7 @@ def open_receiver(
             identity=identity,
             fill_timeout_s=fill_timeout_s,
             hold_timeout_s=hold_timeout_s,
+            key=key,
         )
     except (RuntimeError, ValueError) as error:
         raise TransferError(f"KV receiver on {host}:{port}: {error}") from error

@@ -20,11 +20,13 @@ struct ReceiverOptions {
   Duration fill_timeout{};
   Duration hold_timeout{};
   uint32_t max_connections = 256;
+  std::string key;  // senders must prove that they hold it; empty: anybody may come
 };
 
 struct ReceiverCounters {
   uint64_t connections = 0;  // open now
   uint64_t refused_identity = 0;
+  uint64_t refused_strangers = 0;  // who did not prove that they hold the key
   uint64_t bad_frames = 0;
   uint64_t bytes_received = 0;
 };

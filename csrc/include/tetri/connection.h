@@ -1,6 +1,7 @@
 // One accepted connection of a receiver. Everything here runs on the service thread.
 //
-// A connection starts unknown, and becomes a control connection with Hello or a data connection
+// With a key, the peer proves first that it holds it, and until then is a stranger. A connection
+// starts unknown, and becomes a control connection with Hello or a data connection
 // with Join. Data connections receive straight into the arena.
 #pragma once
 
@@ -13,6 +14,7 @@
 
 #include "tetri/arena_state.h"
 #include "tetri/frame.h"
+#include "tetri/proof.h"
 
 namespace tetri {
 
@@ -48,6 +50,7 @@ class Connection {
   const WriterId& writer() const { return writer_; }
   bool is_control() const { return phase_ == Phase::kControl || phase_ == Phase::kAgreed; }
   bool writes_shared() const { return writer_.shared; }
+  bool is_stranger() const { return doorman_.has_value(); }
   bool draining() const { return phase_ == Phase::kDraining; }
   uint64_t session_id() const { return session_; }
   bool wants_write() const { return !out_.empty(); }
@@ -56,8 +59,9 @@ class Connection {
 
  private:
   // kAgreed: identity fits, the choice of the link is missing.
-  enum class Phase { kNew, kAgreed, kControl, kData, kDraining };
+  enum class Phase { kProving, kNew, kAgreed, kControl, kData, kDraining };
 
+  void read_proof(TimePoint now);
   void read_control(TimePoint now);
   void read_data(TimePoint now);
   void discard();
@@ -77,6 +81,7 @@ class Connection {
   ArenaState& state_;
   Sessions& sessions_;
   Phase phase_ = Phase::kNew;
+  std::optional<Doorman> doorman_;  // until the peer has proved that it holds the key
   WriterId writer_;
   uint64_t session_ = 0;
   TimePoint handshake_deadline_;

@@ -24,6 +24,8 @@ constexpr uint32_t kMaxReadBytes = 128 << 10;  // payload of one ReadData
 constexpr uint32_t kDataChunkBytes = 512 << 10;
 constexpr size_t kDataPrefixBytes = 16;
 constexpr uint32_t kMaxRanks = 1024;
+constexpr size_t kNonceBytes = 32;
+constexpr uint32_t kProofBodyBytes = 4 + kNonceBytes;  // of a challenge and of a proof
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire order is the host's order");
 
@@ -46,6 +48,8 @@ enum class Type : uint16_t {
   kReadData,    // receiver
   kMessage,     // sender: a small message
   kMessageAck,  // receiver
+  kChallenge,   // both, before all others: random bytes to prove oneself by
+  kProof,       // both: who has sent it holds the key
 };
 
 class FrameError : public std::runtime_error {
@@ -274,6 +278,24 @@ struct MessageAck {
   }
 };
 
+struct Challenge {
+  static constexpr Type kType = Type::kChallenge;
+  std::string nonce;
+  template <typename F>
+  void fields(F& f) {
+    f(nonce);
+  }
+};
+
+struct Proof {
+  static constexpr Type kType = Type::kProof;
+  std::string proof;
+  template <typename F>
+  void fields(F& f) {
+    f(proof);
+  }
+};
+
 template <typename T>
 std::string encode(T message) {
   Encoder encoder;
@@ -317,6 +339,9 @@ class FrameParser {
   std::string buffer_;
   size_t begin_ = 0;
 };
+
+// What a peer has written, fit for logs and for Python: short, and nothing but ASCII that prints.
+std::string printable(std::string_view text);
 
 // "name: here 128, there 16" for every key that differs, sorted; empty when nothing does.
 std::string identity_difference(const Identity& here, const Identity& there);

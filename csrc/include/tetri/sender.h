@@ -25,6 +25,7 @@ struct SenderOptions {
   Duration open_timeout{};
   Duration io_timeout{};
   uint64_t max_queued_blocks = 1 << 20;
+  std::string key;  // receivers must prove that they hold it; empty: any will do
 };
 
 struct SenderStats {

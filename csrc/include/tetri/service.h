@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -28,6 +29,7 @@ class Service : private Sessions {
   void run();
   void turn();
   void accept_some(TimePoint now);
+  bool make_room(TimePoint now);
   void pause_accepting(TimePoint until);
   void serve(uint64_t id, uint32_t events, TimePoint now);
   void deliver_notices(TimePoint now);
@@ -47,6 +49,7 @@ class Service : private Sessions {
   uint64_t next_id_ = 2;  // 0 is the listener, 1 the wake event
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::unordered_map<uint64_t, uint64_t> sessions_;  // session -> control connection
+  std::set<uint64_t> strangers_;  // connections that have not proved themselves, oldest first
   std::unordered_map<uint64_t, bool> watching_write_;
   TimePoint accept_again_ = TimePoint::max();
   TimePoint next_sweep_ = TimePoint::max();

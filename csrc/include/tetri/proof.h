@@ -1,0 +1,66 @@
+// Both ends of a connection prove that they hold the same key, before anything else is read.
+//
+//   sender                              receiver
+//   CHALLENGE, 32 random bytes  ---->
+//                               <----   CHALLENGE, 32 random bytes
+//   PROOF as the sender         ---->   checks it, and hangs up if it is wrong
+//   checks it                   <----   PROOF as the receiver
+//
+// A proof is HMAC-SHA256(key, role | sender's bytes | receiver's bytes | protocol version). The
+// role keeps either end from being handed its own proof, the bytes keep a proof from being used
+// twice. It says who is at the other end when the connection begins, and no more than that: bytes
+// that follow are neither encrypted nor signed.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "tetri/control_channel.h"
+#include "tetri/frame.h"
+#include "tetri/net.h"
+
+namespace tetri {
+
+constexpr size_t kKeyBytes = 32;
+
+// Empty, which means that nobody has to prove anything, or kKeyBytes long. Throws
+// std::invalid_argument.
+const std::string& checked_key(const std::string& key);
+
+enum class Side { kSender, kReceiver };
+
+std::string make_nonce();
+std::string proof_of(const std::string& key, Side side, const std::string& sender_nonce,
+                     const std::string& receiver_nonce);
+
+// The sender's half. Blocks until `deadline` or until cancel_fd is readable. Throws LinkError, also
+// when the other end does not hold the key, and FrameError.
+void prove(ControlChannel& control, const std::string& key, const Endpoint& endpoint,
+           TimePoint deadline, int cancel_fd);
+
+// The receiver's half: takes the bytes of two small frames, and none beyond them.
+class Doorman {
+ public:
+  explicit Doorman(std::string key) : key_(std::move(key)) {}
+
+  // Whether the peer has proved itself; nothing more is to be read here then.
+  bool has_proof() const { return has_proof_; }
+  // Where the peer's next bytes go, and how many of them.
+  uint8_t* room() { return frame_.data() + filled_; }
+  size_t wants() const { return frame_.size() - filled_; }
+  // So many came. Returns what to answer, often nothing. Throws FrameError when the peer does
+  // not hold the key, in words for the peer.
+  std::string took(size_t bytes);
+
+ private:
+  std::string answer(const Frame& frame);
+
+  const std::string key_;
+  std::array<uint8_t, kHeaderSize + kProofBodyBytes> frame_{};
+  size_t filled_ = 0;
+  std::string theirs_;
+  std::string mine_;
+  bool has_proof_ = false;
+};
+
+}  // namespace tetri

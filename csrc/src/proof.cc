@@ -1,0 +1,93 @@
+#include "tetri/proof.h"
+
+#include <cstring>
+
+#include "tetri/segment.h"
+#include "tetri/sha256.h"
+
+namespace tetri {
+
+namespace {
+
+constexpr char kSenderRole[] = "vllm-tetri KV sender";
+constexpr char kReceiverRole[] = "vllm-tetri KV receiver";
+
+static_assert(kNonceBytes == kDigestBytes, "challenges and proofs are frames of the same length");
+
+}  // namespace
+
+const std::string& checked_key(const std::string& key) {
+  if (!key.empty() && key.size() != kKeyBytes) {
+    throw std::invalid_argument("a key has " + std::to_string(kKeyBytes) + " bytes, or none");
+  }
+  return key;
+}
+
+std::string make_nonce() {
+  std::string nonce;
+  while (nonce.size() < kNonceBytes) {
+    const uint64_t word = random_u64();
+    nonce.append(reinterpret_cast<const char*>(&word), sizeof(word));
+  }
+  return nonce;
+}
+
+std::string proof_of(const std::string& key, Side side, const std::string& sender_nonce,
+                     const std::string& receiver_nonce) {
+  std::string text = side == Side::kSender ? kSenderRole : kReceiverRole;
+  text += '\0';
+  text += sender_nonce;
+  text += receiver_nonce;
+  text += static_cast<char>(kVersion & 0xff);
+  text += static_cast<char>(kVersion >> 8);
+  return hmac_sha256(key, text);
+}
+
+void prove(ControlChannel& control, const std::string& key, const Endpoint& endpoint,
+           TimePoint deadline, int cancel_fd) {
+  if (key.empty()) return;
+  const std::string mine = make_nonce();
+  control.send(encode(Challenge{mine}));
+  const auto theirs = decode<Challenge>(control.expect(deadline, cancel_fd)).nonce;
+  if (theirs.size() != kNonceBytes) throw FrameError("a challenge of another length");
+  control.send(encode(Proof{proof_of(key, Side::kSender, mine, theirs)}));
+  const auto proof = decode<Proof>(control.expect(deadline, cancel_fd)).proof;
+  if (!equal_in_constant_time(proof, proof_of(key, Side::kReceiver, mine, theirs))) {
+    throw LinkError(Status::kRefused,
+                    endpoint.host + ":" + endpoint.port + " does not hold this cluster's secret");
+  }
+}
+
+std::string Doorman::took(size_t bytes) {
+  filled_ += bytes;
+  if (filled_ < kHeaderSize) return "";
+  const Header header = parse_header(frame_.data());
+  const Type wanted = theirs_.empty() ? Type::kChallenge : Type::kProof;
+  if (header.type != wanted) {
+    throw FrameError(
+        "this receiver wants to be shown the cluster's secret first; start the sender with the "
+        "same --tetri-secret-file");
+  }
+  if (header.length != kProofBodyBytes) throw FrameError("a challenge or proof of another length");
+  if (filled_ < frame_.size()) return "";
+  filled_ = 0;
+  return answer({header.type, std::string(frame_.begin() + kHeaderSize, frame_.end())});
+}
+
+std::string Doorman::answer(const Frame& frame) {
+  if (theirs_.empty()) {
+    const auto challenge = decode<Challenge>(frame);
+    if (challenge.nonce.size() != kNonceBytes) throw FrameError("a challenge of another length");
+    theirs_ = challenge.nonce;
+    mine_ = make_nonce();
+    return encode(Challenge{mine_});
+  }
+  const auto proof = decode<Proof>(frame).proof;
+  if (!equal_in_constant_time(proof, proof_of(key_, Side::kSender, theirs_, mine_))) {
+    throw FrameError("the sender holds another secret than this receiver");
+  }
+  has_proof_ = true;
+  return encode(Proof{proof_of(key_, Side::kReceiver, theirs_, mine_)});
+}
+
+}  // namespace tetri

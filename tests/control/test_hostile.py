@@ -1,0 +1,87 @@
+"""An instance whose router says strange things."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+
+import pytest
+import zmq
+
+from tests.control.channel import INFO, eventually, joined
+from tests.mutation import COUNTS, strange_frame
+from vllm_tetri import messages
+from vllm_tetri.control.views import row_of
+from vllm_tetri.messages import (
+    Advertised,
+    CancelTransfer,
+    Cue,
+    FlipRole,
+    Introduce,
+    Loads,
+    Refused,
+    View,
+)
+from vllm_tetri.types import (
+    ClusterView,
+    Flip,
+    FlipStage,
+    InstanceId,
+    InstanceLoad,
+    InstanceState,
+    InstanceView,
+    Role,
+    TransferId,
+)
+
+BATCH = 100
+PREFIX_BYTES = 5
+FLIP = Flip(3, Role.PREFILL, Role.DECODE, FlipStage.DONE, 1.0, 2.0, 3.0, "why", "what")
+OTHERS = tuple(
+    InstanceView(
+        replace(INFO, id=InstanceId(name)), InstanceState.READY, InstanceLoad(), 0.1, 1, FLIP
+    )
+    for name in ("a", "b")
+)
+SHOWN = View(ClusterView("r", 1, OTHERS), 5)
+GOOD = [
+    messages.encode(message)
+    for message in (
+        SHOWN,
+        Loads(5, 2, [row_of(each) for each in OTHERS]),
+        Cue(3),
+        FlipRole(4, Role.DECODE, True, 5.0, "why", 2),
+        Advertised(4, 1.0),
+        Introduce("r"),
+        Refused("why"),
+        CancelTransfer(TransferId("x")),
+    )
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_it_goes_on_and_believes_the_next_right_word(count: int) -> None:
+    rng = Random(21)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        router = context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        async with joined(f"tcp://127.0.0.1:{port}") as one:
+            sender, _ = await asyncio.to_thread(router.recv_multipart)
+            for start in range(0, count, BATCH):
+                for index in range(start, start + BATCH):
+                    frame = strange_frame(rng, GOOD[index % len(GOOD)], PREFIX_BYTES)
+                    await asyncio.to_thread(router.send_multipart, [sender, frame])
+                    while router.poll(0):  # what it has to say to that
+                        router.recv_multipart()
+                mark = TransferId(f"batch {start}")
+                router.send_multipart([sender, messages.encode(SHOWN)])
+                router.send_multipart([sender, messages.encode(CancelTransfer(mark))])
+                await eventually(lambda mark=mark: mark in one.cancelled, 20.0)
+                assert one.sees() == [("a", "ready"), ("b", "ready")]
+                assert len(one.agent.picture().view.instances) == 2
+            assert one.agent.dropped_messages > count / 3
+    finally:
+        context.destroy(linger=0)

@@ -1,0 +1,119 @@
+"""Keys and TLS of a cluster: who gets which, and who can see it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.fakes import FakeUp
+from tests.launch.test_plan import CPU, options
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.launch.keeper import Spec
+from vllm_tetri.launch.plan import Plan, make_plan, with_sharing
+from vllm_tetri.policy.placement import Sharing
+
+CERTIFICATE = Path(__file__).parent.parent / "certificate.pem"
+CERTIFICATE_KEY = CERTIFICATE.with_name("certificate-key.pem")
+TLS = (f"--ssl-certfile={CERTIFICATE}", f"--ssl-keyfile={CERTIFICATE_KEY}")
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.delenv("TETRI_INSTANCE_API_KEY", raising=False)
+
+
+def plan(*words: str, tail: tuple[str, ...] = ()) -> Plan:
+    return make_plan(options(*words, tail=tail), CPU)
+
+
+def words(found: Plan) -> str:
+    """All that a list of processes, or a log of the plan, would show."""
+    return " ".join(" ".join(spec.command(1)) for spec in found.specs) + repr(found)
+
+
+def key_of(spec: Spec) -> str:
+    return dict(spec.environment).get("VLLM_API_KEY", "")
+
+
+def test_keys_go_through_the_environment_and_instances_get_another_one() -> None:
+    found = plan("--api-key", "k-mine-7", "k-yours-7")
+    router = found.specs[-1]
+
+    assert dict(router.environment)["VLLM_API_KEY"] == "k-mine-7\nk-yours-7"
+    (own,) = {key_of(spec) for spec in found.instances}
+    assert dict(router.environment)["TETRI_INSTANCE_API_KEY"] == own
+    assert len(own) > 30
+    assert own != key_of(plan("--api-key", "k-mine-7").instances[0])
+    assert router.key == "k-mine-7"
+    assert not any(key in words(found) for key in ("k-mine-7", "k-yours-7", own))
+
+
+def test_without_keys_nobody_gets_any() -> None:
+    assert [spec.environment for spec in plan().specs] == [()] * 3
+    assert plan().specs[-1].key == ""
+
+
+def test_keys_outlast_another_placement() -> None:
+    found = plan("--api-key", "k-mine-7")
+    assert with_sharing(found, CPU, Sharing.SHARED).instances[0].environment
+
+
+def test_a_key_for_vllm_serve_is_the_routers_as_well() -> None:
+    for tail in (("--api-key", "a", "b", "--dtype", "half"), ("--api_key=a", "--api-key=b")):
+        found = plan(tail=tail)
+        router = dict(found.specs[-1].environment)
+        assert router == {"VLLM_API_KEY": "a\nb", "TETRI_INSTANCE_API_KEY": "a"}
+        assert found.instances[0].environment == ()
+    found = plan("--api-key", "door", tail=("--api-key", "a"))
+    router = dict(found.specs[-1].environment)
+    assert router == {"VLLM_API_KEY": "door", "TETRI_INSTANCE_API_KEY": "a"}
+
+
+def test_the_key_of_instances_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "door")
+    monkeypatch.setenv("TETRI_INSTANCE_API_KEY", "own")
+    assert {key_of(spec) for spec in plan().instances} == {"own"}
+
+
+def test_a_key_that_the_router_cannot_see_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text("api-key: [x]\n")
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        plan(tail=("--config", str(path)))
+
+
+def test_tls_is_the_routers_only() -> None:
+    found = plan(*TLS)
+    assert found.specs[-1].command(1).count("--ssl-certfile") == 1
+    assert not any("--ssl" in word for spec in found.instances for word in spec.command(1))
+    assert len(found.specs[-1].fingerprint or b"") == 32
+    with pytest.raises(ConfigError, match="before the --"):
+        plan(tail=("--ssl-keyfile", "x"))
+    with pytest.raises(ConfigError, match="needs --ssl-certfile"):
+        plan("--ssl-keyfile=x")
+    with pytest.raises(ConfigError, match="no certificate"):
+        plan(f"--ssl-certfile={CERTIFICATE_KEY}")
+
+
+def test_up_speaks_to_its_router_with_key_and_https(fake_up: FakeUp) -> None:
+    process = fake_up.start("--api-key", "k-mine-7", "--verbose", *TLS)
+    content = fake_up.ready()
+
+    assert content["url"].startswith("https://127.0.0.1:")
+    (router,) = fake_up.starts("router")
+    (prefill,) = fake_up.starts("prefill-0")
+    own = router["keys"]["TETRI_INSTANCE_API_KEY"]
+    assert prefill["keys"]["VLLM_API_KEY"] == own
+    assert "k-mine-7" not in " ".join(router["argv"] + prefill["argv"])
+
+    process.send_signal(signal.SIGINT)
+    status, output = fake_up.end()
+    assert status == 0
+    assert '-H "authorization: Bearer $VLLM_API_KEY"' in output
+    assert f"--cacert {CERTIFICATE}" in output
+    assert "k-mine-7" not in output
+    assert own not in output
+    fake_up.nothing_left()

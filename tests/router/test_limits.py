@@ -1,0 +1,263 @@
+"""Bounds of the port for clients. Each is exceeded by one, and by one only."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.raw import CLOSED, Answer, connected, exchange, post, read_answer
+from vllm_tetri.router import json_body
+from vllm_tetri.router.limits import Limits
+from vllm_tetri.types import Role
+
+GOOD = b'{"model":"tiny","prompt":"hello"}'
+QUICK = Limits(head_s=0.2, body_s=0.2, stalled_s=0.2, idle_s=0.3)
+
+
+def both() -> FakeInstance:
+    return FakeInstance("b", Role.BOTH)
+
+
+async def works(made: Cluster) -> None:
+    """Serves the next request, and keeps nothing of what came before."""
+    assert (await made.ask())[0] == 200
+    assert await made.table() == []
+
+
+async def test_a_body_of_exactly_the_limit_passes_and_one_byte_more_does_not() -> None:
+    async with cluster(both(), limits=Limits(body_bytes=len(GOOD))) as made:
+        assert (await exchange(made, post(GOOD))).status == 200
+        answer = await exchange(made, post(GOOD + b" "))
+        assert (answer.status, answer.error["code"]) == (413, 413)
+
+
+async def test_a_chunked_body_is_counted_as_it_comes() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with cluster(both(), limits=Limits(body_bytes=1000)) as made:
+        async with connected(made) as (reader, writer):
+            writer.write(head + b"64\r\n" + b" " * 100 + b"\r\n")
+            for _ in range(10):
+                writer.write(b"64\r\n" + b" " * 100 + b"\r\n")
+            assert (await read_answer(reader)).status == 413
+        await works(made)
+
+
+async def test_a_packed_body_is_counted_unpacked() -> None:
+    async with cluster(both(), limits=Limits(body_bytes=1 << 20)) as made:
+        small = post(gzip.compress(GOOD), more="Content-Encoding: gzip\r\n")
+        assert (await exchange(made, small)).status == 200
+        bomb = post(gzip.compress(b" " * (64 << 20)), more="Content-Encoding: gzip\r\n")
+        assert len(bomb) < 1 << 20
+        assert (await exchange(made, bomb)).status == 413
+        await works(made)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        post(b"no gzip", more="Content-Encoding: gzip\r\n"),
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_a_body_that_is_not_what_its_headers_say_is_400(data: bytes) -> None:
+    async with cluster(both()) as made:
+        answer = await exchange(made, data)
+        assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
+        await works(made)
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    one = both()
+
+    async def wait(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        await fake.chunk_gate.wait()
+        return await fake.answer(request, body)
+
+    one.handler = wait
+    one.chunk_gate.clear()
+    body = GOOD.ljust(600)
+    async with cluster(one, limits=Limits(body_bytes=1000, bodies_bytes=1000)) as made:
+        async with connected(made) as (reader, writer):
+            writer.write(post(body))
+            await eventually(lambda: one.calls)
+            answer = await exchange(made, post(body))
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            chunked = post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+            answer = await exchange(made, chunked + b"258\r\n" + body + b"\r\n0\r\n\r\n")
+            assert answer.status == 503
+            one.chunk_gate.set()
+            assert (await read_answer(reader)).status == 200
+        assert (await exchange(made, post(body))).status == 200
+        await works(made)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 95), 404),
+        (b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 100), 414),
+        (b"GET /v1/models?%b HTTP/1.1\r\nHost: x\r\n\r\n" % (b"a" * 100), 414),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (b"a" * 120), 200),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (b"a" * 121), 431),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n%b: x\r\n\r\n" % (b"a" * 121), 431),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n%b\r\n" % (b"X: y\r\n" * 9), 200),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n%b\r\n" % (b"X: y\r\n" * 10), 431),
+        (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
+        (b"\x16\x03\x01 this is TLS\r\n\r\n", 400),
+        (b"BREW /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    ],
+)
+async def test_heads_are_bounded(head: bytes, status: int) -> None:
+    limits = Limits(url_bytes=100, headers=10, header_bytes=120)
+    async with cluster(both(), limits=limits) as made:
+        answer = await exchange(made, head)
+        assert answer.status == status
+        if status >= 400:
+            assert answer.error["type"] in ("BadRequestError", "NotFoundError")
+        await works(made)
+
+
+async def test_a_head_that_does_not_come_in_time_is_408() -> None:
+    async with cluster(both(), limits=QUICK) as made:
+        async with connected(made) as (reader, writer):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\n")
+            for _ in range(5):  # a byte now and then helps nothing
+                await asyncio.sleep(0.02)
+                writer.write(b"x")
+            answer = await read_answer(reader)
+            assert (answer.status, answer.error["code"]) == (408, 408)
+            assert await reader.read() == b""
+        await works(made)
+
+
+async def test_a_second_head_on_a_connection_has_no_more_time() -> None:
+    limits = Limits(head_s=0.2)
+    async with cluster(both(), limits=limits) as made, connected(made) as (reader, writer):
+        writer.write(post(GOOD))
+        assert (await read_answer(reader)).status == 200
+        writer.write(b"POST")
+        assert (await read_answer(reader)).status == 408
+
+
+async def test_a_body_that_does_not_come_in_time_is_408() -> None:
+    async with cluster(both(), limits=QUICK) as made:
+        async with connected(made) as (reader, writer):
+            writer.write(post(GOOD)[:-1])
+            answer = await read_answer(reader)
+            assert (answer.status, answer.headers["connection"]) == (408, "close")
+            assert answer.error["message"].endswith(f"{len(GOOD) - 1} bytes of it did")
+        await works(made)
+
+
+async def test_a_large_body_has_more_time() -> None:
+    limits = Limits(body_s=0.3, body_bytes_per_s=10_000)
+    async with cluster(both(), limits=limits) as made, connected(made) as (reader, writer):
+        whole = post(GOOD.ljust(10_000))
+        for start in range(0, len(whole), 2000):  # 10,000 bytes in half a second
+            writer.write(whole[start : start + 2000])
+            await asyncio.sleep(0.1)
+        assert (await read_answer(reader)).status == 200
+
+
+async def test_a_connection_may_rest_for_a_while_only() -> None:
+    async with cluster(both(), limits=QUICK) as made:
+        async with connected(made) as (reader, writer):
+            assert await read_answer(reader) == CLOSED  # nothing was ever asked
+        async with connected(made) as (reader, writer):
+            writer.write(post(GOOD))
+            assert (await read_answer(reader)).status == 200
+            assert await read_answer(reader) == CLOSED
+
+
+async def test_whoever_does_not_read_is_hung_up_on_and_its_request_ends() -> None:
+    one, has_ended = both(), asyncio.Event()
+
+    async def pour(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        try:
+            while True:
+                await answer.write(b"data: {}\n\n" * 10_000)
+        finally:
+            has_ended.set()
+
+    one.handler = pour
+    async with cluster(one, limits=QUICK) as made, connected(made) as (_, writer):
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(post(b'{"model":"tiny","prompt":"x","stream":true}'))
+        await eventually(lambda: one.calls)
+        await eventually(has_ended.is_set)
+        await eventually(lambda: not len(made.scheduler.table))
+
+
+async def test_one_connection_too_many_is_told_so() -> None:
+    async with cluster(both(), limits=Limits(connections=2)) as made:
+        async with connected(made), connected(made):
+            await eventually(lambda: made.listener.num_connections == 2)
+            async with connected(made) as (reader, _):
+                answer = await read_answer(reader)
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert "too many connections" in answer.error["message"]
+        await eventually(lambda: made.listener.num_connections == 0)
+        await works(made)
+
+
+async def ask(made: Cluster, body: bytes, path: str = "/v1/completions") -> Answer:
+    return await exchange(made, post(body, path=path))
+
+
+@pytest.mark.parametrize("path", ["mode", "instances/b/flip", "instances/b/leave"])
+@pytest.mark.parametrize("body", [b"\xbd", b'{"\xbd": 1}', b"[" * 5000, b"{", b"5"])
+async def test_an_order_that_is_no_json_is_400(path: str, body: bytes) -> None:
+    async with cluster(both()) as made:
+        answer = await ask(made, body, f"/tetri/v1/{path}")
+        assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
+
+
+async def test_a_body_may_nest_so_deep_and_no_deeper() -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"model":"tiny","prompt":"x","a":' + b"[" * depth + b"]" * depth + b"}"
+
+    async with cluster(both()) as made:
+        assert (await ask(made, nested(json_body.MAX_DEPTH - 1))).status == 200
+        for depth in (json_body.MAX_DEPTH, 500, 900, 1000, 100_000):
+            answer = await ask(made, nested(depth))
+            assert (answer.status, answer.error["param"]) == (400, None)
+        wide = b'{"model":"tiny","prompt":"x","a":[%b1]}' % (b"[]," * 10_000)
+        assert (await ask(made, wide.replace(b"[[]", b"[1,[]"))).status == 200
+
+
+async def test_a_body_may_have_so_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_body, "MAX_VALUES", 100)
+    async with cluster(both()) as made:
+        for count, status in ((90, 200), (200, 413)):
+            prompt = json.dumps({"model": "tiny", "prompt": [5] * count}).encode()
+            assert (await ask(made, prompt)).status == status
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "entry"),
+    [
+        ("/v1/chat/completions", "messages", {"role": "user", "content": "x"}),
+        ("/v1/completions", "prompt", "x"),
+        ("/v1/embeddings", "input", [1, 2]),
+    ],
+)
+async def test_a_body_may_have_so_many_entries(
+    monkeypatch: pytest.MonkeyPatch, path: str, name: str, entry: Any
+) -> None:
+    monkeypatch.setattr(json_body, "MAX_ENTRIES", 20)
+    async with cluster(both()) as made:
+        body = json.dumps({"model": "tiny", name: [entry] * 20}).encode()
+        assert (await ask(made, body, path)).status == 200
+        body = json.dumps({"model": "tiny", name: [entry] * 21}).encode()
+        answer = await ask(made, body, path)
+        assert (answer.status, answer.error["param"]) == (400, name)
+        ids = json.dumps({"model": "tiny", "prompt": [1] * 21}).encode()
+        assert (await ask(made, ids)).status == 200

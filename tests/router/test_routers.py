@@ -1,0 +1,239 @@
+"""Several routers over the same instances."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.router.fakes import FakeInstance, eventually, router
+from vllm_tetri import cli
+from vllm_tetri.launch.machine import free_port
+from vllm_tetri.policy.watch_group import FlipOrder, Look
+from vllm_tetri.router.lease import FileLease
+from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.secret import VARIABLE
+from vllm_tetri.types import ClusterView, InstanceId, Role
+
+ROOT = Path(__file__).parents[2]
+
+
+class Wanting:
+    """A watcher that always wants the same flip."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self, view: ClusterView, now: float) -> Look:
+        self.looks += 1
+        order = FlipOrder(InstanceId("d2"), Role.PREFILL, True, "it is wanted")
+        return Look(order, "as always")
+
+
+@dataclass
+class Side:
+    scheduler: GlobalScheduler
+    url: str
+    watcher: Wanting
+
+    def sees(self, name: str) -> str:
+        one = self.scheduler.monitor.view_of(InstanceId(name))
+        return one.state if one is not None else "absent"
+
+    def is_flipping(self, name: str) -> bool:
+        one = self.scheduler.monitor.view_of(InstanceId(name))
+        return one is None or one.flip is None or one.flip.is_under_way
+
+    def role_of(self, name: str) -> Role:
+        one = self.scheduler.monitor.view_of(InstanceId(name))
+        assert one is not None
+        return one.info.role
+
+
+def instances() -> list[FakeInstance]:
+    made = [
+        FakeInstance("p1", Role.PREFILL, decode="d1"),
+        FakeInstance("d1", Role.DECODE),
+        FakeInstance("d2", Role.DECODE),
+    ]
+    for each in made:
+        each.abilities["num_routers"] = 2  # type: ignore[assignment]
+    return made
+
+
+@asynccontextmanager
+async def joined(
+    members: list[FakeInstance], *controls: str
+) -> AsyncIterator[dict[str, FakeInstance]]:
+    try:
+        for each in members:
+            await each.start(*controls)
+        yield {each.id: each for each in members}
+    finally:
+        for each in members:
+            await each.close()
+
+
+@asynccontextmanager
+async def side(**options: Any) -> AsyncIterator[Side]:
+    watcher = Wanting()
+    async with router(watcher=watcher, **options) as (scheduler, url):
+        yield Side(scheduler, url, watcher)
+
+
+@pytest.fixture
+def lease(tmp_path: Path) -> str:
+    tmp_path.chmod(0o700)
+    return str(tmp_path / "lease")
+
+
+async def test_only_the_one_with_the_lease_orders_and_all_follow(lease: str) -> None:
+    async with side(lease=FileLease(lease)) as first, side(lease=FileLease(lease)) as second:
+        await eventually(lambda: first.watcher.looks + second.watcher.looks > 0)
+        holder, other = (first, second) if first.watcher.looks else (second, first)
+        controls = (first.scheduler.monitor.address, second.scheduler.monitor.address)
+        async with joined(instances(), *controls):
+            await eventually(lambda: other.sees("d2") == "ready")
+            await eventually(lambda: other.role_of("d2") is Role.PREFILL)
+            assert holder.role_of("d2") is Role.PREFILL
+            assert other.watcher.looks == 0
+            assert "another router watches" in other.scheduler.flips.newest.explanation
+            # An operator may order by any of them.
+            await eventually(lambda: not other.is_flipping("d2"))
+            assert other.scheduler.flips.order(InstanceId("d2"), Role.BOTH, reason="me").is_new
+
+
+async def test_the_lease_goes_on_when_its_holder_ends(lease: str) -> None:
+    async with side(lease=FileLease(lease)) as first:
+        await eventually(lambda: first.watcher.looks > 0)
+        async with side(lease=FileLease(lease)) as second:
+            await eventually(lambda: "another" in second.scheduler.flips.newest.explanation)
+            assert second.watcher.looks == 0
+            await first.scheduler.flips.close()
+            looks = first.watcher.looks
+            await eventually(lambda: second.watcher.looks > 1)
+            assert first.watcher.looks == looks
+
+
+async def test_without_a_lease_nobody_orders_where_there_are_several_routers() -> None:
+    async with side() as first, side() as second:
+        both = (first, second)
+        async with joined(instances(), *(each.scheduler.monitor.address for each in both)):
+            await eventually(lambda: all(each.sees("d2") == "ready" for each in both))
+            for each in both:
+                await eventually(
+                    lambda each=each: "no --flip-lease" in each.scheduler.flips.newest.explanation
+                )
+                looks = each.watcher.looks
+                await asyncio.sleep(0.6)  # two more looks would fit
+                assert each.watcher.looks == looks
+            assert first.role_of("d2") is Role.DECODE
+            ordered = second.scheduler.flips.order(InstanceId("d2"), Role.PREFILL, reason="by hand")
+            assert ordered.is_new
+            await eventually(lambda: first.role_of("d2") is Role.PREFILL)
+
+
+@contextmanager
+def router_process(control: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    port = free_port()
+    words = ["router", "--port", str(port), "--control", control, "--flip", "off"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_tetri.cli", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def hang(*_: Any) -> web.StreamResponse:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def test_a_router_that_dies_takes_only_its_own_requests_with_it() -> None:
+    """In both legs; and the next one serves as soon as it is there."""
+    control = f"tcp://127.0.0.1:{free_port()}"
+    async with (
+        router() as (scheduler, url),
+        joined(instances(), scheduler.monitor.address, control) as made,
+        aiohttp.ClientSession() as client,
+    ):
+        with router_process(control) as (process, other):
+            await until_serving(client, other)
+            made["d1"].chunk_gate.clear()
+            mine = asyncio.create_task(ask(client, url, stream=True))
+            in_decode = asyncio.create_task(ask(client, other, stream=True))
+            await eventually(lambda: len(made["d1"].calls) == 2)
+            made["p1"].handler = hang
+            in_prefill = asyncio.create_task(ask(client, other))
+            await eventually(lambda: len(made["p1"].calls) == 3)
+            process.kill()
+            await eventually(lambda: made["p1"].aborted == made["d1"].aborted == 1)
+            for orphan in (in_decode, in_prefill):
+                assert isinstance(await settled(orphan), aiohttp.ClientError)
+        made["p1"].handler = None
+        made["d1"].chunk_gate.set()
+        status, body = await mine
+        assert (status, body.count(b"data: ")) == (200, made["d1"].num_chunks + 1)
+        with router_process(control) as (_, other):
+            await until_serving(client, other)
+            status, body = await ask(client, other)
+            assert status == 200, body
+
+
+async def ask(
+    client: aiohttp.ClientSession, url: str, *, stream: bool = False
+) -> tuple[int, bytes]:
+    body = {"model": "tiny", "prompt": "hello", "stream": stream}
+    async with client.post(url + "/v1/completions", json=body) as response:
+        return response.status, await response.read()
+
+
+async def settled(task: asyncio.Task[Any]) -> BaseException | None:
+    await asyncio.wait([task], timeout=10.0)
+    return task.exception()
+
+
+async def until_serving(client: aiohttp.ClientSession, url: str) -> None:
+    for _ in range(600):
+        try:
+            async with client.get(url + "/tetri/v1/instances") as response:
+                rows = (await response.json())["instances"]
+            if len(rows) == 3 and {row["state"] for row in rows} == {"ready"}:
+                return
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(0.05)
+    raise AssertionError("the router does not serve")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--secret-file", "/no/such/secret"], "vllm-tetri secret"),
+        (["--control", "tcp://0.0.0.0:0"], "needs a secret"),
+        (["--flip-lease", "/no/such/folder/lease"], "--flip-lease"),
+    ],
+)
+def test_what_cannot_be_guarded_is_refused_in_a_line(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert cli.main(["router", "--port", "0", "--control", "tcp://127.0.0.1:0", *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line

@@ -1,0 +1,203 @@
+"""Clients that share a router: what one has, another one can still get."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.test_crowded import held_back, let_go
+from vllm_tetri.policy.lifecycle import Event
+from vllm_tetri.router.answers import Refusal
+from vllm_tetri.router.shares import Shares
+from vllm_tetri.router.table import Entry, RequestTable
+from vllm_tetri.types import InstanceId, Mode, Role
+
+KEYS = ("greedy", "modest")
+BUSY = {"error": {"message": "full", "type": "Service Unavailable", "param": None, "code": 503}}
+
+
+async def ask(made: Cluster, key: str, **body: Any) -> tuple[int, Any]:
+    async with made.client.post(
+        made.url + "/v1/completions",
+        json={"model": "tiny", "prompt": "x", **body},
+        headers={"Authorization": f"Bearer {key}"},
+    ) as response:
+        return response.status, await response.json()
+
+
+def in_flight(made: Cluster) -> int:
+    return len(made.scheduler.table)
+
+
+async def ask_often(made: Cluster, key: str, count: int) -> list[asyncio.Task[Any]]:
+    """All of them are either refused or in flight."""
+    before = in_flight(made)
+    tasks = [asyncio.create_task(ask(made, key)) for _ in range(count)]
+    await eventually(lambda: in_flight(made) - before + sum(task.done() for task in tasks) == count)
+    return tasks
+
+
+async def statuses(tasks: list[asyncio.Task[Any]]) -> list[int]:
+    return sorted(status for status, _ in await asyncio.gather(*tasks))
+
+
+async def test_a_greedy_key_leaves_room_for_a_modest_one() -> None:
+    (one,) = held_back(FakeInstance("b", Role.BOTH))
+    async with cluster(one, keys=KEYS, max_in_flight=50) as made:
+        greedy = await ask_often(made, "greedy", 500)
+        assert in_flight(made) == 40
+        modest = await ask_often(made, "modest", 8)
+        assert in_flight(made) == 48
+        let_go(one)
+        assert await statuses(modest) == [200] * 8
+        assert await statuses(greedy) == [200] * 40 + [429] * 460
+        assert in_flight(made) == 0
+        assert (await ask(made, "greedy"))[0] == 200
+
+
+async def test_a_refusal_says_whose_fault_it_is() -> None:
+    (one,) = held_back(FakeInstance("b", Role.BOTH))
+    async with cluster(one, keys=KEYS, max_in_flight=5) as made:
+        greedy = await ask_often(made, "greedy", 4)
+        status, answer = await ask(made, "greedy")
+        assert (status, answer["error"]["code"]) == (429, "too_many_in_flight")
+        assert answer["error"]["message"].startswith("4 requests of this key are in flight")
+        greedy += await ask_often(made, "modest", 1)
+        _, answer = await ask(made, "modest")
+        assert answer["error"]["message"].startswith("5 requests are in flight")
+        let_go(one)
+        assert await statuses(greedy) == [200] * 5
+
+
+async def test_without_keys_and_with_one_there_is_nobody_to_share_with() -> None:
+    for keys in ((), ("greedy",)):
+        (one,) = held_back(FakeInstance("b", Role.BOTH))
+        async with cluster(one, keys=keys, max_in_flight=10, max_in_flight_each=8) as made:
+            tasks = await ask_often(made, "greedy", 20)
+            assert in_flight(made) == 8
+            let_go(one)
+            assert await statuses(tasks) == [200] * 8 + [503] * 12
+
+
+async def test_the_room_at_an_instance_is_shared_too() -> None:
+    (one,) = held_back(FakeInstance("b", Role.BOTH))
+    async with cluster(one, keys=KEYS, max_in_flight_each=10) as made:
+        greedy = await ask_often(made, "greedy", 100)
+        assert in_flight(made) == 8
+        modest = await ask_often(made, "modest", 1)
+        assert in_flight(made) == 9
+        let_go(one)
+        assert await statuses(modest) == [200]
+        assert await statuses(greedy) == [200] * 8 + [503] * 92
+
+
+async def test_a_bound_that_only_an_instance_knows_is_shared_once_it_was_met() -> None:
+    (one,) = held_back(FakeInstance("b", Role.BOTH))
+    most, now = 10, 0
+
+    async def full_at_ten(
+        fake: FakeInstance, request: web.Request, body: Any
+    ) -> web.StreamResponse:
+        nonlocal now
+        if now >= most:
+            return web.json_response(BUSY, status=503)
+        now += 1
+        try:
+            await fake.chunk_gate.wait()
+            return await fake.answer(request, body)
+        finally:
+            now -= 1
+
+    one.handler = full_at_ten
+    async with cluster(one, keys=KEYS) as made:
+        greedy = await ask_often(made, "greedy", 10)
+        assert (await ask(made, "greedy"))[0] == 503  # now it is known
+        num_calls = len(one.calls)
+        refused = [await ask(made, "greedy") for _ in range(20)]
+        assert [status for status, _ in refused] == [503] * 20
+        assert len(one.calls) == num_calls  # and the instance has its peace
+        assert (await ask(made, "modest"))[0] == 503  # it may ask, and is told itself
+        assert len(one.calls) == num_calls + 1
+        let_go(one)
+        assert await statuses(greedy) == [200] * 10
+        assert (await ask(made, "greedy"))[0] == 200
+
+
+def entries(table: RequestTable, party: str, count: int, instance: str = "b") -> list[Entry]:
+    found = []
+    for _ in range(count):
+        entry = table.enter("", now=0.0, sla="", party=party)
+        entry.on(Event.WHOLE_SENT)
+        entry.decode = instance
+        found.append(entry)
+    return found
+
+
+def test_who_has_nothing_at_a_full_instance_may_ask_it() -> None:
+    table, name = RequestTable(), InstanceId("b")
+    shares = Shares(table, most=1000, most_each=1000, num_parties=2)
+    has = entries(table, "greedy", 11)
+    assert shares.crowded("greedy") == frozenset()
+    shares.was_full(name, is_counted=True)  # for the eleventh
+    table.leave(has.pop())
+    assert shares.crowded("greedy") == {name}
+    assert shares.crowded("modest") == frozenset()
+    table.leave(has.pop())
+    table.leave(has.pop())
+    assert shares.crowded("greedy") == {name}  # 8 of 10
+    table.leave(has.pop())
+    assert shares.crowded("greedy") == frozenset()
+
+
+def test_what_an_instance_said_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, now = RequestTable(), 1000.0
+    monkeypatch.setattr("vllm_tetri.router.shares.time.monotonic", lambda: now)
+    shares = Shares(table, most=1000, most_each=1000, num_parties=2)
+    entries(table, "greedy", 10)
+    shares.was_full(InstanceId("b"), is_counted=False)
+    assert shares.crowded("greedy")
+    now += 61
+    assert not shares.crowded("greedy")
+    assert not shares._squeezes
+
+
+def test_the_table_counts_by_client() -> None:
+    table = RequestTable()
+    shares = Shares(table, most=2, most_each=9, num_parties=1)
+    (first,), (second,) = entries(table, "x", 1), entries(table, "y", 1)
+    with pytest.raises(Refusal):
+        shares.check_room("x")
+    table.leave(first)
+    table.leave(first)
+    assert (table.num_of("x"), table.num_of("y")) == (0, 1)
+    shares.check_room("x")
+    table.leave(second)
+    assert not table.workers("y")
+
+
+async def test_prompts_that_swamp_an_instance_are_those_of_whoever_sent_them() -> None:
+    (one,) = held_back(FakeInstance("b", Role.BOTH))
+    async with cluster(one, keys=KEYS, mode=Mode.ADAPTIVE) as made:
+        tasks = await ask_often(made, "greedy", 10)
+        one.load = replace(one.load, queued_prefill_tokens=200_000)
+
+        def load() -> int:
+            return made.scheduler.monitor.view().instances[0].load.queued_prefill_tokens
+
+        await eventually(lambda: load() == 200_000)
+        made.scheduler._placing._look(time.monotonic(), is_fresh=True)
+        assert (await ask(made, "greedy"))[0] == 503
+        one.load = replace(one.load, queued_prefill_tokens=0)
+        await eventually(lambda: load() == 0)
+        made.scheduler._placing._look(time.monotonic(), is_fresh=True)
+        assert (await ask(made, "greedy"))[0] == 503  # it has all that there was room for
+        tasks += await ask_often(made, "modest", 1)
+        assert in_flight(made) == 11
+        let_go(one)
+        assert await statuses(tasks) == [200] * 11

@@ -1,0 +1,169 @@
+"""KV connections between ends that must hold the same key."""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import pytest
+
+from tests.transport import wire
+from tests.transport.conftest import IDENTITY, Backend, ended, eventually
+from tests.transport.wire import Rogue
+from tests.transport.wire_proof import PROOF, Prover, challenge, proof, proof_of
+from vllm_tetri.transport.native import Status, TransferState
+
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+CONTROL_BYTES = 48  # of a challenge, or a proof
+
+
+def works(backend: Backend, receiver: object, key: bytes = KEY) -> None:
+    sender = backend.sender(key=key)
+    cache = backend.cache(seed=1)
+    transfer = backend.push(sender, receiver, "works", cache, [1, 2])
+    assert ended(transfer) == TransferState.DONE, transfer.error
+    assert backend.arrived(receiver, "works", cache) == cache.bytes_of([1, 2])
+    sender.close()
+
+
+def test_ends_with_the_same_key_exchange_blocks(backend: Backend) -> None:
+    receiver = backend.receiver(key=KEY)
+    works(backend, receiver)
+    assert backend.sender(key=KEY).send(receiver.endpoint, b"note", 5.0) == Status.OK
+    assert receiver.receive(5.0) == b"note"
+    assert receiver.stats().refused_strangers == 0
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        (OTHER, KEY, "another secret than this receiver"),
+        (b"", KEY, "wants to be shown the cluster's secret first"),
+        (KEY, b"", "was given no secret"),
+    ],
+    ids=["other", "none", "unguarded"],
+)
+def test_ends_that_do_not_refuse_each_other_in_words(
+    core: Backend, here: bytes, there: bytes, words: str
+) -> None:
+    receiver = core.receiver(key=there)
+    sender = core.sender(key=here)
+    cache = core.cache(seed=1)
+    transfer = core.push(sender, receiver, "t", cache, [1, 2])
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.REFUSED
+    assert words in transfer.error
+    assert receiver.find("t") is None
+    assert receiver.stats().refused_strangers == bool(there)
+    eventually(lambda: receiver.stats().connections == 0)
+    works(core, receiver, there)
+
+
+def test_a_key_has_32_bytes(backend: Backend) -> None:
+    for make in (backend.receiver, backend.sender):
+        for key in (b"short", bytes(33)):
+            with pytest.raises(ValueError, match="32 bytes"):
+                make(key=key)
+
+
+def test_the_proof_is_what_the_protocol_says(tcp: Backend) -> None:
+    """An implementation of a few lines of Python gets in, and is answered by a proof."""
+    receiver = tcp.receiver(key=KEY)
+    with Prover(receiver.endpoint) as peer:
+        peer.prove(KEY)
+        peer.greet(IDENTITY, shm=False)
+        with Prover(receiver.endpoint) as stream:
+            stream.prove(KEY)
+            stream.send(wire.frame(wire.JOIN, struct.pack("<Q", peer.session)))
+            assert stream.receive()[0] == wire.JOINED
+            status, *_ = peer.open("t", 1, 4096)  # a session ends with any of its connections
+            assert status == 0
+
+
+def test_nothing_is_read_before_the_proof(tcp: Backend) -> None:
+    receiver = tcp.receiver(key=KEY)
+    session = b"\0" * 8
+    for raw in (
+        wire.hello(IDENTITY),
+        wire.frame(wire.JOIN, session),
+        wire.frame(wire.MESSAGE, struct.pack("<Q", 1) + wire.text("boo")),
+        proof(b"x" * 32),
+        challenge(b"x" * 32) + wire.hello(IDENTITY),
+        challenge(b"x" * 31),
+        challenge(b"x" * 33),
+        challenge(b"x" * 32) + challenge(b"x" * 32),
+        challenge(b"x" * 32) + proof(b"y" * 32) + wire.hello(IDENTITY),
+    ):
+        with Rogue(receiver.endpoint) as rogue:
+            rogue.send(raw)
+            kinds = said_by(rogue)
+            assert wire.WELCOME not in kinds
+            assert PROOF not in kinds
+            assert kinds[-1] == wire.REFUSED
+    assert receiver.receive(0.0) is None
+    assert receiver.stats().refused_strangers == 9
+    works(tcp, receiver)
+
+
+def said_by(rogue: Rogue) -> list[int]:
+    """Types of all frames until the receiver hangs up."""
+    kinds = []
+    try:
+        while True:
+            kinds.append(rogue.receive()[0])
+    except (AssertionError, ConnectionError):
+        return kinds
+
+
+def test_neither_an_old_proof_nor_the_receivers_own_gets_in(tcp: Backend) -> None:
+    receiver = tcp.receiver(key=KEY)
+    with Prover(receiver.endpoint) as peer:
+        mine, theirs = peer.exchange()
+        old = proof(proof_of(KEY, b"sender", mine, theirs))
+        peer.send(old)
+        assert peer.receive()[0] == PROOF
+    for raw in (old, None):
+        with Prover(receiver.endpoint) as peer:
+            peer.send(challenge(mine))
+            _, body = peer.receive()
+            assert body[4:] != theirs  # another every time
+            peer.send(raw or proof(proof_of(KEY, b"receiver", mine, body[4:])))
+            kind, body = peer.receive()
+            assert kind == wire.REFUSED
+            assert b"another secret" in body
+            assert peer.at_end()
+
+
+def test_a_stranger_that_waits_is_sent_away(tcp: Backend) -> None:
+    receiver = tcp.receiver(key=KEY)
+    with Rogue(receiver.endpoint) as silent, Prover(receiver.endpoint) as slow:
+        slow.exchange()
+        for each in (silent, slow):
+            each.socket.settimeout(15.0)
+        started = time.monotonic()
+        assert silent.at_end()
+        assert slow.at_end()
+        assert 3.0 < time.monotonic() - started < 10.0
+    eventually(lambda: receiver.stats().connections == 0)
+
+
+def test_strangers_are_bounded_and_never_in_a_peers_way(core: Backend) -> None:
+    receiver = core.receiver(key=KEY, max_connections=8)
+    strangers = [Rogue(receiver.endpoint) for _ in range(150)]
+    works(core, receiver)
+    assert receiver.stats().connections <= 64 + 8
+    for each in strangers:
+        each.socket.close()
+    eventually(lambda: receiver.stats().connections == 0)
+
+
+def test_peers_are_bounded_all_the_same(tcp: Backend) -> None:
+    receiver = tcp.receiver(key=KEY, max_connections=2)
+    peers = [Prover(receiver.endpoint) for _ in range(2)]
+    for each in peers:
+        each.prove(KEY)
+    with Rogue(receiver.endpoint) as third:
+        assert third.at_end()
+    for each in peers:
+        each.socket.close()
+    eventually(lambda: receiver.stats().connections == 0)

@@ -1,0 +1,218 @@
+"""Thousands of frames that nobody should send, to receivers and to senders."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.mutation import COUNTS, mutated
+from tests.transport import wire
+from tests.transport.conftest import IDENTITY, Backend, ended, eventually
+from tests.transport.test_guarded import KEY
+from tests.transport.test_lifetimes import empty
+from tests.transport.wire import Rogue
+from tests.transport.wire_proof import FalseReceiver, Prover, challenge, proof
+from vllm_tetri.transport.native import SlotState, Status, TransferState
+
+SIZES = (0, 1, 64, 4096, 1 << 31, (1 << 63) - 1, (1 << 64) - 1)
+
+
+def still_works(backend: Backend, receiver: Any, name: str, **options: Any) -> None:
+    sender = backend.sender(**options)
+    cache = backend.cache(seed=1)
+    transfer = backend.push(sender, receiver, name, cache, [1, 2])
+    assert ended(transfer) == TransferState.DONE, transfer.error
+    assert backend.arrived(receiver, name, cache) == cache.bytes_of([1, 2])
+    sender.close()
+
+
+def number(rng: Random, known: list[int]) -> bytes:
+    return struct.pack("<Q", rng.choice((*SIZES, *known)))
+
+
+def peer_frame(rng: Random, known: list[int]) -> bytes:
+    """A frame that a sender may send, about whatever it knows or makes up."""
+    names = ("a", "b", "", "x" * 2000, b"\xff\xfe")
+    several = (number(rng, known) for _ in iter(int, 1))
+    kind = rng.choice(
+        (wire.OPEN, wire.DONE, wire.CANCEL, wire.STOPPED, wire.READ, wire.MESSAGE, wire.HELLO)
+    )
+    match kind:
+        case wire.OPEN:
+            body = next(several) + wire.text(rng.choice(names)) + next(several) + next(several)
+        case wire.DONE:
+            body = next(several) + next(several)
+        case wire.CANCEL:
+            body = next(several) + wire.text(rng.choice(names))
+        case wire.READ:
+            body = b"".join(next(several) for _ in range(5))
+        case wire.MESSAGE:
+            body = next(several) + wire.text(rng.randbytes(rng.randrange(100)))
+        case _:
+            body = next(several)
+    frame = wire.frame(kind, body)
+    return mutated(rng, frame) if rng.random() < 0.3 else frame
+
+
+def footprint() -> tuple[int, int]:
+    mine = Path("/proc/self")
+    return len(list((mine / "fd").iterdir())), len(list((mine / "task").iterdir()))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_strangers_at_a_guarded_port(tcp: Backend, count: int) -> None:
+    receiver = tcp.receiver(key=KEY)
+    still_works(tcp, receiver, "first", key=KEY)
+    before = footprint()
+    rng = Random(1)
+    good = challenge(bytes(32)) + proof(bytes(32)) + wire.hello(IDENTITY)
+    for index in range(count):
+        with Rogue(receiver.endpoint) as rogue:
+            try:
+                rogue.send(mutated(rng, good[: rng.choice((48, 96, len(good)))]) or b"\0")
+            except ConnectionError:
+                continue
+        if index % 500 == 0:
+            still_works(tcp, receiver, f"works-{index}", key=KEY)
+    eventually(lambda: receiver.stats().connections == 0)
+    assert receiver.stats().refused_strangers > count / 3
+    assert receiver.stats().slots == 0
+    still_works(tcp, receiver, "last", key=KEY)
+    eventually(lambda: all(now <= then for now, then in zip(footprint(), before, strict=True)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("shm", [False, True], ids=["tcp", "shm"])
+def test_a_peer_that_says_strange_things(tcp: Backend, count: int, shm: bool) -> None:
+    """It has the key, so nothing stands between it and the receiver but the checks."""
+    receiver = tcp.receiver(key=KEY, fill_timeout_s=0.2, hold_timeout_s=0.2)
+    rng = Random(2)
+    sent = 0
+    while sent < count:
+        with Prover(receiver.endpoint) as peer:
+            peer.prove(KEY)
+            peer.greet(IDENTITY, shm=shm)
+            _, generation, *_ = peer.open("a", 1, 4096)
+            for _ in range(20):
+                sent += 1
+                try:
+                    peer.send(peer_frame(rng, [generation]))
+                except ConnectionError:
+                    break
+        for name in ("a", "b"):
+            slot = receiver.find(name)
+            assert slot is None or isinstance(slot.error, str)
+        while receiver.receive(0.0) is not None:
+            pass
+    eventually(lambda: receiver.stats().connections == 0)
+    eventually(lambda: empty(receiver))
+    assert receiver.stats().bad_frames > count / 100
+    still_works(tcp, receiver, "last", key=KEY)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_data_that_is_not_what_it_says(tcp: Backend, count: int) -> None:
+    receiver = tcp.receiver(arena_bytes=1 << 20, hold_timeout_s=600.0)
+    cache = tcp.cache(1, 2, 4096, seed=1)
+    sender = tcp.sender()
+    assert ended(tcp.push(sender, receiver, "kept", cache, [0, 1])) == TransferState.DONE
+    rng = Random(3)
+    sent = 0
+    while sent < count:
+        with Rogue(receiver.endpoint) as control, Rogue(receiver.endpoint) as stream:
+            control.greet(IDENTITY, shm=False)
+            stream.send(wire.frame(wire.JOIN, struct.pack("<Q", control.session)))
+            assert stream.receive()[0] == wire.JOINED
+            _, generation, *_ = control.open("mine", 1, 4096)
+            for _ in range(20):
+                sent += 1
+                offset = rng.choice((0, 1, 4095, 4096, *SIZES))
+                known = rng.choice((generation, generation - 1, generation + 1, 0))
+                frame = wire.data(known, offset, b"\xff" * rng.choice((0, 1, 64, 5000)))
+                try:
+                    stream.send(mutated(rng, frame) if rng.random() < 0.3 else frame)
+                except ConnectionError:
+                    break
+    eventually(lambda: receiver.stats().connections <= 3)  # of the honest sender
+    assert tcp.arrived(receiver, "kept", cache) == cache.bytes_of([0, 1])
+    eventually(lambda: empty(receiver))
+    still_works(tcp, receiver, "last")
+
+
+def false_answers(rng: Random, kind: int, body: bytes) -> bytes | None:
+    """What a receiver may say to a frame, with something wrong in it."""
+    answers = {
+        wire.HELLO: wire.frame(wire.WELCOME, struct.pack("<Q", 1) + wire.text("") + wire.text("")),
+        wire.JOIN: wire.frame(wire.JOINED),
+        wire.MESSAGE: wire.frame(wire.MESSAGE_ACK, body[:8] + struct.pack("<I", 0)),
+        wire.OPEN: wire.frame(
+            wire.OPENED, body[:8] + struct.pack("<IQQI", 0, 5, 1 << 20, 1) + wire.text("")
+        ),
+        wire.DONE: wire.frame(wire.CONFIRM, body[:8]),
+    }
+    unasked = (
+        wire.frame(wire.STOP, struct.pack("<QI", 5, rng.randrange(20)) + wire.text(b"\xff\xfe")),
+        wire.frame(wire.READ_DATA, struct.pack("<QIQ", 1, 0, 7) + wire.text(b"x" * 100)),
+        wire.frame(wire.CONFIRM, struct.pack("<Q", 5)),
+        wire.frame(wire.REFUSED, wire.text(b"\xff\0" * 3000)),
+        wire.frame(wire.OPENED, struct.pack("<QIQQI", 1, 3, 5, 0, 9999) + wire.text(b"\xfe")),
+        b"",
+    )
+    if rng.random() < 0.1:
+        return None
+    answer = answers.get(kind, b"") + rng.choice(unasked)
+    return mutated(rng, answer) if rng.random() < 0.3 else answer
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_receiver_that_says_strange_things(tcp: Backend, count: int) -> None:
+    """Whatever it says, transfers end, in words, and the sender goes on."""
+    rng = Random(4)
+    false = FalseReceiver(lambda kind, body: false_answers(rng, kind, body))
+    sender = tcp.sender(open_timeout_s=0.5, io_timeout_s=0.2, streams=1, link="auto")
+    cache = tcp.cache(1, 4, 4096, seed=1)
+    try:
+        for index in range(count // 50):
+            transfer = tcp.push(sender, false, f"t{index}", cache, [0])
+            ended(transfer)
+            assert transfer.error.isprintable()
+            assert transfer.error or transfer.state == TransferState.DONE
+            eventually(lambda transfer=transfer: transfer.quiesced)
+        receiver = tcp.receiver()
+        assert ended(tcp.push(sender, receiver, "last", cache, [1])) == TransferState.DONE
+    finally:
+        sender.close()
+        false.close()
+
+
+def test_words_of_a_peer_are_fit_for_python(tcp: Backend) -> None:
+    """Bytes that are no UTF-8 would raise wherever the engine looks at the slot."""
+    receiver = tcp.receiver()
+    with Rogue(receiver.endpoint) as rogue:
+        rogue.greet(IDENTITY, shm=False)
+        _, generation, *_ = rogue.open("t", 1, 4096)
+        rogue.send(wire.frame(wire.CANCEL, struct.pack("<Q", generation) + wire.text(b"\xff\nno")))
+        slot = eventually(lambda: (found := receiver.find("t")).state == SlotState.FAILED and found)
+        assert slot.error == "the sender cancelled it: ??no"
+
+
+def test_an_arena_that_others_may_open_is_not_attached(shm: Backend) -> None:
+    """Whoever can shorten the file can end the process that has mapped it."""
+    receiver = shm.receiver()
+    path = Path(receiver.segment)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_uid == os.geteuid()
+    path.chmod(0o660)
+    with pytest.raises(RuntimeError, match="not this user's alone"):
+        shm.module.Arena(receiver.segment)
+    transfer = shm.sender(link="shm").open(receiver.endpoint, "t", 1, 4096)
+    assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.REFUSED
+    assert "not this user's alone" in transfer.error
+    path.chmod(0o600)
+    still_works(shm, receiver, "later")
