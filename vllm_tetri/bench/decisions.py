@@ -27,7 +27,6 @@ from rich.table import Table
 from vllm_tetri.bench import picture, setting
 from vllm_tetri.bench.decisions_placement import placement, renewal
 from vllm_tetri.bench.stats import quantile
-from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.admission import Admission, DecodePolicy, Held
 from vllm_tetri.policy.dispatch import choose_decode
 from vllm_tetri.policy.lengths import End, Lengths
@@ -80,14 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and write decisions.json and decisions.svg."""
-    for name in ("decisions", "repeats"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)}: must be at least 1")
+    setting.at_least(options, {"decisions": 1, "repeats": 1})
     picture.require_pictures()
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {options.output}: {error}") from error
+    setting.make_output(options)
     console = setting.console()
     results = measure(options.decisions, options.repeats, options.seed)
     setting.write_json(options.output / "decisions.json", results)

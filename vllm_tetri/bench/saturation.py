@@ -24,6 +24,7 @@ from vllm_tetri.bench import picture
 from vllm_tetri.bench.saturation_report import draw, show
 from vllm_tetri.engine.profile import ProfileFile, read_file
 from vllm_tetri.errors import INTERRUPTED, ConfigError, TetriError
+from vllm_tetri.launch import up
 from vllm_tetri.launch.child import Child
 from vllm_tetri.launch.display import PHASES
 from vllm_tetri.launch.keeper import Spec
@@ -101,30 +102,12 @@ def machine_with(cores: int | None) -> Machine:
 
 def _spec(options: argparse.Namespace, machine: Machine) -> Spec:
     """One instance of role both, as `up` would start it."""
-    plan = make_plan(
-        argparse.Namespace(
-            model=options.model,
-            mode="whole",
-            prefill=0,
-            decode=0,
-            both=1,
-            host="127.0.0.1",
-            port=0,
-            placement="auto",
-            arena_bytes=None,
-            kv_bytes=None,
-            predictor=None,
-            max_in_flight=None,
-            flip="off",
-            flip_after=None,
-            ttft_slo=None,
-            tpot_slo=None,
-            refuse_late=False,
-            tail=[*options.tail, *_MEASURE_ALL],
-        ),
-        machine,
-    )
-    return plan.instances[0]
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    words = ["--mode", "whole", "--both", "1", "--port", "0", "--flip", "off"]
+    given = parser.parse_args([options.model, *words])
+    given.tail = [*options.tail, *_MEASURE_ALL]
+    return make_plan(given, machine).instances[0]
 
 
 async def _measure(spec: Spec, timeout_s: float, console: Console) -> ProfileFile:

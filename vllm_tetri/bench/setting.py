@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,34 @@ def check(options: argparse.Namespace, **least: float) -> None:
         ConfigError: One line naming the option and its range.
         UnsupportedError: vLLM or matplotlib is not installed.
     """
-    for name, smallest in {"repeats": 1, "cores": 1, **least}.items():
-        for value in _values(getattr(options, name)):
-            if value < smallest:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} {value}: must be at least {smallest}")
+    at_least(options, {"repeats": 1, "cores": 1, **least})
     require_vllm()
     require_pictures()
+    make_output(options)
+
+
+def at_least(options: argparse.Namespace, least: Mapping[str, float]) -> None:
+    """Refuse numbers that are too small, or none.
+
+    Args:
+        least: Smallest value, by option.
+
+    Raises:
+        ConfigError: One line naming the option and its range.
+    """
+    for name, smallest in least.items():
+        for value in _values(getattr(options, name)):
+            if not value >= smallest:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} {value:g}: must be at least {smallest:g}")
+
+
+def make_output(options: argparse.Namespace) -> None:
+    """Make the output folder.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -241,10 +241,14 @@ def _bodies(turn: Turn) -> list[bytes]:
 
 def _main() -> None:
     gc.disable()  # a collection would look like a stall of whatever is measured
-    for line in sys.stdin:
-        replies = uvloop.run(play(Turn(**json.loads(line))))
-        print(json.dumps({"replies": [asdict(each) for each in replies]}), flush=True)
-        gc.collect()
+    # Without a buffer, as PYTHONUNBUFFERED has it, print loses what a full pipe did not take.
+    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+        for line in sys.stdin:
+            replies = uvloop.run(play(Turn(**json.loads(line))))
+            answer = {"replies": [asdict(each) for each in replies]}
+            out.write(json.dumps(answer).encode() + b"\n")
+            out.flush()
+            gc.collect()
 
 
 if __name__ == "__main__":

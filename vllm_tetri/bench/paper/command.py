@@ -58,14 +58,10 @@ def run(options: argparse.Namespace) -> int:
     """Simulate, print, and write paper.json."""
     size = QUICK if options.quick else FULL
     if options.seeds is not None:
-        if options.seeds < 1:
-            raise ConfigError(f"--seeds {options.seeds}: must be at least 1")
+        setting.at_least(options, {"seeds": 1})
         size = Size(size.requests, options.seeds)
     chosen = _chosen(list(cases(size)), options.only)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {options.output}: {error}") from error
+    setting.make_output(options)
     console = setting.console()
     with Progress(console=console, refresh_per_second=1) as progress:
         rows = _measure(chosen, size.seeds, progress)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -51,6 +52,7 @@ class Cluster:
             )
         self._root = psutil.Process(self._child.pid)
         self._seen: set[psutil.Process] = set()
+        self._routers: dict[int, str] = {}
 
     async def ready(self) -> dict[str, Any]:
         """Wait until it serves; what it says of itself.
@@ -65,11 +67,15 @@ class Cluster:
             await asyncio.sleep(_POLL_S)
         facts = json.loads(self._ready.read_text())
         assert isinstance(facts, dict)
+        ports = [urlsplit(each["url"]).port for each in facts["routers"]]
+        self._routers = {
+            port: each["id"] for port, each in zip(ports, facts["routers"], strict=True) if port
+        }
         return facts
 
     def members(self) -> dict[str, list[psutil.Process]]:
-        """Processes of every instance and of the router, by name."""
-        found = processes.members(self._root)
+        """Processes of every instance, router and predictor, by name."""
+        found = processes.members(self._root, self._routers)
         self._seen.update(each for tree in found.values() for each in tree)
         return found
 

@@ -1,10 +1,11 @@
 """`vllm-tetri bench soak`: a cluster under load that is broken again and again.
 
-`vllm-tetri up` runs several prefill and decode instances. First each of a few dozen
-greedy requests is answered alone, so that its answer is known. Then clients ask for them
-without an end, streamed and not, some leave in the middle; and every few seconds a fault
-of a seeded sequence hits an instance, never the last one of its role, or the router. The
-end is a table of promises, and status 1 if one was broken.
+`vllm-tetri up` runs several prefill and decode instances and several routers. First each of
+a few dozen greedy requests is answered alone, so that its answer is known. Then clients ask
+for them without an end, streamed and not, some leave in the middle; and every few seconds a
+fault of a seeded sequence hits an instance or a router, never the last one of its kind, an
+engine behind its API server, or a predictor. Every few faults clients pause, and everything
+has to be back and at rest. The end is a table of promises, and status 1 if one was broken.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_tetri.bench import setting
+from vllm_tetri.bench.promise import BROKEN
 from vllm_tetri.bench.soak.cluster import Cluster
-from vllm_tetri.bench.soak.faults import Kind
+from vllm_tetri.bench.soak.faults import PREDICTOR, ROUTER, Kind
 from vllm_tetri.bench.soak.report import plain, show
-from vllm_tetri.bench.soak.run import Plan, Seen, soak
+from vllm_tetri.bench.soak.run import Plan, soak
 from vllm_tetri.bench.soak.tally import End
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.bench.soak.watch import Seen
+from vllm_tetri.errors import INTERRUPTED, ConfigError
 from vllm_tetri.launch.machine import require_vllm, vllm_version
 from vllm_tetri.types import Mode
 
-BROKEN = 1
-_INTERRUPTED = 130
+_LEAST = {
+    "minutes": 0.1, "fault_every": 1, "rest_every": 1, "stop": 0.1, "clients": 1,
+    "prefill": 1, "decode": 1, "routers": 1,
+}  # fmt: skip
 _REFRESH_S = 1.0
 
 
@@ -48,14 +52,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--faults",
-        default=",".join(Kind),
         metavar="NAME,NAME",
-        help=f"of {', '.join(Kind)} (all)",
+        help=f"of {', '.join(Kind)} (all; those of predictors with --predictor only)",
+    )
+    add(
+        "--rest-every",
+        type=int,
+        default=9,
+        metavar="N",
+        help="faults between two rests, at which clients pause until everything is back and "
+        "nothing is left of any request; such time is none under faults (9)",
     )
     add("--stop", type=float, default=3.0, metavar="SECONDS", help="how long stopped ones stay (3)")
     add("--clients", type=int, default=8, metavar="N", help="requests at a time (8)")
     add("--prefill", type=int, default=2, metavar="N", help="prefill instances (2)")
     add("--decode", type=int, default=2, metavar="N", help="decode instances (2)")
+    add("--routers", type=int, default=2, metavar="N", help="routers, asked in turn (2)")
+    add(
+        "--predictor",
+        metavar="FOLDER",
+        help="length predictor beside every prefill instance, as for up: what predictor train "
+        "wrote, or oracle, which is no process (none)",
+    )
     add(
         "--mode",
         choices=[mode.value for mode in Mode],
@@ -81,11 +99,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         with _Bar(console, plan, seen) as bar:
             cluster = Cluster(options.model, _words(options), options.output)
-            asyncio.run(soak(cluster, plan, seen, bar.tell))
+            asyncio.run(soak(cluster, plan, seen, bar.tell, options.output))
     except KeyboardInterrupt:
         console.print("stopped; the cluster has ended")
-        return _INTERRUPTED
-    found = plain(seen, _conditions(options))
+        return INTERRUPTED
+    found = plain(seen, _conditions(options, plan))
     setting.write_json(options.output / "soak.json", found)
     if options.json:
         print(json.dumps(found))
@@ -94,28 +112,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    least = {"minutes": 0.1, "fault_every": 1, "stop": 0.1, "clients": 1, "prefill": 1, "decode": 1}
-    for name, smallest in least.items():
-        value = getattr(options, name)
-        if not value >= smallest:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} {value:g}: must be at least {smallest:g}")
-    kinds = [Kind(name) for name in setting.names(options.faults, "--faults", list(Kind))]
-    for role in ("prefill", "decode"):
-        hit = [kind for kind in kinds if kind.role == role]
-        if hit and getattr(options, role) < 2:
-            raise ConfigError(
-                f"--{role} 1: {hit[0]} needs another instance that stays; give --{role} 2, or "
-                "choose other --faults"
-            )
+    setting.at_least(options, _LEAST)
+    kinds = _kinds(options)
     require_vllm()
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {options.output}: {error}") from error
+    setting.make_output(options)
     return Plan(
         seconds=60 * options.minutes,
         every_s=options.fault_every,
+        rest_every=options.rest_every,
         stop_s=options.stop,
         clients=options.clients,
         kinds=kinds,
@@ -123,20 +127,52 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
+def _kinds(options: argparse.Namespace) -> list[Kind]:
+    has_predictors = options.predictor not in (None, "none", "oracle")
+    of_predictors = [kind for kind in Kind if kind.role == PREDICTOR]
+    if options.faults is None:
+        kinds = [kind for kind in Kind if has_predictors or kind not in of_predictors]
+    else:
+        kinds = [Kind(name) for name in setting.names(options.faults, "--faults", list(Kind))]
+    hit = [kind for kind in kinds if kind in of_predictors]
+    if hit and not has_predictors:
+        raise ConfigError(
+            f"--faults {hit[0]}: there is no predictor process; give --predictor FOLDER"
+        )
+    for role, option in (("prefill", "prefill"), ("decode", "decode"), (ROUTER, "routers")):
+        hit = [kind for kind in kinds if kind.role == role]
+        if hit and getattr(options, option) < 2:
+            raise ConfigError(
+                f"--{option} 1: {hit[0]} needs another {role} that stays; give --{option} 2, or "
+                "choose other --faults"
+            )
+    if Kind.KILL_ENGINE in kinds and options.prefill < 2 and options.decode < 2:
+        raise ConfigError(
+            f"--prefill 1 --decode 1: {Kind.KILL_ENGINE} needs another instance that stays; give "
+            "--decode 2, or choose other --faults"
+        )
+    return kinds
+
+
 def _words(options: argparse.Namespace) -> list[str]:
     """Options of `up`: roles stay, so that a victim's name says what it is."""
     words = ["--mode", options.mode, "--flip", "off"]
     words += ["--prefill", str(options.prefill), "--decode", str(options.decode)]
+    words += ["--routers", str(options.routers)]
+    if options.predictor is not None:
+        words += ["--predictor", options.predictor]
     return [*words, "--", *options.tail]
 
 
-def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("minutes", "fault_every", "faults", "stop", "clients", "prefill", "decode", "mode")
+def _conditions(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    names = ["minutes", "fault_every", "rest_every", "stop", "clients", "prefill", "decode"]
+    names += ["routers", "predictor", "mode", "seed"]
     return {
         "model": setting.model_name(options),
         "device": setting.device(),
         "vllm": vllm_version(),
-        **{name: getattr(options, name) for name in (*names, "seed")},
+        **{name: getattr(options, name) for name in names},
+        "faults": [kind.value for kind in plan.kinds],
         "options": options.tail,
     }
 
@@ -169,8 +205,8 @@ class _Bar:
         self._progress.update(
             self._task,
             description=f"{text} ({good} answers, {bad} faults)",
-            total=self._plan.seconds,
-            completed=time.monotonic() - self._seen.faults[0].at_s if bad else 0.0,
+            total=self._plan.faults,
+            completed=bad,
         )
 
     def __enter__(self) -> _Bar:

@@ -1,4 +1,4 @@
-"""The one table of a soak, and its numbers as JSON."""
+"""The tables of a soak, and its numbers as JSON."""
 
 from __future__ import annotations
 
@@ -10,32 +10,40 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_tetri.bench.soak.run import Seen
+from vllm_tetri.bench.promise import Promise, show_promises
+from vllm_tetri.bench.soak.silence import Gaps, Spread, gaps
 from vllm_tetri.bench.soak.tally import (
     End,
-    Promise,
     Row,
     promise_of_audits,
     promises_of_answers,
     rows,
 )
 from vllm_tetri.bench.soak.usage import promises_of_usage, trends
-
-_MARKS = {True: "kept", False: "BROKEN", None: "too short to say"}
-_WORDS = 5  # of what went wrong, the most frequent
+from vllm_tetri.bench.soak.watch import Rest, Seen
 
 
-def promises(seen: Seen, found: Sequence[Row]) -> list[Promise]:
+def promises(seen: Seen) -> list[Promise]:
     """Everything that a cluster should have kept."""
-    at_rest = "; ".join(seen.unrested) or "everything"
     ended = "; ".join(seen.unended) or "nothing is left"
     return [
-        *promises_of_answers(found),
+        *promises_of_answers(seen.asked, seen.faults),
         promise_of_audits(seen.leftovers),
-        Promise("everything comes back and comes to rest", not seen.unrested, at_rest),
+        promise_of_rests(seen.rests),
         *promises_of_usage(seen.samples),
         Promise("the end leaves nothing", not seen.unended, ended),
     ]
+
+
+def promise_of_rests(rests: Sequence[Rest]) -> Promise:
+    """Each time that clients paused."""
+    missed = [
+        f"behind {each.faults} faults: {', '.join(each.missed)}" for each in rests if each.missed
+    ]
+    longest_s = max((each.took_s for each in rests), default=0.0)
+    found = f"everything, {len(rests)} times, within {longest_s:.0f} s"
+    text = "everything comes back and comes to rest"
+    return Promise(text, bool(rests) and not missed, "; ".join(missed) or found)
 
 
 def plain(seen: Seen, conditions: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +53,8 @@ def plain(seen: Seen, conditions: dict[str, Any]) -> dict[str, Any]:
     return {
         "conditions": conditions,
         "rows": [asdict(each) for each in found],
-        "promises": [asdict(each) for each in promises(seen, found)],
+        "gaps": [asdict(each) for each in gaps(seen.asked, seen.faults, seen.resumed)],
+        "promises": [asdict(each) for each in promises(seen)],
         "trends": [asdict(each) for each in trends(seen.samples)],
         "faults": [
             {
@@ -56,6 +65,8 @@ def plain(seen: Seen, conditions: dict[str, Any]) -> dict[str, Any]:
             }
             for each in seen.faults
         ],
+        "under_faults_s": seen.under_faults_s,
+        "rests": [asdict(each) for each in seen.rests],
         "words": dict(words(seen).most_common()),
         "leftovers": sorted(seen.leftovers.stayed),
         "brief_leftovers": sorted(seen.leftovers.brief - seen.leftovers.stayed),
@@ -70,9 +81,14 @@ def words(seen: Seen) -> Counter[str]:
 
 def show(console: Console, seen: Seen) -> bool:
     """Print the table; whether every promise was kept."""
-    found = rows(seen.asked, seen.faults)
-    kept = promises(seen, found)
-    table = Table(title="what the cluster kept")
+    console.print(_table(rows(seen.asked, seen.faults), seen))
+    console.print(_gap_table(gaps(seen.asked, seen.faults, seen.resumed)))
+    return show_promises(console, promises(seen), words(seen))
+
+
+def _table(found: Sequence[Row], seen: Seen) -> Table:
+    times = f"{len(seen.faults)} faults in {seen.under_faults_s / 60:.1f} minutes"
+    table = Table(title=f"what the cluster kept: {times}, and {len(seen.rests)} rests")
     heads = ("faults", "good", "lost", "errors", "wrong", "left", "asked again")
     for head in ("", *heads, "longest gap s", "back after s"):
         table.add_column(head, justify="right" if head else "left")
@@ -81,16 +97,23 @@ def show(console: Console, seen: Seen) -> bool:
         table.add_row(
             row.name, *(f"{each:,}" for each in numbers), f"{row.gap_s:.1f}", _seconds(row.whole_s)
         )
-    console.print(table)
-    verdicts = Table()
-    for head in ("promise", "", "found"):
-        verdicts.add_column(head)
-    for each in kept:
-        verdicts.add_row(each.text, _MARKS[each.is_kept], each.found)
-    console.print(verdicts)
-    for text, number in words(seen).most_common(_WORDS):
-        console.print(f"{number} × {text}", markup=False)
-    return all(each.is_kept is not False for each in kept)
+    return table
+
+
+def _gap_table(found: Sequence[Gaps]) -> Table:
+    table = Table(title="longest silence of streams that had begun, seconds")
+    table.add_column("")
+    for name in ("under way", "resumed"):
+        for head in (name, "p50", "p99", "longest"):
+            table.add_column(head, justify="right")
+    for each in found:
+        table.add_row(each.name, *_spread(each.under_way), *_spread(each.resumed))
+    return table
+
+
+def _spread(found: Spread) -> list[str]:
+    values = (found.p50_s, found.p99_s, found.longest_s)
+    return [f"{found.number:,}", *(f"{each:.2f}" if found.number else "–" for each in values)]
 
 
 def _seconds(value: float) -> str:

@@ -1,34 +1,31 @@
-"""A soak from start to end: what is asked, who is hit, and what is looked at meanwhile."""
+"""A soak from start to end: what is asked, who is hit, and when it rests."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from vllm_tetri.bench.soak import load, processes
-from vllm_tetri.bench.soak.client import Answer, Client, Failed, loop
+from vllm_tetri.bench.soak.answers import Answer, Failed
+from vllm_tetri.bench.soak.client import Client
 from vllm_tetri.bench.soak.cluster import Cluster
-from vllm_tetri.bench.soak.faults import READY, Deck, Fault, Kind
+from vllm_tetri.bench.soak.crowd import Crowd
+from vllm_tetri.bench.soak.faults import ENGINE, PREDICTOR, Deck, Fault, Kind
 from vllm_tetri.bench.soak.load import Request
-from vllm_tetri.bench.soak.tally import Asked, End, Leftovers
-from vllm_tetri.bench.soak.usage import Usage, usage_of
+from vllm_tetri.bench.soak.watch import LOOK_S, Seen, Watch, resumed_in
 from vllm_tetri.errors import UnsupportedError
 
 # Under load, before the first fault.
 CALM_S = 20.0
-_LOOK_S = 0.5
-_SAMPLE_S = 5.0
-_REST_S = 60.0
-_WHOLE_S = 180.0  # an instance that died may be waited for by `up` before it starts again
-_BUSY = ("running", "waiting", "held", "blocks_used", "arena_used_bytes")
-
-States = Mapping[str, tuple[str, str]]
+# Faults that had to wait because nobody could be spared may make it last longer.
+_PATIENCE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,96 +35,99 @@ class Plan:
     Attributes:
         seconds: Of faults under load.
         every_s: Between two faults.
+        rest_every: Faults between two rests.
         stop_s: How long a stopped victim stays so.
         clients: That ask at a time.
     """
 
     seconds: float
     every_s: float
+    rest_every: int
     stop_s: float
     clients: int
     kinds: Sequence[Kind]
     seed: int
 
+    @property
+    def faults(self) -> int:
+        """How many there are to be."""
+        return max(1, round(self.seconds / self.every_s))
 
-@dataclass(slots=True)
-class Seen:
-    """Everything that was noted.
-
-    Attributes:
-        leftovers: What instances said that they had left.
-        samples: Of what the cluster takes, the first and the last at rest.
-        unrested: What was still busy when all clients had gone.
-        unended: What outlived the cluster.
-    """
-
-    asked: list[Asked] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-    leftovers: Leftovers = field(default_factory=Leftovers)
-    samples: list[Usage] = field(default_factory=list)
-    unrested: list[str] = field(default_factory=list)
-    unended: list[str] = field(default_factory=list)
-
-    def count(self, end: End) -> int:
-        """Requests that ended so."""
-        return sum(each.end is end for each in self.asked)
+    @property
+    def hits_predictors(self) -> bool:
+        """Whether there have to be predictors."""
+        return any(kind.role == PREDICTOR for kind in self.kinds)
 
 
 class Soak:
-    """One run against a cluster that is being started. Used once, by one event loop.
+    """One run against a cluster that serves. Used once, by one event loop.
 
     Args:
         tell: Told what happens, for whoever watches.
     """
 
     def __init__(
-        self, cluster: Cluster, plan: Plan, seen: Seen, tell: Callable[[str], None]
+        self,
+        cluster: Cluster,
+        facts: Mapping[str, Any],
+        plan: Plan,
+        seen: Seen,
+        tell: Callable[[str], None],
     ) -> None:
         self._cluster = cluster
+        self._model = str(facts["model"])
         self._plan = plan
         self._seen = seen
         self._tell = tell
-        self._names: set[str] = set()
-        self._is_stopping = False  # somebody is stopped now
+        self._client = Client({each["id"]: each["url"] for each in facts["routers"]})
+        self._watch = Watch(
+            cluster, self._client, seen, {each["id"] for each in facts["instances"]}
+        )
 
     async def run(self) -> None:
-        """From a cluster that starts to one that is at rest again.
+        """From the first answer to a cluster that is at rest again.
 
         Raises:
-            UnsupportedError: It did not start, or does not answer one request after
-                the other.
+            UnsupportedError: It does not answer one request after the other, or there is
+                no predictor that could be hit.
         """
-        self._tell("starting the cluster")
-        facts = await self._cluster.ready()
-        self._names = {each["id"] for each in facts["instances"]}
-        client = Client(facts["url"])
+        looking = asyncio.create_task(self._watch.keep_looking())
         try:
-            known = await self._reference(client, facts["model"])
+            if not await self._watch.find_predictors() and self._plan.hits_predictors:
+                raise UnsupportedError("no instance has a predictor process that could be hit")
+            crowd = Crowd(
+                self._client,
+                await self._reference(),
+                Random(self._plan.seed),
+                self._plan.clients,
+                self._seen.asked.append,
+            )
             self._tell("under load, before the first fault")
-            await self._under_load(client, known, CALM_S, self._wait)
-            await self._settle(client)
-            await self._sample()
-            await self._under_load(client, known, self._plan.seconds, self._break)
-            self._tell("waiting until everything is back and at rest")
-            await self._until_whole(client)
-            await self._settle(client)
-            await self._sample()
+            async with crowd:
+                await asyncio.sleep(CALM_S)
+                await self._rest(crowd)
+                crowd.go_on()
+                await self._break(crowd)
+            if looking.done():
+                looking.result()
         finally:
-            await client.close()
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+            await self._client.close()
 
-    async def _reference(self, client: Client, model: str) -> list[tuple[Request, Answer]]:
+    async def _reference(self) -> list[tuple[Request, Answer]]:
         """Every request and its answer, one at a time, asked twice."""
-        models = await client.get("/v1/models")
+        models = await self._client.get(next(iter(self._client.routers)), "/v1/models")
         if models is None:
             raise UnsupportedError("the router does not answer before any fault")
         window_tokens = models["data"][0]["max_model_len"]
-        asked = load.requests(model, window_tokens, Random(self._plan.seed))
+        asked = load.requests(self._model, window_tokens, Random(self._plan.seed))
         known = []
         for number, request in enumerate(asked, 1):
             self._tell(f"answers before any fault: {number} of {len(asked)}")
             try:
-                answer = await client.answer(request)
-                again = await client.answer(request.streamed())
+                answer = await self._client.answer(request)
+                again = await self._client.answer(request.streamed())
             except Failed as error:
                 raise UnsupportedError(f"no answer before any fault: {error}") from error
             if answer != again:
@@ -138,153 +138,76 @@ class Soak:
             known.append((request, answer))
         return known
 
-    # -- under load ------------------------------------------------------------------
-
-    async def _under_load(
-        self,
-        client: Client,
-        known: Sequence[tuple[Request, Answer]],
-        seconds: float,
-        meanwhile: Callable[[Client, float], Coroutine[Any, Any, None]],
-    ) -> None:
-        end_s = time.monotonic() + seconds
-        rng = Random(f"{self._plan.seed} {seconds}")
-        is_over = False
-        clients = [
-            asyncio.create_task(
-                loop(client, known, Random(rng.random()), self._seen.asked.append, lambda: is_over)
-            )
-            for _ in range(self._plan.clients)
-        ]
-        looking = asyncio.create_task(self._look(client))
-        try:
-            await meanwhile(client, end_s)
-            is_over = True
-            await asyncio.gather(*clients)
-            if looking.done():
-                looking.result()
-        finally:
-            for task in (*clients, looking):
-                task.cancel()
-            await asyncio.gather(*clients, looking, return_exceptions=True)
-
-    async def _wait(self, _: Client, end_s: float) -> None:
-        await asyncio.sleep(end_s - time.monotonic())
-
-    async def _break(self, client: Client, end_s: float) -> None:
-        """One fault after the other."""
-        deck = Deck(self._plan.kinds, Random(f"{self._plan.seed} faults"))
-        due_s = time.monotonic()
-        while time.monotonic() < end_s and self._cluster.is_running():
-            await asyncio.sleep(min(due_s, end_s) - time.monotonic())
-            if time.monotonic() >= end_s:
-                return
-            drawn = deck.draw(await self._states(client))
-            if drawn is None:
-                await asyncio.sleep(_LOOK_S)  # nobody can be spared
+    async def _break(self, crowd: Crowd) -> None:
+        """One fault after the other, and rests between them and behind the last one."""
+        plan, rested_at = self._plan, 0
+        deck = Deck(plan.kinds, plan.faults, Random(f"{plan.seed} faults"))
+        began_s = due_s = time.monotonic()
+        end_s = due_s + _PATIENCE * plan.seconds
+        while not deck.is_empty and time.monotonic() < end_s and self._cluster.is_running():
+            if len(self._seen.faults) - rested_at == plan.rest_every:
+                rested_s, rested_at = await self._rest(crowd), len(self._seen.faults)
+                began_s, due_s, end_s = (each + rested_s for each in (began_s, due_s, end_s))
+                crowd.go_on()
+            drawn = deck.draw((await self._watch.look(at_predictors=plan.hits_predictors)).states())
+            if drawn is None or not await self._hit(*drawn):
+                if drawn is not None:
+                    deck.put_back(drawn[0])
+                await asyncio.sleep(LOOK_S)  # nobody can be spared
                 continue
-            await self._hit(*drawn)
-            due_s = max(due_s + self._plan.every_s, time.monotonic())
+            # One that came late lets the next ones come earlier.
+            due_s = max(due_s + plan.every_s, time.monotonic() + plan.every_s / 2)
+            await asyncio.sleep(due_s - time.monotonic())
+        self._seen.under_faults_s = time.monotonic() - began_s
+        if len(self._seen.faults) > rested_at:
+            await self._rest(crowd)
 
-    async def _hit(self, kind: Kind, victim: str) -> None:
+    async def _hit(self, kind: Kind, victim: str) -> bool:
         hit = (await asyncio.to_thread(self._cluster.members)).get(victim, [])
+        if kind.role == ENGINE:
+            hit = await asyncio.to_thread(processes.engine_of, hit)
         if not hit:
-            return
+            return False
         self._tell(f"{kind}: {victim}")
-        self._seen.faults.append(Fault(kind, victim, time.monotonic()))
+        # Predictors are looked at themselves; nobody else has to notice.
+        is_gone = kind.role == PREDICTOR
+        self._seen.faults.append(Fault(kind, victim, time.monotonic(), was_gone=is_gone))
         if kind.is_deadly:
             processes.send(hit, signal.SIGKILL)
-            return
-        self._is_stopping = True
+            return True
+        self._watch.is_stopping = True
         try:
             processes.send(hit, signal.SIGSTOP)
             await asyncio.sleep(self._plan.stop_s)
         finally:
             processes.send(hit, signal.SIGCONT)
-            self._is_stopping = False
+            self._watch.is_stopping = False
+        return True
 
-    # -- what is looked at -----------------------------------------------------------
-
-    async def _states(self, client: Client) -> dict[str, tuple[str, str]]:
-        """Role and state of every instance."""
-        return states_of(await self._rows(client))
-
-    async def _rows(self, client: Client) -> dict[str, dict[str, Any]]:
-        answer = await client.get("/tetri/v1/instances")
-        rows = {row["id"]: row for row in (answer or {}).get("instances", ())}
-        now = time.monotonic()
-        if self._is_stopping:
-            self._seen.leftovers.excuse()
-        elif rows:
-            live = {name: row for name, row in rows.items() if row["state"] == READY}
-            self._seen.leftovers.note({name: row["leftovers"] for name, row in live.items()}, now)
-        for fault in self._seen.faults:
-            fault.look(states_of(rows), now)
-        return rows
-
-    async def _look(self, client: Client) -> None:
-        """Look at the cluster every now and then, until cancelled."""
-        next_s = time.monotonic() + _SAMPLE_S
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            await self._rows(client)
-            if time.monotonic() >= next_s:
-                next_s = time.monotonic() + _SAMPLE_S
-                if self._seen.samples:  # the first one is taken at rest
-                    await self._sample()
-
-    async def _sample(self) -> None:
-        def take() -> Usage:
-            return usage_of(self._cluster.processes(), time.monotonic())
-
-        self._seen.samples.append(await asyncio.to_thread(take))
-
-    async def _until_whole(self, client: Client) -> None:
-        """Until every instance of the start is ready again."""
-        deadline = time.monotonic() + _WHOLE_S
-        states: States = {}
-        while time.monotonic() < deadline and self._cluster.is_running():
-            states = await self._states(client)
-            if all(states.get(name, ("", ""))[1] == READY for name in self._names):
-                return
-            await asyncio.sleep(_LOOK_S)
-        missing = [name for name in sorted(self._names) if states.get(name, ("", ""))[1] != READY]
-        self._seen.unrested += [f"{name} did not come back" for name in missing]
-
-    async def _settle(self, client: Client) -> None:
-        """Until nothing is left of any request, for long enough that audits say so."""
-        deadline, quiet_s = time.monotonic() + _REST_S, None
-        busy: list[str] = []
-        while time.monotonic() < deadline:
-            rows = await self._rows(client)
-            busy = busy_of(rows)
-            now = time.monotonic()
-            quiet_s = None if busy or not rows else quiet_s or now
-            if quiet_s is not None and now - quiet_s >= 2.0:
-                return
-            await asyncio.sleep(_LOOK_S)
-        self._seen.unrested += busy or ["the router does not answer"]
+    async def _rest(self, crowd: Crowd) -> float:
+        """Take the load away until everything is back and at rest; how long that took."""
+        began_s = time.monotonic()
+        self._tell("at rest: waiting until everybody is back and nothing is left")
+        await crowd.pause()
+        await self._watch.rest()
+        return time.monotonic() - began_s
 
 
-def states_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Role and state of every instance."""
-    return {name: (row["role"], row["state"]) for name, row in rows.items()}
+async def soak(
+    cluster: Cluster, plan: Plan, seen: Seen, tell: Callable[[str], None], folder: Path
+) -> None:
+    """Run, and end the cluster whatever happens; see `Soak.run`.
 
+    Args:
+        folder: Of logs.
 
-def busy_of(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What instances still have, in words."""
-    return [
-        f"{name}: {field} {row[field]}"
-        for name, row in sorted(rows.items())
-        for field in (*_BUSY, "leftovers")
-        if row.get(field) and row.get("state") == READY
-    ]
-
-
-async def soak(cluster: Cluster, plan: Plan, seen: Seen, tell: Callable[[str], None]) -> None:
-    """Run, and end the cluster whatever happens; see `Soak.run`."""
+    Raises:
+        UnsupportedError: The cluster did not start, or see `Soak.run`.
+    """
     try:
-        await Soak(cluster, plan, seen, tell).run()
+        tell("starting the cluster")
+        await Soak(cluster, await cluster.ready(), plan, seen, tell).run()
+        seen.resumed = await asyncio.to_thread(resumed_in, folder)
     finally:
         tell("ending the cluster")
         closing = asyncio.ensure_future(asyncio.to_thread(cluster.close))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from vllm_tetri.bench.promise import Promise
 from vllm_tetri.bench.soak.faults import Fault, Kind
 
 CALM = "no fault"  # before the first one
 LASTS_S = 5.0
+# What was sent to a router in the moment of its death was so before that, too.
+_DYING_S = 1.0
 
 
 class End(StrEnum):
@@ -28,8 +32,13 @@ class Asked:
 
     Attributes:
         gap_s: Longest time that a stream said nothing, its first token included.
-        again: How often the client was told to come again, or nobody was there to ask.
+        again: How often the client went to another router or came again: it was told to,
+            nobody listened, or its connection broke before a byte of the answer had come.
         words: What went wrong.
+        id: Under which the last router knew it.
+        router: The last one that was asked.
+        broke: Routers whose connections broke before a byte of the answer had come.
+        heard_s: When events of a stream came, the last time that it was asked for.
     """
 
     end: End
@@ -38,6 +47,10 @@ class Asked:
     gap_s: float = 0.0
     again: int = 0
     words: str = ""
+    id: str = ""
+    router: str = ""
+    broke: tuple[str, ...] = ()
+    heard_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +75,21 @@ class Row:
 
 def rows(asked: Sequence[Asked], faults: Sequence[Fault]) -> list[Row]:
     """One row for the time before faults, one per kind that happened, and their sum. What
-    happened to a request is on the account of the newest fault before its end."""
-    found = [_row(CALM, [each for each in asked if _cause(each, faults) is None], [])]
+    happened to a request is on the account of the newest fault before its end.
+
+    Args:
+        faults: In the order of their times.
+    """
+    caused: dict[str, list[Asked]] = {CALM: []}
+    for each in asked:
+        place = bisect_right(faults, each.ended_s, key=lambda fault: fault.at_s)
+        caused.setdefault(faults[place - 1].kind if place else CALM, []).append(each)
+    found = [_row(CALM, caused[CALM], [])]
     for kind in Kind:
         hits = [each for each in faults if each.kind is kind]
         if hits:
-            caused = [each for each in asked if _of(each, faults, kind)]
-            found.append(_row(kind.value, caused, hits))
+            found.append(_row(kind.value, caused.get(kind, []), hits))
     return [*found, _row("all", asked, faults)]
-
-
-def _cause(asked: Asked, faults: Sequence[Fault]) -> Fault | None:
-    before = [each for each in faults if each.at_s <= asked.ended_s]
-    return max(before, key=lambda each: each.at_s, default=None)
-
-
-def _of(asked: Asked, faults: Sequence[Fault], kind: Kind) -> bool:
-    cause = _cause(asked, faults)
-    return cause is not None and cause.kind is kind
 
 
 def _row(name: str, asked: Sequence[Asked], faults: Sequence[Fault]) -> Row:
@@ -100,33 +110,35 @@ def _row(name: str, asked: Sequence[Asked], faults: Sequence[Fault]) -> Row:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """Something that a cluster should keep.
-
-    Attributes:
-        is_kept: None where too little was seen to say so.
-        found: What was seen, in words.
-    """
-
-    text: str
-    is_kept: bool | None
-    found: str
-
-
-def promises_of_answers(found: Sequence[Row]) -> list[Promise]:
-    """What clients are promised. Requests that a router has are lost with it: the client's
-    connection is. Whoever has several routers asks another one."""
-    total = found[-1]
-    with_router = next((each for each in found if each.name == Kind.KILL_ROUTER), None)
-    beyond = total.lost - (with_router.lost if with_router is not None else 0)
-    unavoidable = f", {total.lost - beyond} with a router" if total.lost > beyond else ""
+def promises_of_answers(asked: Sequence[Asked], faults: Sequence[Fault]) -> list[Promise]:
+    """What clients are promised. Answers that a router has begun to write are lost with it:
+    the client's connection is."""
+    ends = [each.end for each in asked]
+    lost = [each for each in asked if each.end is End.LOST]
+    with_router = sum(_died_with(each, each.router, faults) for each in lost)
+    beyond = len(lost) - with_router
+    unavoidable = f", {with_router} with their router" if with_router else ""
+    broke = [(each, router) for each in asked for router in each.broke]
+    alone = sum(not _died_with(each, router, faults) for each, router in broke)
+    found = f"{alone}, {len(broke) - alone} with their router" if len(broke) > alone else str(alone)
+    good, errors, wrong = ends.count(End.GOOD), ends.count(End.ERROR), ends.count(End.WRONG)
     return [
         Promise("no request is lost", beyond == 0, f"{beyond}{unavoidable}"),
-        Promise("no answer ends with an error", total.errors == 0, str(total.errors)),
-        Promise("no answer is wrong", total.wrong == 0, str(total.wrong)),
-        Promise("requests are answered", total.good > 0, f"{total.good} answers"),
+        Promise("no router breaks a connection while it lives", alone == 0, found),
+        Promise("no answer ends with an error", errors == 0, str(errors)),
+        Promise("no answer is wrong", wrong == 0, str(wrong)),
+        Promise("requests are answered", good > 0, f"{good} answers"),
     ]
+
+
+def _died_with(asked: Asked, router: str, faults: Sequence[Fault]) -> bool:
+    """Whether a router was killed while a request was under way."""
+    return any(
+        each.kind is Kind.KILL_ROUTER
+        and each.victim == router
+        and asked.began_s - _DYING_S <= each.at_s <= asked.ended_s
+        for each in faults
+    )
 
 
 class Leftovers:

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import linear_regression
+from statistics import linear_regression, mode
 
 import psutil
 
-from vllm_tetri.bench.soak.tally import Promise
+from vllm_tetri.bench.promise import Promise
 
 _SHARED_MEMORY = Path("/dev/shm")
 _OURS = "tetri-*"
@@ -18,6 +18,8 @@ _OURS = "tetri-*"
 _MORE_EACH = {"file descriptors": 4, "threads": 2}
 _MORE_MEMORY = 0.2
 _LEAST_S = 600.0  # a shorter time says nothing about memory
+_NOTHING = 1e-7  # MiB: less than a byte
+_FEW = 3  # samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A quantity at the start and at the end, and its slope by least squares."""
+    """A quantity at the first and the last sample, and a line through all of them.
+
+    Attributes:
+        per_minute: Slope of the line, by least squares.
+        growth: What the line gains from the first sample to the last one.
+    """
 
     name: str
     start: float
     end: float
     per_minute: float
+    growth: float
 
 
 def usage_of(processes: Iterable[psutil.Process], now: float) -> Usage:
@@ -66,42 +74,51 @@ def shared_bytes() -> int:
 
 
 def trends(samples: Sequence[Usage]) -> list[Trend]:
-    """Of samples at which as many processes ran as at first, since those that are being
-    started have not grown yet."""
+    """Of samples at rest, with everybody there."""
+    judged = _judged(samples)
+    if not judged:
+        return []
+    series = {
+        "memory (MiB)": [each.rss_bytes / (1 << 20) for each in judged],
+        "file descriptors": [float(each.descriptors) for each in judged],
+        "threads": [float(each.threads) for each in judged],
+        "/dev/shm (MiB)": [each.shared_bytes / (1 << 20) for each in judged],
+    }
+    minutes = [each.at_s / 60 for each in judged]
+    return [_trend(name, minutes, values) for name, values in series.items()]
+
+
+def _judged(samples: Sequence[Usage]) -> list[Usage]:
+    """Those with as many processes as most have, without the one before the first fault
+    where enough others are left: buffers and connections grow until then."""
     if not samples:
         return []
-    whole = [each for each in samples if each.processes == samples[0].processes]
-    series = {
-        "memory (MiB)": [each.rss_bytes / (1 << 20) for each in whole],
-        "file descriptors": [float(each.descriptors) for each in whole],
-        "threads": [float(each.threads) for each in whole],
-        "/dev/shm (MiB)": [each.shared_bytes / (1 << 20) for each in whole],
-    }
-    minutes = [each.at_s / 60 for each in whole]
-    return [
-        Trend(name, values[0], values[-1], _slope(minutes, values))
-        for name, values in series.items()
-    ]
+    usual = mode(each.processes for each in samples)
+    warm = samples[1:] if len(samples) > _FEW else samples
+    return [each for each in warm if each.processes == usual]
 
 
-def _slope(at: Sequence[float], values: Sequence[float]) -> float:
-    return linear_regression(at, values).slope if len(set(at)) > 1 else 0.0
+def _trend(name: str, minutes: Sequence[float], values: Sequence[float]) -> Trend:
+    slope = linear_regression(minutes, values).slope if len(set(minutes)) > 1 else 0.0
+    return Trend(name, values[0], values[-1], slope, slope * (minutes[-1] - minutes[0]))
 
 
 def promises_of_usage(samples: Sequence[Usage]) -> list[Promise]:
-    """Nothing grows: at rest there is as much at the end as at the start."""
-    if len(samples) < 2:
+    """Nothing grows from rest to rest."""
+    judged = _judged(samples)
+    if len(judged) < 2:
         return []
-    processes, seconds = samples[0].processes, samples[-1].at_s - samples[0].at_s
+    processes, seconds = judged[0].processes, judged[-1].at_s - judged[0].at_s
     found = []
     for each in trends(samples):
-        more = each.end - each.start
         if each.name in _MORE_EACH:
-            is_kept: bool | None = more <= _MORE_EACH[each.name] * processes
+            is_kept: bool | None = each.growth <= _MORE_EACH[each.name] * processes
         elif each.name.startswith("memory"):
-            is_kept = more <= _MORE_MEMORY * each.start if seconds >= _LEAST_S else None
+            is_kept = each.growth <= _MORE_MEMORY * each.start if seconds >= _LEAST_S else None
         else:
-            is_kept = more <= 0
-        shown = f"{each.start:,.0f} to {each.end:,.0f}, {each.per_minute:+.1f} a minute"
-        found.append(Promise(f"{each.name}: no growth", is_kept, shown))
+            is_kept = each.growth <= _NOTHING
+        shown = f"{each.start:,.0f} to {each.end:,.0f}, {each.per_minute:+.2f} a minute"
+        found.append(
+            Promise(f"{each.name}: no growth", is_kept, f"{shown} ({len(judged)} samples)")
+        )
     return found
