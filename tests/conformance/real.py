@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.engines import StockEngine, TetriEngine
+from tests.eventually import eventually
 from vllm_tetri.control.views import Picture
 from vllm_tetri.engine import scheduler as engine_scheduler
 from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, from_params, to_params
@@ -28,7 +29,7 @@ from vllm_tetri.sim.log import Decision, Dispatched, Log, Routed, Step
 from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.setting import Place, Setting
 from vllm_tetri.sim.workload import Ask
-from vllm_tetri.transport.native import SlotState
+from vllm_tetri.transport.native import Receiver, SlotState
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,
@@ -160,6 +161,7 @@ class Play:
         patch.setenv("TETRI_CACHE", str(folder / "cache"))
         self._played = {place.id: self._play(place) for place in setting.instances}
         self._view, self._view_s = ClusterView(), 0.0
+        self._opened: set[TransferId] = set()  # transfers of which their receivers know
         self._router = GlobalScheduler("tcp://127.0.0.1:0")
         self._router.monitor.view = self._seen  # type: ignore[method-assign]
 
@@ -229,6 +231,7 @@ class Play:
         engines = {name: each.engine for name, each in self._played.items()}
         if any(isinstance(engine, StockEngine) for engine in engines.values()):
             return
+        self._settle()
         loads = {name: engine.instance._read_load() for name, engine in engines.items()}
         self.loads.append(loads)
         views = tuple(
@@ -243,6 +246,24 @@ class Play:
             self._at(now + period_s / 2, partial(self._broadcast, picture))
         if not now or len(self._loop) > 1:  # the broadcast is one of them
             self._at(now + period_s, self._report)
+
+    def _settle(self) -> None:
+        """What a step opened or called off is so at its receiver, too: that takes no virtual
+        time and some real time, and arenas look emptier, or fuller, until then."""
+        for played in self._played.values():
+            for entry in played.engine.instance.outbox._entries.values():
+                if entry.is_open and not entry.freeing and entry.name not in self._opened:
+                    eventually(partial(self._receiver(entry.dispatch.instance).find, entry.name))
+                    self._opened.add(entry.name)
+        for name in self._played:
+            eventually(partial(self._is_settled, name))
+
+    def _is_settled(self, name: InstanceId) -> bool:
+        return not self._receiver(name).stats().quarantined
+
+    def _receiver(self, name: InstanceId) -> Receiver:
+        receiver: Receiver = self._played[name].engine.instance._receiver
+        return receiver
 
     def _broadcast(self, picture: Picture, now: float) -> None:
         for each in self._played.values():
@@ -280,11 +301,12 @@ class Play:
 
     def _hand_over(self, prefill: Played, name: str, answer: Prefilled, now: float) -> None:
         decode = self._played[answer.decode]
-        receiver = decode.engine.instance._receiver
+        receiver = self._receiver(answer.decode)
         deadline = time.monotonic() + _ARRIVES_S
         while (slot := receiver.find(answer.transfer)) is None or slot.state is SlotState.FILLING:
             assert time.monotonic() < deadline, f"KV of {name} does not arrive"
             time.sleep(0.0005)
+        self._opened.add(answer.transfer)
         while prefill.is_idle and name in prefill.engine.instance.outbox:
             assert time.monotonic() < deadline, f"blocks of {name} are not freed"
             prefill.wake(now)

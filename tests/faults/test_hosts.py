@@ -81,8 +81,12 @@ def test_two_of_three_hosts_are_parted() -> None:
 
 def test_nothing_is_left_and_processes_end() -> None:
     with hosts("there") as made:
-        words = [*made.within("there"), sys.executable, "-c", "import time; time.sleep(600)"]
-        child = subprocess.Popen(words)
+        program = "import time; print('here', flush=True); time.sleep(600)"
+        words = [*made.within("there"), sys.executable, "-c", program]
+        child = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        with child.stdout:
+            assert child.stdout.readline()  # before that it may not have got there yet
     assert eventually(lambda: child.poll() is not None)
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     assert made.within("there")[-1] not in listed.stdout
