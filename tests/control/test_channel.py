@@ -50,6 +50,32 @@ async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
         await eventually(lambda: states(router) == {}, timeout_s=0.25)
 
 
+def hold_up(seconds: float) -> None:
+    """The event loop does nothing else."""
+    time.sleep(seconds)
+
+
+async def test_a_router_that_was_held_up_takes_nobody_for_silent() -> None:
+    """As after SIGSTOP: what was said meanwhile comes a moment after it goes on."""
+    speaks = threading.Event()
+    speaks.set()
+
+    def read_load() -> InstanceLoad:
+        speaks.wait(5)
+        return InstanceLoad()
+
+    async with monitor() as router, joined(router.address, read_load=read_load):
+        await eventually(lambda: states(router) == {"i": "starting"})
+        speaks.clear()
+        hold_up(0.5)  # longer than an instance may be silent
+        for _ in range(5):
+            await asyncio.sleep(PERIOD_S / 2)
+            assert states(router) == {"i": "starting"}
+        await eventually(lambda: states(router) == {"i": "silent"})
+        speaks.set()
+        await eventually(lambda: states(router) == {"i": "starting"})
+
+
 async def test_messages_travel_both_ways() -> None:
     dispatched: list[Dispatched] = []
     async with monitor(on_dispatched=dispatched.append) as router, joined(router.address) as one:

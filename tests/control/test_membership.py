@@ -95,6 +95,13 @@ def test_leaving_and_silent_is_silent() -> None:
     assert states(members, SILENT_AFTER_S)["one"] == "silent"
 
 
+def test_a_time_in_which_nobody_could_be_heard_is_no_silence() -> None:
+    members = joined()
+    members.forgive(5.0)
+    assert states(members, 5.0) == {"one": "ready", "two": "ready"}
+    assert states(members, 5.0 + SILENT_AFTER_S) == {"one": "silent", "two": "silent"}
+
+
 def test_one_that_comes_back_is_not_leaving_nor_departed() -> None:
     members, name = joined(), InstanceId("one")
     members.ask_to_leave(name, by_s=None)

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.answers import CHAT, Script, event
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually
 from tests.router.mortal import (
     COMPLETION,
     PATHS,
@@ -496,6 +496,54 @@ async def test_one_that_is_silent_but_writes_is_left_alone() -> None:
         raw, headers = await ask(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert made["d2"].calls == []
+
+
+def stutterer(events_before: int) -> tuple[Handler, asyncio.Event]:
+    """Falls silent in the middle, as a whole instance, and goes on when the event is set."""
+    goes_on = asyncio.Event()
+
+    async def handle(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        answer = web.StreamResponse(headers=STREAM_HEADERS)
+        await answer.prepare(request)
+        for index, each in enumerate(script_of(request, body).events(num_given(body) + 1)):
+            if index == events_before and not goes_on.is_set():
+                fake.speaks.clear()
+                await goes_on.wait()
+            await answer.write(each)
+        return answer
+
+    return handle, goes_on
+
+
+async def test_streams_that_cannot_move_are_given_more_time() -> None:
+    fakes = pair_and_spare(99)
+    fakes[1].handler, goes_on = stutterer(3)
+    async with cluster(*fakes) as made:
+        moving = asyncio.create_task(ask(made, CHAT))
+        await eventually(lambda: not fakes[1].speaks.is_set())
+        staying = asyncio.create_task(ask(made, CHAT, tools=[{}]))
+        raw, headers = await moving
+        is_whole(raw, headers, CHAT)
+        assert not goes_on.is_set()  # it went on without d1
+        assert not staying.done()
+        fakes[1].speaks.set()
+        goes_on.set()
+        raw, headers = await staying
+        is_whole(raw, headers, CHAT)
+        assert await metric(made, "tetri_retries_total") == 0
+
+
+async def test_a_stream_goes_on_with_the_same_instance_if_there_is_no_other() -> None:
+    only = FakeInstance("a", Role.BOTH)
+    only.handler, goes_on = stutterer(3)
+    async with cluster(only) as made:
+        asking = asyncio.create_task(ask(made, COMPLETION))
+        await eventually(lambda: only.aborted == 1)  # the router has left it
+        goes_on.set()
+        only.speaks.set()
+        raw, headers = await asking
+        is_whole(raw, headers, COMPLETION)
+        await settled(made)
 
 
 async def test_a_router_that_was_held_up_gives_nobody_up() -> None:

@@ -204,6 +204,11 @@ class Membership:
         joins again; the newest few."""
         return dict(self._departed)
 
+    def forgive(self, seconds: float) -> None:
+        """Nobody could be heard for so long: that is no silence of theirs."""
+        for member in self._members.values():
+            member.heard_s += seconds
+
     def forget_gone(self, now: float) -> None:
         """Forget instances that have been silent for a minute."""
         for instance, member in list(self._members.items()):

@@ -105,6 +105,7 @@ class Monitor:
         self._events: zmq.Socket[bytes] | None = None
         self._gatekeeper: Gatekeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0  # when it fires
 
     @property
     def address(self) -> str:
@@ -134,7 +135,7 @@ class Monitor:
         loop.add_reader(self._socket.fileno(), self._drain)
         if self._gatekeeper is not None:
             loop.add_reader(self._gatekeeper.socket.fileno(), self._gatekeeper.answer)
-        self._timer = loop.call_later(self._period_s, self._tick)
+        self._begin_period()
 
     def view(self) -> ClusterView:
         """Every instance that is not gone, as of now."""
@@ -212,13 +213,20 @@ class Monitor:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        # This process was stopped, or its loop held up: what instances said meanwhile is
+        # still on its way here.
+        self._members.forgive(max(0.0, now - self._due_s))
         if self._gatekeeper is not None:
             self._gatekeeper.answer()
         self._drain()
         self._count_foreign()
         self._members.forget_gone(now)
-        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
+        self._begin_period()
         self._broadcast()
+
+    def _begin_period(self) -> None:
+        self._due_s = time.monotonic() + self._period_s
+        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
 
     def _broadcast(self) -> None:
         self._show()

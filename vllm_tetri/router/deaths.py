@@ -11,7 +11,9 @@ from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
 
 # Looks at all instances in the time after which a silent one is given up.
-_LOOKS = 12
+_LOOKS = 24
+# Of those, after which streams leave it that lose nothing by that.
+_MOVING_LOOKS = _LOOKS // 2
 # What an instance says that leaves in good order is here by then.
 _LEFT_S = 0.3
 
@@ -29,6 +31,8 @@ class Deaths:
         upstream: Connections to the instances.
         workers: How many requests every instance has.
         after_s: An instance that has requests and reports nothing for so long is given up.
+            Streams that can go on elsewhere do so after half of it: moving them costs a
+            computation, and the others would end.
     """
 
     def __init__(
@@ -78,19 +82,16 @@ class Deaths:
                 self._seen[name], self._missed[name] = seen, 0
                 continue
             self._missed[name] += 1
-            if self._missed[name] >= _LOOKS and self._workers().get(name):
-                self._give_up(name)
+            if self._missed[name] >= _MOVING_LOOKS and self._workers().get(name):
+                self._give_up(name, is_final=self._missed[name] >= _LOOKS)
         for name in self._seen.keys() - {each.info.id for each in views}:
             del self._seen[name], self._missed[name]
 
-    def _give_up(self, name: InstanceId) -> None:
-        num_closed = self._upstream.hang_up(
-            name, f"silent for {self._after_s:g} s", quiet_s=self._after_s
-        )
+    def _give_up(self, name: InstanceId, *, is_final: bool) -> None:
+        quiet_s = self._after_s if is_final else self._after_s * _MOVING_LOOKS / _LOOKS
+        why = f"silent for {quiet_s:g} s"
+        hang_up = self._upstream.hang_up if is_final else self._upstream.move_away
+        num_closed = hang_up(name, why, quiet_s=quiet_s)
         if num_closed:
-            _log.warning(
-                "%s has been silent for %g s: %d requests go on elsewhere or end",
-                name,
-                self._after_s,
-                num_closed,
-            )
+            what = "requests go on elsewhere or end" if is_final else "streams go on elsewhere"
+            _log.warning("%s has been %s: %d %s", name, why, num_closed, what)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -112,11 +113,14 @@ class Job:
         self._entry.prefill = instance.id
         return await self._whole(instance, self._call.whole_body(instance))
 
-    def _route(self, is_splittable: bool) -> tuple[Route, InstanceInfo]:
+    def _route(
+        self, is_splittable: bool, excluded: frozenset[InstanceId] | None = None
+    ) -> tuple[Route, InstanceInfo]:
+        excluded = self._tries.excluded if excluded is None else excluded
         gone: set[InstanceId] = set()  # what chose may not have heard of it yet
         while True:
             route = self._hooks.route(
-                self._call, is_splittable, self._tries.excluded | gone, frozenset(self._full)
+                self._call, is_splittable, excluded | gone, frozenset(self._full)
             )
             if isinstance(route, Full):
                 raise self._hooks.no_room(route)
@@ -149,13 +153,14 @@ class Job:
         return await self._whole(instance, body)
 
     async def _wait_for_place(self) -> InstanceInfo:
-        """The client waits already, so this waits for an instance, too."""
+        """The client waits already, so this waits for an instance, too: for another one, and
+        where there is none for the same, if it is back."""
         while True:
-            try:
-                return self._route(False)[1]
-            except (_NobodyLeft, NoRoom):
-                if self._tries.are_over:
-                    raise _NobodyLeft from None
+            for excluded in (self._tries.excluded, self._tries.just_excluded):
+                with suppress(_NobodyLeft, NoRoom):
+                    return self._route(False, excluded)[1]
+            if self._tries.are_over:
+                raise _NobodyLeft
             await asyncio.sleep(_LOOK_AGAIN_S)
             self._full.clear()
 

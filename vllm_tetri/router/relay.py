@@ -172,6 +172,7 @@ class Relay:
         self.begin()
         is_recorded = is_good and self._call.is_recorded(instance)
         record = self._record = self._new_record() if is_recorded else None
+        response.is_movable = is_recorded
         answer = await self._outlet.begin(response.status, response.headers["content-type"])
         read, write = response.read_some, answer.write
         try:
@@ -192,6 +193,7 @@ class Relay:
     ) -> web.StreamResponse:
         record = self._record
         assert record is not None  # or nobody would know what was shown
+        response.is_movable = True
         record.begin_leg()
         answer = await self._outlet.begin()
         chunk = await self._upstream.first_chunk(instance, response)

@@ -15,6 +15,8 @@ from vllm_tetri.types import InstanceId, InstanceInfo
 MAX_RETRIES = 2
 # No further retry so long after the first failure, or the first since there was progress.
 RETRY_S = 30.0
+# Who was dead then does not count as ready any more, or has another process.
+_RECOVERS_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class Tries:
         self._call = call
         self._entry = entry
         self._hooks = hooks
-        self._failed: dict[InstanceId, int] = {}  # processes
+        self._failed: dict[InstanceId, tuple[int, float]] = {}  # processes, and when
         self._failure: LegFailed | None = None
         self._num_failures = 0
         self._give_up_s = 0.0
@@ -47,6 +49,13 @@ class Tries:
         """Instances that failed, unless others have their names by now."""
         return frozenset(name for name in self._failed if self._is_same(name))
 
+    @property
+    def just_excluded(self) -> frozenset[InstanceId]:
+        """Of those, without the ones that failed a while ago: if they are in use, they were
+        silent for a time, or only this request's connection broke."""
+        since_s = time.monotonic() - _RECOVERS_S
+        return frozenset(name for name in self.excluded if self._failed[name][1] > since_s)
+
     async def note(self, error: LegFailed, asked: InstanceInfo | None, *, has_shown: bool) -> None:
         """An instance failed.
 
@@ -63,7 +72,8 @@ class Tries:
             self._generated = self._entry.generated
             self._give_up_s = time.monotonic() + RETRY_S
         self._failure, self._num_failures = error, self._num_failures + 1
-        self._failed[error.instance] = asked.pid if asked is not None else 0
+        process = asked.pid if asked is not None else 0
+        self._failed[error.instance] = process, time.monotonic()
         quarantine = self._hooks.quarantine
         if asked is not None and error.had_it:
             quarantine.accuse(self._call, asked)
@@ -86,4 +96,4 @@ class Tries:
 
     def _is_same(self, name: InstanceId) -> bool:
         instance = self._hooks.info(name)
-        return instance is None or instance.pid == self._failed[name]
+        return instance is None or instance.pid == self._failed[name][0]

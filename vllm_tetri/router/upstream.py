@@ -98,11 +98,21 @@ class Upstream:
         limits = [each for each in self._waiting.pop(instance, ()) if not each.expired()]
         for limit in limits:
             limit.reschedule(_AT_ONCE)
+        return len(limits) + self._close(self._quiet(instance, quiet_s), why)
+
+    def move_away(self, instance: InstanceId, why: str, *, quiet_s: float) -> int:
+        """The same, but only for streams that another instance can continue."""
+        movable = [each for each in self._quiet(instance, quiet_s) if each.is_movable]
+        return self._close(movable, why)
+
+    def _quiet(self, instance: InstanceId, quiet_s: float) -> list[Answer]:
         since_s = asyncio.get_running_loop().time() - quiet_s
-        quiet = [each for each in self._answers.get(instance, ()) if each.is_quiet(since_s)]
-        for answer in quiet:
+        return [each for each in self._answers.get(instance, ()) if each.is_quiet(since_s)]
+
+    def _close(self, answers: list[Answer], why: str) -> int:
+        for answer in answers:
             answer.close(why)
-        return len(limits) + len(quiet)
+        return len(answers)
 
     def _forget(self) -> None:
         """Names of instances that nothing is known of any more."""

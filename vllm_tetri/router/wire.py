@@ -50,6 +50,7 @@ class Answer:
         status: Of HTTP.
         headers: By name in lower case; of equal names the last one.
         content_type: Media type without parameters, in lower case.
+        is_movable: Whether another instance can say the rest; for the caller to set.
     """
 
     def __init__(self, wire: _Wire, status: int, headers: dict[str, str]) -> None:
@@ -61,6 +62,7 @@ class Answer:
         self._is_whole = False
         self.status = status
         self.headers = headers
+        self.is_movable = False
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         self.content_type = kind if _KIND.fullmatch(kind) else "application/octet-stream"
 
