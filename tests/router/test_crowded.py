@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from vllm_tetri.policy import standing
 from vllm_tetri.router.table import RequestTable
-from vllm_tetri.types import Role
+from vllm_tetri.types import Mode, Role
 
 
 def held_back(*instances: FakeInstance) -> tuple[FakeInstance, ...]:
@@ -108,3 +112,39 @@ def test_a_request_counts_where_it_is_worked_on() -> None:
     assert [table.num_reaching(name) for name in ("p", "d", "x")] == [0, 1, 0]
     table.leave(entry)
     assert not table.workers()
+
+
+# -- queues that stand -----------------------------------------------------------------------
+
+
+async def queued(made: Cluster, name: str, tokens: int) -> None:
+    """An instance reports so many prompt tokens, of many prompts."""
+    load = made[name].load
+    made[name].load = replace(load, queued_prefill_tokens=tokens, waiting=20 if tokens else 0)
+    view = made.scheduler.monitor.view_of
+    await eventually(
+        lambda: (one := view(made[name].id)) and one.load.queued_prefill_tokens == tokens
+    )
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_where_prompts_wait_for_long_on_end_nobody_new_is_let_in(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing, "PATIENCE_S", 0.2)
+    pair = FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
+    async with cluster(*pair, mode=mode) as made:
+        for name in ("p", "d"):
+            made.scheduler._speeds.answered(made[name].id, 1000, sent_s=0.0, now=1.0)
+            await queued(made, name, 9000)
+        (status, _, _), since_s = await made.ask(), time.monotonic()
+        assert status == 200  # it may be a burst
+        while (found := await made.ask())[0] == 200:
+            assert time.monotonic() - since_s < 10
+        status, answer, headers = found
+        assert (status, answer["error"]["code"]) == (503, "queue_full")
+        assert 5 <= int(headers["Retry-After"]) <= 60  # the queue, as fast as it was so far
+        for name in ("p", "d"):
+            await queued(made, name, 0)
+        await eventually(lambda: not made.scheduler._full(time.monotonic()))
+        assert (await made.ask())[0] == 200

@@ -253,6 +253,7 @@ class Fleet:
         words = ["-m", "vllm_tetri.cli", "router", "--port", str(self._port)]
         # Several instances start at once on few cores: none is silent so soon.
         words += ["--control", self._control, "--silent-after", "10"]
+        words += ["--max-standing-wait", "0"]  # what is measured waits however long it takes
         self._spawn(_ROUTER, [*words, *options])
 
     # -- members ---------------------------------------------------------------------

@@ -38,8 +38,8 @@ _OWN_OPTIONS = ("role", "tetri-instance", "tetri-control", "tetri-url", "uds",
                 "tetri-secret-file")  # fmt: skip
 _ROUTER_OPTIONS = ("port", "host", "ssl-keyfile", "ssl-certfile")
 # What routers get as `up` got it.
-_PASSED_ON = ("max_in_flight", "flip", "flip_after", "flip_lease", "ttft_slo", "tpot_slo",
-              "ssl_certfile", "ssl_keyfile")  # fmt: skip
+_PASSED_ON = ("max_in_flight", "max_standing_wait", "flip", "flip_after", "flip_lease",
+              "ttft_slo", "tpot_slo", "ssl_certfile", "ssl_keyfile")  # fmt: skip
 _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc"} | {
     "O", "O0", "O1", "O2", "O3"
 }  # fmt: skip

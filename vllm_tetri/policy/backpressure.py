@@ -44,14 +44,31 @@ class PrefillSpeeds:
         return tokens / busy_s if tokens > 0 and busy_s > 0 else None
 
 
-def retry_after_s(view: ClusterView, full: Collection[InstanceId], speeds: PrefillSpeeds) -> int:
+def retry_after_s(
+    view: ClusterView,
+    full: Collection[InstanceId],
+    speeds: PrefillSpeeds,
+    *,
+    standing: Collection[InstanceId] = (),
+) -> int:
     """Whole seconds, 1 to 60, until the first of the full instances has room again.
 
-    That is about one prompt of average length. An instance of which too little is
-    known counts as 1 s.
+    That is about one prompt of average length, and all that are queued where a queue is
+    kept from standing (`policy.standing`). An instance of which too little is known counts
+    as 1 s.
     """
-    waits = [_wait_s(each, speeds) for each in view.instances if each.info.id in full]
-    return whole_seconds(min(waits, default=0.0))
+    waits = [
+        queue_wait_s(each, speeds) if each.info.id in standing else _prompt_s(each, speeds)
+        for each in view.instances
+        if each.info.id in full
+    ]
+    return whole_seconds(min((wait or 0.0 for wait in waits), default=0.0))
+
+
+def queue_wait_s(each: InstanceView, speeds: PrefillSpeeds) -> float | None:
+    """How long the prompts take that an instance has; None while nothing is known."""
+    speed = speeds.tokens_per_s(each.info.id)
+    return None if speed is None else max(0, each.load.queued_prefill_tokens) / speed
 
 
 def whole_seconds(wait_s: float) -> int:
@@ -59,10 +76,8 @@ def whole_seconds(wait_s: float) -> int:
     return min(LONGEST_S, max(SHORTEST_S, math.ceil(wait_s)))
 
 
-def _wait_s(each: InstanceView, speeds: PrefillSpeeds) -> float:
-    speed = speeds.tokens_per_s(each.info.id)
-    if speed is None:
-        return 0.0
+def _prompt_s(each: InstanceView, speeds: PrefillSpeeds) -> float | None:
     # One prompt is being computed; others that run are decoding or sending their KV.
     num_prompts = max(0, each.load.waiting) + 1
-    return max(0, each.load.queued_prefill_tokens) / num_prompts / speed
+    wait_s = queue_wait_s(each, speeds)
+    return None if wait_s is None else wait_s / num_prompts

@@ -19,6 +19,7 @@ from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Split, Submissions, Whole, choose_route
+from vllm_tetri.policy.standing import StandingQueues
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import NoRoom, Refusal
 from vllm_tetri.router.call import Call
@@ -47,6 +48,8 @@ from vllm_tetri.types import (
 MAX_IN_FLIGHT = 4096
 # Several times what a GPU decodes at once; what waits beyond that is better refused.
 MAX_IN_FLIGHT_EACH = 1024
+# Longest wait for prompts to begin where a queue does not go away, in seconds.
+MAX_STANDING_WAIT_S = 2.0
 # An instance that is silent for so many times `silent_after_s` is given up: what it has goes
 # on elsewhere.
 GIVE_UP_AFTER = 3
@@ -67,6 +70,7 @@ class GlobalScheduler:
         max_in_flight: Most requests at a time.
         max_in_flight_each: Most requests that one instance gets at a time.
         num_parties: How many clients there can be, to share both between.
+        max_standing_wait_s: Longest wait in a queue that stands; 0 bounds it by nothing.
         authorization: Header for instances; empty for none, None for the client's own.
         watcher: Decides when instances change role; None leaves it to operators.
         is_watcher_dry: Only say what it would do.
@@ -88,6 +92,7 @@ class GlobalScheduler:
         max_in_flight: int = MAX_IN_FLIGHT,
         max_in_flight_each: int = MAX_IN_FLIGHT_EACH,
         num_parties: int = 1,
+        max_standing_wait_s: float = MAX_STANDING_WAIT_S,
         authorization: str | None = None,
         watcher: Watcher | None = None,
         is_watcher_dry: bool = False,
@@ -136,6 +141,7 @@ class GlobalScheduler:
         self._quarantine = Quarantine(self._has_crashed, self.metrics.faults)
         self._submissions = Submissions()
         self._speeds = PrefillSpeeds()
+        self._standing = StandingQueues(max_standing_wait_s)
         self._hooks = Hooks(
             route=self._route,
             info=self._info,
@@ -321,12 +327,13 @@ class GlobalScheduler:
         full: frozenset[InstanceId],
     ) -> Route | Full | None:
         now = time.monotonic()
+        crowded = self._crowded(call.party, now, is_new=not excluded)
         if self.mode is not Mode.SPLIT:
             placed = self._placing.route(
                 call,
                 is_splittable=is_splittable,
                 excluded=excluded,
-                full=full | self.shares.crowded(call.party),
+                full=full | crowded,
                 now=now,
             )
             if isinstance(placed, Full):
@@ -341,12 +348,25 @@ class GlobalScheduler:
             own_tokens=self._submissions.unreported(view, now),
             excluded=excluded,
             full=full,
-            crowded=self.shares.crowded(call.party),
+            crowded=crowded,
         )
         if isinstance(route, Split | Whole):
             first = route.prefill if isinstance(route, Split) else route.instance
             self._placing.sent(first, call, now)
         return route
+
+    def _crowded(self, party: str, now: float, *, is_new: bool) -> frozenset[InstanceId]:
+        """Instances that should get nothing more of a client; nothing new, that is, where
+        prompts wait for too long."""
+        standing = self._full(now) if is_new else frozenset()
+        if not self.shares.are_divided:
+            return standing | self.shares.crowded(party)
+        for instance in standing:  # who has little there may still have more
+            self.shares.was_full(instance, is_counted=False)
+        return self.shares.crowded(party)
+
+    def _full(self, now: float) -> frozenset[InstanceId]:
+        return self._standing.full(self.monitor.view, self._speeds, now)
 
     def _info(self, instance: InstanceId) -> InstanceInfo | None:
         one = self.monitor.view_of(instance)
@@ -360,7 +380,9 @@ class GlobalScheduler:
         self._speeds.answered(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
 
     def _no_room(self, full: Full) -> NoRoom:
-        wait_s = retry_after_s(self.monitor.view(), full.instances, self._speeds)
+        view = self.monitor.view()
+        standing = self._full(time.monotonic())
+        wait_s = retry_after_s(view, full.instances, self._speeds, standing=standing)
         return NoRoom(full.who, len(full.instances), wait_s)
 
     def _cancel(

@@ -28,6 +28,11 @@ class Shares:
         self._matters_from = matters_from(most_each, num_parties=num_parties)
         self._squeezes: dict[InstanceId, Squeeze] = {}
 
+    @property
+    def are_divided(self) -> bool:
+        """Whether there is more than one client."""
+        return self._num_parties > 1
+
     def check_room(self, party: str) -> None:
         """Look whether a client may have another request.
 
@@ -58,7 +63,7 @@ class Shares:
 
     def was_full(self, instance: InstanceId, *, is_counted: bool) -> None:
         """An instance had no room for a request, which may be counted there already."""
-        if self._num_parties > 1:  # else there is nobody to share with
+        if self.are_divided:  # else there is nobody to share with
             now = time.monotonic()
             self._forget(now)
             taken = self._table.workers()[instance] - is_counted

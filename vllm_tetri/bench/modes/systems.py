@@ -238,6 +238,7 @@ def _cluster(system: System, site: Site) -> Iterator[str]:
     if system.has_slo and site.slo is not None:
         words += ["--ttft-slo", str(site.slo.ttft_s), "--tpot-slo", str(site.slo.tpot_s)]
         words += ["--refuse-late"]
+    words += ["--max-standing-wait", "0"]  # the others refuse nothing either
     words += ["--port", "0", "--ready-file", str(ready.resolve())]
     words += ["--log-dir", str((site.folder / f"{system.name}-logs").resolve())]
     words += ["--", *serve_options(system, site)]
