@@ -30,10 +30,24 @@ def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert all(command.summary in output for command in cli.COMMANDS)
 
 
-def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fly"]) == 2
+@pytest.mark.parametrize("words", [["fly"], ["bench", "fly"], ["bench", "--fly"]], ids=" ".join)
+def test_unknown_command_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
 
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert repr(" ".join(words)) in error
+
+
+@pytest.mark.parametrize(("words", "status"), [(["bench"], 2), (["bench", "--help"], 0)])
+def test_commands_of_two_words_are_listed_by_the_first(
+    words: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == status
+
+    output = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert (command.summary in output) is command.name.startswith("bench ")
 
 
 def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

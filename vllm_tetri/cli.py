@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if words else USAGE_ERROR
     command = _find(words)
     if command is None:
-        return _complain(f"unknown command {words[0]!r}; {PROGRAM} --help lists them")
+        return _explain(words)
     rest = words[len(command.name.split()) :]
     try:
         return _run(command, rest)
@@ -282,19 +282,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def overview() -> str:
-    """The text of `vllm-tetri --help`."""
-    width = max(len(command.name) for command in COMMANDS)
+def overview(group: str = "") -> str:
+    """The text of `vllm-tetri --help`, or of `vllm-tetri GROUP --help`."""
+    commands = [command for command in COMMANDS if not group or _group(command) == group]
+    width = max(len(command.name) for command in commands)
     lines = [
-        f"usage: {PROGRAM} COMMAND [OPTIONS]",
+        f"usage: {PROGRAM} {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]",
         "",
         "Disaggregated prefill and decode on stock vLLM.",
         "",
         "commands:",
-        *(f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS),
+        *(f"  {command.name:<{width}}  {command.summary}" for command in commands),
         "",
         "examples:",
-        *(f"  {PROGRAM} {command.example}" for command in COMMANDS),
+        *(f"  {PROGRAM} {command.example}" for command in commands),
         "",
         f"{PROGRAM} COMMAND --help explains one command. A single instance is a stock",
         "`vllm serve MODEL --role prefill|decode|both`; see `vllm serve --help=role`.",
@@ -308,6 +309,21 @@ def _find(words: Sequence[str]) -> Command | None:
         if list(words[: len(name)]) == name:
             return command
     return None
+
+
+def _group(command: Command) -> str:
+    """The first of two words."""
+    return command.name.partition(" ")[0] if " " in command.name else ""
+
+
+def _explain(words: Sequence[str]) -> int:
+    """There is no such command, unless the first word begins several."""
+    group = words[0] if words[0] in {_group(command) for command in COMMANDS} else ""
+    if group and words[1:2] in ([], ["-h"], ["--help"]):
+        print(overview(group))
+        return 0 if words[1:] else USAGE_ERROR
+    asked, where = (" ".join(words[:2]), f"{group} ") if group else (words[0], "")
+    return _complain(f"unknown command {asked!r}; {PROGRAM} {where}--help lists them")
 
 
 def _run(command: Command, words: list[str]) -> int:
