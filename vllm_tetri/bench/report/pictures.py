@@ -20,6 +20,7 @@ _MARKS = {
     Source.SIMULATED: "o", Source.MEASURED: "D", Source.PACED: "^", Source.ESTIMATE: "s"
 }  # fmt: skip
 _SPREAD = 0.5  # of the series of a row
+_SERIES_A_ROW = 3  # so many find room in it; with more it is higher
 _MOST_LINEAR = 15.0  # factors above that are drawn on a logarithmic axis
 _LABELS = {Form.CHANGE: "change, %", Form.TIMES: "times as much"}
 
@@ -34,7 +35,7 @@ def draw(title: str, claims: Sequence[Claim], path: Path) -> bool:
     if not panels:
         return False
     figure, axes = picture.new(title, rows=len(panels))
-    heights = [_MARGIN + _ROW * max(2, len(found)) for found in panels.values()]
+    heights = [_MARGIN + _row(found) * max(2, len(found)) for found in panels.values()]
     figure.set_size_inches(_WIDTH, sum(heights))
     if grid := axes[0].get_gridspec():
         grid.set_height_ratios(heights)
@@ -54,7 +55,7 @@ def _panel(axis: Axes, form: Form, claims: Sequence[Claim]) -> None:
         [value for value, _ in stated], [place for _, place in stated],
         marker="x", color="#222222", label="paper", zorder=3,
     )  # fmt: skip
-    series = list(dict.fromkeys(_name(one) for each in claims for one in each.ours))
+    series = _series(claims)
     for index, name in enumerate(series):
         found = [(one, place) for each, place in rows for one in each.ours if _name(one) == name]
         shift = _SPREAD * (index / max(1, len(series) - 1) - 0.5) if len(series) > 1 else 0.0
@@ -72,6 +73,16 @@ def _panel(axis: Axes, form: Form, claims: Sequence[Claim]) -> None:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
     axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _row(claims: Sequence[Claim]) -> float:
+    """Its height."""
+    return _ROW * max(1.0, len(_series(claims)) / _SERIES_A_ROW)
+
+
+def _series(claims: Sequence[Claim]) -> list[str]:
+    """Names, in the order of their coming."""
+    return list(dict.fromkeys(_name(one) for each in claims for one in each.ours))
 
 
 def _name(one: Ours) -> str:
