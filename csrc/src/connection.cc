@@ -15,6 +15,7 @@ constexpr size_t kMaxQueuedOut = 1 << 20;
 constexpr size_t kMaxReads = 1024;
 constexpr size_t kMaxMessages = 1024;
 constexpr int kReceivesPerTurn = 16;
+constexpr char kCorrupt[] = "bytes changed on their way";
 
 }  // namespace
 
@@ -246,7 +247,9 @@ void Connection::read_data(TimePoint now) {
     discarding_ = !place;
     size_t got = 0;
     if (place) {
-      got = receive_some(fd_.get(), state_.segment.data() + *place + filled_, length_ - filled_);
+      uint8_t* bytes = state_.segment.data() + *place + filled_;
+      got = receive_some(fd_.get(), bytes, length_ - filled_);
+      sum_.feed(bytes, got);
     } else {
       uint8_t waste[65536];
       got = receive_some(fd_.get(), waste, std::min<uint64_t>(sizeof(waste), length_ - filled_));
@@ -266,6 +269,10 @@ bool Connection::begin_payload() {
   }
   std::memcpy(&generation_, head_.data() + kHeaderSize, sizeof(generation_));
   std::memcpy(&offset_, head_.data() + kHeaderSize + sizeof(generation_), sizeof(offset_));
+  constexpr size_t kSummed = sizeof(generation_) + sizeof(offset_);
+  std::memcpy(&wanted_sum_, head_.data() + kHeaderSize + kSummed, sizeof(wanted_sum_));
+  sum_ = Checksum();
+  sum_.feed(head_.data() + kHeaderSize, kSummed);
   length_ = header.length - kDataPrefixBytes;
   filled_ = 0;
   discarding_ = false;
@@ -277,19 +284,20 @@ bool Connection::begin_payload() {
 void Connection::finish_payload(TimePoint now) {
   head_bytes_ = 0;
   Connection* control = sessions_.session(session_);
+  const bool corrupt = !discarding_ && sum_.value() != wanted_sum_;
   {
     const std::lock_guard lock(state_.mutex);
     state_.counters.bytes_received += length_;
-    if (!discarding_) state_.table.received(generation_, writer_, length_, now);
+    if (corrupt) state_.table.end_filling(generation_, writer_, Status::kInvalid, kCorrupt, now);
+    if (!corrupt && !discarding_) state_.table.received(generation_, writer_, length_, now);
   }
   if (control == nullptr) throw LinkError(Status::kPeerLost, "the session ended");
-  if (discarding_) {
-    const Notice stale{control->id(), generation_, false, Status::kStale,
-                       "the slot belongs to another transfer by now"};
-    control->notify(stale, now);
-  } else {
-    control->serve_reads(now);
-  }
+  const auto stop = [&](Status status, const char* why) {
+    control->notify({control->id(), generation_, false, status, why}, now);
+  };
+  if (corrupt) return stop(Status::kInvalid, kCorrupt);
+  if (discarding_) return stop(Status::kStale, "the slot belongs to another transfer by now");
+  control->serve_reads(now);
 }
 
 void Connection::notify(const Notice& notice, TimePoint now) {

@@ -184,6 +184,12 @@ void SlotTable::received(uint64_t generation, const WriterId& id, uint64_t bytes
   finish_if_complete(*record, *writer, now);
 }
 
+void SlotTable::end_filling(uint64_t generation, const WriterId& id, Status status,
+                            const std::string& error, TimePoint now) {
+  Record* record = filling(generation);
+  if (record != nullptr && writer_of(*record, id) != nullptr) end(generation, status, error, now);
+}
+
 std::optional<uint64_t> SlotTable::received_bytes(uint64_t generation, const WriterId& id) const {
   auto* self = const_cast<SlotTable*>(this);
   Record* record = self->filling(generation);

@@ -11,6 +11,7 @@
 #include <deque>
 #include <unordered_map>
 
+#include "tetri/checksum.h"
 #include "tetri/link.h"
 
 namespace tetri {
@@ -182,8 +183,24 @@ class TcpLink : public Link {
     const auto length = static_cast<uint32_t>(kDataPrefixBytes + job.end - job.begin);
     const uint64_t offset = job.op->begin() + job.begin;
     write_header(stream.head.data(), Type::kData, length);
-    std::memcpy(stream.head.data() + kHeaderSize, &job.grant.generation, 8);
-    std::memcpy(stream.head.data() + kHeaderSize + 8, &offset, 8);
+    uint8_t* prefix = stream.head.data() + kHeaderSize;
+    std::memcpy(prefix, &job.grant.generation, 8);
+    std::memcpy(prefix + 8, &offset, 8);
+    const uint64_t sum = sum_of(prefix, job);
+    std::memcpy(prefix + 16, &sum, 8);
+  }
+
+  // Of a frame whose transfer is over by now it does not matter.
+  static uint64_t sum_of(const uint8_t* prefix, const Job& job) {
+    Checksum sum;
+    sum.feed(prefix, 16);
+    if (!job.op->transfer->begin_copy()) return 0;
+    job.op->layout->pieces(job.op->ids, job.begin, job.end, [&](uint8_t* bytes, uint64_t length) {
+      sum.feed(bytes, length);
+      return true;
+    });
+    job.op->transfer->end_copy(0);
+    return sum.value();
   }
 
   // Sends what the socket takes of the frame under way.

@@ -14,7 +14,7 @@ from tests.faults.proxy import Kind, Proxy, Trouble
 from tests.transport import wire
 from tests.transport.conftest import IDENTITY, Backend, _make, ended
 from tests.transport.test_lifetimes import empty
-from vllm_tetri.transport.native import Status, TransferState
+from vllm_tetri.transport.native import SlotState, Status, TransferState
 
 LIMIT_S = 0.6  # without progress
 DEADLINE_S = 3.0
@@ -67,6 +67,8 @@ TROUBLES = {
     "data half open": Trouble(Kind.HALF_OPEN, 5 * PAGE, connection=STREAM),
     "data stalled": Trouble(Kind.STALL, 5 * PAGE, connection=STREAM),
     "data corrupt": Trouble(Kind.CORRUPT, JOIN_BYTES, connection=STREAM),
+    "place corrupt": Trouble(Kind.CORRUPT, JOIN_BYTES + 12 + 9, connection=STREAM),
+    "block corrupt": Trouble(Kind.CORRUPT, JOIN_BYTES + 5 * PAGE, connection=STREAM),
     "join corrupt": Trouble(Kind.CORRUPT, 0, connection=STREAM),
     "hello cut": Trouble(Kind.CUT, IN_HELLO, connection=CONTROL),
     "hello ended": Trouble(Kind.END, IN_HELLO, connection=CONTROL),
@@ -91,6 +93,19 @@ def test_a_transfer_fails_in_time_and_the_next_one_is_fine(way: Way, name: str) 
     eventually(lambda: empty(way.receiver), DEADLINE_S)
     way.proxy.clear()
     way.works("next")
+
+
+def test_a_byte_that_changes_inside_a_block_ends_only_its_transfer(way: Way) -> None:
+    way.works("first")
+    way.proxy.make(Trouble(Kind.CORRUPT, 5 * PAGE, connection=STREAM))
+    transfer = way.push("broken")
+    assert ended(transfer, DEADLINE_S) == TransferState.FAILED
+    assert (transfer.status, transfer.error) == (Status.INVALID, "bytes changed on their way")
+    slot = eventually(lambda: way.receiver.find("broken"))
+    assert (slot.state, slot.error) == (SlotState.FAILED, "bytes changed on their way")
+    way.proxy.clear()
+    way.works("next")
+    assert way.proxy.num_connections == 2  # the same ones
 
 
 def test_a_sender_that_lost_only_a_stream_is_told(way: Way) -> None:

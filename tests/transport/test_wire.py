@@ -36,7 +36,7 @@ def test_another_protocol_version_is_refused_in_words(tcp: Backend) -> None:
         rogue.send(wire.frame(wire.HELLO, b"", version=7))
         kind, body = rogue.receive()
         assert kind == wire.REFUSED
-        assert b"protocol version: here 7, there 1" in body
+        assert b"protocol version: here 7, there 2" in body
         assert rogue.at_end()
     assert receiver.stats().bad_frames == 1
 
@@ -71,7 +71,7 @@ def test_random_bytes_and_truncated_frames(core: Backend) -> None:
 def test_huge_lengths_and_counts_are_refused(tcp: Backend) -> None:
     receiver = tcp.receiver()
     evil = [
-        struct.pack("<IHHI", wire.MAGIC, 1, wire.HELLO, 0xFFFFFFFF),
+        struct.pack("<IHHI", wire.MAGIC, wire.VERSION, wire.HELLO, 0xFFFFFFFF),
         wire.frame(wire.HELLO, struct.pack("<I", 0xFFFFFFFF)),
         wire.frame(wire.HELLO, struct.pack("<II", 1, 0xFFFFFFFF)),
         wire.frame(wire.DATA, b"x" * 16),

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tetri/arena_state.h"
+#include "tetri/checksum.h"
 #include "tetri/frame.h"
 #include "tetri/proof.h"
 
@@ -99,6 +100,8 @@ class Connection {
   uint64_t offset_ = 0;
   uint64_t length_ = 0;
   uint64_t filled_ = 0;
+  Checksum sum_;
+  uint64_t wanted_sum_ = 0;
   bool discarding_ = false;
 };
 

@@ -16,13 +16,13 @@
 namespace tetri {
 
 constexpr uint32_t kMagic = 0x564b5454;  // "TTKV"
-constexpr uint16_t kVersion = 1;
+constexpr uint16_t kVersion = 2;
 constexpr size_t kHeaderSize = 12;
 constexpr uint32_t kMaxControlBytes = 160 << 10;
 constexpr uint32_t kMaxMessageBytes = 64 << 10;
 constexpr uint32_t kMaxReadBytes = 128 << 10;  // payload of one ReadData
 constexpr uint32_t kDataChunkBytes = 512 << 10;
-constexpr size_t kDataPrefixBytes = 16;
+constexpr size_t kDataPrefixBytes = 24;  // generation, offset, checksum of both and the bytes
 constexpr uint32_t kMaxRanks = 1024;
 constexpr size_t kNonceBytes = 32;
 constexpr uint32_t kProofBodyBytes = 4 + kNonceBytes;  // of a challenge and of a proof
@@ -38,7 +38,7 @@ enum class Type : uint16_t {
   kJoined,      // receiver
   kOpen,        // sender: a slot, please
   kOpened,      // receiver: granted, full or refused
-  kData,        // sender, data connections only: generation, offset, bytes
+  kData,        // sender, data connections only: generation, offset, checksum, bytes
   kDone,        // sender: that was all, so many bytes
   kConfirm,     // receiver: everything of this rank is here
   kCancel,      // sender: forget it; it has stopped writing

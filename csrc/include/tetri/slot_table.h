@@ -78,6 +78,9 @@ class SlotTable {
   std::optional<uint64_t> writable(uint64_t generation, const WriterId& writer, uint64_t offset,
                                    uint64_t length) const;
   void received(uint64_t generation, const WriterId& writer, uint64_t bytes, TimePoint now);
+  // What this writer has sent is of no use; ignored when the slot is not filling for it.
+  void end_filling(uint64_t generation, const WriterId& writer, Status status,
+                   const std::string& error, TimePoint now);
   std::optional<uint64_t> received_bytes(uint64_t generation, const WriterId& writer) const;
   void done(const Done& done, const WriterId& writer, TimePoint now);
   void cancelled_by_sender(const Cancel& cancel, const WriterId& writer, TimePoint now);
