@@ -217,7 +217,7 @@ def control_host(address: str) -> str:
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit():
+    if scheme != "tcp" or not host or not port.isdecimal():
         raise ConfigError(f"{address!r} is no control address; write tcp://HOST:PORT")
     return host.strip("[]")
 

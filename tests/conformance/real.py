@@ -217,7 +217,8 @@ class Play:
         call = SimpleNamespace(
             model=model, approx_tokens=ask.prompt_tokens, request_id=name, party=""
         )
-        route = self._router._route(call, True, frozenset(), frozenset())  # type: ignore[arg-type]
+        nobody: frozenset[InstanceId] = frozenset()
+        route = self._router._route(call, True, nobody, nobody, True)  # type: ignore[arg-type]
         assert isinstance(route, Split | Whole)
         first = route.prefill if isinstance(route, Split) else route.instance
         self._router._submitted(first, ask.prompt_tokens)

@@ -50,6 +50,20 @@ async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
         await eventually(lambda: states(router) == {}, timeout_s=0.25)
 
 
+async def test_whatever_goes_wrong_in_a_period_there_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    async with monitor() as router, joined(router.address) as one:
+        monkeypatch.setattr(router, "_count_foreign", "no function")
+        await asyncio.sleep(2 * PERIOD_S)
+        monkeypatch.undo()
+        await eventually(lambda: states(router) == {"i": "starting"})
+        before = router.view().seq
+        await eventually(lambda: router.view().seq > before + 2)
+        await eventually(lambda: one.sees())
+
+
 def hold_up(seconds: float) -> None:
     """The event loop does nothing else."""
     time.sleep(seconds)

@@ -9,6 +9,7 @@ import pytest
 from tests.policy.builders import info
 from vllm_tetri.control.membership import MAX_DEPARTED, Membership
 from vllm_tetri.control.views import GONE_AFTER_S, Received, merge_views
+from vllm_tetri.errors import ProtocolError
 from vllm_tetri.messages import Leave, Left, LoadReport
 from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceState, InstanceView
 
@@ -97,9 +98,12 @@ def test_leaving_and_silent_is_silent() -> None:
 
 def test_a_time_in_which_nobody_could_be_heard_is_no_silence() -> None:
     members = joined()
-    members.forgive(5.0)
+    members.forgive(5.0, 5.0)
     assert states(members, 5.0) == {"one": "ready", "two": "ready"}
     assert states(members, 5.0 + SILENT_AFTER_S) == {"one": "silent", "two": "silent"}
+    report(members, "one", 6.0)
+    members.forgive(5.0, 6.0)  # it has been heard since
+    assert {each.info.id: each.age_s for each in members.views(6.0)} == {"one": 0.0, "two": 0.0}
 
 
 def test_one_that_comes_back_is_not_leaving_nor_departed() -> None:
@@ -168,3 +172,10 @@ def test_what_no_router_heard_of_for_a_minute_leaves_the_view() -> None:
     received = (Received(seen("ready", 1.0), 10.0),)
     assert len(merge_views(received, 10.0 + GONE_AFTER_S - 1.1).instances) == 1
     assert merge_views(received, 10.0 + GONE_AFTER_S - 1.0).instances == ()
+
+
+@pytest.mark.parametrize("port", ["", "x", "0", "65536", "-1", "\u00b2", "9" * 5000], ids=len)
+def test_what_is_no_kv_endpoint_is_refused(port: str) -> None:
+    members = joined()
+    with pytest.raises(ProtocolError, match="KV endpoint"):
+        members.join(b"three", replace(ONE, id=InstanceId("three"), kv_endpoint=f"h:{port}"), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -89,13 +91,30 @@ def test_tls_is_the_routers_only() -> None:
     found = plan(*TLS)
     assert found.specs[-1].command(1).count("--ssl-certfile") == 1
     assert not any("--ssl" in word for spec in found.instances for word in spec.command(1))
-    assert len(found.specs[-1].fingerprint or b"") == 32
+    assert found.specs[-1].certificate == str(CERTIFICATE)
     with pytest.raises(ConfigError, match="before the --"):
         plan(tail=("--ssl-keyfile", "x"))
     with pytest.raises(ConfigError, match="needs --ssl-certfile"):
         plan("--ssl-keyfile=x")
     with pytest.raises(ConfigError, match="no certificate"):
         plan(f"--ssl-certfile={CERTIFICATE_KEY}")
+
+
+def test_a_certificate_that_was_renewed_counts_from_the_next_start(
+    fake_up: FakeUp, tmp_path: Path
+) -> None:
+    path = tmp_path / "certificate.pem"
+    shutil.copy(CERTIFICATE, path)
+    process = fake_up.start(f"--ssl-certfile={path}", f"--ssl-keyfile={CERTIFICATE_KEY}")
+    fake_up.ready()
+    shutil.copy(CERTIFICATE.with_name("certificate-renewed.pem"), path)
+    os.kill(fake_up.starts("router")[0]["pid"], signal.SIGKILL)
+    assert process.stdout is not None
+    ready = (line for line in process.stdout if line.startswith("router") and " ready" in line)
+    assert next(ready)
+    assert next(ready)  # with the new one
+    process.send_signal(signal.SIGINT)
+    assert fake_up.end()[0] == 0
 
 
 def test_up_speaks_to_its_router_with_key_and_https(fake_up: FakeUp) -> None:

@@ -144,6 +144,11 @@ async def test_where_prompts_wait_for_long_on_end_nobody_new_is_let_in(
         status, answer, headers = found
         assert (status, answer["error"]["code"]) == (503, "queue_full")
         assert 5 <= int(headers["Retry-After"]) <= 60  # the queue, as fast as it was so far
+        for path in ("/v1/embeddings", "/v1/responses"):
+            assert (await made.ask(path))[0] == 503
+        scheduler, now = made.scheduler, time.monotonic()
+        assert scheduler.crowded("", now, is_new=True)
+        assert not scheduler.crowded("", now, is_new=False)  # as of a request that came before
         for name in ("p", "d"):
             await queued(made, name, 0)
         await eventually(lambda: not made.scheduler._full(time.monotonic()))

@@ -156,7 +156,7 @@ async def test_a_body_that_does_not_come_in_time_is_408() -> None:
 
 
 async def test_a_large_body_has_more_time() -> None:
-    limits = Limits(body_s=0.3, body_bytes_per_s=10_000)
+    limits = Limits(body_s=0.3, least_bytes_per_s=10_000)
     async with cluster(both(), limits=limits) as made, connected(made) as (reader, writer):
         whole = post(GOOD.ljust(10_000))
         for start in range(0, len(whole), 2000):  # 10,000 bytes in half a second
@@ -194,6 +194,33 @@ async def test_whoever_does_not_read_is_hung_up_on_and_its_request_ends() -> Non
         await eventually(lambda: one.calls)
         await eventually(has_ended.is_set)
         await eventually(lambda: not len(made.scheduler.table))
+
+
+async def test_whoever_reads_slowly_gets_all() -> None:
+    one, body = both(), b'"%b"' % (b"x" * 6_000_000)
+
+    async def long(*_: Any) -> web.StreamResponse:
+        return web.Response(body=body, content_type="application/json")
+
+    one.handler = long
+    async with cluster(one, limits=QUICK) as made, connected(made) as (reader, writer):
+        writer.write(post(GOOD, path="/v1/embeddings"))
+        begun_s, size = asyncio.get_running_loop().time(), 0
+        while some := await reader.read(100_000):
+            size += len(some)
+            if size > len(body):
+                break
+            await asyncio.sleep(0.02)
+        assert size > len(body)
+        assert asyncio.get_running_loop().time() - begun_s > 3 * QUICK.stalled_s
+
+
+async def test_nothing_is_read_of_a_body_where_nobody_needs_a_key() -> None:
+    head = b"GET /version HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n"
+    limits = Limits(body_bytes=1000, bodies_bytes=1000)
+    async with cluster(both(), limits=limits, keys=("k",)) as made:
+        answer = await exchange(made, head + b"{")  # the rest never comes
+        assert answer.status in (200, 404)
 
 
 async def test_one_connection_too_many_is_told_so() -> None:

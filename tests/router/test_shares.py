@@ -155,6 +155,23 @@ def test_who_has_nothing_at_a_full_instance_may_ask_it() -> None:
     assert shares.crowded("greedy") == frozenset()
 
 
+def test_where_too_much_waits_an_equal_share_of_it_is_enough() -> None:
+    table, there = RequestTable(), frozenset({InstanceId("b")})
+    shares = Shares(table, most=1000, most_each=1000, num_parties=3)
+    entries(table, "greedy", 10)
+    assert shares.crowding("greedy", there) == there
+    assert not shares.crowding("modest", there)
+    entries(table, "modest", 4)
+    assert shares.crowding("greedy", there) == there
+    assert not shares.crowding("modest", there)
+    assert not shares.crowding("third", there)
+    entries(table, "modest", 6)
+    assert shares.crowding("modest", there) == there
+    assert not shares.crowding("greedy", frozenset())
+    alone = Shares(table, most=1000, most_each=1000, num_parties=1)
+    assert alone.crowding("", there) == there
+
+
 def test_what_an_instance_said_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     table, now = RequestTable(), 1000.0
     monkeypatch.setattr("vllm_tetri.router.shares.time.monotonic", lambda: now)

@@ -119,6 +119,26 @@ async def test_a_connection_that_was_closed_while_idle_is_exchanged() -> None:
         assert server.num_connections == 2
 
 
+async def test_an_instance_that_had_the_request_does_not_get_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It worked on it, said nothing yet, and died, maybe of it."""
+    monkeypatch.setattr(wire, "_CLOSING_S", 0.05)
+
+    async def serve(request: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) == 2:
+            await asyncio.sleep(0.2)
+            writer.close()
+        else:
+            writer.write(OK)
+
+    async with serving(serve) as server, wires() as client:
+        assert await whole(client, server.url) == b"ok"
+        with pytest.raises(Dropped, match="connection closed"):
+            await whole(client, server.url)
+        assert len(server.requests) == 2
+
+
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [

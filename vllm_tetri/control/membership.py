@@ -204,10 +204,10 @@ class Membership:
         joins again; the newest few."""
         return dict(self._departed)
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """Nobody could be heard for so long: that is no silence of theirs."""
         for member in self._members.values():
-            member.heard_s += seconds
+            member.heard_s = min(now, member.heard_s + seconds)
 
     def forget_gone(self, now: float) -> None:
         """Forget instances that have been silent for a minute."""
@@ -333,7 +333,8 @@ def _check(info: InstanceInfo) -> None:
     if not info.models or not all(info.models):
         raise ProtocolError(f"{info.id} serves no model")
     host, _, port = info.kv_endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536 or len(host) > _MAX_NAME:
+    is_port = port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536
+    if not host or not is_port or len(host) > _MAX_NAME:
         raise ProtocolError(f"{info.id}: KV endpoint {info.kv_endpoint[:80]!r} is not HOST:PORT")
     if not 0 < info.block_size < _MOST_TOKENS or not 0 < info.max_model_len < _MOST_TOKENS:
         raise ProtocolError(f"{info.id}: blocks and models have 1 to {_MOST_TOKENS} tokens")

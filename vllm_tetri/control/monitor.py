@@ -215,13 +215,13 @@ class Monitor:
         now = time.monotonic()
         # This process was stopped, or its loop held up: what instances said meanwhile is
         # still on its way here.
-        self._members.forgive(max(0.0, now - self._due_s))
+        self._members.forgive(max(0.0, now - self._due_s), now)
+        self._begin_period()  # first: there is another one whatever happens in this
         if self._gatekeeper is not None:
             self._gatekeeper.answer()
         self._drain()
         self._count_foreign()
         self._members.forget_gone(now)
-        self._begin_period()
         self._broadcast()
 
     def _begin_period(self) -> None:

@@ -81,7 +81,7 @@ def parse_bytes(text: str) -> int:
     plain = text.strip().lower().removesuffix("b").removesuffix("i")
     factor = _SUFFIX.get(plain[-1:], 1)
     digits = plain.rstrip("kmg")
-    if not digits.isdigit():
+    if not digits.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 256M")
     return int(digits) * factor
 

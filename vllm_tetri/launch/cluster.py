@@ -143,7 +143,7 @@ class Cluster:
         spec, lines = self._routers[0].spec, ""
         if spec.key:
             lines += f'    -H "authorization: Bearer ${KEY_VARIABLE}" \\\n'
-        if spec.fingerprint is not None:
+        if spec.certificate is not None:
             lines += f"    --cacert {self._options.ssl_certfile} \\\n"
         return lines
 

@@ -117,7 +117,7 @@ def descendants(root: int) -> list[int]:
     """Every live process below ``root``, from one look at /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
+        if not entry.name.isdecimal():
             continue
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()

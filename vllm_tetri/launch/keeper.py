@@ -12,11 +12,12 @@ from typing import Any
 
 import aiohttp
 
-from vllm_tetri.errors import TetriError
+from vllm_tetri.errors import ConfigError, TetriError
 from vllm_tetri.launch.child import Child
 from vllm_tetri.launch.display import Display
 from vllm_tetri.launch.machine import free_port
 from vllm_tetri.policy.placement import Placement
+from vllm_tetri.router.door_options import fingerprint_of
 from vllm_tetri.types import Role
 
 FIRST_BACKOFF_S = 1.0
@@ -46,7 +47,7 @@ class Spec:
         ready_path: Answers 200 as soon as the child is of use.
         environment: Variables that only this child gets; secrets among them.
         key: What its HTTP server asks for, if it does.
-        fingerprint: SHA-256 of its certificate, if it speaks https.
+        certificate: File of its certificate, if it speaks https.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Spec:
     port: int = 0
     environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     key: str = field(default="", repr=False)
-    fingerprint: bytes | None = None
+    certificate: str | None = None
 
 
 def backoff_s(deaths: int) -> float:
@@ -97,12 +98,13 @@ class Keeper:
         self._was_asked_to_leave = was_asked_to_leave
         self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
         self._child: Child | None = None
+        self._fingerprint: bytes | None = None  # of the certificate that the child has read
 
     @property
     def url(self) -> str:
         """Where its HTTP server is now."""
         host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
-        scheme = "http" if self.spec.fingerprint is None else "https"
+        scheme = "http" if self.spec.certificate is None else "https"
         return f"{scheme}://{host}:{self.port}"
 
     def get(
@@ -112,9 +114,9 @@ class Keeper:
         more: dict[str, Any] = {}
         if self.spec.key:
             more["headers"] = {"Authorization": f"Bearer {self.spec.key}"}
-        if self.spec.fingerprint is not None:
+        if self._fingerprint is not None:
             # Its name is another one than that of this machine's loopback interface.
-            more["ssl"] = aiohttp.Fingerprint(self.spec.fingerprint)
+            more["ssl"] = aiohttp.Fingerprint(self._fingerprint)
         return self._session.get(self.url + path, timeout=timeout, **more)
 
     @property
@@ -158,6 +160,9 @@ class Keeper:
         """One life of the child; returns when it was ready, None if never."""
         self.port = self.spec.port or free_port(self.spec.host)
         self._display.phase(self.spec.name, "starting")
+        if self.spec.certificate is not None:  # it may have been renewed
+            with contextlib.suppress(ConfigError):  # the child says so
+                self._fingerprint = fingerprint_of(self.spec.certificate)
         child = self._child = await Child.start(
             self.spec.command(self.port),
             self.spec.placement,

@@ -33,7 +33,7 @@ def gpus(devices: Path = NVIDIA_DEVICES) -> tuple[str, ...]:
     if limit is not None:
         return tuple(name.strip() for name in limit.split(",") if name.strip())
     numbers = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
-    return tuple(sorted((name for name in numbers if name.isdigit()), key=int))
+    return tuple(sorted((name for name in numbers if name.isdecimal()), key=int))
 
 
 def cpu_name() -> str:

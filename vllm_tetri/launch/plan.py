@@ -214,7 +214,7 @@ def _free_ports(number: int, host: str) -> list[int]:
 
 def _gpus_each(tail: Sequence[str]) -> int:
     number = _value(tail, "-tp", "--tensor-parallel-size")
-    return int(number) if number.isdigit() and int(number) > 0 else 1
+    return int(number) if number.isdecimal() and int(number) > 0 else 1
 
 
 def _value(tail: Sequence[str], *names: str) -> str:
@@ -299,8 +299,16 @@ def _router(
         port=port,
         environment=keys.of_router,
         key=next(iter(keys.clients), ""),
-        fingerprint=fingerprint_of(options.ssl_certfile) if has_tls(options) else None,
+        certificate=_certificate(options),
     )
+
+
+def _certificate(options: argparse.Namespace) -> str | None:
+    if not has_tls(options):
+        return None
+    path: str = options.ssl_certfile
+    fingerprint_of(path)  # there is one
+    return path
 
 
 def _with_port(words: list[str]) -> Callable[[int], list[str]]:

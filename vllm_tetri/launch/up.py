@@ -127,13 +127,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of instances")
     return int(text)
 
 
 def _routers(text: str) -> int:
-    if not (text.isdigit() and 1 <= int(text) <= MOST_ROUTERS):
+    if not (text.isdecimal() and 1 <= int(text) <= MOST_ROUTERS):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of routers (1 to {MOST_ROUTERS})")
     return int(text)
 
@@ -153,7 +153,7 @@ def _seconds(text: str) -> float:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > MAX_PORT:
+    if not text.isdecimal() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is no port")
     return int(text)
 
@@ -162,6 +162,6 @@ def _bytes(text: str) -> int:
     plain = text.strip().lower().removesuffix("b").removesuffix("i")
     factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(plain[-1:], 1)
     digits = plain if factor == 1 else plain[:-1]
-    if not digits.isdigit() or int(digits) == 0:
+    if not digits.isdecimal() or int(digits) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 256M")
     return int(digits) * factor

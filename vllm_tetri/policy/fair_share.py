@@ -33,6 +33,18 @@ def matters_from(limit: int, *, num_parties: int) -> int:
     return limit if num_parties <= 1 else -(-SHARE * limit // (SHARE + 1))
 
 
+def may_queue(own: int, taken: int, num_there: int) -> bool:
+    """Whether a party may have one more where too much waits already: while it has less
+    than an equal share of that.
+
+    Args:
+        own: What it has there.
+        taken: What all parties have there, its own included.
+        num_there: How many parties those are, itself included.
+    """
+    return own == 0 or own * num_there < taken
+
+
 @dataclass(frozen=True, slots=True)
 class Squeeze:
     """An instance that had no room for another request, though its limit was not reached.

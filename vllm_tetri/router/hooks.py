@@ -18,7 +18,8 @@ class Hooks:
     """What a job needs from the global scheduler.
 
     Attributes:
-        route: Picks instances for (call, splittable, failed ones, full ones).
+        route: Picks instances for (call, splittable, failed ones, full ones, whether the
+            request is new).
         info: What an instance said of itself, if it is in use.
         submitted: Told when prompt tokens go to an instance.
         prefilled: Told how many were computed that were sent at a monotonic time.
@@ -32,7 +33,9 @@ class Hooks:
         resumes_anywhere: Whether a stream that broke may go on where its text may differ.
     """
 
-    route: Callable[[Call, bool, frozenset[InstanceId], frozenset[InstanceId]], Route | Full | None]
+    route: Callable[
+        [Call, bool, frozenset[InstanceId], frozenset[InstanceId], bool], Route | Full | None
+    ]
     info: Callable[[InstanceId], InstanceInfo | None]
     submitted: Callable[[InstanceId, int], None]
     prefilled: Callable[[InstanceId, int, float], None]

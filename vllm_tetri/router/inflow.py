@@ -78,7 +78,7 @@ class Inflow:
             async with asyncio.timeout(limits.body_s) as deadline:
                 while part := await content.readany():
                     body += self._hold(visit, part)
-                    more_s = len(body) / limits.body_bytes_per_s
+                    more_s = len(body) / limits.least_bytes_per_s
                     deadline.reschedule(begun_s + limits.body_s + more_s)
         except TimeoutError as error:
             raise Refusal(

@@ -119,8 +119,9 @@ class Job:
         excluded = self._tries.excluded if excluded is None else excluded
         gone: set[InstanceId] = set()  # what chose may not have heard of it yet
         while True:
+            is_new = self.route_kind == "none"
             route = self._hooks.route(
-                self._call, is_splittable, excluded | gone, frozenset(self._full)
+                self._call, is_splittable, excluded | gone, frozenset(self._full), is_new
             )
             if isinstance(route, Full):
                 raise self._hooks.no_room(route)

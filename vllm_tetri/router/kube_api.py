@@ -114,7 +114,7 @@ def place_of(
             f"{option}: {account} holds no usable service account ({error}); give the pod one "
             "(automountServiceAccountToken)"
         ) from error
-    if not _LABEL.fullmatch(namespace) or not port.isdigit():
+    if not _LABEL.fullmatch(namespace) or not port.isdecimal():
         raise ConfigError(f"{option}: odd namespace {namespace!r} or port {port!r}")
     host = f"[{host}]" if ":" in host else host
     return Place(f"https://{host}:{port}", account, namespace, name)

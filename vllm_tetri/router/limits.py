@@ -18,9 +18,9 @@ class Limits:
         header_bytes: Of the name of a header, or its value; 431.
         head_s: From a request's first byte until its head is there; 408.
         body_s: From there until the body is there; 408. More for large ones:
-        body_bytes_per_s: how fast they must come.
+        least_bytes_per_s: how fast they must come, and answers be read.
         idle_s: How long a connection may rest between requests.
-        stalled_s: How long a client may leave what it was sent unread.
+        stalled_s: How long a client may leave what it was sent unread, or read it more slowly.
     """
 
     connections: int = 8192
@@ -31,7 +31,7 @@ class Limits:
     header_bytes: int = 8192
     head_s: float = 10.0
     body_s: float = 30.0
-    body_bytes_per_s: int = 16 << 10
+    least_bytes_per_s: int = 16 << 10
     idle_s: float = 75.0
     stalled_s: float = 60.0
 

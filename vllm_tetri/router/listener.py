@@ -32,7 +32,9 @@ _log = logging.getLogger(__name__)
 class Connection(web.RequestHandler):
     """One client, one request at a time. Owner: the event loop."""
 
-    __slots__ = ("_head_since_s", "_is_serving", "_left_since_s", "_listener", "_wire")
+    __slots__ = (
+        "_head_since_s", "_is_serving", "_left_bytes", "_left_since_s", "_listener", "_wire"
+    )  # fmt: skip
 
     def __init__(self, listener: Listener, server: web.Server, **options: Any) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **options)
@@ -41,6 +43,7 @@ class Connection(web.RequestHandler):
         self._is_serving = False
         self._head_since_s: float | None = None
         self._left_since_s: float | None = None  # what was sent is not read
+        self._left_bytes = 0  # of it then
 
     def begin(self) -> None:
         """The head of a request is there."""
@@ -56,7 +59,11 @@ class Connection(web.RequestHandler):
         if wire is None:
             return
         if wire.is_closing() and self._left_since_s is None:
-            self._left_since_s = now
+            self._leave(wire, now)
+        if self._left_since_s is not None:
+            read_bytes = self._left_bytes - wire.get_write_buffer_size()
+            if read_bytes >= limits.stalled_s * limits.least_bytes_per_s:
+                self._leave(wire, now)  # it takes long, but it is read
         if self._left_since_s is not None and now - self._left_since_s > limits.stalled_s:
             wire.abort()
         elif self._head_since_s is not None and now - self._head_since_s > limits.head_s:
@@ -89,9 +96,13 @@ class Connection(web.RequestHandler):
             self._head_since_s = self._loop.time()
         super().data_received(data)
 
+    def _leave(self, wire: asyncio.Transport, now: float) -> None:
+        self._left_since_s, self._left_bytes = now, wire.get_write_buffer_size()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._left_since_s = self._loop.time()
+        if self._wire is not None:
+            self._leave(self._wire, self._loop.time())
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -64,11 +64,13 @@ class Manner:
         generates: It keeps an engine busy, so it counts as a request in flight.
         is_kept: Its answers may be stored, so one instance gets all such requests.
         has_json: A body, if there is one, is a JSON object.
+        has_body: It may have one; else nothing of it is read.
     """
 
     generates: bool = True
     is_kept: bool = False
     has_json: bool = True
+    has_body: bool = True
 
 
 @dataclass(slots=True)
@@ -123,7 +125,7 @@ class Passthrough:
     async def _begin(self, request: web.Request, manner: Manner) -> _Attempts:
         party = request[VISIT].party
         self._scheduler.shares.check_room(party)  # before the body comes, and when it is there
-        raw = await self._inflow.read(request)
+        raw = await self._inflow.read(request) if manner.has_body else b""
         self._scheduler.shares.check_room(party)
         table, now = self._scheduler.table, time.monotonic()
         is_json = manner.has_json and bool(raw)
@@ -197,13 +199,16 @@ class Passthrough:
 
     def _choose_for(self, model: str, job: _Attempts) -> InstanceId | None:
         view = self._scheduler.monitor.view()
-        crowded = (
-            self._scheduler.shares.crowded(job.call.party) if job.manner.generates else frozenset()
-        )
+        crowded: frozenset[InstanceId] = frozenset()
+        if job.manner.generates:
+            is_new = not (job.excluded or job.full)
+            crowded = self._scheduler.crowded(job.call.party, time.monotonic(), is_new=is_new)
         if job.manner.is_kept:
             keeper = choose_keeper(view, model=model, excluded=job.excluded)
             if keeper in job.full or keeper in crowded:
-                raise NoRoom("instances that may keep the answer", 1, 1)
+                assert keeper is not None
+                full = Full((keeper,), "instances that may keep the answer")
+                raise self._scheduler.no_room(full)
             return keeper
         route = choose_route(
             view,
@@ -215,7 +220,7 @@ class Passthrough:
             crowded=crowded,
         )
         if isinstance(route, Full):
-            raise NoRoom(route.who, len(route.instances), 1)
+            raise self._scheduler.no_room(route)
         return getattr(route, "instance", None)
 
     async def _ask(self, job: _Attempts, instance: InstanceInfo) -> web.StreamResponse | None:

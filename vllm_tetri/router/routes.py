@@ -90,6 +90,7 @@ def add_whole_routes(router: web.UrlDispatcher, passthrough: Passthrough) -> Non
         return serve
 
     kept, free = Manner(is_kept=True), Manner(generates=False)
+    facts = Manner(generates=False, has_body=False)  # some are open to everybody
     for path in (*_GENERATION, *_POOLING):
         router.add_post(path, passed(Manner()))
     for path in _AUDIO:
@@ -97,7 +98,7 @@ def add_whole_routes(router: web.UrlDispatcher, passthrough: Passthrough) -> Non
     for path in _TEXT:
         router.add_post(path, passed(free))
     for path in _FACTS:
-        router.add_get(path, passed(free), allow_head=False)
+        router.add_get(path, passed(facts), allow_head=False)
     router.add_post("/v1/responses", passed(kept))
     router.add_get(_RESPONSE, passed(kept), allow_head=False)
     router.add_post(_RESPONSE + "/cancel", passed(kept))

@@ -148,7 +148,7 @@ class GlobalScheduler:
             submitted=self._submitted,
             prefilled=self._prefilled,
             busy=self.note_busy,
-            no_room=self._no_room,
+            no_room=self.no_room,
             cancel=self._cancel,
             fell_back=self.metrics.fell_back,
             first_token=self.metrics.first_token,
@@ -325,9 +325,10 @@ class GlobalScheduler:
         is_splittable: bool,
         excluded: frozenset[InstanceId],
         full: frozenset[InstanceId],
+        is_new: bool,
     ) -> Route | Full | None:
         now = time.monotonic()
-        crowded = self._crowded(call.party, now, is_new=not excluded)
+        crowded = self.crowded(call.party, now, is_new=is_new)
         if self.mode is not Mode.SPLIT:
             placed = self._placing.route(
                 call,
@@ -355,15 +356,18 @@ class GlobalScheduler:
             self._placing.sent(first, call, now)
         return route
 
-    def _crowded(self, party: str, now: float, *, is_new: bool) -> frozenset[InstanceId]:
+    def crowded(self, party: str, now: float, *, is_new: bool) -> frozenset[InstanceId]:
         """Instances that should get nothing more of a client; nothing new, that is, where
         prompts wait for too long."""
-        standing = self._full(now) if is_new else frozenset()
-        if not self.shares.are_divided:
-            return standing | self.shares.crowded(party)
-        for instance in standing:  # who has little there may still have more
-            self.shares.was_full(instance, is_counted=False)
-        return self.shares.crowded(party)
+        crowded = self.shares.crowded(party)
+        return crowded | self.shares.crowding(party, self._full(now)) if is_new else crowded
+
+    def no_room(self, full: Full) -> NoRoom:
+        """What a client is told when all are full."""
+        view = self.monitor.view()
+        standing = self._full(time.monotonic())
+        wait_s = retry_after_s(view, full.instances, self._speeds, standing=standing)
+        return NoRoom(full.who, len(full.instances), wait_s)
 
     def _full(self, now: float) -> frozenset[InstanceId]:
         return self._standing.full(self.monitor.view, self._speeds, now)
@@ -378,12 +382,6 @@ class GlobalScheduler:
 
     def _prefilled(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
         self._speeds.answered(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
-
-    def _no_room(self, full: Full) -> NoRoom:
-        view = self.monitor.view()
-        standing = self._full(time.monotonic())
-        wait_s = retry_after_s(view, full.instances, self._speeds, standing=standing)
-        return NoRoom(full.who, len(full.instances), wait_s)
 
     def _cancel(
         self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]

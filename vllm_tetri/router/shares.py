@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from vllm_tetri.policy.fair_share import Squeeze, matters_from, may_begin
+from vllm_tetri.policy.fair_share import Squeeze, matters_from, may_begin, may_queue
 from vllm_tetri.router.answers import Refusal
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.types import InstanceId
@@ -27,11 +27,6 @@ class Shares:
         self._num_parties = num_parties
         self._matters_from = matters_from(most_each, num_parties=num_parties)
         self._squeezes: dict[InstanceId, Squeeze] = {}
-
-    @property
-    def are_divided(self) -> bool:
-        """Whether there is more than one client."""
-        return self._num_parties > 1
 
     def check_room(self, party: str) -> None:
         """Look whether a client may have another request.
@@ -61,9 +56,21 @@ class Shares:
                 found.append(instance)
         return frozenset(found)
 
+    def crowding(self, party: str, instances: frozenset[InstanceId]) -> frozenset[InstanceId]:
+        """Of instances where too much waits, those where a client has its share of it."""
+        if not instances or self._num_parties <= 1:
+            return instances
+        found = []
+        for instance in instances:
+            parties = self._table.parties_at(instance)
+            num_there = len(parties.keys() | {party})
+            if not may_queue(parties[party], parties.total(), num_there):
+                found.append(instance)
+        return frozenset(found)
+
     def was_full(self, instance: InstanceId, *, is_counted: bool) -> None:
         """An instance had no room for a request, which may be counted there already."""
-        if self.are_divided:  # else there is nobody to share with
+        if self._num_parties > 1:  # else there is nobody to share with
             now = time.monotonic()
             self._forget(now)
             taken = self._table.workers()[instance] - is_counted

@@ -113,6 +113,10 @@ class RequestTable:
             if party is None or entry.party == party
         )
 
+    def parties_at(self, instance: InstanceId) -> Counter[str]:
+        """How many requests an instance has of every client."""
+        return Counter(entry.party for entry in self._entries.values() if entry.worker == instance)
+
     def num_reaching(self, instance: InstanceId) -> int:
         """How many requests an instance has or may still get the rest of."""
         return sum(entry.may_reach(instance) for entry in self._entries.values())

@@ -20,6 +20,7 @@ import httptools
 
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CONNECT_S = 5.0
+_CLOSING_S = 0.5  # so long the word may take that it was closed meanwhile
 # Beyond it nothing more is read, so that a slow client slows its instance down.
 _MOST_UNREAD_BYTES = 1 << 18
 _MOST_HEAD_BYTES = 1 << 16
@@ -252,6 +253,7 @@ class _Wire(asyncio.Protocol):
         self._is_paused = False
         self.url = url
         self.was_closed_idle = False
+        self._asked_s = 0.0
 
     async def ask(self, message: bytes, *, has_body: bool) -> Answer:
         """Send one request and wait for the head of its answer."""
@@ -259,6 +261,7 @@ class _Wire(asyncio.Protocol):
             raise Dropped("closed")
         self._set_timer(None)
         self._has_body, self._num_bytes = has_body, 0
+        self._asked_s = self._loop.time()
         head: asyncio.Future[Answer] = self._loop.create_future()
         self._head = head
         self._transport.write(message)
@@ -320,7 +323,9 @@ class _Wire(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._transport is not None:
             is_reused = self._num_answers > 0 and self._head is not None
-            self.was_closed_idle = is_reused and self._num_bytes == 0
+            # Later than that it had the request, and may have died of it.
+            is_early = self._loop.time() - self._asked_s < _CLOSING_S
+            self.was_closed_idle = is_reused and self._num_bytes == 0 and is_early
         self.drop(Dropped(str(error) if error else "connection closed"))
 
     # -- httptools ----------------------------------------------------------------

@@ -178,7 +178,7 @@ class Sender:
 
     def open(self, endpoint: str, transfer: str, num_blocks: int, block_bytes: int) -> Transfer:
         host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdigit():
+        if not host or not port.isdecimal():
             raise ValueError(f"'{endpoint}' is no KV endpoint; write HOST:PORT")
         if num_blocks < 1 or block_bytes < 1:
             raise ValueError(f"transfer {transfer}: no size for a slot")
