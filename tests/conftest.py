@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ settings.register_profile("calm", deadline=None)
 settings.load_profile("calm")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell starts its background jobs without it, and what tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
