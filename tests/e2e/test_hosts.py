@@ -39,7 +39,7 @@ BODIES: list[dict[str, Any]] = [
     *[completion(50 + 130 * index, max_tokens=60 + 30 * index) for index in range(4)],
 ]
 CUT_S = 8.0
-# Silence is noticed after three times --silent-after (1 s).
+# At the latest, silence is noticed after three times --silent-after (1 s).
 NOTICED_S = 3.0
 # To compute prompt and tokens so far, beside five other requests on two shared cores.
 WORK_S = 8.0
