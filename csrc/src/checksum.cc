@@ -1,6 +1,5 @@
 #include "tetri/checksum.h"
 
-#include <algorithm>
 #include <cstring>
 
 namespace tetri {

@@ -17,7 +17,7 @@ constexpr size_t kMaxTextBytes = 4096;
 uint32_t longest_body(Type type) {
   switch (type) {
     case Type::kData:
-      return kDataChunkBytes + uint32_t{kDataPrefixBytes};
+      return kDataChunkBytes + uint32_t{kDataPrefixBytes + kDataSumBytes};
     case Type::kChallenge:
     case Type::kProof:
       return kProofBodyBytes;

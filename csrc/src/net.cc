@@ -80,19 +80,34 @@ Fd listen_on(const std::string& host, int port) {
   return fd;
 }
 
-std::string local_endpoint(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof(address);
+namespace {
+
+std::string text_of(sockaddr_storage& address, socklen_t length, int result) {
   char host[NI_MAXHOST];
   char port[NI_MAXSERV];
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  if (::getsockname(fd, generic, &length) != 0 ||
-      ::getnameinfo(generic, length, host, sizeof(host), port, sizeof(port),
-                    NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
-    throw LinkError(Status::kInvalid, "cannot tell the address of the receiver");
+  if (result != 0 ||
+      ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, host, sizeof(host), port,
+                    sizeof(port), NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    throw LinkError(Status::kPeerLost, "cannot tell the address of the receiver");
   }
   const std::string name = host;
   return (name.find(':') == std::string::npos ? name : "[" + name + "]") + ":" + port;
+}
+
+}  // namespace
+
+std::string local_endpoint(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  const int result = ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  return text_of(address, length, result);
+}
+
+std::string remote_endpoint(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  const int result = ::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  return text_of(address, length, result);
 }
 
 Fd connect_to(const Endpoint& endpoint, TimePoint deadline, int cancel_fd) {

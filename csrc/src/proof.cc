@@ -33,13 +33,14 @@ std::string make_nonce() {
 }
 
 std::string proof_of(const std::string& key, Side side, const std::string& sender_nonce,
-                     const std::string& receiver_nonce) {
+                     const std::string& receiver_nonce, const std::string& receiver_address) {
   std::string text = side == Side::kSender ? kSenderRole : kReceiverRole;
   text += '\0';
   text += sender_nonce;
   text += receiver_nonce;
   text += static_cast<char>(kVersion & 0xff);
   text += static_cast<char>(kVersion >> 8);
+  text += receiver_address;
   return hmac_sha256(key, text);
 }
 
@@ -47,12 +48,13 @@ void prove(ControlChannel& control, const std::string& key, const Endpoint& endp
            TimePoint deadline, int cancel_fd) {
   if (key.empty()) return;
   const std::string mine = make_nonce();
+  const std::string address = remote_endpoint(control.fd());
   control.send(encode(Challenge{mine}));
   const auto theirs = decode<Challenge>(control.expect(deadline, cancel_fd)).nonce;
   if (theirs.size() != kNonceBytes) throw FrameError("a challenge of another length");
-  control.send(encode(Proof{proof_of(key, Side::kSender, mine, theirs)}));
+  control.send(encode(Proof{proof_of(key, Side::kSender, mine, theirs, address)}));
   const auto proof = decode<Proof>(control.expect(deadline, cancel_fd)).proof;
-  if (!equal_in_constant_time(proof, proof_of(key, Side::kReceiver, mine, theirs))) {
+  if (!equal_in_constant_time(proof, proof_of(key, Side::kReceiver, mine, theirs, address))) {
     throw LinkError(Status::kRefused,
                     endpoint.host + ":" + endpoint.port + " does not hold this cluster's secret");
   }
@@ -83,11 +85,12 @@ std::string Doorman::answer(const Frame& frame) {
     return encode(Challenge{mine_});
   }
   const auto proof = decode<Proof>(frame).proof;
-  if (!equal_in_constant_time(proof, proof_of(key_, Side::kSender, theirs_, mine_))) {
-    throw FrameError("the sender holds another secret than this receiver");
+  if (!equal_in_constant_time(proof, proof_of(key_, Side::kSender, theirs_, mine_, address_))) {
+    throw FrameError(
+        "the sender holds another secret than this receiver, or came by another address");
   }
   has_proof_ = true;
-  return encode(Proof{proof_of(key_, Side::kReceiver, theirs_, mine_)});
+  return encode(Proof{proof_of(key_, Side::kReceiver, theirs_, mine_, address_)});
 }
 
 }  // namespace tetri

@@ -99,8 +99,9 @@ void Service::accept_some(TimePoint now) {
     tune(fd.get(), false, false);
     Sessions& sessions = *this;
     const uint64_t id = next_id_++;
-    auto connection = std::make_unique<Connection>(id, std::move(fd), state_, sessions, now);
+    std::unique_ptr<Connection> connection;
     try {
+      connection = std::make_unique<Connection>(id, std::move(fd), state_, sessions, now);
       control_epoll(epoll_.get(), EPOLL_CTL_ADD, connection->fd(), EPOLLIN, id);
     } catch (const LinkError&) {  // out of memory, or of watches
       return pause_accepting(now + kAcceptPause);
@@ -212,6 +213,8 @@ void Service::deliver_notices(TimePoint now) {
       connection.notify(notice, now);
       watch(connection);
       next_sweep_ = std::min(next_sweep_, connection.deadline());
+    } catch (const FrameError& error) {  // of a read that waited for this
+      broke_protocol(connection, error.what(), now);
     } catch (const LinkError& error) {
       if (error.status == Status::kPeerLost) {
         remove(notice.connection, error.what(), now);

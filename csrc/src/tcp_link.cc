@@ -34,7 +34,10 @@ struct Stream {
   Fd fd;
   std::deque<Job> jobs;
   std::array<uint8_t, kHeaderSize + kDataPrefixBytes> head{};
+  std::array<uint8_t, kDataSumBytes> tail{};
   uint64_t sent = 0;  // of the first job's frame, header included
+  Checksum sum;       // of what was sent of it
+  bool gave_up = false;
   bool blocked = false;
 };
 
@@ -69,7 +72,7 @@ class TcpLink : public Link {
     }
     queue_.erase(std::remove_if(queue_.begin(), queue_.end(), ours), queue_.end());
     for (Stream& stream : streams_) {
-      // A frame under way is filled up with zeros; its transfer is over, so nobody looks at them.
+      // A frame under way is filled up with zeros, and its sum says that they are nothing.
       const auto first = stream.jobs.begin() + (stream.sent > 0 ? 1 : 0);
       for (auto job = first; job != stream.jobs.end(); ++job) {
         if (ours(*job)) complete(*job, job->end - job->begin);
@@ -158,7 +161,7 @@ class TcpLink : public Link {
     uint64_t moved = 0;
     while (!stream.jobs.empty() && moved < kBytesPerTurn) {
       Job& job = stream.jobs.front();
-      const uint64_t frame = stream.head.size() + job.end - job.begin;
+      const uint64_t frame = stream.head.size() + job.end - job.begin + stream.tail.size();
       if (stream.sent == 0) {
         if (job.op->transfer->stopped()) {
           complete(job, job.end - job.begin);
@@ -180,39 +183,27 @@ class TcpLink : public Link {
   }
 
   static void start_frame(Stream& stream, const Job& job) {
-    const auto length = static_cast<uint32_t>(kDataPrefixBytes + job.end - job.begin);
+    const uint64_t body = job.end - job.begin;
+    const auto length = static_cast<uint32_t>(kDataPrefixBytes + body + kDataSumBytes);
     const uint64_t offset = job.op->begin() + job.begin;
-    write_header(stream.head.data(), Type::kData, length);
     uint8_t* prefix = stream.head.data() + kHeaderSize;
+    write_header(stream.head.data(), Type::kData, length);
     std::memcpy(prefix, &job.grant.generation, 8);
     std::memcpy(prefix + 8, &offset, 8);
-    const uint64_t sum = sum_of(prefix, job);
-    std::memcpy(prefix + 16, &sum, 8);
-  }
-
-  // Of a frame whose transfer is over by now it does not matter.
-  static uint64_t sum_of(const uint8_t* prefix, const Job& job) {
-    Checksum sum;
-    sum.feed(prefix, 16);
-    if (!job.op->transfer->begin_copy()) return 0;
-    job.op->layout->pieces(job.op->ids, job.begin, job.end, [&](uint8_t* bytes, uint64_t length) {
-      sum.feed(bytes, length);
-      return true;
-    });
-    job.op->transfer->end_copy(0);
-    return sum.value();
+    stream.sum = Checksum();
+    stream.sum.feed(prefix, kDataPrefixBytes);
+    stream.gave_up = false;
   }
 
   // Sends what the socket takes of the frame under way.
   size_t send_piece(Stream& stream, const Job& job) {
+    const uint64_t tail_at = stream.head.size() + job.end - job.begin;
+    if (stream.sent >= tail_at) return send_tail(stream, stream.sent - tail_at);
     std::array<iovec, kMaxPieces> pieces;
     size_t count = 0;
-    uint64_t body = 0;  // of the job, already sent
-    if (stream.sent < stream.head.size()) {
-      pieces[count++] = {stream.head.data() + stream.sent, stream.head.size() - stream.sent};
-    } else {
-      body = stream.sent - stream.head.size();
-    }
+    const uint64_t head = stream.head.size() - std::min(stream.sent, stream.head.size());
+    if (head > 0) pieces[count++] = {stream.head.data() + stream.sent, head};
+    const uint64_t body = stream.sent + head - stream.head.size();  // of the job, already sent
     const bool reads_source = job.op->transfer->begin_copy();
     if (reads_source) {
       job.op->layout->pieces(job.op->ids, job.begin + body, job.end,
@@ -224,6 +215,7 @@ class TcpLink : public Link {
       const uint64_t left = job.end - job.begin - body;
       pieces[count++] = {const_cast<uint8_t*>(kFiller.data()),
                          std::min<uint64_t>(left, kFiller.size())};
+      stream.gave_up = true;
     }
     msghdr message{};
     message.msg_iov = pieces.data();
@@ -231,10 +223,30 @@ class TcpLink : public Link {
     const ssize_t sent = ::sendmsg(stream.fd.get(), &message, MSG_NOSIGNAL);
     const int error = errno;
     if (reads_source) {
-      const uint64_t head = stream.sent < stream.head.size() ? stream.head.size() - stream.sent : 0;
       const uint64_t bytes = sent > 0 ? static_cast<uint64_t>(sent) : 0;
-      job.op->transfer->end_copy(bytes - std::min(bytes, head));
+      const uint64_t read = bytes - std::min(bytes, head);
+      // Now, not before: the kernel has just read them, so they are near, and still there.
+      for (size_t index = head > 0 ? 1 : 0, left = read; left > 0; ++index) {
+        const size_t length = std::min(left, pieces[index].iov_len);
+        stream.sum.feed(static_cast<const uint8_t*>(pieces[index].iov_base), length);
+        left -= length;
+      }
+      job.op->transfer->end_copy(read);
     }
+    return moved_or_throw(sent, error);
+  }
+
+  static size_t send_tail(Stream& stream, uint64_t begin) {
+    if (begin == 0) {
+      const uint64_t sum = stream.gave_up ? kGaveUp : sum_of_frame(stream.sum);
+      std::memcpy(stream.tail.data(), &sum, sizeof(sum));
+    }
+    const ssize_t sent = ::send(stream.fd.get(), stream.tail.data() + begin,
+                                stream.tail.size() - begin, MSG_NOSIGNAL);
+    return moved_or_throw(sent, errno);
+  }
+
+  static size_t moved_or_throw(ssize_t sent, int error) {
     if (sent >= 0) return static_cast<size_t>(sent);
     if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) return 0;
     throw LinkError(Status::kPeerLost, std::string("data connection: ") + std::strerror(error));

@@ -189,7 +189,7 @@ void Transfer::confirmed() {
 
 void Transfer::fail(Status status, const std::string& error) {
   const std::lock_guard lock(mutex_);
-  if (!is_over(state_)) settle(TransferState::kFailed, status, error);
+  if (!is_over(state_)) settle(TransferState::kFailed, status, printable(error));
 }
 
 void Transfer::sender_closed() {

@@ -27,6 +27,8 @@ std::string hex(const std::string& bytes) {
   return text;
 }
 
+const std::string kHere = "127.0.0.1:1";
+
 std::string key_of(char letter) { return std::string(kKeyBytes, letter); }
 
 ReceiverOptions receiving(const std::string& key) {
@@ -117,27 +119,28 @@ TEST(proof_depends_on_everything) {
   const std::string one = make_nonce();
   const std::string other = make_nonce();
   CHECK(one.size() == kNonceBytes && one != other);
-  const std::string proof = proof_of(key_of('k'), Side::kSender, one, other);
-  CHECK(proof == proof_of(key_of('k'), Side::kSender, one, other));
-  CHECK(proof != proof_of(key_of('l'), Side::kSender, one, other));
-  CHECK(proof != proof_of(key_of('k'), Side::kReceiver, one, other));
-  CHECK(proof != proof_of(key_of('k'), Side::kSender, other, one));
+  const std::string proof = proof_of(key_of('k'), Side::kSender, one, other, kHere);
+  CHECK(proof == proof_of(key_of('k'), Side::kSender, one, other, kHere));
+  CHECK(proof != proof_of(key_of('l'), Side::kSender, one, other, kHere));
+  CHECK(proof != proof_of(key_of('k'), Side::kReceiver, one, other, kHere));
+  CHECK(proof != proof_of(key_of('k'), Side::kSender, other, one, kHere));
+  CHECK(proof != proof_of(key_of('k'), Side::kSender, one, other, "127.0.0.1:2"));
 }
 
 TEST(doorman_lets_in_who_holds_the_key) {
-  Doorman doorman(key_of('k'));
+  Doorman doorman(key_of('k'), kHere);
   const std::string mine = make_nonce();
   const std::string theirs = only<Challenge>(feed(&doorman, encode(Challenge{mine}))).nonce;
-  const std::string proof = proof_of(key_of('k'), Side::kSender, mine, theirs);
+  const std::string proof = proof_of(key_of('k'), Side::kSender, mine, theirs, kHere);
   const std::string answer = feed(&doorman, encode(Proof{proof}));
-  CHECK(only<Proof>(answer).proof == proof_of(key_of('k'), Side::kReceiver, mine, theirs));
+  CHECK(only<Proof>(answer).proof == proof_of(key_of('k'), Side::kReceiver, mine, theirs, kHere));
   CHECK(doorman.has_proof());
 }
 
 TEST(doorman_refuses_everybody_else) {
   const std::string mine = make_nonce();
   const auto refused = [&](const std::string& second) {
-    Doorman doorman(key_of('k'));
+    Doorman doorman(key_of('k'), kHere);
     feed(&doorman, encode(Challenge{mine}));
     CHECK_THROWS(feed(&doorman, second), FrameError);
     CHECK(!doorman.has_proof());
@@ -146,19 +149,19 @@ TEST(doorman_refuses_everybody_else) {
   refused(encode(Proof{std::string(kNonceBytes - 1, 'x')}));
   refused(encode(Challenge{mine}));
   refused(encode(Done{1, 2}));
-  Doorman doorman(key_of('k'));
+  Doorman doorman(key_of('k'), kHere);
   CHECK_THROWS(feed(&doorman, encode(Proof{std::string(kNonceBytes, 'x')})), FrameError);
   // Its own proof is of no use to who hands it back.
-  Doorman twin(key_of('k'));
+  Doorman twin(key_of('k'), kHere);
   const std::string theirs = only<Challenge>(feed(&twin, encode(Challenge{mine}))).nonce;
-  const std::string reflected = proof_of(key_of('k'), Side::kReceiver, mine, theirs);
+  const std::string reflected = proof_of(key_of('k'), Side::kReceiver, mine, theirs, kHere);
   CHECK_THROWS(feed(&twin, encode(Proof{reflected})), FrameError);
 }
 
 TEST(doorman_refuses_random_and_mutated_frames) {
   std::mt19937 dice(3);
   for (int turn = 0; turn < 20000; ++turn) {
-    Doorman doorman(key_of('k'));
+    Doorman doorman(key_of('k'), kHere);
     std::string bytes = encode(Challenge{make_nonce()});
     if (turn % 2 == 0) bytes += encode(Proof{make_nonce()});
     for (unsigned flips = dice() % 6; flips > 0; --flips) {

@@ -3,6 +3,7 @@ is free, and the next transfer is fine."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_a_byte_that_changes_inside_a_block_ends_only_its_transfer(way: Way) -> 
     way.proxy.clear()
     way.works("next")
     assert way.proxy.num_connections == 2  # the same ones
+
+
+def test_a_transfer_that_is_called_off_is_not_taken_for_a_broken_one(way: Way) -> None:
+    way.works("first")
+    errors = set()
+    for number in range(40):
+        transfer = way.push(f"off {number}")
+        eventually(lambda: transfer.state != TransferState.OPENING)  # noqa: B023
+        time.sleep(number / 20_000)
+        transfer.cancel()
+        ended(transfer, DEADLINE_S)
+        eventually(lambda: empty(way.receiver) or way.receiver.stats().unclaimed, DEADLINE_S)
+        if (slot := way.receiver.find(f"off {number}")) is not None:
+            errors.add(slot.error)
+            way.receiver.cancel(f"off {number}")
+    assert "bytes changed on their way" not in errors, errors
 
 
 def test_a_sender_that_lost_only_a_stream_is_told(way: Way) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,9 +36,11 @@ async def row(made: Cluster, name: str) -> dict[str, Any]:
 
 
 async def until(made: Cluster, name: str, **wanted: Any) -> dict[str, Any]:
+    """It is so, and no flip is under way."""
     for _ in range(500):
         found = await row(made, name)
-        if all(found[key] == value for key, value in wanted.items()):
+        is_over = not found["flip"] or found["flip"]["stage"] in ("done", "rolled_back")
+        if is_over and all(found[key] == value for key, value in wanted.items()):
             return found
         await asyncio.sleep(0.01)
     raise AssertionError(f"{name} is never {wanted}: {found}")
@@ -62,6 +65,12 @@ async def test_it_gets_nothing_new_while_it_drains_and_then_work_of_its_new_role
         found = await until(made, "d2", role="prefill", state="ready")
         assert found["flip"]["stage"] == "done"
         made["d2"].decode = "d1"
+        for name in ("p1", "p2"):
+            made[name].load = replace(made[name].load, queued_prefill_tokens=10_000)
+        view = made.scheduler.monitor.view
+        await eventually(
+            lambda: sum(each.load.queued_prefill_tokens for each in view().instances) == 20_000
+        )
         status, answer, headers = await made.ask()
         assert (status, headers["x-tetri-prefill"], headers["x-tetri-decode"]) == (200, "d2", "d1")
         for each in waiting:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import struct
 import time
 
+import numpy as np
 import pytest
 
+from tests.faults.proxy import Proxy
 from tests.transport import wire
 from tests.transport.conftest import IDENTITY, Backend, ended, eventually
 from tests.transport.wire import Rogue
@@ -119,7 +121,7 @@ def test_neither_an_old_proof_nor_the_receivers_own_gets_in(tcp: Backend) -> Non
     receiver = tcp.receiver(key=KEY)
     with Prover(receiver.endpoint) as peer:
         mine, theirs = peer.exchange()
-        old = proof(proof_of(KEY, b"sender", mine, theirs))
+        old = proof(proof_of(KEY, b"sender", mine, theirs, receiver.endpoint))
         peer.send(old)
         assert peer.receive()[0] == PROOF
     for raw in (old, None):
@@ -127,11 +129,28 @@ def test_neither_an_old_proof_nor_the_receivers_own_gets_in(tcp: Backend) -> Non
             peer.send(challenge(mine))
             _, body = peer.receive()
             assert body[4:] != theirs  # another every time
-            peer.send(raw or proof(proof_of(KEY, b"receiver", mine, body[4:])))
+            own = proof_of(KEY, b"receiver", mine, body[4:], receiver.endpoint)
+            peer.send(raw or proof(own))
             kind, body = peer.receive()
             assert kind == wire.REFUSED
             assert b"another secret" in body
             assert peer.at_end()
+
+
+def test_whoever_listens_elsewhere_cannot_pass_the_proof_on(core: Backend) -> None:
+    """At a port that a dead receiver had, for example."""
+    receiver = core.receiver(key=KEY)
+    sender, cache = core.sender(key=KEY), core.cache(seed=1)
+    with Proxy.to(receiver.endpoint) as elsewhere:
+        transfer = sender.open(elsewhere.endpoint, "t", 2, cache.layout.block_bytes)
+        transfer.write(cache.layout, 0, np.arange(2, dtype=np.int32))
+        transfer.finish()
+        assert ended(transfer) == TransferState.FAILED
+    assert transfer.status == Status.REFUSED
+    assert "or came by another address" in transfer.error
+    assert receiver.find("t") is None
+    assert receiver.stats().refused_strangers == 1
+    works(core, receiver)
 
 
 def test_a_stranger_that_waits_is_sent_away(tcp: Backend) -> None:

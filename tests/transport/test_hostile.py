@@ -201,6 +201,20 @@ def test_words_of_a_peer_are_fit_for_python(tcp: Backend) -> None:
         assert slot.error == "the sender cancelled it: ??no"
 
 
+def test_a_place_of_a_peer_is_fit_for_python(shm: Backend) -> None:
+    path = wire.text(b"/dev/shm/\xff\n") + wire.text(bytes(16))
+    welcome = wire.frame(wire.WELCOME, struct.pack("<Q", 1) + path)
+    false = FalseReceiver(lambda kind, _: welcome if kind == wire.HELLO else None)
+    sender = shm.sender(link="shm")
+    try:
+        transfer = sender.open(false.endpoint, "t", 1, 4096)
+        assert ended(transfer) == TransferState.FAILED
+        assert "not the path of a receive arena: /dev/shm/??" in transfer.error
+    finally:
+        sender.close()
+        false.close()
+
+
 def test_an_arena_that_others_may_open_is_not_attached(shm: Backend) -> None:
     """Whoever can shorten the file can end the process that has mapped it."""
     receiver = shm.receiver()

@@ -89,8 +89,8 @@ class Rogue:
 
 
 def data(generation: int, offset: int, payload: bytes) -> bytes:
-    place = struct.pack("<QQ", generation, offset)
-    return frame(DATA, place + struct.pack("<Q", xxh64(place + payload)) + payload)
+    body = struct.pack("<QQ", generation, offset) + payload
+    return frame(DATA, body + struct.pack("<Q", xxh64(body)))
 
 
 _PRIMES = (

@@ -18,10 +18,13 @@ CHALLENGE, PROOF = 19, 20
 NONCE_BYTES = 32
 
 
-def proof_of(key: bytes, role: bytes, sender_nonce: bytes, receiver_nonce: bytes) -> bytes:
-    """What the end with this role must say."""
+def proof_of(
+    key: bytes, role: bytes, sender_nonce: bytes, receiver_nonce: bytes, address: str
+) -> bytes:
+    """What the end with this role must say; `address` is the receiver's."""
     text = b"vllm-tetri KV " + role + b"\0" + sender_nonce + receiver_nonce
-    return hmac.new(key, text + struct.pack("<H", wire.VERSION), hashlib.sha256).digest()
+    text += struct.pack("<H", wire.VERSION) + address.encode()
+    return hmac.new(key, text, hashlib.sha256).digest()
 
 
 def challenge(nonce: bytes) -> bytes:
@@ -49,10 +52,12 @@ class Prover(Rogue):
 
     def prove(self, key: bytes) -> None:
         mine, theirs = self.exchange()
-        self.send(proof(proof_of(key, b"sender", mine, theirs)))
+        host, port = self.socket.getpeername()
+        address = f"{host}:{port}"
+        self.send(proof(proof_of(key, b"sender", mine, theirs, address)))
         kind, body = self.receive()
         assert kind == PROOF, body
-        assert body[4:] == proof_of(key, b"receiver", mine, theirs)
+        assert body[4:] == proof_of(key, b"receiver", mine, theirs, address)
 
 
 class FalseReceiver:

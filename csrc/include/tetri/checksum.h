@@ -4,6 +4,7 @@
 // keeps nobody out: who can write to a connection can write its sum, too.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -24,5 +25,9 @@ class Checksum {
   std::array<uint8_t, kStripe> rest_;  // of them, total_ % kStripe
   uint64_t total_ = 0;
 };
+
+// Ends a data frame, behind its bytes.
+constexpr uint64_t kGaveUp = 0;  // the sender stopped in the middle of it: these are not the bytes
+inline uint64_t sum_of_frame(const Checksum& sum) { return std::max<uint64_t>(sum.value(), 1); }
 
 }  // namespace tetri

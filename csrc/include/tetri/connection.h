@@ -66,7 +66,8 @@ class Connection {
   void read_control(TimePoint now);
   void read_data(TimePoint now);
   void discard();
-  bool begin_payload();
+  void begin_payload();
+  size_t receive_payload();
   void finish_payload(TimePoint now);
   void handle(const Frame& frame, TimePoint now);
   void handle_hello(const Frame& frame, TimePoint now);
@@ -101,7 +102,8 @@ class Connection {
   uint64_t length_ = 0;
   uint64_t filled_ = 0;
   Checksum sum_;
-  uint64_t wanted_sum_ = 0;
+  std::array<uint8_t, kDataSumBytes> tail_{};
+  size_t tail_bytes_ = 0;
   bool discarding_ = false;
 };
 

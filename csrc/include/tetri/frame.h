@@ -22,7 +22,8 @@ constexpr uint32_t kMaxControlBytes = 160 << 10;
 constexpr uint32_t kMaxMessageBytes = 64 << 10;
 constexpr uint32_t kMaxReadBytes = 128 << 10;  // payload of one ReadData
 constexpr uint32_t kDataChunkBytes = 512 << 10;
-constexpr size_t kDataPrefixBytes = 24;  // generation, offset, checksum of both and the bytes
+constexpr size_t kDataPrefixBytes = 16;  // generation, offset
+constexpr size_t kDataSumBytes = 8;      // behind the bytes, of all before it but the header
 constexpr uint32_t kMaxRanks = 1024;
 constexpr size_t kNonceBytes = 32;
 constexpr uint32_t kProofBodyBytes = 4 + kNonceBytes;  // of a challenge and of a proof
@@ -38,7 +39,7 @@ enum class Type : uint16_t {
   kJoined,      // receiver
   kOpen,        // sender: a slot, please
   kOpened,      // receiver: granted, full or refused
-  kData,        // sender, data connections only: generation, offset, checksum, bytes
+  kData,        // sender, data connections only: generation, offset, bytes, checksum
   kDone,        // sender: that was all, so many bytes
   kConfirm,     // receiver: everything of this rank is here
   kCancel,      // sender: forget it; it has stopped writing

@@ -17,7 +17,8 @@ struct Endpoint {
 Endpoint parse_endpoint(const std::string& text);
 
 Fd listen_on(const std::string& host, int port);
-std::string local_endpoint(int fd);
+std::string local_endpoint(int fd);   // "host:port", in numbers
+std::string remote_endpoint(int fd);  // of the other side
 
 // Non-blocking from here on. `cancel_fd` becoming readable ends the attempt with kClosed.
 Fd connect_to(const Endpoint& endpoint, TimePoint deadline, int cancel_fd);

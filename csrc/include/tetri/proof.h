@@ -6,10 +6,12 @@
 //   PROOF as the sender         ---->   checks it, and hangs up if it is wrong
 //   checks it                   <----   PROOF as the receiver
 //
-// A proof is HMAC-SHA256(key, role | sender's bytes | receiver's bytes | protocol version). The
-// role keeps either end from being handed its own proof, the bytes keep a proof from being used
-// twice. It says who is at the other end when the connection begins, and no more than that: bytes
-// that follow are neither encrypted nor signed.
+// A proof is HMAC-SHA256(key, role | sender's bytes | receiver's bytes | protocol version |
+// receiver's address). The role keeps either end from being handed its own proof, the bytes keep
+// a proof from being used twice, and the address keeps whoever listens elsewhere (at a port that a
+// dead receiver had, say) from passing both ends' frames on to each other. It says who is at the
+// other end when the connection begins, and no more than that: bytes that follow are neither
+// encrypted nor signed.
 #pragma once
 
 #include <array>
@@ -30,8 +32,9 @@ const std::string& checked_key(const std::string& key);
 enum class Side { kSender, kReceiver };
 
 std::string make_nonce();
+// `receiver_address` is that of its end of the connection, as both ends see it.
 std::string proof_of(const std::string& key, Side side, const std::string& sender_nonce,
-                     const std::string& receiver_nonce);
+                     const std::string& receiver_nonce, const std::string& receiver_address);
 
 // The sender's half. Blocks until `deadline` or until cancel_fd is readable. Throws LinkError, also
 // when the other end does not hold the key, and FrameError.
@@ -41,7 +44,8 @@ void prove(ControlChannel& control, const std::string& key, const Endpoint& endp
 // The receiver's half: takes the bytes of two small frames, and none beyond them.
 class Doorman {
  public:
-  explicit Doorman(std::string key) : key_(std::move(key)) {}
+  Doorman(std::string key, std::string address)
+      : key_(std::move(key)), address_(std::move(address)) {}
 
   // Whether the peer has proved itself; nothing more is to be read here then.
   bool has_proof() const { return has_proof_; }
@@ -56,6 +60,7 @@ class Doorman {
   std::string answer(const Frame& frame);
 
   const std::string key_;
+  const std::string address_;
   std::array<uint8_t, kHeaderSize + kProofBodyBytes> frame_{};
   size_t filled_ = 0;
   std::string theirs_;

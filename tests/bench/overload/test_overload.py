@@ -128,11 +128,16 @@ def overload_row(served_per_s: float) -> Row:
 
 def test_promises_of_answers() -> None:
     replies = [served(1.0), refused(2.0)]
-    assert kept(promises_of_answers(replies, overload_row(8.0), 10.0, 5.0)) == [True] * 3
-    broken = promises_of_answers([*replies, bad(3.0)], overload_row(7.9), 10.0, 5.1)
+    assert (
+        kept(promises_of_answers(replies, overload_row(8.0), 10.0, 5.0, num_after=9)) == [True] * 3
+    )
+    broken = promises_of_answers([*replies, bad(3.0)], overload_row(7.9), 10.0, 5.1, num_after=9)
     assert kept(broken) == [False] * 3
     assert broken[1].found == "7.90 a second, 0.79 of 10.00"
-    assert promises_of_answers(replies, overload_row(8.0), 10.0, None)[2].is_kept is False
+    late = promises_of_answers(replies, overload_row(8.0), 10.0, None, num_after=9)
+    assert late[2].is_kept is False
+    unseen = promises_of_answers(replies, overload_row(8.0), 10.0, 0.0, num_after=0)
+    assert kept(unseen) == [True, True, None]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_memory_is_bounded_by_a_limit_and_does_not_grow(sizes: list[int], is_kep
     during = [{"router": usage(size)} for size in sizes]
     (found,) = promises_of_memory({"router": usage(100)}, during)
     assert (found.text, found.is_kept) == ("memory of router is bounded", is_kept)
-    assert promises_of_memory({"router": usage(100)}, during[:1]) == []
+    assert kept(promises_of_memory({"router": usage(100)}, during[:1])) == [None]
 
 
 def test_a_large_process_may_take_half_more() -> None:
@@ -158,6 +163,7 @@ def test_a_large_process_may_take_half_more() -> None:
 def test_who_has_fewer_processes_than_before_has_died() -> None:
     before = {"router": usage(1), "decode-0": usage(1)}
     assert promise_of_lives(before, [before, before]).is_kept
+    assert promise_of_lives(before, []).is_kept is None
     for during in ({"router": usage(1)}, {**before, "decode-0": usage(1, processes=1)}):
         found = promise_of_lives(before, [before, during])
         assert (found.is_kept, found.found) == (False, "decode-0")
@@ -251,7 +257,7 @@ def test_wrong_options_are_one_clear_error(tmp_path: Path, words: tuple[str, ...
 def test_what_up_is_told(tmp_path: Path) -> None:
     given = options(tmp_path, "--ttft-slo", "2", "--max-in-flight", "9", "--keys")
     given.output.mkdir()
-    words = command._words(given, plan(keys=["a", "b"]))
+    words = command._words(given, command._write_keys(given.output, ["a", "b"]))
     text = " ".join(words)
     for part in (
         "--flip off", "--prefill 1 --decode 1", "--max-in-flight 9", "--ttft-slo 2.0 --refuse-late",

@@ -225,6 +225,17 @@ def test_growth_breaks_a_promise(last: Usage, broken: str | None) -> None:
     assert [each.text for each in found if each.is_kept is False] == ([broken] if broken else [])
 
 
+def test_processes_that_stay_break_a_promise_and_leave_nothing_to_compare() -> None:
+    """Every rest finds one more, so no two samples are of the same processes."""
+    samples = [usage(2 * each, 10 + each, descriptors=500 + 100 * each) for each in range(8)]
+    found = {each.text: each.is_kept for each in promises_of_usage(samples)}
+    assert found.pop("processes: no growth") is False
+    assert set(found.values()) == {None}
+    steady = [usage(2 * each, 10 + each % 2) for each in range(8)]
+    assert promises_of_usage(steady)[0].is_kept
+    assert {each.is_kept for each in promises_of_usage(samples[:1])} == {None}
+
+
 def test_memory_is_not_judged_after_a_short_time() -> None:
     found = promises_of_usage([usage(0), usage(3, rss_bytes=3 << 29)])
     assert [each.text for each in found if each.is_kept is None] == ["memory (MiB): no growth"]

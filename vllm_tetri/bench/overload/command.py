@@ -13,6 +13,8 @@ import asyncio
 import json
 import os
 import secrets
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
     plan = _plan(options)
     console = Console(stderr=True) if options.json else setting.console()
     seen = Seen()
-    words = _words(options, plan)
+    keys = _write_keys(options.output, plan.keys)
+    words = _words(options, keys)
     try:
         with _Line(console) as line:
             talker = Talker(options.output / "client.log")
@@ -103,7 +106,8 @@ def run(options: argparse.Namespace) -> int:
         console.print("stopped; the cluster has ended")
         return INTERRUPTED
     finally:
-        _key_file(options).unlink(missing_ok=True)
+        if keys is not None:
+            keys.unlink(missing_ok=True)
     found = plain(plan, seen, _conditions(options))
     setting.write_json(options.output / "overload.json", found)
     if options.json:
@@ -131,7 +135,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
-def _words(options: argparse.Namespace, plan: Plan) -> list[str]:
+def _words(options: argparse.Namespace, keys: Path | None) -> list[str]:
     """Options of `up`: roles stay, since a flip would change what can be served."""
     words = ["--mode", options.mode, "--flip", "off"]
     words += ["--prefill", str(options.prefill), "--decode", str(options.decode)]
@@ -139,18 +143,19 @@ def _words(options: argparse.Namespace, plan: Plan) -> list[str]:
         words += ["--max-in-flight", str(options.max_in_flight)]
     if options.ttft_slo is not None:
         words += ["--ttft-slo", str(options.ttft_slo), "--refuse-late"]
-    if plan.keys:
-        path = _key_file(options)
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write("".join(f"{key}\n" for key in plan.keys))
-        words += ["--api-key-file", str(path)]
+    if keys is not None:
+        words += ["--api-key-file", str(keys)]
     return [*words, "--", *options.tail]
 
 
-def _key_file(options: argparse.Namespace) -> Path:
-    folder: Path = options.output
-    return folder / "keys"
+def _write_keys(folder: Path, keys: Sequence[str]) -> Path | None:
+    """A new file, which nobody else may read."""
+    if not keys:
+        return None
+    file, path = tempfile.mkstemp(prefix="keys-", dir=folder)
+    with os.fdopen(file, "w") as written:
+        written.write("".join(f"{key}\n" for key in keys))
+    return Path(path)
 
 
 def _conditions(options: argparse.Namespace) -> dict[str, Any]:

@@ -104,7 +104,12 @@ def back_s(
 
 
 def promises_of_answers(
-    replies: Sequence[Reply], overload: Row, capacity: float, waited_s: float | None
+    replies: Sequence[Reply],
+    overload: Row,
+    capacity: float,
+    waited_s: float | None,
+    *,
+    num_after: int,
 ) -> list[Promise]:
     """What clients are promised.
 
@@ -113,18 +118,20 @@ def promises_of_answers(
         overload: The row of the overload.
         capacity: Requests per second that a cluster can serve.
         waited_s: What `back_s` says.
+        num_after: Requests that came when the overload was over.
     """
     bad = sum(each.end is End.BAD for each in replies)
     part = overload.served_per_s / capacity if capacity else 0.0
     goodput = f"{overload.served_per_s:.2f} a second, {part:.2f} of {capacity:.2f}"
     back = "not while it was looked at" if waited_s is None else f"after {waited_s:.1f} s"
+    is_back = waited_s is not None and waited_s <= BACK_S if num_after else None
     return [
         Promise("every answer is whole, or a clear refusal", not bad, f"{bad} are neither"),
         Promise("an overload takes nothing from the throughput", part >= LEAST_GOODPUT, goodput),
         Promise(
             f"service is normal within {BACK_S:g} s after it",
-            waited_s is not None and waited_s <= BACK_S,
-            back,
+            is_back,
+            back if num_after else "no request came then",
         ),
     ]
 
@@ -142,6 +149,7 @@ def promises_of_memory(
     for name, rest in before.items():
         sizes = [each[name].rss_bytes for each in during if name in each]
         if len(sizes) < 2:
+            found.append(Promise(f"memory of {name} is bounded", None, "too few samples"))
             continue
         half = len(sizes) // 2
         early, late = max(sizes[:half]), max(sizes[half:])
@@ -158,13 +166,16 @@ def promises_of_memory(
 
 def promise_of_lives(before: Mapping[str, Usage], during: Sequence[Mapping[str, Usage]]) -> Promise:
     """Nobody dies of it."""
+    text = "nobody dies of it"
+    if not during:
+        return Promise(text, None, "nobody was looked at")
     fewer = {
         name
         for each in during
         for name, rest in before.items()
         if name not in each or each[name].processes < rest.processes
     }
-    return Promise("nobody dies of it", not fewer, ", ".join(sorted(fewer)) or "nobody")
+    return Promise(text, not fewer, ", ".join(sorted(fewer)) or "nobody")
 
 
 def _quantile(values: Sequence[float], part: float) -> float:

@@ -60,7 +60,13 @@ def promises(plan: Plan, seen: Seen, found: list[Row]) -> list[Promise]:
     at_rest = "; ".join(seen.unrested) or "everything"
     ended = "; ".join(seen.unended) or "nothing is left"
     return [
-        *promises_of_answers(_replies(seen), by_name["overload"], seen.capacity, waited_s),
+        *promises_of_answers(
+            _replies(seen),
+            by_name["overload"],
+            seen.capacity,
+            waited_s,
+            num_after=by_name["after it"].sent,
+        ),
         *promises_of_memory(seen.rest.groups, groups),
         promise_of_lives(seen.rest.groups, every),
         Promise("everything comes to rest", not seen.unrested, at_rest),

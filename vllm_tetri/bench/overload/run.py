@@ -145,7 +145,8 @@ class Overload:
                 seen.overload = await self._talker.play(self._overload())
             finally:
                 sampling.cancel()
-                await asyncio.gather(sampling, return_exceptions=True)
+                with suppress(asyncio.CancelledError):
+                    await sampling  # raises what went wrong in it
             self._tell("waiting until it is at rest")
             seen.unrested = await self._settle(session)
 
@@ -184,9 +185,9 @@ class Overload:
             url = f"{self._url}/tetri/v1/instances"
             async with asyncio.timeout(5.0), session.get(url) as response:
                 found = (await response.json())["instances"]
+                return {each["id"]: each for each in found}
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
             return {}
-        return {each["id"]: each for each in found}
 
     async def _sample(self, session: aiohttp.ClientSession) -> Sample:
         def take() -> dict[str, Usage]:

@@ -17,9 +17,11 @@ _OURS = "tetri-*"
 # Threads and connections to instances that died are given up after a minute of silence.
 _MORE_EACH = {"file descriptors": 4, "threads": 2}
 _MORE_MEMORY = 0.2
+_MORE_PROCESSES = 2
 _LEAST_S = 600.0  # a shorter time says nothing about memory
 _NOTHING = 1e-7  # MiB: less than a byte
 _FEW = 3  # samples
+_QUANTITIES = ("memory (MiB)", "file descriptors", "threads", "/dev/shm (MiB)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +80,15 @@ def trends(samples: Sequence[Usage]) -> list[Trend]:
     judged = _judged(samples)
     if not judged:
         return []
-    series = {
-        "memory (MiB)": [each.rss_bytes / (1 << 20) for each in judged],
-        "file descriptors": [float(each.descriptors) for each in judged],
-        "threads": [float(each.threads) for each in judged],
-        "/dev/shm (MiB)": [each.shared_bytes / (1 << 20) for each in judged],
-    }
+    series = (
+        [each.rss_bytes / (1 << 20) for each in judged],
+        [float(each.descriptors) for each in judged],
+        [float(each.threads) for each in judged],
+        [each.shared_bytes / (1 << 20) for each in judged],
+    )
     minutes = [each.at_s / 60 for each in judged]
-    return [_trend(name, minutes, values) for name, values in series.items()]
+    named = zip(_QUANTITIES, series, strict=True)
+    return [_trend(name, minutes, values) for name, values in named]
 
 
 def _judged(samples: Sequence[Usage]) -> list[Usage]:
@@ -94,8 +97,11 @@ def _judged(samples: Sequence[Usage]) -> list[Usage]:
     if not samples:
         return []
     usual = mode(each.processes for each in samples)
-    warm = samples[1:] if len(samples) > _FEW else samples
-    return [each for each in warm if each.processes == usual]
+    return [each for each in _warm(samples) if each.processes == usual]
+
+
+def _warm(samples: Sequence[Usage]) -> Sequence[Usage]:
+    return samples[1:] if len(samples) > _FEW else samples
 
 
 def _trend(name: str, minutes: Sequence[float], values: Sequence[float]) -> Trend:
@@ -105,9 +111,24 @@ def _trend(name: str, minutes: Sequence[float], values: Sequence[float]) -> Tren
 
 def promises_of_usage(samples: Sequence[Usage]) -> list[Promise]:
     """Nothing grows from rest to rest."""
+    return [_promise_of_processes(_warm(samples)), *_promises_of_the_rest(samples)]
+
+
+def _promise_of_processes(warm: Sequence[Usage]) -> Promise:
+    text = "processes: no growth"
+    if len(warm) < 2:
+        return Promise(text, None, "too few samples")
+    counts = [float(each.processes) for each in warm]
+    trend = _trend(text, [each.at_s / 60 for each in warm], counts)
+    found = f"{trend.start:.0f} to {trend.end:.0f}, {trend.per_minute:+.2f} a minute"
+    return Promise(text, trend.growth <= _MORE_PROCESSES, f"{found} ({len(warm)} samples)")
+
+
+def _promises_of_the_rest(samples: Sequence[Usage]) -> list[Promise]:
     judged = _judged(samples)
     if len(judged) < 2:
-        return []
+        few = "too few samples with as many processes"
+        return [Promise(f"{name}: no growth", None, few) for name in _QUANTITIES]
     processes, seconds = judged[0].processes, judged[-1].at_s - judged[0].at_s
     found = []
     for each in trends(samples):
