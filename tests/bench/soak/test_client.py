@@ -205,7 +205,7 @@ async def test_a_client_may_leave_and_an_answer_may_be_too_late() -> None:
 async def test_silence_of_a_stream_is_measured() -> None:
     async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(HEAD + STREAM[0])
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)  # longer than a busy machine holds a test up
         writer.write(b"".join(STREAM[1:]))
         await writer.drain()
         writer.close()
@@ -214,7 +214,7 @@ async def test_silence_of_a_stream_is_measured() -> None:
         client = Client({"router": server.url})
         found = await client.ask(ASK.streamed(), GOOD)
         assert found.end is End.GOOD
-        assert found.gap_s >= 0.2
+        assert found.gap_s >= 1.0
         assert len(found.heard_s) == len(STREAM)
         assert found.heard_s[1] - found.heard_s[0] == found.gap_s
         await client.close()

@@ -135,7 +135,7 @@ async def routers(sleepers: Sleepers) -> AsyncIterator[dict[str, Any]]:
 
 
 def plan(**more: Any) -> Plan:
-    usual = {"seconds": 0.8, "every_s": 0.1, "rest_every": 3, "stop_s": 0.05, "clients": 2}
+    usual = {"seconds": 2.4, "every_s": 0.3, "rest_every": 3, "stop_s": 0.05, "clients": 2}
     return Plan(**{**usual, "kinds": KINDS, "seed": 0, **more})
 
 
