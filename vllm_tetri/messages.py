@@ -206,9 +206,25 @@ class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
     transfer: TransferId
 
 
+class TransferLost(msgspec.Struct, frozen=True, tag=True):
+    """Router → decode instance: what computed this prompt is silent. If its KV is not here
+    yet, it will not come."""
+
+    transfer: TransferId
+
+
 ToRouter = Hello | LoadReport | Dispatched | Flipped | Left
 ToInstance = (
-    Introduce | Refused | View | Loads | Cue | Leave | FlipRole | Advertised | CancelTransfer
+    Introduce
+    | Refused
+    | View
+    | Loads
+    | Cue
+    | Leave
+    | FlipRole
+    | Advertised
+    | CancelTransfer
+    | TransferLost
 )
 
 Message = TypeVar("Message")

@@ -21,6 +21,7 @@ from vllm_tetri.messages import (
     Introduce,
     Loads,
     Refused,
+    TransferLost,
     View,
 )
 from vllm_tetri.types import (
@@ -56,6 +57,7 @@ GOOD = [
         Introduce("r"),
         Refused("why"),
         CancelTransfer(TransferId("x")),
+        TransferLost(TransferId("x")),
     )
 ]
 

@@ -130,6 +130,29 @@ def test_old_losses_do_not_hide_new_ones(pair: Pair) -> None:
     assert inbox.loads_failed == 1
 
 
+def test_kv_of_a_silent_instance_is_not_waited_for(pair: Pair) -> None:
+    inbox, tokens = pair.decode.instance.inbox, prompt(100)
+    request = pair.receive("a", tokens)
+    inbox._entries["a"].deadline += 100.0
+    pair.decode.step()
+    assert inbox.num_waiting == 1
+    pair.decode.instance._agent._on_lost(TransferId("t-a"))  # as when a router says so
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.holds(request, len(tokens))
+    assert inbox.loads_failed == 1
+
+
+def test_kv_that_has_arrived_is_taken_whatever_is_said_of_its_sender(pair: Pair) -> None:
+    tokens = prompt(100)
+    pair.send("a", tokens)
+    pair.prefilled("a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decode.instance._agent._on_lost(TransferId("t-a"))
+    pair.receive("a", tokens)
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    assert pair.decode.instance.inbox.loads_done == 1
+
+
 def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
     tokens = prompt(100)
     pair.send("a", tokens)

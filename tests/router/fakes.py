@@ -74,6 +74,7 @@ class FakeInstance:
         self.load = InstanceLoad(blocks_total=100, arena_total_bytes=1 << 20)
         self.calls: list[tuple[str, dict[str, Any], Mapping[str, str]]] = []
         self.cancelled: list[TransferId] = []
+        self.lost: list[TransferId] = []
         self.aborted = 0
         self.handler: Handler | None = None
         self.abilities: dict[str, bool] = {}
@@ -112,6 +113,7 @@ class FakeInstance:
             info=self.info(),
             read_load=self._read_load,
             on_cancel=self.cancelled.append,
+            on_lost=self.lost.append,
             period_s=PERIOD_S,
             unfinished=lambda _: self.unfinished,
             on_left=self.has_left.set,

@@ -499,25 +499,29 @@ async def test_one_that_is_silent_but_writes_is_left_alone() -> None:
 
 
 def stutterer(events_before: int) -> tuple[Handler, asyncio.Event]:
-    """Falls silent in the middle, as a whole instance, and goes on when the event is set."""
+    """Falls silent in the middle, as a whole instance, and goes on when the event is set.
+    With 0 not even the head of an answer comes."""
     goes_on = asyncio.Event()
 
     async def handle(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
         answer = web.StreamResponse(headers=STREAM_HEADERS)
-        await answer.prepare(request)
-        for index, each in enumerate(script_of(request, body).events(num_given(body) + 1)):
+        script = script_of(request, body).events(num_given(body) + 1)
+        for index, each in enumerate(script):
             if index == events_before and not goes_on.is_set():
                 fake.speaks.clear()
                 await goes_on.wait()
+            if index == 0:
+                await answer.prepare(request)
             await answer.write(each)
         return answer
 
     return handle, goes_on
 
 
-async def test_streams_that_cannot_move_are_given_more_time() -> None:
+@pytest.mark.parametrize("events_before", [0, 3])
+async def test_streams_that_cannot_move_are_given_more_time(events_before: int) -> None:
     fakes = pair_and_spare(99)
-    fakes[1].handler, goes_on = stutterer(3)
+    fakes[1].handler, goes_on = stutterer(events_before)
     async with cluster(*fakes) as made:
         moving = asyncio.create_task(ask(made, CHAT))
         await eventually(lambda: not fakes[1].speaks.is_set())
@@ -544,6 +548,24 @@ async def test_a_stream_goes_on_with_the_same_instance_if_there_is_no_other() ->
         raw, headers = await asking
         is_whole(raw, headers, COMPLETION)
         await settled(made)
+
+
+async def test_who_waits_for_the_kv_of_a_silent_instance_is_told() -> None:
+    fakes = pair_and_spare(99)
+    fakes[1].chunk_gate.clear()
+    async with cluster(*fakes) as made:
+        asking = asyncio.create_task(ask(made, COMPLETION))
+        await eventually(lambda: made["d1"].calls)
+        (entry,) = made.scheduler.table._entries.values()
+        transfer = entry.transfer
+        assert transfer is not None
+        made["p"].speaks.clear()
+        await eventually(lambda: made["d1"].lost)
+        assert made["d1"].lost == [transfer]
+        assert made["d2"].lost == made["p"].lost == []
+        made["d1"].chunk_gate.set()
+        raw, headers = await asking
+        is_whole(raw, headers, COMPLETION)
 
 
 async def test_a_router_that_was_held_up_gives_nobody_up() -> None:

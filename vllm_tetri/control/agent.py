@@ -49,6 +49,7 @@ class Agent:
         info: What this instance says of itself.
         read_load: Gives the numbers of the next report.
         on_cancel: Called for every transfer that nobody waits for any more.
+        on_lost: Called for every transfer whose sender is silent.
         period_s: Seconds between two reports. A router's views and cues set the pace.
         unfinished: What the instance still has of a role's work, in words; empty when it
             has nothing.
@@ -69,6 +70,7 @@ class Agent:
         info: InstanceInfo,
         read_load: Callable[[], InstanceLoad],
         on_cancel: Callable[[TransferId], None],
+        on_lost: Callable[[TransferId], None] = lambda _: None,
         period_s: float,
         unfinished: Callable[[Role], str] = lambda _: "",
         on_left: Callable[[], None] = lambda: None,
@@ -84,6 +86,7 @@ class Agent:
         self._info = info
         self._read_load = read_load
         self._on_cancel = on_cancel
+        self._on_lost = on_lost
         self._period_s = period_s
         self._unfinished = unfinished
         self._on_left = on_left
@@ -368,14 +371,16 @@ class Agent:
             case messages.Introduce():
                 link.send(messages.encode(messages.Hello(self._info)))
             case messages.CancelTransfer(transfer=transfer):
-                self._safe_cancel(transfer)
+                self._tell(self._on_cancel, transfer)
+            case messages.TransferLost(transfer=transfer):
+                self._tell(self._on_lost, transfer)
             case messages.Refused(reason=reason):
                 self._log_once(f"refused {reason}", "a router refused us: %s", reason)
             case _:
                 assert_never(message)
 
-    def _safe_cancel(self, transfer: TransferId) -> None:
+    def _tell(self, on: Callable[[TransferId], None], transfer: TransferId) -> None:
         try:
-            self._on_cancel(transfer)
+            on(transfer)
         except Exception:
-            self._log_once("cancel", "cancelling %s failed", transfer, exc_info=True)
+            self._log_once("cancel", "giving %s up failed", transfer, exc_info=True)

@@ -220,7 +220,7 @@ class Inbox:
             self._give_back(entry)
             return
         if name in self._lost:
-            reason = "its prefill instance gave up"
+            reason = "its prefill instance gave up or is silent"
         elif seen is not None and seen.state is SlotState.FAILED:
             reason = seen.error or "failed"
         elif time.monotonic() > entry.deadline:
@@ -311,6 +311,12 @@ class Inbox:
         """A first token that came, or comes yet, is for nobody (any thread)."""
         self._unwanted[name] = None
         self._given.pop(name)
+
+    def lose(self, transfer: TransferId) -> None:
+        """Whoever sends this transfer is silent (any thread): a request that still waits for
+        it computes its prompt."""
+        for name in attempt_names(transfer):
+            self._lost[name] = None
 
     def abandon(self, router: str) -> None:
         """A router is gone that could have sent requests for what arrives (any thread)."""

@@ -149,6 +149,7 @@ class Instance:
             info=self._info,
             read_load=self._read_load,
             on_cancel=self._cancel,
+            on_lost=self.inbox.lose,
             period_s=config.report_period_s,
             unfinished=self._unfinished,
             on_left=end_server,

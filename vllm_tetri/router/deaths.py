@@ -30,6 +30,7 @@ class Deaths:
         monitor: Who is there, and what they reported last.
         upstream: Connections to the instances.
         workers: How many requests every instance has.
+        on_silent: Told once of each that has been silent for half of `after_s`.
         after_s: An instance that has requests and reports nothing for so long is given up.
             Streams that can go on elsewhere do so after half of it: moving them costs a
             computation, and the others would end.
@@ -40,12 +41,14 @@ class Deaths:
         monitor: Monitor,
         upstream: Upstream,
         workers: Callable[[], Mapping[str, int]],
+        on_silent: Callable[[InstanceId], None],
         *,
         after_s: float,
     ) -> None:
         self._monitor = monitor
         self._upstream = upstream
         self._workers = workers
+        self._on_silent = on_silent
         self._after_s = after_s
         self._seen: dict[InstanceId, tuple[int, int]] = {}  # process, report
         self._missed: dict[InstanceId, int] = {}
@@ -82,6 +85,8 @@ class Deaths:
                 self._seen[name], self._missed[name] = seen, 0
                 continue
             self._missed[name] += 1
+            if self._missed[name] == _MOVING_LOOKS:
+                self._on_silent(name)
             if self._missed[name] >= _MOVING_LOOKS and self._workers().get(name):
                 self._give_up(name, is_final=self._missed[name] >= _LOOKS)
         for name in self._seen.keys() - {each.info.id for each in views}:

@@ -145,7 +145,12 @@ class Legs:
     async def post(self, instance: InstanceInfo, body: bytes) -> Answer:
         """Send a leg and wait for the head of its answer."""
         self.asked[instance.id] = instance
-        return await self._upstream.post(instance, self._call.path, body, self._headers)
+        path, headers = self._call.path, self._headers
+        return await self._upstream.post(instance, path, body, headers, self._is_movable)
+
+    def _is_movable(self) -> bool:
+        """Whether the client has something that another instance can go on behind."""
+        return self.relay.has_shown
 
     async def _head_of(self, posting: Awaitable[Answer]) -> Answer:
         if not self.relay.is_unsent:

@@ -13,7 +13,7 @@ from random import Random
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CancelTransfer, Dispatched
+from vllm_tetri.messages import CancelTransfer, Dispatched, TransferLost
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.leaving import why_needed
@@ -169,7 +169,11 @@ class GlobalScheduler:
         self._upstream = Upstream(self._first_byte_s, self._authorization)
         self._probes = Probes(self.monitor, self._upstream)
         self._deaths = Deaths(
-            self.monitor, self._upstream, self.table.workers, after_s=self._give_up_s
+            self.monitor,
+            self._upstream,
+            self.table.workers,
+            self._on_silent,
+            after_s=self._give_up_s,
         )
         try:
             self.monitor.start()
@@ -396,6 +400,11 @@ class GlobalScheduler:
         if not self.table.note_dispatch(message):
             # Chosen while it was called off, or after: this one has not been told.
             self.monitor.send(message.decode, CancelTransfer(message.transfer))
+
+    def _on_silent(self, instance: InstanceId) -> None:
+        """What it has computed for others may not have left it."""
+        for decode, transfer in self.table.handed_over_by(instance):
+            self.monitor.send(decode, TransferLost(transfer))
 
     def _on_cut_off(self, instance: InstanceId) -> None:
         if self._upstream is not None:

@@ -121,6 +121,18 @@ class RequestTable:
         """How many requests an instance has or may still get the rest of."""
         return sum(entry.may_reach(instance) for entry in self._entries.values())
 
+    def handed_over_by(self, prefill: InstanceId) -> list[tuple[InstanceId, TransferId]]:
+        """Who is to go on with a prompt of an instance, and by which transfer; whether its
+        KV has arrived is not known here."""
+        return [
+            (InstanceId(entry.decode), entry.transfer)
+            for entry in self._entries.values()
+            if entry.prefill == prefill
+            and entry.transfer is not None
+            and entry.decode not in ("", prefill)
+            and entry.phase is not Phase.PREFILLING
+        ]
+
     def note_dispatch(self, message: Dispatched) -> bool:
         """The prefill instance named a decode instance. False when nobody waits for that
         transfer here any more; those of other routers are not ours to judge."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
-from weakref import WeakSet
+from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary, WeakSet
 
 from vllm_tetri.router.answers import ERROR_EVENT, LegBusy, LegFailed, is_busy, is_busy_event
 from vllm_tetri.router.wire import Answer, Unreachable, WireError, Wires
@@ -20,6 +20,13 @@ _MANY_NAMES = 2048  # twice as many as there may be at a time
 _AUTHORIZATION = "authorization"
 
 
+Movable = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
+
+
 class Upstream:
     """Connections to all instances. Build it on a running event loop and close it there.
 
@@ -32,21 +39,31 @@ class Upstream:
         self._first_byte_s = first_byte_s
         self._authorization = authorization
         self._wires = Wires(first_byte_s)
-        self._waiting: defaultdict[InstanceId, WeakSet[asyncio.Timeout]] = defaultdict(WeakSet)
+        # And whether another instance can take their place by now.
+        self._waiting: defaultdict[InstanceId, WeakKeyDictionary[asyncio.Timeout, Movable]]
+        self._waiting = defaultdict(WeakKeyDictionary)
         self._answers: defaultdict[InstanceId, WeakSet[Answer]] = defaultdict(WeakSet)
         self._hung_up: dict[InstanceId, str] = {}  # why
         self._checks: dict[str, asyncio.Task[bool]] = {}
 
     async def post(
-        self, instance: InstanceInfo, path: str, body: bytes, headers: dict[str, str]
+        self,
+        instance: InstanceInfo,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        is_movable: Movable = _never,
     ) -> Answer:
         """Send a leg and wait for the head of its answer.
+
+        Args:
+            is_movable: Whether another instance can take this one's place by now.
 
         Raises:
             LegFailed: No answer, or one that says that the instance is in trouble.
             LegBusy: The instance has no room; it has not taken the request.
         """
-        answer = await self.send(instance, "POST", path, body, headers)
+        answer = await self.send(instance, "POST", path, body, headers, is_movable)
         if answer.status >= 500:
             raise await _trouble(instance, answer)
         return answer
@@ -58,6 +75,7 @@ class Upstream:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
+        is_movable: Movable = _never,
     ) -> Answer:
         """Send anything and wait for the head of the answer, whatever it says.
 
@@ -68,7 +86,7 @@ class Upstream:
         """
         headers = self._authorized(headers)
         limit = asyncio.timeout(self._first_byte_s)
-        self._waiting[instance.id].add(limit)
+        self._waiting[instance.id][limit] = is_movable
         try:
             async with limit:
                 answer = await self._wires.send(instance.url, method, path, body, headers)
@@ -81,7 +99,7 @@ class Upstream:
         except WireError as error:
             raise LegFailed(instance.id, f"connection lost: {error}") from error
         finally:
-            self._waiting[instance.id].discard(limit)
+            self._waiting[instance.id].pop(limit, None)
             if len(self._answers) > _MANY_NAMES:
                 self._forget()
         self._answers[instance.id].add(answer)
@@ -94,16 +112,22 @@ class Upstream:
         One that left before it had finished needs it, too: its server ends only when
         nobody is connected any more.
         """
-        self._hung_up[instance] = why
-        limits = [each for each in self._waiting.pop(instance, ()) if not each.expired()]
-        for limit in limits:
-            limit.reschedule(_AT_ONCE)
-        return len(limits) + self._close(self._quiet(instance, quiet_s), why)
+        num_waiting = self._end_waiting(instance, why, lambda _: True)
+        return num_waiting + self._close(self._quiet(instance, quiet_s), why)
 
     def move_away(self, instance: InstanceId, why: str, *, quiet_s: float) -> int:
         """The same, but only for streams that another instance can continue."""
+        num_waiting = self._end_waiting(instance, why, lambda is_movable: is_movable())
         movable = [each for each in self._quiet(instance, quiet_s) if each.is_movable]
-        return self._close(movable, why)
+        return num_waiting + self._close(movable, why)
+
+    def _end_waiting(self, instance: InstanceId, why: str, ends: Callable[[Movable], bool]) -> int:
+        self._hung_up[instance] = why
+        waiting = list(self._waiting.get(instance, {}).items())
+        limits = [each for each, movable in waiting if not each.expired() and ends(movable)]
+        for limit in limits:
+            limit.reschedule(_AT_ONCE)
+        return len(limits)
 
     def _quiet(self, instance: InstanceId, quiet_s: float) -> list[Answer]:
         since_s = asyncio.get_running_loop().time() - quiet_s
