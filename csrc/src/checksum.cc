@@ -2,40 +2,94 @@
 
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#elif defined(__ARM_FEATURE_CRC32)
+#include <arm_acle.h>
+#endif
+
 namespace tetri {
 
 namespace {
 
-constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87;
-constexpr uint64_t kPrime2 = 0xC2B2AE3D27D4EB4F;
-constexpr uint64_t kPrime3 = 0x165667B19E3779F9;
-constexpr uint64_t kPrime4 = 0x85EBCA77C2B2AE63;
-constexpr uint64_t kPrime5 = 0x27D4EB2F165667C5;
+constexpr uint32_t kPolynomial = 0x82F63B78;  // of CRC32C, reflected
 
-uint64_t rotated(uint64_t value, int bits) { return (value << bits) | (value >> (64 - bits)); }
+using Table = std::array<uint32_t, 256>;
 
-template <typename Number>
-uint64_t number_at(const uint8_t* bytes) {
-  Number number;
-  std::memcpy(&number, bytes, sizeof(number));
-  return number;
+const Table& table() {
+  static const Table made = [] {
+    Table found{};
+    for (uint32_t byte = 0; byte < found.size(); ++byte) {
+      uint32_t crc = byte;
+      for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (crc & 1 ? kPolynomial : 0);
+      found[byte] = crc;
+    }
+    return found;
+  }();
+  return made;
 }
 
-uint64_t mixed(uint64_t lane, uint64_t word) {
-  return rotated(lane + word * kPrime2, 31) * kPrime1;
+uint64_t word_at(const uint8_t* bytes) {
+  uint64_t word;
+  std::memcpy(&word, bytes, sizeof(word));
+  return word;
 }
 
-uint64_t merged(uint64_t sum, uint64_t lane) { return (sum ^ mixed(0, lane)) * kPrime1 + kPrime4; }
+// Every bit of the input changes about half of the output's (the finalizer of SplitMix64).
+uint64_t mixed(uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
+  return value ^ (value >> 31);
+}
 
-void take_stripe(std::array<uint64_t, 4>* lanes, const uint8_t* bytes) {
-  for (size_t lane = 0; lane < 4; ++lane) {
-    (*lanes)[lane] = mixed((*lanes)[lane], number_at<uint64_t>(bytes + 8 * lane));
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) void take_stripes_here(Checksum::Lanes* lanes,
+                                                         const uint8_t* bytes, size_t count) {
+  uint64_t one = (*lanes)[0];  // in registers; 64 bits, since that is what the instruction takes
+  uint64_t two = (*lanes)[1];
+  uint64_t three = (*lanes)[2];
+  uint64_t four = (*lanes)[3];
+  for (; count > 0; --count, bytes += 8 * Checksum::kLanes) {
+    one = _mm_crc32_u64(one, word_at(bytes));
+    two = _mm_crc32_u64(two, word_at(bytes + 8));
+    three = _mm_crc32_u64(three, word_at(bytes + 16));
+    four = _mm_crc32_u64(four, word_at(bytes + 24));
   }
+  *lanes = {static_cast<uint32_t>(one), static_cast<uint32_t>(two), static_cast<uint32_t>(three),
+            static_cast<uint32_t>(four)};
+}
+bool has_instruction() { return __builtin_cpu_supports("sse4.2") != 0; }
+#elif defined(__ARM_FEATURE_CRC32)
+void take_stripes_here(Checksum::Lanes* lanes, const uint8_t* bytes, size_t count) {
+  Checksum::Lanes crcs = *lanes;
+  for (; count > 0; --count) {
+    for (uint32_t& crc : crcs) {
+      crc = __crc32cd(crc, word_at(bytes));
+      bytes += 8;
+    }
+  }
+  *lanes = crcs;
+}
+constexpr bool has_instruction() { return true; }
+#else
+constexpr bool has_instruction() { return false; }
+constexpr auto take_stripes_here = take_stripes_anywhere;
+#endif
+
+void take_stripes(Checksum::Lanes* lanes, const uint8_t* bytes, size_t count) {
+  static const bool is_fast = has_instruction();
+  (is_fast ? take_stripes_here : take_stripes_anywhere)(lanes, bytes, count);
 }
 
 }  // namespace
 
-Checksum::Checksum() : lanes_{kPrime1 + kPrime2, kPrime2, 0, 0 - kPrime1}, rest_{} {}
+void take_stripes_anywhere(Checksum::Lanes* lanes, const uint8_t* bytes, size_t count) {
+  for (; count > 0; --count) {
+    for (uint32_t& crc : *lanes) {
+      for (int byte = 0; byte < 8; ++byte) crc = (crc >> 8) ^ table()[(crc ^ *bytes++) & 0xff];
+    }
+  }
+}
 
 void Checksum::feed(const uint8_t* bytes, size_t length) {
   const size_t held = total_ % kStripe;
@@ -44,38 +98,25 @@ void Checksum::feed(const uint8_t* bytes, size_t length) {
     const size_t taken = std::min(kStripe - held, length);
     std::memcpy(rest_.data() + held, bytes, taken);
     if (held + taken < kStripe) return;
-    take_stripe(&lanes_, rest_.data());
+    take_stripes(&lanes_, rest_.data(), 1);
     bytes += taken;
     length -= taken;
   }
-  std::array<uint64_t, 4> lanes = lanes_;  // in registers
-  for (; length >= kStripe; bytes += kStripe, length -= kStripe) take_stripe(&lanes, bytes);
-  lanes_ = lanes;
-  if (length > 0) std::memcpy(rest_.data(), bytes, length);
+  take_stripes(&lanes_, bytes, length / kStripe);
+  const size_t left = length % kStripe;
+  if (left > 0) std::memcpy(rest_.data(), bytes + length - left, left);
 }
 
 uint64_t Checksum::value() const {
-  uint64_t sum = kPrime5;
-  if (total_ >= kStripe) {
-    sum = rotated(lanes_[0], 1) + rotated(lanes_[1], 7) + rotated(lanes_[2], 12) +
-          rotated(lanes_[3], 18);
-    for (const uint64_t lane : lanes_) sum = merged(sum, lane);
+  Lanes lanes = lanes_;
+  if (const size_t left = total_ % kStripe; left > 0) {
+    std::array<uint8_t, kStripe> last{};  // zeros behind the end: the number tells them apart
+    std::memcpy(last.data(), rest_.data(), left);
+    take_stripes(&lanes, last.data(), 1);
   }
-  sum += total_;
-  const uint8_t* at = rest_.data();
-  size_t left = total_ % kStripe;
-  for (; left >= 8; at += 8, left -= 8) {
-    sum = rotated(sum ^ mixed(0, number_at<uint64_t>(at)), 27) * kPrime1 + kPrime4;
-  }
-  if (left >= 4) {
-    sum = rotated(sum ^ (number_at<uint32_t>(at) * kPrime1), 23) * kPrime2 + kPrime3;
-    at += 4;
-    left -= 4;
-  }
-  for (; left > 0; ++at, --left) sum = rotated(sum ^ (*at * kPrime5), 11) * kPrime1;
-  sum = (sum ^ (sum >> 33)) * kPrime2;
-  sum = (sum ^ (sum >> 29)) * kPrime3;
-  return sum ^ (sum >> 32);
+  const uint64_t low = lanes[0] | uint64_t{lanes[1]} << 32;
+  const uint64_t high = lanes[2] | uint64_t{lanes[3]} << 32;
+  return mixed(low ^ mixed(high ^ mixed(total_)));
 }
 
 }  // namespace tetri

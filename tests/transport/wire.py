@@ -90,52 +90,33 @@ class Rogue:
 
 def data(generation: int, offset: int, payload: bytes) -> bytes:
     body = struct.pack("<QQ", generation, offset) + payload
-    return frame(DATA, body + struct.pack("<Q", xxh64(body)))
+    return frame(DATA, body + struct.pack("<Q", checksum(body)))
 
 
-_PRIMES = (
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x27D4EB2F165667C5,
-)
-_MASK = (1 << 64) - 1
+def _crc_table() -> list[int]:
+    found = []
+    for crc in range(256):
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        found.append(crc)
+    return found
 
 
-def xxh64(raw: bytes) -> int:
-    """By the specification, with seed 0."""
-    one, two, three, four, five = _PRIMES
+_CRC32C, _MASK = _crc_table(), (1 << 64) - 1
 
-    def turned(value: int, bits: int) -> int:
-        value &= _MASK
-        return (value << bits | value >> (64 - bits)) & _MASK
 
-    def mixed(lane: int, word: int) -> int:
-        return turned(lane + word * two, 31) * one & _MASK
+def checksum(raw: bytes) -> int:
+    """CRC32C of every fourth 8 bytes, four times, and their number."""
+    lanes = [0xFFFFFFFF - lane for lane in range(4)]
+    padded = raw + bytes(-len(raw) % 32)
+    for place, byte in enumerate(padded):
+        lane = place // 8 % 4
+        lanes[lane] = lanes[lane] >> 8 ^ _CRC32C[(lanes[lane] ^ byte) & 0xFF]
+    low, high = lanes[0] | lanes[1] << 32, lanes[2] | lanes[3] << 32
+    return _mixed(low ^ _mixed(high ^ _mixed(len(raw))))
 
-    lanes = [one + two, two, 0, -one]
-    end = len(raw) // 32 * 32
-    for at in range(0, end, 32):
-        words = struct.unpack_from("<4Q", raw, at)
-        lanes = [mixed(lane, word) for lane, word in zip(lanes, words, strict=True)]
-    found = five
-    if end:
-        found = sum(turned(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True))
-        for lane in lanes:
-            found = (found ^ mixed(0, lane)) * one + four
-    found += len(raw)
-    while len(raw) - end >= 8:
-        found = turned(found ^ mixed(0, *struct.unpack_from("<Q", raw, end)), 27) * one + four
-        end += 8
-    if len(raw) - end >= 4:
-        found = (
-            turned(found ^ struct.unpack_from("<I", raw, end)[0] * one & _MASK, 23) * two + three
-        )
-        end += 4
-    for byte in raw[end:]:
-        found = turned(found ^ byte * five, 11) * one
-    found &= _MASK
-    found = (found ^ found >> 33) * two & _MASK
-    found = (found ^ found >> 29) * three & _MASK
-    return found ^ found >> 32
+
+def _mixed(value: int) -> int:
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
