@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from math import inf
 from pathlib import Path
 
 from vllm_tetri.errors import ConfigError
@@ -42,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-in-flight", type=_count, metavar="N", help=_TEXT["in_flight"])
     parser.add_argument(
-        "--max-standing-wait", type=_patience, metavar="SECONDS", help=_TEXT["standing"]
-    )
-    parser.add_argument(
         "--flip", choices=[policy.value for policy in WatchPolicy], help=_TEXT["flip"]
     )
     parser.add_argument("--ttft-slo", type=_seconds, metavar="SECONDS", help=_TEXT["ttft"])
@@ -81,8 +77,6 @@ _TEXT = {
     "prefill at a low priority (shared), or what a measurement of a few seconds at the first "
     "start finds better on this machine (auto); default: auto",
     "in_flight": "most requests that the router gives one instance at a time; default: 1024",
-    "standing": "longest wait for a prompt to begin where that lasts; a burst may wait for longer; "
-    "0: no bound; default: 2",
     "flip": "when the router lets an instance change role: when prompts and answers are out of "
     "balance, when it had little (threshold) or nothing (idle) to do, or when told to; default: "
     "balance",
@@ -136,13 +130,6 @@ def _routers(text: str) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= MOST_ROUTERS):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of routers (1 to {MOST_ROUTERS})")
     return int(text)
-
-
-def _patience(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
-    return value
 
 
 def _seconds(text: str) -> float:

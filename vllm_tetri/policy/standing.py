@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from vllm_tetri.policy.backpressure import PrefillSpeeds, queue_wait_s
 from vllm_tetri.types import ClusterView, InstanceId, InstanceView
 
+# Longest wait for prompts to begin where a queue does not go away.
+MOST_S = 2.0
 # A queue that has been longer for so long is none of a burst.
 PATIENCE_S = 5.0
 # It is empty enough at such a part of the wait that is allowed.

@@ -16,7 +16,6 @@ import uvloop
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.policy.standing import PATIENCE_S
 from vllm_tetri.policy.watcher import Watcher, WatchPolicy, make_watcher
 from vllm_tetri.router.app import build_app
 from vllm_tetri.router.door_options import (
@@ -31,7 +30,7 @@ from vllm_tetri.router.lease_option import HELP as LEASE_HELP
 from vllm_tetri.router.lease_option import lease_of
 from vllm_tetri.router.limits import Limits
 from vllm_tetri.router.listener import Listener
-from vllm_tetri.router.scheduler import MAX_IN_FLIGHT_EACH, MAX_STANDING_WAIT_S, GlobalScheduler
+from vllm_tetri.router.scheduler import MAX_IN_FLIGHT_EACH, GlobalScheduler
 from vllm_tetri.secret import VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode
 
@@ -80,15 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most requests that one instance gets at a time; more go to the next, or are "
         "answered with 503 (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-standing-wait",
-        type=_seconds,
-        default=MAX_STANDING_WAIT_S,
-        metavar="SECONDS",
-        help="prompts may queue for longer than this after a burst, but not for more than "
-        f"{PATIENCE_S:g} s on end: then new requests go elsewhere or are answered with 503 and "
-        "Retry-After until the queue is short again; 0: never (%(default)s)",
     )
     parser.add_argument(
         "--resume-anywhere",
@@ -263,13 +253,6 @@ def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Options of the port for clients: keys and TLS, named as those of `vllm serve`.
+"""Options of the port for clients: keys and TLS, named as those of `vllm serve`, and a bound.
 
 `vllm-tetri up` takes them, too, and hands them on; so nothing here needs a server.
 """
@@ -9,9 +9,11 @@ import argparse
 import hashlib
 import os
 import ssl
+from math import inf
 from pathlib import Path
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.standing import MOST_S, PATIENCE_S
 
 # vLLM's own; here it may hold several keys, a line each.
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -38,6 +40,15 @@ def add_door_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate for https, PEM")
     parser.add_argument(
         "--ssl-keyfile", metavar="FILE", help="its private key, PEM (in --ssl-certfile)"
+    )
+    parser.add_argument(
+        "--max-standing-wait",
+        type=_seconds,
+        default=MOST_S,
+        metavar="SECONDS",
+        help="prompts may queue for longer than this after a burst, but not for more than "
+        f"{PATIENCE_S:g} s on end: then new requests go elsewhere or are answered with 503 and "
+        "Retry-After until the queue is short again; 0: never (%(default)s)",
     )
 
 
@@ -155,6 +166,13 @@ def fingerprint_of(certfile: str) -> bytes:
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).digest()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--ssl-certfile {certfile}: no certificate: {error}") from error
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
 
 
 def _keys_in(path: Path) -> list[str]:

@@ -19,7 +19,7 @@ from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
 from vllm_tetri.policy.leaving import why_needed
 from vllm_tetri.policy.lifecycle import Event, Phase
 from vllm_tetri.policy.route import Full, Route, Split, Submissions, Whole, choose_route
-from vllm_tetri.policy.standing import StandingQueues
+from vllm_tetri.policy.standing import MOST_S, StandingQueues
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.answers import NoRoom, Refusal
 from vllm_tetri.router.call import Call
@@ -48,8 +48,6 @@ from vllm_tetri.types import (
 MAX_IN_FLIGHT = 4096
 # Several times what a GPU decodes at once; what waits beyond that is better refused.
 MAX_IN_FLIGHT_EACH = 1024
-# Longest wait for prompts to begin where a queue does not go away, in seconds.
-MAX_STANDING_WAIT_S = 2.0
 # An instance that is silent for so many times `silent_after_s` is given up: what it has goes
 # on elsewhere.
 GIVE_UP_AFTER = 3
@@ -92,7 +90,7 @@ class GlobalScheduler:
         max_in_flight: int = MAX_IN_FLIGHT,
         max_in_flight_each: int = MAX_IN_FLIGHT_EACH,
         num_parties: int = 1,
-        max_standing_wait_s: float = MAX_STANDING_WAIT_S,
+        max_standing_wait_s: float = MOST_S,
         authorization: str | None = None,
         watcher: Watcher | None = None,
         is_watcher_dry: bool = False,
