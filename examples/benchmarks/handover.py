@@ -1,0 +1,99 @@
+"""What a hand-over costs the client, token by token: the first token, and the pause after it.
+
+Stock vLLM with its default token budget, stock with our chunk as its budget, and a cluster of one
+prefill and one decode instance run at the same time and take turns in random order, one request at
+a time. Stock shares the prefill instance's core, which is idle then. All get the same prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from examples.benchmarks.client import Request, Target, random_prompt, send
+from examples.benchmarks.cluster import (
+    PASSIVE,
+    System,
+    add_site,
+    conditions,
+    our_cluster,
+    parse,
+    stock,
+)
+from examples.benchmarks.figures import Results
+
+TOKENS = 16
+SPLIT = ("--mode", "split", "--prefill", "1", "--decode", "1", "--flip", "off")
+
+
+async def measure(target: Target, prompt: list[int]) -> dict[str, float]:
+    """Send one request; return its first token, its second, and a usual step, in milliseconds."""
+    reply = await send(target, Request(0.0, prompt, TOKENS))
+    if reply.error or len(reply.gaps_us) < 3:
+        raise RuntimeError(f"{target.url}: {reply.error or 'tokens did not come one by one'}")
+    step_ms = median(reply.gaps_us[1:]) / 1e3
+    return {
+        "ttft_ms": 1e3 * reply.ttft_s,
+        "step_ms": step_ms,
+        "second_beyond_step_ms": reply.gaps_us[0] / 1e3 - step_ms,
+    }
+
+
+def measure_all(
+    urls: Mapping[str, str], model: str, options: argparse.Namespace, results: Results
+) -> None:
+    """Measure every length on every system; the first round warms up."""
+    rng = Random(options.seed)
+    for length in options.input_lens:
+        for repeat in range(options.num_prompts + 1):
+            prompt = random_prompt(length, rng)
+            cells: dict[str, dict[str, Any]] = {}
+            for name in rng.sample(list(urls), len(urls)):
+                cells[name] = asyncio.run(measure(Target(urls[name], model), prompt))
+            for name, cell in cells.items() if repeat else ():
+                more = cell["ttft_ms"] - cells["stock, our chunk"]["ttft_ms"]
+                cell = {**cell, "ttft_over_stock_ms": more}
+                results.add(prompt=length, system=name, repeat=repeat, **cell)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_site(parser)
+    parser.add_argument("--num-prompts", type=int, default=15, help="per length and system; 15")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a prefill step; 256")
+    parser.add_argument(
+        "--input-lens",
+        type=lambda text: [int(each) for each in text.split(",")],
+        default=[10, 100, 500, 1000],
+        help="N,N prompt lengths; 10,100,500,1000",
+    )
+    parser.add_argument("--output", type=Path, default=Path("handover.jsonl"), help="result file")
+    options, site = parse(parser)
+    head = {
+        "by": ["prompt", "system"],
+        "metrics": ["ttft_ms", "ttft_over_stock_ms", "step_ms", "second_beyond_step_ms"],
+        "conditions": conditions(site, num_prompts=options.num_prompts, chunk=options.chunk),
+    }
+    results = Results(options.output, head)
+    chunked = ("--max-num-batched-tokens", str(options.chunk))
+    first, chunk = site.cores[:1], ("--tetri-chunk-size", str(options.chunk))
+    with ExitStack() as stack:
+        urls = {
+            "stock": stack.enter_context(stock(site, "stock", System(4), first, (), PASSIVE)),
+            "stock, our chunk": stack.enter_context(
+                stock(site, "chunked", System(4, chunked), first, (), PASSIVE)
+            ),
+        }
+        cluster = our_cluster(site, SPLIT, system=System(4, chunk))
+        urls["ours"] = stack.enter_context(cluster)["url"]
+        measure_all(urls, site.name, options, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Experiments of TetriInfer, DistServe and Sarathi-Serve in the simulator."""

@@ -1,0 +1,193 @@
+"""Tables from results: `python -m examples.benchmarks.report [FILE.jsonl ...]`.
+
+Without a file it derives the measured tables of the documentation again, from what is kept in
+results/ (with --check it compares them with the pages). With files, which the scripts here write,
+it prints one Markdown table per file: means over repeats, ± half a 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+
+from examples.benchmarks.figures import interval
+
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[2] / "docs"
+SYSTEMS = {
+    "stock": "stock",
+    "stock-128": "stock, budget 128",
+    "stock-256": "stock, budget 256",
+    "replicas": "2 replicas, vllm-router",
+    "split": "split",
+    "adaptive": "adaptive",
+}
+
+
+def markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return a Markdown table with a line per row; all rows have the same keys."""
+    heads = list(rows[0]) if rows else []
+    lines = [heads, ["---"] * len(heads), *([str(row[head]) for head in heads] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float) -> str:
+    """Return three significant digits, and no fewer digits than the integer part has."""
+    if math.isnan(value):
+        return "–"
+    digits = 0 if not value else max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+# -- runs ----------------------------------------------------------------------------
+
+
+def load(path: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Read a file of results, compressed or not: its head, and a row per cell."""
+    raw = path.read_bytes()
+    text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return lines[0]["head"], pd.DataFrame([line["cell"] for line in lines[1:]])
+
+
+def summary(head: Mapping[str, Any], cells: pd.DataFrame) -> list[dict[str, str]]:
+    """Return means over repeats with their intervals, a row per combination of names."""
+    by, metrics = list(head["by"]), [each for each in head["metrics"] if each in cells]
+    rows = []
+    for name in by:  # groups in the order in which their names first appear
+        cells[name] = pd.Categorical(cells[name], cells[name].unique())
+    for key, group in cells.groupby(by, observed=True):
+        row = dict(zip(by, map(str, key), strict=True))
+        for metric in metrics:
+            values = group[metric].dropna().tolist()
+            half = interval(values) if values else math.nan
+            mean = number(sum(values) / len(values)) if values else "–"
+            row[metric] = mean if math.isnan(half) else f"{mean} ± {number(half)}"
+        rows.append(row)
+    return rows
+
+
+def draw(head: Mapping[str, Any], cells: pd.DataFrame, metric: str, path: Path) -> None:
+    """Draw one metric as bars: groups by all names but the last, a colour for each of the last."""
+    mpl.use("svg")
+    by = list(head["by"])
+    means = cells.groupby(by, sort=False)[metric].mean().unstack(by[-1])
+    axes = means.plot.bar(figsize=(8, 4), rot=20, ylabel=metric, width=0.8)
+    axes.figure.tight_layout()
+    axes.figure.savefig(path)
+
+
+# -- the documentation ---------------------------------------------------------------
+
+
+def table(name: str) -> pd.DataFrame:
+    """Read results/NAME.csv.gz; cells stay text where they are not numbers."""
+    return pd.read_csv(RESULTS / f"{name}.csv.gz")
+
+
+def five_classes() -> str:
+    """Mean TTFT, ITL p99, mean JCT and strict goodput at the knee; the best of each in bold."""
+    cells = table("classes").query("rate == 'knee'")
+    columns = ("ttft_mean_ms", "itl_p99_ms", "jct_mean_s", "goodput_strict_per_s")
+    formats, rows = ("{:.0f}", "{:.0f}", "{:.2f}", "{:.2f}"), []
+    for system, title in SYSTEMS.items():
+        row = {"system": title}
+        for name in ("lpld", "lphd", "hpld", "hphd", "mixed"):
+            of_class = cells[cells["class"] == name].set_index("system")
+            parts = []
+            for column, pattern in zip(columns, formats, strict=True):
+                value, others = of_class.loc[system, column], of_class[column]
+                best = others.max() if column.startswith("goodput") else others.min()
+                shown = pattern.format(value)
+                parts.append(f"**{shown}**" if value == best else shown)
+            row[name] = " · ".join(parts)
+        rows.append(row)
+    return markdown(rows)
+
+
+def decisions() -> str:
+    """CPU time of a dispatch decision, over all cases, and of what is done once per view."""
+    raw = json.loads(gzip.decompress((RESULTS / "decisions.json.gz").read_bytes()))
+    sizes = {"10": "10 instances", "100": "100", "1000": "1,000"}
+    medians = {
+        size: sorted(round(case[size]["median_us"]) for case in raw["dispatch"].values())
+        for size in sizes
+    }
+    return markdown(
+        [
+            {
+                "": "dispatch",
+                **{n: f"{medians[s][0]} to {medians[s][-1]}" for s, n in sizes.items()},
+            },
+            {
+                "": "once per view",
+                **{n: f"{raw['view'][size]['median_us']:.0f}" for size, n in sizes.items()},
+            },
+        ]
+    )
+
+
+def as_kept(name: str, columns: Iterable[str] = ()) -> Callable[[], str]:
+    """Return a table whose cells are kept as they were published."""
+
+    def derive() -> str:
+        cells = pd.read_csv(RESULTS / f"{name}.csv.gz", dtype=str, keep_default_na=False)
+        return markdown(cells[list(columns) or list(cells)].to_dict("records"))
+
+    return derive
+
+
+DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
+    "Five classes on two cores": ("benchmarks.md", five_classes),
+    "First token and hand-over": ("benchmarks.md", as_kept("handover")),
+    "Router": ("benchmarks.md", as_kept("router")),
+    "KV transport": ("benchmarks.md", as_kept("transfer")),
+    "Cost of being there": ("benchmarks.md", as_kept("idle")),
+    "What decisions cost": ("policies.md", decisions),
+    "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
+}
+"""Title, page and derivation of every measured table of the documentation."""
+
+
+def missing(derived: str, page: str) -> list[str]:
+    """Return the rows of a derived table that a page does not have; spaces do not count."""
+    have = {"".join(line.split()).replace(":", "") for line in page.splitlines()}
+    rows = [line for line in derived.splitlines() if "---" not in line]
+    return [line for line in rows if "".join(line.split()).replace(":", "") not in have]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="results of the scripts here")
+    parser.add_argument("--draw", metavar="METRIC", help="also draw FILE.svg of this metric")
+    parser.add_argument("--check", action="store_true", help="compare with docs/; 1 on difference")
+    options = parser.parse_args()
+    for path in options.files:
+        head, cells = load(path)
+        print(
+            f"{path.name}: {json.dumps(head['conditions'])}\n\n{markdown(summary(head, cells))}\n"
+        )
+        if options.draw:
+            draw(head, cells, options.draw, path.with_suffix(".svg"))
+    wrong = 0
+    for title, (page, derive) in DERIVED.items() if not options.files else ():
+        derived = derive()
+        if not options.check:
+            print(f"## {title} (docs/{page})\n\n{derived}\n")
+            continue
+        for line in missing(derived, (DOCS / page).read_text()):
+            print(f"docs/{page} lacks, under {title!r}: {line}")
+            wrong += 1
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

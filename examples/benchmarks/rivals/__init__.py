@@ -1,0 +1,1 @@
+"""Systems of other papers, simulated on top of `vllm_tetri.sim`."""

@@ -1,0 +1,183 @@
+"""Engines of other systems.
+
+- `Static` (FasterTransformer): a batch is computed until its longest output ends; shorter prompts
+  are padded, and requests that have ended keep their blocks and are computed along.
+- `Orca`: whole prompts join running decodes at every step. Every request holds blocks for the
+  longest request that there may be, so few are in a step and none is preempted.
+- `PromptsFirst` (vLLM of 2023): a step computes whole prompts or decodes, prompts first.
+- `Unchunked` (DistServe, Splitwise): KV is handed over, prompts are computed whole and before
+  decodes. Where both meet, a prompt without blocks takes those of the newest decodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_tetri.sim.cluster import ENGINES
+from vllm_tetri.sim.config import InstanceConfig, at_least_1
+from vllm_tetri.sim.engine.instance import Cluster, Share
+from vllm_tetri.sim.engine.stock import FcfsInstance
+from vllm_tetri.sim.engine.tetri import TetriInstance
+from vllm_tetri.sim.request import SimRequest
+
+USUAL_WINDOW_TOKENS = 2048
+_MOST_PREEMPTIONS = 2  # of one request, for prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Static batching. `window_tokens` holds the longest prompt and output together."""
+
+    window_tokens: int = USUAL_WINDOW_TOKENS
+    can_hand_over = False
+
+    def __post_init__(self) -> None:
+        at_least_1("window tokens", self.window_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Orca(Static):
+    """Iteration-level batching with reserved memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsFirst:
+    """vLLM of 2023, with limits of a step: its prompts, and their tokens together. A longer prompt
+    is computed alone."""
+
+    most_prompts: int = 16
+    most_tokens: int = 2048
+    can_hand_over = False
+    window_tokens = None
+
+    def __post_init__(self) -> None:
+        at_least_1("most prompts", self.most_prompts)
+        at_least_1("most tokens", self.most_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Unchunked:
+    """Whole prompts that fit into the configuration's `chunk_tokens` together, or a longer one
+    alone, before decodes."""
+
+    can_hand_over = True
+    window_tokens = None
+
+
+class OrcaInstance(FcfsInstance):
+    """A simulated `Orca`."""
+
+    def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
+        super().__init__(config, cluster)
+        self._window_blocks = super().blocks(config.engine.window_tokens)
+
+    def blocks(self, tokens: int) -> int:
+        return self._window_blocks if tokens else 0
+
+    def compose(self, now: float) -> list[Share]:
+        shares: list[Share] = []
+        while self.waiting and self.has_place() and self._window_blocks <= self.free_blocks:
+            self.begin(self.waiting[0].target_tokens, shares)
+        return shares
+
+
+class StaticInstance(OrcaInstance):
+    """A simulated `Static`."""
+
+    def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
+        super().__init__(config, cluster)
+        self._num_padded = 0  # requests that have ended before their batch
+        self._longest_tokens = 0  # prompt of the batch
+        self._first_step = 0
+
+    def compose(self, now: float) -> list[Share]:
+        if len(self.batch):
+            return []
+        shares = super().compose(now)
+        self._longest_tokens = max((tokens for _, tokens in shares), default=0)
+        self._first_step = self.batch.num_steps
+        return shares
+
+    def duration_s(self, shares: list[Share]) -> float:
+        longest = self._longest_tokens
+        if shares:
+            return self.engine.cost.step_s(0, 0, len(shares) * longest, (longest - 1) / 2)
+        num = len(self.batch) + self._num_padded
+        context = longest + self.batch.num_steps - self._first_step
+        return self.engine.cost.step_s(num, num * context, 0, 0)
+
+    def on_end(self, request: SimRequest) -> None:
+        """Its blocks were freed; take them again until the batch is done."""
+        window_blocks = self.blocks(request.held_tokens)
+        if len(self.batch) or self.started:
+            self._num_padded += 1
+            self.free_blocks -= window_blocks
+        else:
+            self.free_blocks += self._num_padded * window_blocks
+            self._num_padded = 0
+
+
+class PromptsFirstInstance(FcfsInstance):
+    """A simulated `PromptsFirst`."""
+
+    def compose(self, now: float) -> list[Share]:
+        limits = self.engine.kind
+        assert isinstance(limits, PromptsFirst)
+        shares: list[Share] = []
+        left = limits.most_tokens
+        while self.waiting and len(shares) < limits.most_prompts and self.has_place():
+            tokens = self.waiting[0].target_tokens
+            if self.blocks(tokens) > self.free_blocks or (shares and tokens > left):
+                break
+            left -= self.begin(tokens, shares)
+        self.is_batch_paused = bool(shares)
+        if not shares:
+            self.grow(now)
+        return shares
+
+
+class UnchunkedInstance(TetriInstance):
+    """A simulated `Unchunked`."""
+
+    def compose(self, now: float) -> list[Share]:
+        self.settle(now)
+        self._make_room(now)
+        self.begin_step(now)
+        preemptions = self.preemptions
+        self.grow(now)
+        shares: list[Share] = []
+        if self.preemptions == preemptions:
+            self.start(self.engine.chunk_tokens, shares)
+            self.admit(self.engine.max_requests)
+        for request, tokens in shares:
+            self.prompts.computed(request.request_id, tokens, 0)
+        return shares
+
+    def part_of(self, request: SimRequest, left_tokens: int, *, is_first: bool) -> int:
+        is_fit = is_first or request.missing_tokens <= left_tokens
+        return request.missing_tokens if is_fit else 0
+
+    def _make_room(self, now: float) -> None:
+        """Preempt the newest decodes if that is enough for the next prompt. A request is not
+        preempted more than twice for prompts."""
+        if not self.queue or not self.has_place():
+            return
+        missing = self.blocks(self.queue.head().target_tokens) - self.free_blocks
+        losers = list(zip(self.batch, self.batch.held_tokens(), strict=True))
+        num = 0
+        while missing > 0 and losers and losers[-1][0].num_preemptions < _MOST_PREEMPTIONS:
+            missing -= self.blocks(losers.pop()[1])
+            num += 1
+        if missing <= 0:
+            for _ in range(num):
+                self.preempt_newest(now)
+
+
+ENGINES.update(
+    {
+        Static: StaticInstance,
+        Orca: OrcaInstance,
+        PromptsFirst: PromptsFirstInstance,
+        Unchunked: UnchunkedInstance,
+    }
+)
