@@ -30,9 +30,6 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    ext_modules=[
-        Extension("vllm_tetri.transport._core", sources=[]),
-        Extension("vllm_tetri.policy._occupancy", sources=[]),
-    ],
+    ext_modules=[Extension("vllm_tetri.transport._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

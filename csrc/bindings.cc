@@ -156,15 +156,6 @@ void bind_layout(py::module_& module) {
       .def_property_readonly("num_blocks", [](const PyLayout& it) { return it.core->num_blocks(); })
       .def_property_readonly("block_bytes",
                              [](const PyLayout& it) { return it.core->block_bytes(); });
-  module.def(
-      "copy_blocks",
-      [](const PyLayout& to, const Ids& to_ids, const PyLayout& from, const Ids& from_ids) {
-        const auto into = to_vector(to_ids);
-        const auto out_of = to_vector(from_ids);
-        const NoGil unlocked;
-        tetri::copy_blocks(*to.core, into, *from.core, out_of);
-      },
-      "destination"_a, "destination_ids"_a, "source"_a, "source_ids"_a);
   py::class_<tetri::Arena>(module, "Arena")
       .def(py::init<const std::string&>(), "segment"_a, Unlocked())
       .def(
@@ -216,7 +207,7 @@ void bind_receiver(py::module_& module) {
       .def_readonly("cancelled", &ReceiverStats::cancelled)
       .def_readonly("refused_full", &ReceiverStats::refused_full)
       .def_readonly("refused_identity", &ReceiverStats::refused_identity)
-      .def_readonly("refused_strangers", &ReceiverStats::refused_strangers)
+      .def_readonly("refused_unauthenticated", &ReceiverStats::refused_unauthenticated)
       .def_readonly("bad_frames", &ReceiverStats::bad_frames)
       .def_readonly("bytes_received", &ReceiverStats::bytes_received);
   py::class_<Receiver>(module, "Receiver")

@@ -3,62 +3,81 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 
 import pytest
 
 from vllm_tetri import __version__, cli
+
+LISTED = [command for command in cli.COMMANDS if command.group]
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
 def test_every_command_explains_itself(
     command: cli.Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = importlib.import_module(command.module)
-    assert callable(module.run)
-
     with pytest.raises(SystemExit) as end:
         cli.main([*command.name.split(), "--help"])
-
     assert end.value.code == 0
     assert command.example in capsys.readouterr().out
 
 
-def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-
-    output = capsys.readouterr().out
-    assert all(command.summary in output for command in cli.COMMANDS)
-
-
-@pytest.mark.parametrize("words", [["fly"], ["bench", "fly"], ["bench", "--fly"]], ids=" ".join)
-def test_unknown_command_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 2
-
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert repr(" ".join(words)) in error
-
-
-@pytest.mark.parametrize(("words", "status"), [(["bench"], 2), (["bench", "--help"], 0)])
-def test_commands_of_two_words_are_listed_by_the_first(
-    words: list[str], status: int, capsys: pytest.CaptureFixture[str]
+def test_the_overview_groups_the_commands_that_users_need(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(words) == status
-
+    assert cli.main(["--help"]) == 0
     output = capsys.readouterr().out
+    assert len(LISTED) <= 12
+    assert len(output.splitlines()) <= 40
     for command in cli.COMMANDS:
-        assert (command.summary in output) is command.name.startswith("bench ")
+        assert (f"  {command.name:<11} {command.summary}\n" in output) is bool(command.group)
 
 
-def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["up", "model", "--mode=split", "--prefill=0", "--decode=0"]) == 2
+def test_a_command_names_its_sub_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["sim", "--help"])
+    assert "vllm-tetri sim plan" in capsys.readouterr().out
 
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["statu"], "unknown command 'statu'; did you mean 'status'?"),
+        (["fly"], "unknown command 'fly'; vllm-tetri --help lists them"),
+        (["predictor", "fly"], "unknown command 'predictor'; vllm-tetri --help lists them"),
+        (["up", "model", "--mode=split", "--prefill=0", "--decode=0"], "no instance to start"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_error_is_one_line_with_a_hint(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("vllm-tetri: ")
+    assert error.startswith(f"vllm-tetri: {hint}")
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["bench decisions", "sim", "bench suite"])
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("--max-inflight", "did you mean --max-in-flight?"), ("--xyzzy", "see vllm-tetri router")],
+)
+def test_an_unknown_option_gets_a_suggestion(
+    option: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["router", option, "3"])
+    assert end.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_options_may_have_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["router", "--max_in_flight=a_b"])
+    assert "--max-in-flight: invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sim", "doctor"])
 def test_ctrl_c_ends_a_command_without_a_traceback(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,13 +86,20 @@ def test_ctrl_c_ends_a_command_without_a_traceback(
 
     (command,) = (each for each in cli.COMMANDS if each.name == name)
     monkeypatch.setattr(importlib.import_module(command.module), "run", interrupted)
-
     assert cli.main(name.split()) == 130
-
     assert capsys.readouterr().err == ""
+
+
+def test_the_completion_script_knows_commands_and_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert all(command.name in script for command in LISTED)
+    assert "--max-in-flight" in script
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-
     assert capsys.readouterr().out == f"vllm-tetri {__version__}\n"

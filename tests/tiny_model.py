@@ -53,10 +53,7 @@ def _make_tokenizer(folder: Path) -> None:
     )
     tokenizer.train([str(_CORPUS)], trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|start|>",
-        eos_token="<|end|>",
-        pad_token="<|none|>",
+        tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>", pad_token="<|none|>"
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)

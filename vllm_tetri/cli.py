@@ -1,7 +1,7 @@
 """The `vllm-tetri` command.
 
-A command is a module with ``add_arguments(parser)`` and ``run(options) -> int``.
-Only the module of the command that is run gets imported.
+A command is a module with ``add_arguments(parser)`` and ``run(options) -> int``. Only the
+module of the command that is run gets imported; `completion` imports all of them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn, Protocol, cast
 
 from vllm_tetri import __version__
 from vllm_tetri.errors import INTERRUPTED, TetriError
 
 PROGRAM = "vllm-tetri"
 USAGE_ERROR = 2
+_SERVE_OPTIONS = "OPTIONS OF vllm serve"
 
 
 class CommandModule(Protocol):
@@ -29,236 +32,54 @@ class CommandModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One entry of the overview; ``name`` may have two words."""
+    """One command; ``name`` may have two words.
+
+    Attributes:
+        group: Its heading in `vllm-tetri --help`; empty: not listed there.
+        tail: What may follow a bare `--`.
+    """
 
     name: str
+    group: str
     module: str
     summary: str
     example: str
-    tail: str = ""  # what follows a bare `--`, if anything may
+    tail: str = ""
 
 
 COMMANDS = (
-    Command(
-        "up",
-        "vllm_tetri.launch.up",
-        "run a whole cluster on this machine",
-        "up MODEL --prefill 1 --decode 1 -- --max-model-len 4096",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "router",
-        "vllm_tetri.router.command",
-        "run the OpenAI-compatible front door",
-        "router --port 8000",
-    ),
-    Command(
-        "secret",
-        "vllm_tetri.launch.secret",
-        "make the secret that the processes of a cluster share",
-        "secret cluster.secret",
-    ),
-    Command(
-        "status",
-        "vllm_tetri.router.status",
-        "show the instances that a router knows",
-        "status --url http://127.0.0.1:8000",
-    ),
-    Command(
-        "flip",
-        "vllm_tetri.router.flip",
-        "give an instance another role while it serves",
-        "flip decode-1 prefill",
-    ),
-    Command(
-        "mode",
-        "vllm_tetri.router.mode",
-        "serve requests split, whole, or as suits each",
-        "mode adaptive",
-    ),
-    Command(
-        "leave",
-        "vllm_tetri.router.leave",
-        "let an instance finish what it has and go",
-        "leave decode-1 --deadline 60",
-    ),
-    Command(
-        "sim plan",
-        "vllm_tetri.sim.plan.command",
-        "find how many prefill and decode instances serve most, or none",
-        "sim plan --model llama-3-8b --gpu h100 --gpus 8 --kind mixed --ttft 0.4 --tpot 0.03",
-    ),
-    Command(
-        "sim profile",
-        "vllm_tetri.sim.cost.command",
-        "show what the simulator takes for the cost of steps",
-        "sim profile roofline:llama-3-8b:h100",
-    ),
-    Command(
-        "sim",
-        "vllm_tetri.sim.command",
-        "simulate clusters of any size on this machine",
-        "sim --mode split whole --prefill 1 --decode 1 --kind mixed --rate 1",
-    ),
-    Command(
-        "doctor",
-        "vllm_tetri.launch.doctor",
-        "explain what this machine can run",
-        "doctor",
-    ),
-    Command(
-        "predictor collect",
-        "vllm_tetri.predictor.collect",
-        "record how long a model's answers to prompts are",
-        "predictor collect sharegpt.json --url http://127.0.0.1:8000",
-    ),
-    Command(
-        "predictor train",
-        "vllm_tetri.predictor.train",
-        "train a classifier of answer lengths on what was recorded",
-        "predictor train answers.jsonl --output predictor",
-    ),
-    Command(
-        "predictor eval",
-        "vllm_tetri.predictor.evaluate",
-        "compare predictors with trivial guesses on held-out prompts",
-        "predictor eval answers.jsonl predictor --output eval",
-    ),
-    Command(
-        "predictor serve",
-        "vllm_tetri.predictor.serve",
-        "answer an instance's questions about lengths",
-        "predictor serve FOLDER --tokenizer MODEL --address ipc:///tmp/predictor",
-    ),
-    Command(
-        "bench suite",
-        "vllm_tetri.bench.suite.command",
-        "run every experiment of the paper and its rivals, one after the other",
-        "bench suite MODEL --quick",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench report",
-        "vllm_tetri.bench.report.command",
-        "make one page of what a suite has found, beside the paper's numbers",
-        "bench report bench-suite",
-    ),
-    Command(
-        "bench paper",
-        "vllm_tetri.bench.paper.command",
-        "simulate what the paper and its rivals measured",
-        "bench paper --quick",
-    ),
-    Command(
-        "bench order",
-        "vllm_tetri.bench.order",
-        "measure prefill latency under every order of prompts",
-        "bench order --lengths sharegpt.csv --scale 0.25",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench interference",
-        "vllm_tetri.bench.interference",
-        "measure how prompts that come together slow each other down",
-        "bench interference --counts 1,7,31",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench budget",
-        "vllm_tetri.bench.budget",
-        "measure stalls and first tokens under an SLO beside fixed token budgets",
-        "bench budget MODEL --slo 0.15",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench handover",
-        "vllm_tetri.bench.handover",
-        "measure first and second tokens beside a single instance",
-        "bench handover MODEL",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench admission",
-        "vllm_tetri.bench.admission",
-        "measure policies of decode admission with too little KV memory",
-        "bench admission MODEL --kv-tokens 8192",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench dispatch",
-        "vllm_tetri.bench.dispatch",
-        "measure how policies spread requests over decode instances",
-        "bench dispatch MODEL --instances 2,4",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench flip",
-        "vllm_tetri.bench.flip.command",
-        "measure policies that flip roles under a load that swings",
-        "bench flip MODEL --systems 2P1D,balance",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench fit",
-        "vllm_tetri.bench.fit",
-        "measure what an instance's steps cost, for the simulator",
-        "bench fit MODEL --cores 2",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench modes",
-        "vllm_tetri.bench.modes.command",
-        "measure our modes beside stock vLLM and replicas, on the same cores",
-        "bench modes MODEL --rival ~/.local/bin/vllm-router",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench router",
-        "vllm_tetri.bench.router.command",
-        "measure what the router adds to first tokens, and how much it moves",
-        "bench router --streams 1,64",
-    ),
-    Command(
-        "bench soak",
-        "vllm_tetri.bench.soak.command",
-        "break a cluster under load again and again, and see what it keeps",
-        "bench soak MODEL --minutes 30",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench overload",
-        "vllm_tetri.bench.overload.command",
-        "ask a cluster for ten times what it can serve, and see what it keeps",
-        "bench overload MODEL --minutes 2",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench decisions",
-        "vllm_tetri.bench.decisions",
-        "measure what a dispatch and a step of admission cost",
-        "bench decisions",
-    ),
-    Command(
-        "bench predictor",
-        "vllm_tetri.bench.predictor",
-        "measure what a length predictor costs the prompts beside it",
-        "bench predictor MODEL PREDICTOR --requests 64",
-        "OPTIONS OF vllm serve",
-    ),
-    Command(
-        "bench transfer",
-        "vllm_tetri.transport.bench",
-        "measure KV transfer beside memcpy and plain sockets",
-        "bench transfer",
-    ),
-    Command(
-        "bench saturation",
-        "vllm_tetri.bench.saturation",
-        "find the chunk that saturates this device, and draw it",
-        "bench saturation MODEL --output saturation.svg",
-        "OPTIONS OF vllm serve",
-    ),
-)
+    Command("up", "Run", "vllm_tetri.launch.up", "run a cluster on this machine",
+            "up MODEL --prefill 1 --decode 1 -- --max-model-len 4096", _SERVE_OPTIONS),
+    Command("router", "Run", "vllm_tetri.router.command", "run the OpenAI-compatible HTTP server",
+            "router --port 8000"),
+    Command("status", "Look", "vllm_tetri.admin:Status", "show the instances of a router",
+            "status --url http://127.0.0.1:8000"),
+    Command("doctor", "Look", "vllm_tetri.launch.doctor", "explain what this machine can run",
+            "doctor"),
+    Command("flip", "Change", "vllm_tetri.admin:FlipCommand",
+            "change the role of a running instance", "flip decode-1 prefill"),
+    Command("drain", "Change", "vllm_tetri.admin:DrainCommand",
+            "let an instance finish its requests and leave the cluster",
+            "drain decode-1 --deadline 60"),
+    Command("mode", "Change", "vllm_tetri.admin:SetMode",
+            "serve requests split, aggregated, or as suits each", "mode adaptive"),
+    Command("bench", "Measure", "vllm_tetri.bench",
+            "measure this package and a stock server under the same load",
+            "bench MODEL --num-prompts 64 --request-rate 1 -- --max-model-len 4096",
+            _SERVE_OPTIONS),
+    Command("sim", "Measure", "vllm_tetri.sim.command", "simulate a cluster of any size",
+            "sim --mode split whole --prefill 1 --decode 1 --kind mixed --rate 1"),
+    Command("secret", "Set up", "", "make the secret that the processes of a cluster share",
+            "secret cluster.secret"),
+    Command("completion", "Set up", "", "print a script that completes commands and options",
+            "completion bash > ~/.local/share/bash-completion/completions/vllm-tetri"),
+    Command("bench transfer", "", "vllm_tetri.bench_transfer",
+            "measure the KV transport against memcpy, plain sockets and NIXL",
+            "bench transfer --total-mib 64"),
+    Command("sim plan", "", "vllm_tetri.sim.plan.command",
+            "find how many prefill and decode instances serve most, or that one kind is better",
+            "sim plan --model llama-3-8b --gpu h100 --gpus 8 --ttft-slo 0.4 --tpot-slo 0.03"),
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,60 +91,111 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if words else USAGE_ERROR
-    command = _find(words)
-    if command is None:
-        return _explain(words)
-    rest = words[len(command.name.split()) :]
     try:
-        return _run(command, rest)
+        command = _find(words)
+        return _run(command, words[len(command.name.split()) :])
     except TetriError as error:
-        return _complain(str(error))
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return error.exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def overview(group: str = "") -> str:
-    """The text of `vllm-tetri --help`, or of `vllm-tetri GROUP --help`."""
-    commands = [command for command in COMMANDS if not group or _group(command) == group]
-    width = max(len(command.name) for command in commands)
-    lines = [
-        f"usage: {PROGRAM} {group or 'COMMAND'} {'COMMAND ' if group else ''}[OPTIONS]",
+def overview() -> str:
+    """The text of `vllm-tetri --help`."""
+    lines = [f"usage: {PROGRAM} COMMAND [OPTIONS]", "", "Disaggregated prefill and decode on vLLM."]
+    for group in dict.fromkeys(command.group for command in COMMANDS if command.group):
+        members = [command for command in COMMANDS if command.group == group]
+        lines += ["", f"{group}:", *(f"  {each.name:<11} {each.summary}" for each in members)]
+    return "\n".join([
+        *lines,
         "",
-        "Disaggregated prefill and decode on stock vLLM.",
-        "",
-        "commands:",
-        *(f"  {command.name:<{width}}  {command.summary}" for command in commands),
-        "",
-        "examples:",
-        *(f"  {PROGRAM} {command.example}" for command in commands),
-        "",
-        f"{PROGRAM} COMMAND --help explains one command. A single instance is a stock",
-        "`vllm serve MODEL --role prefill|decode|both`; see `vllm serve --help=role`.",
-    ]
-    return "\n".join(lines)
+        f"`{PROGRAM} COMMAND --help` explains one command. An instance is a `vllm serve MODEL",
+        "--role prefill|decode|both`, which `vllm serve --help=role` explains.",
+    ])  # fmt: skip
 
 
-def _find(words: Sequence[str]) -> Command | None:
-    for command in COMMANDS:
-        name = command.name.split()
-        if list(words[: len(name)]) == name:
-            return command
-    return None
+class UnknownCommand(TetriError):
+    """There is no such command."""
 
 
-def _group(command: Command) -> str:
-    """The first of two words."""
-    return command.name.partition(" ")[0] if " " in command.name else ""
+class _Parser(argparse.ArgumentParser):
+    """Suggests an option where an unknown one was given."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
+        if unknown.startswith("-"):
+            close = get_close_matches(unknown.partition("=")[0], self._option_string_actions, n=1)
+            message += f"; did you mean {close[0]}?" if close else f"; see {self.prog} --help"
+        super().error(message)
 
 
-def _explain(words: Sequence[str]) -> int:
-    """There is no such command, unless the first word begins several."""
-    group = words[0] if words[0] in {_group(command) for command in COMMANDS} else ""
-    if group and words[1:2] in ([], ["-h"], ["--help"]):
-        print(overview(group))
-        return 0 if words[1:] else USAGE_ERROR
-    asked, where = (" ".join(words[:2]), f"{group} ") if group else (words[0], "")
-    return _complain(f"unknown command {asked!r}; {PROGRAM} {where}--help lists them")
+class _SecretCommand:
+    """`vllm-tetri secret`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("file", type=Path, metavar="FILE", help="new file for the secret")
+
+    def run(self, options: argparse.Namespace) -> int:
+        from vllm_tetri.security import VARIABLE, write_secret
+
+        write_secret(options.file)
+        print(
+            f"{options.file} holds a new secret that only you may read. Give it to every process "
+            f"of the cluster:\n"
+            f"  vllm serve MODEL --role ... --tetri-secret-file {options.file}\n"
+            f"  {PROGRAM} router --secret-file {options.file}\n"
+            f"or set {VARIABLE}={options.file} for all of them. Copy it to other hosts over an "
+            "encrypted connection."
+        )
+        return 0
+
+
+class _CompletionCommand:
+    """`vllm-tetri completion`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("shell", choices=["bash", "zsh"], help="shell that runs the script")
+
+    def run(self, options: argparse.Namespace) -> int:
+        import shtab
+
+        root = argparse.ArgumentParser(prog=PROGRAM)
+        commands = root.add_subparsers()
+        for command in COMMANDS:
+            if command.group:
+                parser = commands.add_parser(command.name, help=command.summary)
+                _load(command).add_arguments(parser)
+        print(shtab.complete(root, shell=options.shell))
+        return 0
+
+
+_LOCAL: dict[str, CommandModule] = {"secret": _SecretCommand(), "completion": _CompletionCommand()}
+
+
+def _load(command: Command) -> CommandModule:
+    if local := _LOCAL.get(command.name):
+        return local
+    path, _, name = command.module.partition(":")
+    module = importlib.import_module(path)
+    return cast(CommandModule, getattr(module, name)() if name else module)
+
+
+def _find(words: Sequence[str]) -> Command:
+    """The command with the longest name that the words begin with.
+
+    Raises:
+        UnknownCommand: There is none.
+    """
+    by_name = {command.name: command for command in COMMANDS}
+    for length in (2, 1):
+        found = by_name.get(" ".join(words[:length]))
+        if found is not None:
+            return found
+    listed = [command.name for command in COMMANDS if command.group]
+    close = get_close_matches(words[0], listed, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]!r}?" if close else f"{PROGRAM} --help lists them"
+    raise UnknownCommand(f"unknown command {words[0]!r}; {hint}")
 
 
 def _run(command: Command, words: list[str]) -> int:
@@ -331,26 +203,33 @@ def _run(command: Command, words: list[str]) -> int:
     if command.tail and "--" in words:
         cut = words.index("--")
         words, tail = words[:cut], words[cut + 1 :]
-    module = cast(CommandModule, importlib.import_module(command.module))
-    parser = argparse.ArgumentParser(
+    module = _load(command)
+    more = [each for each in COMMANDS if each.name.startswith(f"{command.name} ")]
+    parser = _Parser(
         prog=f"{PROGRAM} {command.name}",
         description=command.summary[:1].upper() + command.summary[1:] + ".",
-        epilog=f"example:\n  {PROGRAM} {command.example}",
+        epilog="\n".join([
+            f"example:\n  {PROGRAM} {command.example}",
+            *(f"\nsee also:\n  {PROGRAM} {each.name}  {each.summary}" for each in more),
+        ]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )
+    )  # fmt: skip
     module.add_arguments(parser)
     if command.tail:
         parser.usage = f"{parser.format_usage()[len('usage: ') :].strip()} [-- {command.tail}]"
-    options = parser.parse_args(words)
+    options = parser.parse_args([_with_dashes(word) for word in words])
     if command.tail:
         options.tail = tail
     return module.run(options)
 
 
-def _complain(message: str) -> int:
-    print(f"{PROGRAM}: {message}", file=sys.stderr)
-    return USAGE_ERROR
+def _with_dashes(word: str) -> str:
+    """An option as it is declared: like vLLM, `--max_in_flight` is `--max-in-flight`."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
 
 
 if __name__ == "__main__":

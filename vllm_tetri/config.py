@@ -1,16 +1,18 @@
 """Configuration of one instance: one frozen value, checked when it is built.
 
-The same names serve the command line (``--tetri-chunk-size``), the file given
-with ``--tetri-config`` (``chunk_size``) and the dictionary that travels in
-vLLM's ``kv_connector_extra_config``. An absent key means its default, a wrong
-one is an error that names the option and what it may be; nothing is guessed.
+`TetriConfig` is also the table of options: type, bounds, unit, default and help of
+``--tetri-chunk-size`` stand at the field ``chunk_size`` and nowhere else. The same names
+serve the command line, the file given with ``--tetri-config`` (``chunk-size``) and the
+dictionary that travels in vLLM's ``kv_connector_extra_config``. An absent key means its
+default; a wrong one is an error that names the option and the values that it accepts.
 """
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import re
-from enum import Enum
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -20,7 +22,9 @@ from msgspec.inspect import (
     FloatType,
     IntType,
     LiteralType,
+    Metadata,
     NoneType,
+    StructType,
     Type,
     UnionType,
     VarTupleType,
@@ -28,102 +32,212 @@ from msgspec.inspect import (
 )
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.policy.admission import DecodePolicy
-from vllm_tetri.policy.dispatch import DispatchPolicy
+from vllm_tetri.plugins import Kind, load_policy
 from vllm_tetri.policy.lengths import End
-from vllm_tetri.policy.order import PrefillPolicy
-from vllm_tetri.types import Role
+from vllm_tetri.types import Mode, Role
+
+# Which kind of policy a field names.
+POLICY_KINDS: dict[str, Kind] = {
+    "prefill_policy": "order",
+    "decode_policy": "admission",
+    "dispatch_policy": "dispatch",
+}
+DEFAULT_CONTROL = "tcp://127.0.0.1:18555"
+DEFAULT_MODE = Mode.ADAPTIVE
+# Several times the batch of a GPU; a longer queue is worse than a refusal.
+MAX_IN_FLIGHT_EACH = 1024
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "paper": {
+        "pad": "on",
+        "push": "request",
+        "dispatch_policy": "power-of-two-ratio",
+        "reserve_end": End.LOWER.value,
+    },
+}
+
+
+_UNITS = {"s": "SECONDS", "bytes": "BYTES"}
+
+
+def _option(text: str, unit: str = "", default: str = "") -> msgspec.Meta:
+    """Make a field an option: its help, the placeholder of its value where the name does not
+    end with one, and its default where the field's own default does not say it."""
+    return msgspec.Meta(description=text, extra={"unit": unit, "default": default})
+
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
-
-PushLevel = Literal["chunk", "request"]
-Link = Literal["auto", "shm", "tcp"]
-Switch = Literal["off", "on"]
-
-DEFAULT_CONTROL = "tcp://127.0.0.1:18555"
 
 
 class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything that an instance needs to know beyond vLLM's own options.
 
-    Attributes:
-        role: Preference of placement.
-        instance: Name in the cluster; derived from role and port when empty.
-        url: Base URL that the router uses to reach this instance's HTTP server.
-        control: ZeroMQ addresses of the routers, one or more.
-        host: Address that the KV receiver binds and peers dial.
-        secret_file: Holds what the processes of the cluster share; empty: nothing, and then
-            every address is one of this machine's own.
-        prefill_policy: Order of waiting prompts.
-        sched_batch: Prompts taken from the queue and ordered together (the
-            paper's PrefillSchedBatch, section 3.3.1).
-        chunk_size: Prompt tokens per step, decodes come on top; "auto" finds where
-            this model saturates this device (section 3.3.3).
-        pad: Fill up a chunk that is not full, as the paper does.
-        tbt_slo_s: Longest time between two tokens of an answer that is aimed at:
-            says how many prompt tokens share a step with decodes
-            (Sarathi-Serve). None means a chunk.
-        push: Send KV when a chunk is done, or once per request (the paper's way).
-        device: What it computes on; instances of the same name share it, and slow each
-            other down. Empty: named by its host and its cores or GPUs.
-        link: How KV travels: shared memory, TCP, or whichever fits.
-        arena_bytes: Size of the receive arena, in bytes.
-        streams: TCP connections per peer that carry KV.
-        report_period_s: Seconds between load reports.
-        transfer_timeout_s: Longest wait for progress of one transfer.
-        hold_timeout_s: Longest time that arrived KV waits for its request.
-        decode_policy: When a request enters the decode batch (section 3.4).
-        reserve_end: Which end of a predicted bucket is reserved for an answer.
-        dispatch_policy: Which decode instance with room gets a request (section 3.3.4).
-        predictor: Folder of a length predictor (section 3.3.2), "oracle" for the truth
-            where it is known, or "none".
-        predictor_accuracy: Share of prompts that the oracle is right about.
-        predictor_mode: Whether prompts are computed while they are predicted, or after.
-        granularity: Width of a predicted bucket, in tokens; None means the
-            predictor's own, and the paper's 200 where it has none.
-        load_budget_bytes: A load larger than this does not run inside a step
-            that other requests wait for.
+    Fields without an `_option` are set by the role or by ``--tetri-preset``.
     """
 
     role: Role
-    instance: str = ""
-    url: str = ""
-    control: tuple[str, ...] = (DEFAULT_CONTROL,)
-    host: str = "127.0.0.1"
-    secret_file: str = ""
-    prefill_policy: PrefillPolicy = PrefillPolicy.SJF
-    sched_batch: Positive = 16  # paper section 5.2.1
-    chunk_size: Positive | Literal["auto"] = 512  # paper section 3.3.3: the knee of its V100
-    pad: Switch = "off"
-    tbt_slo_s: Seconds | None = None
-    device: str = ""
-    push: PushLevel = "chunk"
-    link: Link = "auto"
-    arena_bytes: Positive = 1 << 28
-    streams: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
-    report_period_s: Seconds = 0.1  # paper section 3.4: every 100 ms
-    transfer_timeout_s: Seconds = 30.0
-    hold_timeout_s: Seconds = 60.0
-    decode_policy: DecodePolicy = DecodePolicy.RESERVE_DYNAMIC  # paper section 5.2.3
-    reserve_end: End = End.EXPECTED
-    dispatch_policy: DispatchPolicy = DispatchPolicy.POWER_OF_TWO
-    predictor: Annotated[str, msgspec.Meta(min_length=1)] = "none"
-    predictor_accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    predictor_mode: Literal["parallel", "sequential"] = "parallel"
-    granularity: Positive | None = None
-    load_budget_bytes: Positive = 64 << 20
+    pad: Literal["off", "on"] = "off"  # fill up a chunk that is not full
+    push: Literal["chunk", "request"] = "chunk"  # send KV per chunk, or once per request
+    reserve_end: End = End.EXPECTED  # which end of a predicted bucket is reserved
+
+    # In the cluster.
+    instance: Annotated[str, _option("name in the cluster", "NAME", "role and port")] = ""
+    url: Annotated[
+        str,
+        _option("URL at which the router reaches this server", "URL", "from --host and --port"),
+    ] = ""
+    control: Annotated[
+        tuple[str, ...],
+        _option("control addresses of the routers, separated by commas", "tcp://HOST:PORT"),
+    ] = (DEFAULT_CONTROL,)
+    host: Annotated[
+        str,
+        _option("address for receiving KV; not loopback only with a secret file", "ADDRESS"),
+    ] = "127.0.0.1"
+    secret_file: Annotated[
+        str,
+        _option("secret of the cluster, see `vllm-tetri secret`", "FILE", "$TETRI_SECRET_FILE"),
+    ] = ""
+    device: Annotated[
+        str,
+        _option(
+            "name of the hardware; instances with the same name share it and slow each other down",
+            "NAME",
+            "host name with cores or GPUs",
+        ),
+    ] = ""
+    report_period_s: Annotated[
+        Seconds, _option("time between two load reports (paper section 3.4)")
+    ] = 0.1
+
+    # Policies.
+    prefill_policy: Annotated[
+        str,
+        _option(
+            "order of waiting prompts (paper section 3.3.1): fcfs, sjf, ljf, srtf (shortest "
+            "remaining first, which may pause a started prompt), or your own as module:attribute",
+            "NAME",
+        ),
+    ] = "sjf"
+    sched_batch: Annotated[
+        Positive, _option("waiting prompts that are ordered together (paper)", "PROMPTS")
+    ] = 16  # paper section 5.2.1
+    decode_policy: Annotated[
+        str,
+        _option(
+            "when a request enters the decode batch (paper section 3.4): greedy (as vLLM), "
+            "reserve-static (when its predicted output fits now), reserve-dynamic (when all "
+            "outputs fit until each one ends), or your own as module:attribute",
+            "NAME",
+        ),
+    ] = "reserve-dynamic"  # paper section 5.2.3
+    dispatch_policy: Annotated[
+        str,
+        _option(
+            "choice among decode instances that have capacity (paper section 3.3.4): "
+            "power-of-two, power-of-two-ratio (the paper's), or your own as module:attribute",
+            "NAME",
+        ),
+    ] = "power-of-two"
+    predictor: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)],
+        _option(
+            "predictor of output lengths (paper section 3.3.2): its folder, oracle (the true "
+            "length, where the client fixes it) or none",
+            "FOLDER|oracle|none",
+        ),
+    ] = "none"
+    predictor_mode: Annotated[
+        Literal["parallel", "sequential"],
+        _option("compute a prompt while its output length is predicted, or afterwards"),
+    ] = "parallel"
+    granularity: Annotated[
+        Positive | None,
+        _option("width of a predicted bucket", "TOKENS", "the predictor's own, else 200"),
+    ] = None
+
+    # One step.
+    chunk_size: Annotated[
+        Positive | Literal["auto"],
+        _option(
+            "prompt tokens per step (paper section 3.3.3), or auto: measured at start",
+            "TOKENS|auto",
+            "512, on CPU 256",
+        ),
+    ] = 512
+    tbt_slo_s: Annotated[
+        Seconds | None,
+        _option(
+            "target for the longest time between two output tokens; it limits the prompt tokens "
+            "that share a step with decodes",
+            default="no target",
+        ),
+    ] = None
+    load_budget_bytes: Annotated[
+        Positive, _option("KV loads above this size run outside of decode steps")
+    ] = 64 << 20
+
+    # Transfer of KV.
+    link: Annotated[
+        Literal["auto", "shm", "tcp"],
+        _option("how KV travels: shared memory, TCP, or the best that reaches the peer"),
+    ] = "auto"
+    arena_bytes: Annotated[Positive, _option("size of the receive arena")] = 1 << 28
+    streams: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=16)],
+        _option("TCP connections per peer that carry KV", "N"),
+    ] = 2
+    transfer_timeout_s: Annotated[
+        Seconds, _option("longest wait for progress of one KV transfer")
+    ] = 30.0
+    hold_timeout_s: Annotated[
+        Seconds, _option("longest time that received KV waits for its request")
+    ] = 60.0
 
     def __post_init__(self) -> None:
         has_secret = bool(self.secret_file)
         require_guarded("--tetri-host", self.host, has_secret=has_secret)
         if self.host in ("0.0.0.0", "::"):
             raise ConfigError(
-                f"--tetri-host {self.host}: peers cannot dial that; give the address of this "
-                "machine that they reach"
+                f"--tetri-host {self.host}: other instances cannot dial this address; give the "
+                "address of this machine that they reach"
             )
+        for name, kind in POLICY_KINDS.items():
+            try:
+                load_policy(kind, getattr(self, name))
+            except ConfigError as error:
+                raise ConfigError(f"{option_of(name)}: {error}") from error
         for address in self.control:
             require_guarded("--tetri-control", control_host(address), has_secret=has_secret)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of `vllm serve`; ``unit`` is the placeholder for its value in the help."""
+
+    flag: str
+    text: str
+    unit: str
+    default: str
+    choices: tuple[str, ...]
+
+
+@cache
+def options() -> dict[str, Option]:
+    """The options by field name, in the order of the fields."""
+    found = {}
+    for name, kind, default in _fields():
+        if isinstance(kind, Metadata) and kind.extra is not None:
+            found[name] = Option(
+                flag=option_of(name),
+                text=(kind.extra_json_schema or {})["description"],
+                unit=kind.extra["unit"] or _UNITS.get(name.rpartition("_")[2], ""),
+                default=kind.extra["default"] or _shown(name, default),
+                choices=_choices(kind.type),
+            )
+    return found
 
 
 def decode_config(raw: dict[str, Any]) -> TetriConfig:
@@ -139,13 +253,16 @@ def decode_config(raw: dict[str, Any]) -> TetriConfig:
         path = re.search(r"`\$\.(\w+)", str(error))
         if path is None:  # an unknown key, or a check of TetriConfig's own
             raise ConfigError(str(error)) from error
-        raise refusal(path[1], raw.get(path[1])) from error
+        name, value = path[1], raw.get(path[1])
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        raise ConfigError(f"{option_of(name)} {shown}: must be {allowed_values(name)}") from error
 
 
-def refusal(name: str, value: object) -> ConfigError:
-    """What to say of a field that has a value which it may not have."""
-    shown = f"{value:g}" if isinstance(value, float) else str(value)
-    return ConfigError(f"{option_of(name)} {shown}: must be {allowed_values(name)}")
+def encode_config(config: TetriConfig) -> dict[str, Any]:
+    """The plain values of a config; `decode_config` reads them back."""
+    plain = msgspec.to_builtins(config)
+    assert isinstance(plain, dict)
+    return plain
 
 
 def option_of(name: str) -> str:
@@ -161,52 +278,25 @@ def file_key_of(name: str) -> str:
 @cache
 def allowed_values(name: str) -> str:
     """What a field may be, in words."""
-    info = type_info(TetriConfig)
-    (field,) = (field for field in info.fields if field.name == name)  # type: ignore[attr-defined]
-    return _words(field.type) + (" seconds" if name.endswith("_s") else "")
+    (kind,) = (kind for each, kind, _ in _fields() if each == name)
+    return _words(kind) + (" seconds" if name.endswith("_s") else "")
 
 
-def _words(kind: Type) -> str:
-    match kind:
-        case UnionType():
-            return " or ".join(
-                _words(each) for each in kind.types if not isinstance(each, NoneType)
-            )
-        case LiteralType():
-            return _one_of([str(value) for value in kind.values])
-        case EnumType():
-            return _one_of([_value(member) for member in kind.cls])
-        case IntType():
-            return "a whole number " + _range(kind)
-        case FloatType():
-            return "a number " + _range(kind)
-        case VarTupleType():
-            return "a list of words"
-        case _:
-            return "a word"
+def parse_size(text: str) -> int:
+    """Read a number of bytes as vLLM does: ``256M`` is 2^28 and ``256m`` is 256 million.
 
+    Raises:
+        ValueError: The text is no size, or zero.
+    """
+    from vllm.utils.argparse_utils import human_readable_int
 
-def _value(member: Enum) -> str:
-    return str(member.value)
-
-
-def _one_of(words: list[str]) -> str:
-    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
-
-
-def _range(kind: IntType | FloatType) -> str:
-    least = kind.ge
-    if isinstance(kind, IntType) and kind.gt is not None:
-        least = kind.gt + 1
-    above = f"above {kind.gt}" if least is None else f"of at least {least}"
-    return above if kind.le is None else f"{above} and at most {kind.le}"
-
-
-def encode_config(config: TetriConfig) -> dict[str, Any]:
-    """The plain values of a config; `decode_config` reads them back."""
-    plain = msgspec.to_builtins(config)
-    assert isinstance(plain, dict)
-    return plain
+    try:
+        size: int = human_readable_int(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size; write 256M for 2^28 or 256m for 256 million")
+    return size
 
 
 def control_host(address: str) -> str:
@@ -234,7 +324,56 @@ def require_guarded(option: str, host: str, *, has_secret: bool) -> None:
         is_loopback = False
     if not is_loopback and not has_secret:
         raise ConfigError(
-            f"{option} {host}: other machines may reach what is not a loopback address, so the "
+            f"{option} {host}: other machines may reach an address that is not loopback, so the "
             "cluster needs a secret: `vllm-tetri secret FILE` makes one; give FILE to routers "
             "(--secret-file) and instances (--tetri-secret-file), or use 127.0.0.1"
         )
+
+
+def _fields() -> list[tuple[str, Type, Any]]:
+    info = type_info(TetriConfig)
+    assert isinstance(info, StructType)
+    return [(field.name, field.type, field.default) for field in info.fields]
+
+
+def _shown(name: str, default: Any) -> str:
+    if name.endswith("_bytes"):
+        return f"{default >> 20}M"
+    return ",".join(default) if isinstance(default, tuple) else f"{default}"
+
+
+def _choices(kind: Type) -> tuple[str, ...]:
+    match kind:
+        case LiteralType():
+            return tuple(map(str, kind.values))
+        case EnumType():
+            return tuple(str(member.value) for member in kind.cls)
+        case _:
+            return ()
+
+
+def _words(kind: Type) -> str:
+    match kind:
+        case Metadata():
+            return _words(kind.type)
+        case UnionType():
+            return " or ".join(
+                _words(each) for each in kind.types if not isinstance(each, NoneType)
+            )
+        case LiteralType() | EnumType():
+            *words, last = _choices(kind)
+            return " or ".join(filter(None, (", ".join(words), last)))
+        case IntType():
+            least = f"of at least {kind.ge if kind.gt is None else kind.gt + 1}"
+            return f"a whole number {least}" + _most(kind)
+        case FloatType():
+            least = f"of at least {kind.ge}" if kind.gt is None else f"above {kind.gt}"
+            return f"a number {least}" + _most(kind)
+        case VarTupleType():
+            return "a list of words"
+        case _:
+            return "a word"
+
+
+def _most(kind: IntType | FloatType) -> str:
+    return "" if kind.le is None else f" and at most {kind.le}"

@@ -4,11 +4,7 @@ TetriError
  ├─ ConfigError        an option is wrong, or two options contradict each other
  ├─ UnsupportedError   this model, platform or vLLM version cannot be carried
  ├─ ProtocolError      a peer sent something that breaks the protocol
- └─ TransferError      moving KV failed
-     ├─ TransferTimeout    a deadline passed
-     ├─ PeerLost           the other side went away
-     ├─ TransferRefused    the handshake found a difference, or the arena is full
-     └─ TransferClosed     this side was closed
+ └─ TransferError      the receive arena or its port cannot be opened
 
 Every message names the thing, the number and what to do next.
 """
@@ -19,6 +15,8 @@ INTERRUPTED = 130
 
 class TetriError(Exception):
     """Base of every error raised on purpose by this package."""
+
+    exit_status = 2  # of a command that it ends: wrong use
 
 
 class ConfigError(TetriError, ValueError):
@@ -34,20 +32,4 @@ class ProtocolError(TetriError):
 
 
 class TransferError(TetriError):
-    """Moving KV failed."""
-
-
-class TransferTimeout(TransferError):
-    """A deadline of a transfer passed."""
-
-
-class PeerLost(TransferError):
-    """The other side of a transfer went away."""
-
-
-class TransferRefused(TransferError):
-    """The handshake found a difference, or the receive arena is full."""
-
-
-class TransferClosed(TransferError):
-    """The local endpoint was closed while the call was under way."""
+    """The receive arena or its port cannot be opened."""

@@ -1,8 +1,7 @@
-"""What the router and the instances say to each other inside a request.
+"""What the router and the instances exchange inside a request.
 
-vLLM carries a JSON object ``kv_transfer_params`` with every request and back
-with every non-streamed answer. We use one key of it, ``"tetri"``, and these
-structs are all it may hold. This is the only place that knows the key.
+vLLM carries a JSON object ``kv_transfer_params`` with every request and back with every response
+that is not streamed. Its key ``"tetri"`` holds one of these structs; only this module knows it.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ FIELD = "kv_transfer_params"
 KEY = "tetri"
 
 
-# A prefill instance may try a hand-over again; every try has a name of its own.
+# A prefill instance may try a hand-over again; every attempt has its own name.
 MAX_ATTEMPTS = 4
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class PrefillLeg(msgspec.Struct, frozen=True, tag="prefill"):
+class PrefillParams(msgspec.Struct, frozen=True, tag="prefill"):
     """Router → prefill instance: compute the prompt, hand its KV over.
 
-    ``anywhere``: any instance may write the answer, this one included, and the cheapest
-    is to (`policy.adaptive`); else one of those whose role it is.
+    With ``anywhere`` the cheapest instance decodes, this one included (`policy.adaptive`); else
+    one whose role it is.
     """
 
     transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=128)]
@@ -41,11 +40,11 @@ class PrefillLeg(msgspec.Struct, frozen=True, tag="prefill"):
     anywhere: bool = False
 
 
-class Given(msgspec.Struct, frozen=True):
-    """Tokens of an answer that exist already; whoever goes on takes them as its own.
+class PriorOutput(msgspec.Struct, frozen=True):
+    """Output tokens that exist already; the next instance continues after them.
 
-    ``logprobs`` is what `encode_logprobs` made of vLLM's arrays, bit for bit, and
-    empty when the client wants none.
+    ``logprobs`` holds vLLM's arrays as `encode_logprobs` wrote them, bit for bit; empty when the
+    client wants none.
     """
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
@@ -53,12 +52,11 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """Prefill instance → router, in the answer of the first leg.
+    """Prefill instance → router, in the response to the prefill request.
 
-    ``decode`` is empty when no decode instance took the KV; then any instance
-    may go on by computing the prompt again, and ``reason`` says why.
-    ``transfer`` is the name of the try that counts, ``digest`` that of the prompt.
-    ``is_final`` means that the first token was also the last: nothing follows.
+    ``decode`` is empty when no decode instance took the KV, and ``reason`` says why; then any
+    instance may compute the prompt again. ``transfer`` names the attempt that counts, ``digest``
+    the prompt. ``is_final`` means that the first token was also the last.
     """
 
     transfer: TransferId
@@ -68,41 +66,41 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     num_chunks: int
     num_bytes: int
     reason: str
-    given: Given | None = None
+    prior_output: PriorOutput | None = None
     is_final: bool = False
     prompt_token_ids: list[TokenId] = []
     predicted: Prediction | None = None
 
 
-class DecodeLeg(msgspec.Struct, frozen=True, tag="decode"):
+class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
     """Router → decode instance: the prompt's KV is in your arena (or will be).
 
-    ``digest`` proves that both sides mean the same tokens. Without a ``transfer``
-    there is no KV: compute the prompt, and go on behind what is ``given``. With
-    ``is_early`` the prompt is still being computed: what is given follows its KV.
-    Several requests may name the same transfer (OpenAI's ``n``): all load from it.
+    ``digest`` proves that both sides mean the same tokens. Without a ``transfer`` there is no
+    KV: compute the prompt and continue after ``prior_output``. With ``is_early`` the prompt is
+    still being computed, and its first tokens follow with its KV. Several requests may name the
+    same transfer (OpenAI's ``n``): all load from it.
     """
 
     transfer: Annotated[TransferId, msgspec.Meta(max_length=160)]
     digest: str
-    given: Given | None = None
+    prior_output: PriorOutput | None = None
     predicted: Prediction | None = None
     is_early: bool = False
 
 
-Handover = PrefillLeg | Prefilled | DecodeLeg
+Handover = PrefillParams | Prefilled | DecodeParams
 
 
-def to_params(leg: Handover) -> dict[str, Any]:
-    """The value of ``kv_transfer_params`` that carries this leg."""
-    return {KEY: msgspec.to_builtins(leg)}
+def to_params(params: Handover) -> dict[str, Any]:
+    """The value of ``kv_transfer_params`` that carries these parameters."""
+    return {KEY: msgspec.to_builtins(params)}
 
 
 def from_params(params: dict[str, Any] | None) -> Handover | None:
-    """The leg inside ``kv_transfer_params``; None when there is none of ours.
+    """The parameters inside ``kv_transfer_params``; None when the key ``"tetri"`` is absent.
 
     Raises:
-        ProtocolError: Our key is there but does not hold one of our legs.
+        ProtocolError: The key is there but holds something else.
     """
     if not params:
         return None
@@ -111,18 +109,18 @@ def from_params(params: dict[str, Any] | None) -> Handover | None:
     if KEY not in params:
         return None
     try:
-        leg: Handover = msgspec.convert(params[KEY], Handover)
+        found: Handover = msgspec.convert(params[KEY], Handover)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{FIELD}.{KEY}: {error}") from error
-    return leg
+    return found
 
 
 def unseen_logprobs(token_ids: Sequence[int]) -> str:
-    """What `Given.logprobs` holds where the client has the real values already: as many
-    rows, of which nothing is shown again. The layout is that of `encode_logprobs`.
+    """Rows for `PriorOutput.logprobs`, as of `encode_logprobs`, where the client has the real
+    values already: nothing of them is shown again.
 
     Raises:
-        ProtocolError: There are more rows than it can tell.
+        ProtocolError: There are more rows than the layout can hold.
     """
     num_rows = len(token_ids)
     try:
@@ -135,21 +133,20 @@ def unseen_logprobs(token_ids: Sequence[int]) -> str:
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
-    """Name of a prompt: equal prompts have equal digests, others do not."""
+    """Name a prompt: equal prompts have equal digests, others do not."""
     return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 def prefix_of(router: str) -> str:
-    """What the names of a router's transfers begin with, so that instances can tell whose
-    they are when it is gone."""
+    """Prefix of a router's transfer names: instances find them by it when the router is gone."""
     return f"{router}/"
 
 
 def attempt_name(transfer: TransferId, attempt: int) -> TransferId:
-    """Name of the n-th try of a transfer; the first has the plain name."""
+    """Name the n-th attempt of a transfer; the first has the plain name."""
     return transfer if attempt == 0 else TransferId(f"{transfer}~{attempt}")
 
 
 def attempt_names(transfer: TransferId) -> tuple[TransferId, ...]:
-    """The names of all tries that a transfer may have."""
+    """The names of all attempts that a transfer may have."""
     return tuple(attempt_name(transfer, attempt) for attempt in range(MAX_ATTEMPTS))

@@ -1,9 +1,8 @@
 """Every message of the control channel, and its framing.
 
-A frame is one ZeroMQ message part: ``b"TTRI"``, one version byte, then a
-msgpack-encoded tagged struct. Facts are past tense, commands imperative,
-reports nouns. KV bytes never travel here. Numbers are finite and below 2^53 wherever they
-come from outside: who decides by them must not have to ask.
+A frame is one ZeroMQ message part: ``b"TTRI"``, one version byte, then a msgpack-encoded tagged
+struct. Facts are past tense, commands imperative, reports nouns. KV bytes never travel here.
+Decoders admit only finite numbers below 2^53, so that policies need not check them.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import msgspec
 
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.types import (
-    ClusterView,
     Flip,
     InstanceId,
     InstanceInfo,
     InstanceLoad,
     InstanceState,
+    InstanceView,
     Prediction,
     RequestId,
     Role,
@@ -30,14 +29,13 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_BUCKETS = 1 << 18  # of predicted lengths
 _MOST_WORDS = 4096  # characters of a reason
 
-Epoch = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-"""Numbers orders to flip of one instance."""
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]  # numbers orders to flip of one instance
 Words = Annotated[str, msgspec.Meta(max_length=_MOST_WORDS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]  # and so not NaN
 _BOUNDED: dict[Any, Any] = {
@@ -47,28 +45,24 @@ _BOUNDED: dict[Any, Any] = {
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router: who I am. Sent on connect and whenever asked."""
+    """Instance → router: my description. Sent on connect and whenever asked."""
 
     info: InstanceInfo
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router, every report period. `is_leaving`: it was asked to leave.
-    `epoch`: of the newest order to flip that it heard; `flip`: its newest flip."""
+    """Instance → router, every report period; `epoch` is that of the newest order to flip."""
 
     instance: InstanceId
     seq: int
     load: InstanceLoad
-    is_leaving: bool = False
+    is_draining: bool = False
     epoch: Epoch = 0
     flip: Flip | None = None
 
 
-class Opening(msgspec.Struct, frozen=True):
-    """What a second leg needs that is opened while the prompt is still computed.
-
-    ``transfer`` is the name of the try, ``digest`` that of the prompt.
-    """
+class PrefillEnding(msgspec.Struct, frozen=True):
+    """What a decode request needs that opens while the prompt is still computed."""
 
     transfer: TransferId
     digest: str
@@ -78,7 +72,7 @@ class Opening(msgspec.Struct, frozen=True):
 class Dispatched(msgspec.Struct, frozen=True, tag=True):
     """Prefill instance → router: which decode instance a request goes to.
 
-    Comes again with an ``opening`` when the last chunk begins.
+    Repeated with an ``ending`` when the last chunk begins.
     """
 
     request: RequestId
@@ -86,14 +80,12 @@ class Dispatched(msgspec.Struct, frozen=True, tag=True):
     decode: InstanceId
     reason: str
     predicted: Prediction | None = None
-    opening: Opening | None = None
+    ending: PrefillEnding | None = None
 
 
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router: I am going away in good order.
-
-    `was_asked`: because of `Leave`. `cut_off` says what a deadline left unfinished.
-    """
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """Instance → router: I leave in good order, `was_asked` if because of `Drain`. `cut_off`
+    describes work that a deadline left unfinished."""
 
     instance: InstanceId
     was_asked: bool = False
@@ -108,7 +100,7 @@ class Flipped(msgspec.Struct, frozen=True, tag=True):
     epoch: Epoch
 
 
-class Introduce(msgspec.Struct, frozen=True, tag=True):
+class WhoAreYou(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: I do not know you (yet); send `Hello`."""
 
     router: str
@@ -120,17 +112,9 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: Words
 
 
-class View(msgspec.Struct, frozen=True, tag=True):
-    """Router → every instance that dispatches, when instances came or went: report now,
-    and these are the instances that decode. `roster` is another number every time."""
-
-    view: ClusterView
-    roster: int = 0
-
-
 if TYPE_CHECKING:
     LoadRow = InstanceLoad
-else:  # the same fields, without their names on the wire and made by msgspec's decoder
+else:  # its fields without their names on the wire, made by msgspec's decoder
     LoadRow = msgspec.defstruct(
         "LoadRow",
         [(name, _BOUNDED.get(kind, kind)) for name, kind in get_type_hints(InstanceLoad).items()],
@@ -148,29 +132,25 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     load: LoadRow
 
 
-class Loads(msgspec.Struct, frozen=True, tag=True):
-    """Router → every instance that dispatches, in every other report period: report now,
-    and this is new of the instances of the `View` with that roster, in its order."""
+class Poll(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Router → every instance, every report period: report now.
 
-    roster: int
-    seq: int
-    rows: list[Row]
-
-
-class Cue(msgspec.Struct, frozen=True, tag=True):
-    """Router → every instance that gets no `View`, leaves or drains, every report period:
-    report now. `in_flight` tells one that leaves or drains how many requests of this
-    router it has or may still get. `router` is its name, as in a view."""
-
-    in_flight: int | None = None
-    router: str = ""
-
-
-class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Router → instance: finish what you have and go; repeated until a report says so.
-
-    After `deadline_s` (seconds from now) it goes in any case; None waits for ever.
+    Instances that dispatch also get the instances that decode: a `view` with a new `roster` number
+    when one came or went, else a `delta` with one row for each instance of that view, in its order.
+    An instance that drains gets the number of its requests of this router as `in_flight`.
     """
+
+    router: str
+    seq: int = 0
+    roster: int = 0
+    view: tuple[InstanceView, ...] | None = None
+    delta: list[Row] | None = None
+    in_flight: int | None = None
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Router → instance: finish your requests and leave, after `deadline_s` in any case. Repeated
+    until a report confirms it."""
 
     deadline_s: Seconds | None = None
 
@@ -178,10 +158,9 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 class FlipRole(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: take another role; repeated until a report has the epoch.
 
-    With `is_now` old work is finished beside new work, else before. After `deadline_s`
-    (seconds from now) it keeps its role instead; None waits for ever. `lease` is the
-    epoch under which a watcher ordered it: one older than what the instance has heard is
-    that of a router which decides no more. 0: an operator's.
+    With `is_now` old work is finished together with new work, else before it. If that takes longer
+    than `deadline_s`, it keeps its role. `lease` is the epoch under which a watcher ordered it, 0
+    for an operator: an instance ignores a lease older than the newest that it received.
     """
 
     epoch: Epoch
@@ -192,39 +171,28 @@ class FlipRole(msgspec.Struct, frozen=True, tag=True):
     lease: Epoch = 0
 
 
-class Advertised(msgspec.Struct, frozen=True, tag=True):
-    """Router → instance: all who dispatch have been sent your role of this epoch, at the
-    monotonic time `at_s` of the router's machine."""
+class RoleCommitted(msgspec.Struct, frozen=True, tag=True):
+    """Router → instance: all that dispatch know your role since monotonic time `at_s` (router)."""
 
     epoch: Epoch
     at_s: Seconds
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
-    """Router → prefill and decode instance: nobody waits for this any more."""
+    """Router → prefill and decode instance: the request was cancelled."""
 
     transfer: TransferId
 
 
 class TransferLost(msgspec.Struct, frozen=True, tag=True):
-    """Router → decode instance: what computed this prompt is silent. If its KV is not here
-    yet, it will not come."""
+    """Router → decode instance: KV that has not arrived will not come from prefill."""
 
     transfer: TransferId
 
 
-ToRouter = Hello | LoadReport | Dispatched | Flipped | Left
+ToRouter = Hello | LoadReport | Dispatched | Flipped | Goodbye
 ToInstance = (
-    Introduce
-    | Refused
-    | View
-    | Loads
-    | Cue
-    | Leave
-    | FlipRole
-    | Advertised
-    | CancelTransfer
-    | TransferLost
+    WhoAreYou | Refused | Poll | Drain | FlipRole | RoleCommitted | CancelTransfer | TransferLost
 )
 
 Message = TypeVar("Message")
@@ -236,17 +204,12 @@ _PREFIX = MAGIC + bytes([VERSION])
 
 
 def encode(message: ToRouter | ToInstance) -> bytes:
-    """One frame."""
+    """Make one frame."""
     return _PREFIX + _encoder.encode(message)
 
 
 def decode_to_router(frame: bytes) -> ToRouter:
-    """The message in a frame that an instance sent.
-
-    Raises:
-        ProtocolError: Foreign, truncated, oversized, of another version, not a message
-            for routers, or with a number that is none.
-    """
+    """Return the message of an instance; ProtocolError unless it is sound and of this version."""
     message = _decode(_to_router, frame)
     if isinstance(message, LoadReport):
         _require_sound(message.load)
@@ -255,15 +218,14 @@ def decode_to_router(frame: bytes) -> ToRouter:
 
 
 def decode_to_instance(frame: bytes) -> ToInstance:
-    """The message in a frame that a router sent; raises like `decode_to_router`."""
+    """Return the message of a router; raises like `decode_to_router`."""
     message = _decode(_to_instance, frame)
-    if isinstance(message, View):
-        for each in message.view.instances:
+    if isinstance(message, Poll):
+        for each in message.view or ():
             _require_sound(each.load)
             _require_sound_flip(each.flip)
             _require_finite(each.age_s)
-    elif isinstance(message, Loads):
-        for row in message.rows:  # the rest of it msgspec has looked at
+        for row in message.delta or ():  # msgspec has checked all other numbers of a row
             _require_finite(*_cost_numbers(row.load.cost))
     return message
 
@@ -294,17 +256,13 @@ def _require_finite(*numbers: float) -> None:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
-    try:
-        return decoder.decode(_payload(frame))
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"not a control message: {error}") from error
-
-
-def _payload(frame: bytes) -> memoryview:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"control frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
     if frame[:4] != MAGIC or len(frame) < 6:
         raise ProtocolError("not a vllm-tetri control frame")
     if frame[4] != VERSION:
         raise ProtocolError(f"control protocol version {frame[4]}, this side speaks {VERSION}")
-    return memoryview(frame)[5:]
+    try:
+        return decoder.decode(memoryview(frame)[5:])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a control message: {error}") from error

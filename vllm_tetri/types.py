@@ -5,9 +5,10 @@ Units are suffixes: `_tokens`, `_blocks`, `_bytes`, `_s` (seconds as float).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from functools import partial
+from typing import Annotated, Literal, NewType
 
 InstanceId = NewType("InstanceId", str)
 TransferId = NewType("TransferId", str)
@@ -15,8 +16,7 @@ RequestId = NewType("RequestId", str)
 
 
 class Role(StrEnum):
-    """What an instance prefers to do. Direction is per request, so a role is a
-    preference of placement, never a limit of what the engine can do."""
+    """What an instance prefers to do; the engine can always do both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -26,41 +26,32 @@ class Role(StrEnum):
 class Mode(StrEnum):
     """How a router serves the requests that two instances could share."""
 
-    SPLIT = "split"  # prompt and answer on two instances
+    SPLIT = "split"  # prompt and output on two instances
     ADAPTIVE = "adaptive"  # decided for every request
-    WHOLE = "whole"  # each on one instance
+    WHOLE = "whole"  # aggregated: each on one instance
 
 
 @dataclass(frozen=True, slots=True)
 class StepCoefficients:
-    """What a step of an engine takes, in seconds.
+    """The cost of an engine step, in seconds per unit of work."""
 
-    Attributes:
-        base_s: Of any step.
-        request_s: Per request that decodes.
-        token_s: Per token of context of those.
-        prompt_s: Per prompt token.
-        context_s: Per prompt token and token of its context.
-        confidence: From 0, a guess, to 1, measured and right.
-    """
-
-    base_s: float = 0.0
-    request_s: float = 0.0
-    token_s: float = 0.0
-    prompt_s: float = 0.0
-    context_s: float = 0.0
-    confidence: float = 0.0
+    base_s: float = 0.0  # of any step
+    request_s: float = 0.0  # per request that decodes
+    token_s: float = 0.0  # per token of context of the requests that decode
+    prompt_s: float = 0.0  # per prompt token
+    context_s: float = 0.0  # per prompt token and token of its context
+    confidence: float = 0.0  # from 0, a guess, to 1, measured and right
 
     @property
     def is_known(self) -> bool:
-        """Whether it says anything."""
+        """Whether any cost is known."""
         return self.base_s + self.request_s + self.prompt_s > 0
 
     def step_s(
         self, num_decodes: float, decode_context: float, prompt_tokens: float, prompt_context: float
     ) -> float:
-        """A step of decodes with so many tokens of context together, and of prompt tokens
-        with so many tokens before each in the mean, whether computed earlier or with it."""
+        """Duration of a step: decodes with `decode_context` tokens of context together, and
+        prompt tokens with `prompt_context` tokens before each on average."""
         return (
             self.base_s
             + num_decodes * self.request_s
@@ -71,13 +62,8 @@ class StepCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A guess of how many tokens an answer will have (paper section 3.3.2).
-
-    Bucket k of n, g tokens wide, means [k·g, (k+1)·g) tokens; the last one is open.
-
-    Raises:
-        ValueError: There is no such bucket.
-    """
+    """A guess of a request's output length (paper section 3.3.2): bucket k of n, g tokens wide,
+    means [k·g, (k+1)·g) tokens; the last one is open. ValueError if there is no such bucket."""
 
     bucket: int
     num_buckets: int
@@ -89,19 +75,22 @@ class Prediction:
 
     @property
     def lower_tokens(self) -> int:
-        """Where the bucket begins."""
+        """Tokens at which the bucket begins."""
         return self.bucket * self.granularity_tokens
 
 
 class InstanceState(StrEnum):
-    """Where an instance is in its life, as the cluster monitor sees it."""
+    """The state of an instance, as the cluster monitor sees it."""
 
     STARTING = "starting"  # announced, HTTP not yet answering
     READY = "ready"
     SILENT = "silent"  # no report for longer than the limit; not used
     REFUSED = "refused"  # its KV layout or version does not fit the cluster
-    FLIPPING = "flipping"  # finishes what it has, gets nothing new, then has another role
-    LEAVING = "leaving"  # finishes what it has, gets nothing new, then goes
+    FLIPPING = "flipping"  # finishes its requests, gets no new ones, then has another role
+    DRAINING = "draining"  # finishes its requests, gets no new ones, then leaves
+
+
+FLIP_DEADLINE_S = 60.0  # in which an instance must have drained to change its role, by default
 
 
 class FlipStage(StrEnum):
@@ -115,157 +104,134 @@ class FlipStage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """What an instance says of its newest flip (paper section 3.5).
+    """An instance's newest change of role (paper section 3.5), as it reports it."""
 
-    Attributes:
-        epoch: Number of the order that began it; an instance takes only higher ones.
-        source: Role that the instance had.
-        target: Role that it is to have, or has now.
-        stage: How far it is.
-        age_s: Since it reached that stage.
-        drain_s: From the order to the end of the old role's work; 0 with `now`.
-        commit_s: From the end of the drain, or the step boundary with `now`, until a
-            router knew the new role.
-        reason: Who wanted it and why.
-        problem: Why it was rolled back.
-        is_heard: Whether the instance said so itself. Until then the order is with one
-            router only, and is lost with it.
-    """
-
-    epoch: int
+    epoch: int  # number of the order that began it; an instance takes only higher ones
     source: Role
     target: Role
     stage: FlipStage
-    age_s: float = 0.0
-    drain_s: float = 0.0
+    age_s: float = 0.0  # since it reached that stage
+    drain_s: float = 0.0  # from the order to the end of the old role's work; 0 with `now`
+    # From the end of the drain, or the step boundary with `now`, until a router knew the new role.
     commit_s: float = 0.0
-    reason: str = ""
-    problem: str = ""
-    is_heard: bool = True
+    reason: str = ""  # who ordered it and why
+    problem: str = ""  # why it was rolled back
+    is_heard: bool = True  # False while only one router knows of the order
 
     @property
     def is_under_way(self) -> bool:
         """Whether the instance is about to have the target's role."""
         return self.stage in (FlipStage.DRAINING, FlipStage.SWITCHING)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing about it changes any more."""
+        return self.stage is FlipStage.ROLLED_BACK or self.commit_s > 0
+
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """What an instance says of itself once, when it joins.
+    """What an instance tells of itself once, when it joins."""
 
-    Attributes:
-        id: Unique name in the cluster, for example ``prefill-0``.
-        url: Base URL of its HTTP server, without a trailing slash.
-        role: Preference of placement.
-        models: Names it serves; the first is the canonical one.
-        kv_endpoint: ``host:port`` of its KV receiver.
-        identity: What two instances must agree on to exchange KV blocks
-            (model, dtype, block size, layout, ISA, vLLM version, ...).
-        max_model_len: Longest prompt plus answer, in tokens.
-        block_size: Tokens per KV block.
-        pid: Process id of the engine, for operators.
-        version: Version of this package in the instance.
-        injects: Whether it goes on behind tokens that another instance sampled.
-        injects_seeded: The same for requests with a seed of their own.
-        reasons: Whether its API server takes reasoning out of chat answers.
-        num_routers: How many it reports to.
-        device: What it computes on. Instances of the same name share it; one without a
-            name has it for itself.
+    id: InstanceId  # unique in the cluster, for example ``prefill-0``
+    url: str  # base URL of its HTTP server, without a trailing slash
+    role: Role
+    models: tuple[str, ...]  # served names; the first is the canonical one
+    kv_endpoint: str  # ``host:port`` of its KV receiver
+    # What two instances must agree on to exchange KV blocks: model, dtype, block size, layout, ...
+    identity: dict[str, str]
+    max_model_len: int  # longest prompt plus output, in tokens
+    block_size: int  # tokens per KV block
+    pid: int  # of the engine
+    version: str  # of this package
+    continues: bool = True  # it continues after output tokens of another instance
+    continues_seeded: bool = True  # also for requests with a seed of their own
+    reasons: bool = False  # its API server takes reasoning out of chat responses
+    num_routers: int = 1  # it reports to
+    device: str = ""  # shared by instances with equal names; an unnamed one is not shared
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Describe one number of a load report: the only place where its meaning is written.
+
+    A counter only grows while the instance lives; a `value` is no Prometheus metric. The unit is
+    the plural noun of what one counts, or `seconds`.
     """
 
-    id: InstanceId
-    url: str
-    role: Role
-    models: tuple[str, ...]
-    kv_endpoint: str
-    identity: dict[str, str]
-    max_model_len: int
-    block_size: int
-    pid: int
-    version: str
-    injects: bool = True
-    injects_seeded: bool = True
-    reasons: bool = False
-    num_routers: int = 1
-    device: str = ""
+    kind: Literal["gauge", "counter", "value"]
+    help: str
+    unit: str
+
+
+_gauge = partial(Number, "gauge")
+_counter = partial(Number, "counter")
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad:
     """What an instance reports every period.
 
-    ``blocks_used`` leaves out blocks that only the prefix cache holds. ``held``
-    counts slots of the receive arena: KV that arrives or waits for its request, and
-    KV of preempted requests. ``heavy`` and ``light`` count the requests that decode
-    here, running or waiting, by expected length (paper section 3.3.4), and
-    ``remaining_tokens`` is what all of them are expected to write yet.
-    ``reserved_blocks`` are kept for running requests beyond what they hold. Counters
-    (``*_done``, ``preemptions``, ``flips``, ``cpu_s``) only grow. Speeds are measured from
-    steps, the newest count most, and 0 before there was one: ``prefill_tokens_per_s`` of
-    steps that compute prompts; a step that decodes n requests of usual context takes
-    ``decode_base_s`` + n · ``decode_request_s``; ``cost`` says it for any step.
-    ``context_tokens`` are those of all requests that decode, ``chunk_tokens`` what a step
-    computes of prompts at most. KV of n tokens is at its decode instance ``handover_s`` +
-    n · ``handover_token_s`` after the prompt is done, as far as this instance has seen.
+    `/metrics` and `/tetri/v1/instances` are derived from these fields. A field without a `Number`
+    is for routers and dispatchers only. Adding a number takes two edits: the field here and its
+    value in `engine/load.py`.
     """
 
-    running: int = 0
-    waiting: int = 0
-    held: int = 0
-    queued_prefill_tokens: int = 0
-    blocks_used: int = 0
-    blocks_total: int = 0
-    arena_used_bytes: int = 0
-    arena_total_bytes: int = 0
-    heavy: int = 0
-    light: int = 0
-    remaining_tokens: int = 0
-    reserved_blocks: int = 0
-    step_s: float = 0.0
-    prefills_done: int = 0
-    decodes_done: int = 0
-    chunks_done: int = 0
-    prompt_tokens_done: int = 0  # computed here
-    answer_tokens_done: int = 0  # sampled here
-    prefill_tokens_per_s: float = 0.0
-    decode_base_s: float = 0.0
-    decode_request_s: float = 0.0
-    cost: StepCoefficients = StepCoefficients()
-    context_tokens: int = 0
-    chunk_tokens: int = 0
-    handover_s: float = 0.0
-    handover_token_s: float = 0.0
-    kv_bytes_sent: int = 0
-    kv_bytes_received: int = 0
-    kv_loads_failed: int = 0
-    injected: int = 0  # requests continued behind given tokens
-    recomputed: int = 0  # requests whose given tokens could not be taken
-    dropped_messages: int = 0
-    preemptions: int = 0
-    swapped_out: int = 0  # of those: whose KV was kept in the arena
-    swapped_in: int = 0  # of those: whose KV came back
-    preemptions_recomputed: int = 0  # whose KV was not kept, or lost
-    flips: int = 0
-    cpu_s: float = 0.0
-    threads: int = 0
-    predictions_made: int = 0
-    predictions_missed: int = 0  # not there when the first chunk was done
-    predictions_refused: int = 0  # the predictor's queue was full
-    predictions_failed: int = 0  # the predictor was away, died or erred
-    # Tokens of an answer by predicted bucket, at the end without a prediction, as seen
-    # here; empty before the first answer ended.
+    running: Annotated[int, _gauge("Requests in the running batch.", "requests")] = 0
+    waiting: Annotated[int, _gauge("Requests in the waiting queue.", "requests")] = 0
+    held: Annotated[int, _gauge("Slots of the receive arena with KV.", "slots")] = 0
+    queued_prefill_tokens: Annotated[int, _gauge("Prompt tokens not computed yet.", "tokens")] = 0
+    blocks_used: Annotated[int, _gauge("KV blocks in use, cached ones apart.", "blocks")] = 0
+    blocks_total: Annotated[int, _gauge("KV blocks of the instance.", "blocks")] = 0
+    arena_used_bytes: Annotated[int, _gauge("Bytes used in the receive arena.", "bytes")] = 0
+    arena_total_bytes: Annotated[int, _gauge("Size of the receive arena.", "bytes")] = 0
+    # Decode requests, running or waiting, by expected output (paper section 3.3.4).
+    heavy: Annotated[int, _gauge("Decode requests of over 128 output tokens.", "requests")] = 0
+    light: Annotated[int, _gauge("Decode requests of up to 128 output tokens.", "requests")] = 0
+    remaining_tokens: Annotated[int, _gauge("Output tokens expected to follow.", "tokens")] = 0
+    reserved_blocks: Annotated[int, _gauge("KV blocks kept for running requests.", "blocks")] = 0
+    step_s: Annotated[float, _gauge("Duration of the last engine step.", "seconds")] = 0.0
+    prefills_done: Annotated[int, _counter("Prompts computed for hand-over.", "requests")] = 0
+    decodes_done: Annotated[int, _counter("Decode requests finished.", "requests")] = 0
+    chunks_done: Annotated[int, _counter("Prompt chunks sent.", "chunks")] = 0
+    prompt_tokens_done: Annotated[int, _counter("Prompt tokens computed here.", "tokens")] = 0
+    output_tokens_done: Annotated[int, _counter("Output tokens decoded here.", "tokens")] = 0
+    cost: Annotated[StepCoefficients, Number("value", "Fitted cost of a step.", "seconds")] = (
+        StepCoefficients()
+    )
+    context_tokens: Annotated[int, _gauge("Context of all decode requests together.", "tokens")] = 0
+    chunk_tokens: Annotated[int, _gauge("Most prompt tokens that one step computes.", "tokens")] = 0
+    # KV of n tokens is at its decode instance handover_s + n * handover_token_s after the prompt.
+    handover_s: Annotated[float, _gauge("Delay of KV after a prompt.", "seconds")] = 0.0
+    handover_token_s: Annotated[float, _gauge("Delay of KV per prompt token.", "seconds")] = 0.0
+    kv_bytes_sent: Annotated[int, _counter("KV bytes sent.", "bytes")] = 0
+    kv_bytes_received: Annotated[int, _counter("KV bytes loaded from the arena.", "bytes")] = 0
+    kv_loads_failed: Annotated[int, _counter("Loads of KV that failed.", "loads")] = 0
+    continued: Annotated[int, _counter("Requests continued after prior output.", "requests")] = 0
+    recomputed: Annotated[int, _counter("Requests whose prior output was unfit.", "requests")] = 0
+    dropped_messages: Annotated[int, _counter("Dropped control messages.", "messages")] = 0
+    preemptions: Annotated[int, _counter("Preempted requests.", "requests")] = 0
+    swapped_out: Annotated[int, _counter("Preemptions with KV kept in the arena.", "requests")] = 0
+    swapped_in: Annotated[int, _counter("Preemptions whose KV was loaded again.", "requests")] = 0
+    preemptions_recomputed: Annotated[int, _counter("Preemptions without KV.", "requests")] = 0
+    flips: Annotated[int, _counter("Role changes of the instance.", "flips")] = 0
+    cpu_s: Annotated[float, _counter("CPU time of engine and API server.", "seconds")] = 0.0
+    threads: Annotated[int, _gauge("Python threads of the engine process.", "threads")] = 0
+    predictions_made: Annotated[int, _counter("Output lengths predicted.", "predictions")] = 0
+    predictions_missed: Annotated[int, _counter("Predictions that were late.", "predictions")] = 0
+    predictions_refused: Annotated[int, _counter("Predictions not queued.", "predictions")] = 0
+    predictions_failed: Annotated[int, _counter("Predictions that failed.", "predictions")] = 0
+    # Output tokens by predicted bucket, the last entry without a prediction, as observed by
+    # this instance; empty before the first output ended.
     bucket_tokens: tuple[int, ...] = ()
-    # What is there although no request is, in words (`engine.audit`).
-    leftovers: tuple[str, ...] = ()
+    leftovers: Annotated[
+        tuple[str, ...], _gauge("Kinds of resources held while no request is here.", "kinds")
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """An instance as others see it: what it said, and how old that is.
-
-    ``seq`` numbers the load report; it grows by one with every report of an agent.
-    ``flip`` is its newest flip, if it ever had one.
-    """
+    """An instance as others see it: its report number `seq`, and how old that is."""
 
     info: InstanceInfo
     state: InstanceState
@@ -277,14 +243,8 @@ class InstanceView:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """A snapshot of all instances that one router knows.
-
-    Attributes:
-        router: Which router sent it.
-        seq: Grows by one with every broadcast of that router.
-        instances: Every instance that is not gone, in any state.
-    """
+    """A snapshot of all instances, in any state, that the router knows."""
 
     router: str = ""
-    seq: int = 0
-    instances: tuple[InstanceView, ...] = field(default=())
+    seq: int = 0  # grows by one with every broadcast of that router
+    instances: tuple[InstanceView, ...] = ()

@@ -110,7 +110,7 @@ void Checksum::feed(const uint8_t* bytes, size_t length) {
 uint64_t Checksum::value() const {
   Lanes lanes = lanes_;
   if (const size_t left = total_ % kStripe; left > 0) {
-    std::array<uint8_t, kStripe> last{};  // zeros behind the end: the number tells them apart
+    std::array<uint8_t, kStripe> last{};  // zeros after the end: the length is hashed too
     std::memcpy(last.data(), rest_.data(), left);
     take_stripes(&lanes, last.data(), 1);
   }

@@ -30,7 +30,7 @@ Connection::Connection(uint64_t id, Fd fd, ArenaState& state, Sessions& sessions
       last_out_(now) {
   writer_.connection = id;
   if (state.options.key.empty()) return;
-  doorman_.emplace(state.options.key, local_endpoint(fd_.get()));
+  authenticator_.emplace(state.options.key, local_endpoint(fd_.get()));
   phase_ = Phase::kProving;
 }
 
@@ -68,14 +68,14 @@ void Connection::discard() {
 }
 
 void Connection::read_proof(TimePoint now) {
-  while (!doorman_->has_proof()) {
-    const size_t got = receive_some(fd_.get(), doorman_->room(), doorman_->wants());
+  while (!authenticator_->has_proof()) {
+    const size_t got = receive_some(fd_.get(), authenticator_->room(), authenticator_->wants());
     if (got == 0) return;
     last_in_ = now;
-    const std::string answer = doorman_->took(got);
+    const std::string answer = authenticator_->take(got);
     if (!answer.empty()) send(answer, now);
   }
-  doorman_.reset();
+  authenticator_.reset();
   phase_ = Phase::kNew;
 }
 
@@ -264,10 +264,10 @@ void Connection::begin_payload() {
   discarding_ = false;
 }
 
-// Bytes of the payload that came: into the slot, or nowhere when that is another transfer's by now.
+// Bytes of the payload that came: into the slot, or nowhere when another transfer has it by now.
 size_t Connection::receive_payload() {
   if (!discarding_) {
-    // Locked while it writes: the slot could end, and its memory be somebody else's.
+    // Locked while it writes: the slot could end, and its memory belong to another slot.
     const std::lock_guard lock(state_.mutex);
     if (const auto place = state_.table.writable(generation_, writer_, offset_, length_)) {
       uint8_t* bytes = state_.segment.data() + *place + filled_;
@@ -278,15 +278,16 @@ size_t Connection::receive_payload() {
     }
   }
   discarding_ = true;
-  uint8_t waste[65536];
-  return receive_some(fd_.get(), waste, std::min<uint64_t>(sizeof(waste), length_ - filled_));
+  uint8_t discarded[65536];
+  return receive_some(fd_.get(), discarded,
+                      std::min<uint64_t>(sizeof(discarded), length_ - filled_));
 }
 
 void Connection::finish_payload(TimePoint now) {
   head_bytes_ = tail_bytes_ = 0;
   uint64_t sum = 0;
   std::memcpy(&sum, tail_.data(), sizeof(sum));
-  const bool gave_up = sum == kGaveUp;  // and says so on the control connection
+  const bool gave_up = sum == kGaveUp;  // the reason follows on the control connection
   const bool corrupt = !discarding_ && !gave_up && sum != sum_of_frame(sum_);
   Connection* control = sessions_.session(session_);
   {

@@ -76,24 +76,4 @@ void Layout::check_ids(const std::vector<int32_t>& ids) const {
   }
 }
 
-void copy_blocks(const Layout& destination, const std::vector<int32_t>& destination_ids,
-                 const Layout& source, const std::vector<int32_t>& source_ids) {
-  if (destination.page_bytes() != source.page_bytes()) {
-    throw std::invalid_argument("copy_blocks needs two layouts of the same page shape");
-  }
-  if (destination_ids.size() != source_ids.size()) {
-    throw std::invalid_argument("copy_blocks needs as many destination ids as source ids");
-  }
-  destination.check_ids(destination_ids);
-  source.check_ids(source_ids);
-  for (size_t index = 0; index < source_ids.size(); ++index) {
-    const auto to = static_cast<uint64_t>(destination_ids[index]);
-    const auto from = static_cast<uint64_t>(source_ids[index]);
-    for (size_t layer = 0; layer < source.num_layers(); ++layer) {
-      std::memmove(destination.page(layer, to), source.page(layer, from),
-                   source.page_bytes()[layer]);
-    }
-  }
-}
-
 }  // namespace tetri

@@ -88,7 +88,7 @@ std::string text_of(sockaddr_storage& address, socklen_t length, int result) {
   if (result != 0 ||
       ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, host, sizeof(host), port,
                     sizeof(port), NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
-    throw LinkError(Status::kPeerLost, "cannot tell the address of the receiver");
+    throw LinkError(Status::kPeerLost, "cannot read the address of the receiver");
   }
   const std::string name = host;
   return (name.find(':') == std::string::npos ? name : "[" + name + "]") + ":" + port;
@@ -139,7 +139,7 @@ void tune(int fd, bool data, bool mortal) {
   }
   if (!mortal) return;
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  // A network that is cut says nothing. 10 s is sooner than a transfer's timeout, so that all who
+  // A network that is cut sends nothing. 10 s is sooner than a transfer's timeout, so that all who
   // wait learn it from the connection, and a new one is made.
   set(fd, IPPROTO_TCP, TCP_KEEPIDLE, 4);
   set(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);

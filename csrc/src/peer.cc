@@ -51,7 +51,7 @@ void Peer::stop() {
   signal_event(ending_.get());
   signal_event(wake_.get());
   thread_.join();
-  const std::lock_guard lock(mutex_);  // retired by now: nobody signals any more
+  const std::lock_guard lock(mutex_);  // retired by now: no thread signals any more
   wake_.reset();
   ending_.reset();
 }
@@ -72,15 +72,16 @@ void Peer::run() {
     } catch (const LinkError& error) {
       lose_session(error.status, error.what());
     } catch (const FrameError& error) {
-      lose_session(Status::kInvalid, std::string("the receiver sent nonsense: ") + error.what());
+      lose_session(Status::kInvalid,
+                   std::string("the receiver sent an invalid frame: ") + error.what());
     }
   }
   lose_session(Status::kClosed, "the sender was closed");
   for (Command& command : commands) drop(command, Status::kClosed, "the sender was closed");
 }
 
-// Waits only when there is no session. False when the thread shall end; then nobody can post any
-// more and `commands` holds what nobody looked at.
+// Waits only when there is no session. False when the thread shall end; then `post` takes nothing
+// any more and `commands` holds what was not processed.
 bool Peer::next_commands(std::deque<Command>* commands) {
   while (true) {
     {
@@ -336,7 +337,7 @@ void Peer::collect_completed() {
   }
 }
 
-// Fails what has waited for too long; says when to look again.
+// Fails what has waited for too long; returns when to look again.
 TimePoint Peer::end_overdue() {
   const TimePoint now = Clock::now();
   TimePoint next = TimePoint::max();

@@ -60,7 +60,7 @@ void prove(ControlChannel& control, const std::string& key, const Endpoint& endp
   }
 }
 
-std::string Doorman::took(size_t bytes) {
+std::string Authenticator::take(size_t bytes) {
   filled_ += bytes;
   if (filled_ < kHeaderSize) return "";
   const Header header = parse_header(frame_.data());
@@ -76,7 +76,7 @@ std::string Doorman::took(size_t bytes) {
   return answer({header.type, std::string(frame_.begin() + kHeaderSize, frame_.end())});
 }
 
-std::string Doorman::answer(const Frame& frame) {
+std::string Authenticator::answer(const Frame& frame) {
   if (theirs_.empty()) {
     const auto challenge = decode<Challenge>(frame);
     if (challenge.nonce.size() != kNonceBytes) throw FrameError("a challenge of another length");

@@ -109,7 +109,7 @@ ReceiverStats Receiver::stats() {
   stats.cancelled = counters.cancelled;
   stats.refused_full = counters.refused_full;
   stats.refused_identity = state_.counters.refused_identity;
-  stats.refused_strangers = state_.counters.refused_strangers;
+  stats.refused_unauthenticated = state_.counters.refused_unauthenticated;
   stats.bad_frames = state_.counters.bad_frames;
   stats.bytes_received = state_.counters.bytes_received;
   return stats;

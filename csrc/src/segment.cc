@@ -196,7 +196,7 @@ Segment Segment::attach(const std::string& path) {
   if (!S_ISREG(info.st_mode) || size <= kHeaderBytes || size % kPage != 0) {
     throw std::runtime_error("not a receive arena: " + path);
   }
-  // Who can shorten the file can end this process. Only a process of this user may.
+  // A process that shortens the file ends this one by SIGBUS; only processes of this user can.
   if (info.st_uid != ::geteuid() || (info.st_mode & 0077) != 0) {
     throw std::runtime_error("the receive arena " + path + " is not this user's alone");
   }

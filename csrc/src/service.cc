@@ -16,7 +16,7 @@ constexpr uint64_t kListener = 0;
 constexpr uint64_t kWake = 1;
 constexpr int kAcceptsPerTurn = 32;
 constexpr auto kAcceptPause = std::chrono::seconds(1);
-constexpr size_t kMaxStrangers = 64;
+constexpr size_t kMaxUnauthenticated = 64;
 
 void control_epoll(int epoll, int operation, int fd, uint32_t events, uint64_t id) {
   epoll_event event{};
@@ -95,7 +95,7 @@ void Service::accept_some(TimePoint now) {
       if (!nothing) pause_accepting(now + kAcceptPause);  // out of descriptors or memory
       return;
     }
-    if (!make_room(now)) continue;  // hangs up
+    if (!make_room(now)) continue;  // closes it
     tune(fd.get(), false, false);
     Sessions& sessions = *this;
     const uint64_t id = next_id_++;
@@ -106,17 +106,18 @@ void Service::accept_some(TimePoint now) {
     } catch (const LinkError&) {  // out of memory, or of watches
       return pause_accepting(now + kAcceptPause);
     }
-    if (connection->is_stranger()) strangers_.insert(id);
+    if (connection->is_unauthenticated()) unauthenticated_.insert(id);
     next_sweep_ = std::min(next_sweep_, connection->deadline());
     connections_.emplace(id, std::move(connection));
   }
 }
 
-// Strangers never take the place of peers. The oldest of too many goes: a peer proves itself within
-// milliseconds, and who only wants to be in the way does not.
+// Unauthenticated connections never take the place of peers. The oldest of too many is closed: a
+// peer proves itself within milliseconds.
 bool Service::make_room(TimePoint now) {
-  if (connections_.size() - strangers_.size() >= state_.options.max_connections) return false;
-  if (strangers_.size() >= kMaxStrangers) remove(*strangers_.begin(), "too many strangers", now);
+  if (connections_.size() - unauthenticated_.size() >= state_.options.max_connections) return false;
+  if (unauthenticated_.size() >= kMaxUnauthenticated)
+    remove(*unauthenticated_.begin(), "too many unauthenticated connections", now);
   return true;
 }
 
@@ -132,7 +133,7 @@ void Service::serve(uint64_t id, uint32_t events, TimePoint now) {
   try {
     if ((events & EPOLLOUT) != 0) connection.writable(now);
     if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) connection.readable(now);
-    if (!connection.is_stranger()) strangers_.erase(id);
+    if (!connection.is_unauthenticated()) unauthenticated_.erase(id);
     if (connection.is_control()) sessions_[connection.session_id()] = id;
   } catch (const FrameError& error) {
     return broke_protocol(connection, error.what(), now);
@@ -149,7 +150,8 @@ void Service::serve(uint64_t id, uint32_t events, TimePoint now) {
 void Service::broke_protocol(Connection& connection, const std::string& reason, TimePoint now) {
   {
     const std::lock_guard lock(state_.mutex);
-    ++(connection.is_stranger() ? state_.counters.refused_strangers : state_.counters.bad_frames);
+    ++(connection.is_unauthenticated() ? state_.counters.refused_unauthenticated
+                                       : state_.counters.bad_frames);
   }
   try {
     connection.refuse(reason, now);
@@ -174,14 +176,14 @@ void Service::remove(uint64_t id, const std::string& reason, TimePoint now) {
   if (found == connections_.end()) return;
   const std::unique_ptr<Connection> connection = std::move(found->second);
   connections_.erase(found);
-  strangers_.erase(id);
+  unauthenticated_.erase(id);
   watching_write_.erase(id);
   const auto session = sessions_.find(connection->session_id());
   const bool is_session = session != sessions_.end() && session->second == id;
   if (is_session) sessions_.erase(session);
   const Connection* control = is_session ? nullptr : this->session(connection->session_id());
-  // A session cannot do without one of its data connections, and its sender may not have been
-  // told: what it said is still read, then the session ends.
+  // A session needs all of its data connections, and its sender may not know of the loss: what it
+  // has sent is still read, then the session ends.
   if (control != nullptr) ::shutdown(control->fd(), SHUT_RDWR);
   const std::lock_guard lock(state_.mutex);
   // A data connection carries its session's name.

@@ -72,7 +72,7 @@ class TcpLink : public Link {
     }
     queue_.erase(std::remove_if(queue_.begin(), queue_.end(), ours), queue_.end());
     for (Stream& stream : streams_) {
-      // A frame under way is filled up with zeros, and its sum says that they are nothing.
+      // A frame under way is filled up with zeros; its checksum marks them as void.
       const auto first = stream.jobs.begin() + (stream.sent > 0 ? 1 : 0);
       for (auto job = first; job != stream.jobs.end(); ++job) {
         if (ours(*job)) complete(*job, job->end - job->begin);

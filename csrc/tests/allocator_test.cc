@@ -6,7 +6,7 @@
 
 using tetri::Allocator;
 
-TEST(allocator_rounds_up_and_says_when_nothing_fits) {
+TEST(allocator_rounds_up_and_refuses_what_does_not_fit) {
   Allocator arena(3 * Allocator::kGranule);
   CHECK(arena.allocate(1) == 0u);
   CHECK(arena.used_bytes() == Allocator::kGranule);

@@ -52,14 +52,14 @@ Status said(const std::string& here, const std::string& there, LinkWish link = L
   return sender.send(receiver.endpoint(), "hello", seconds(10));
 }
 
-// Feeds a doorman as a socket would; what it answers.
-std::string feed(Doorman* doorman, std::string bytes) {
+// Feeds an authenticator as a socket would; returns what it answers.
+std::string feed(Authenticator* authenticator, std::string bytes) {
   std::string answers;
-  while (!bytes.empty() && !doorman->has_proof()) {
-    const size_t count = std::min(bytes.size(), doorman->wants());
-    std::memcpy(doorman->room(), bytes.data(), count);
+  while (!bytes.empty() && !authenticator->has_proof()) {
+    const size_t count = std::min(bytes.size(), authenticator->wants());
+    std::memcpy(authenticator->room(), bytes.data(), count);
     bytes.erase(0, count);
-    answers += doorman->took(count);
+    answers += authenticator->take(count);
   }
   return answers;
 }
@@ -127,51 +127,51 @@ TEST(proof_depends_on_everything) {
   CHECK(proof != proof_of(key_of('k'), Side::kSender, one, other, "127.0.0.1:2"));
 }
 
-TEST(doorman_lets_in_who_holds_the_key) {
-  Doorman doorman(key_of('k'), kHere);
+TEST(authenticator_accepts_a_holder_of_the_key) {
+  Authenticator authenticator(key_of('k'), kHere);
   const std::string mine = make_nonce();
-  const std::string theirs = only<Challenge>(feed(&doorman, encode(Challenge{mine}))).nonce;
+  const std::string theirs = only<Challenge>(feed(&authenticator, encode(Challenge{mine}))).nonce;
   const std::string proof = proof_of(key_of('k'), Side::kSender, mine, theirs, kHere);
-  const std::string answer = feed(&doorman, encode(Proof{proof}));
+  const std::string answer = feed(&authenticator, encode(Proof{proof}));
   CHECK(only<Proof>(answer).proof == proof_of(key_of('k'), Side::kReceiver, mine, theirs, kHere));
-  CHECK(doorman.has_proof());
+  CHECK(authenticator.has_proof());
 }
 
-TEST(doorman_refuses_everybody_else) {
+TEST(authenticator_refuses_all_others) {
   const std::string mine = make_nonce();
   const auto refused = [&](const std::string& second) {
-    Doorman doorman(key_of('k'), kHere);
-    feed(&doorman, encode(Challenge{mine}));
-    CHECK_THROWS(feed(&doorman, second), FrameError);
-    CHECK(!doorman.has_proof());
+    Authenticator authenticator(key_of('k'), kHere);
+    feed(&authenticator, encode(Challenge{mine}));
+    CHECK_THROWS(feed(&authenticator, second), FrameError);
+    CHECK(!authenticator.has_proof());
   };
   refused(encode(Proof{std::string(kNonceBytes, 'x')}));
   refused(encode(Proof{std::string(kNonceBytes - 1, 'x')}));
   refused(encode(Challenge{mine}));
   refused(encode(Done{1, 2}));
-  Doorman doorman(key_of('k'), kHere);
-  CHECK_THROWS(feed(&doorman, encode(Proof{std::string(kNonceBytes, 'x')})), FrameError);
+  Authenticator authenticator(key_of('k'), kHere);
+  CHECK_THROWS(feed(&authenticator, encode(Proof{std::string(kNonceBytes, 'x')})), FrameError);
   // Its own proof is of no use to who hands it back.
-  Doorman twin(key_of('k'), kHere);
+  Authenticator twin(key_of('k'), kHere);
   const std::string theirs = only<Challenge>(feed(&twin, encode(Challenge{mine}))).nonce;
   const std::string reflected = proof_of(key_of('k'), Side::kReceiver, mine, theirs, kHere);
   CHECK_THROWS(feed(&twin, encode(Proof{reflected})), FrameError);
 }
 
-TEST(doorman_refuses_random_and_mutated_frames) {
+TEST(authenticator_refuses_random_and_mutated_frames) {
   std::mt19937 dice(3);
   for (int turn = 0; turn < 20000; ++turn) {
-    Doorman doorman(key_of('k'), kHere);
+    Authenticator authenticator(key_of('k'), kHere);
     std::string bytes = encode(Challenge{make_nonce()});
     if (turn % 2 == 0) bytes += encode(Proof{make_nonce()});
     for (unsigned flips = dice() % 6; flips > 0; --flips) {
       bytes[dice() % bytes.size()] = static_cast<char>(dice());
     }
     try {
-      feed(&doorman, bytes);
+      feed(&authenticator, bytes);
     } catch (const FrameError&) {
     }
-    CHECK(!doorman.has_proof());
+    CHECK(!authenticator.has_proof());
   }
 }
 
@@ -211,12 +211,12 @@ TEST(receiver_that_does_not_hold_the_key_learns_nothing) {
   CHECK(seen.size() == 2 * (kHeaderSize + kProofBodyBytes));  // a challenge and a proof, no more
 }
 
-TEST(strangers_make_room_for_peers) {
+TEST(unauthenticated_connections_make_room_for_peers) {
   Receiver receiver(receiving(key_of('k')));
   const Endpoint endpoint = parse_endpoint(receiver.endpoint());
-  std::vector<Fd> strangers;
+  std::vector<Fd> unauthenticated;
   for (int count = 0; count < 200; ++count) {
-    strangers.push_back(connect_to(endpoint, Clock::now() + seconds(10), -1));
+    unauthenticated.push_back(connect_to(endpoint, Clock::now() + seconds(10), -1));
   }
   Sender sender(sending(key_of('k')));
   CHECK(sender.send(receiver.endpoint(), "hello", seconds(10)) == Status::kOk);

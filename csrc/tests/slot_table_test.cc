@@ -66,7 +66,7 @@ TEST(slot_of_a_shared_writer_is_quarantined_until_it_stopped) {
 TEST(slot_of_a_dropped_shared_writer_waits_for_its_hang_up) {
   Fixture f;
   f.open("t", writer(1, true));
-  f.table.connection_dropped(writer(1, true), "nonsense", f.now);
+  f.table.connection_dropped(writer(1, true), "invalid frame", f.now);
   CHECK(f.table.find("t")->state == SlotState::kFailed);
   CHECK(f.table.quarantined_bytes() == 2 * kPage);
   f.table.connection_lost(writer(1, true), "gone", f.now);
@@ -122,7 +122,7 @@ TEST(slot_that_this_side_claims_stays_until_it_is_released) {
   CHECK(f.table.next_deadline() == TimePoint::max());
   f.table.expire(f.now + seconds(1000));
   f.table.cancel("own", f.now);
-  f.table.connection_lost(writer(0, false), "nobody's", f.now);
+  f.table.connection_lost(writer(0, false), "unknown", f.now);
   CHECK(f.table.find("own")->generation == slot->generation);
   CHECK(!f.table.take("own"));
   CHECK(!f.table.claim("own", 1, kPage, 1));
@@ -134,7 +134,7 @@ TEST(slot_that_this_side_claims_stays_until_it_is_released) {
   CHECK(f.table.claim("own", 1, kPage, 1)->generation != slot->generation);
 }
 
-TEST(slots_that_nobody_took_are_abandoned_with_a_note) {
+TEST(slots_that_were_not_taken_are_abandoned_with_a_note) {
   Fixture f;
   const Opened filling = f.open("r/filling", writer(1, true), 1);
   const Opened arrived = f.open("r/arrived", writer(1, false), 1);

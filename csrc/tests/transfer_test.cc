@@ -124,7 +124,7 @@ TEST(transfer_over_tcp) { push_and_compare(LinkWish::kTcp); }
 TEST(transfer_stress_over_shm) { stress(LinkWish::kShm); }
 TEST(transfer_stress_over_tcp) { stress(LinkWish::kTcp); }
 
-TEST(claimed_slots_give_back_what_was_saved_beside_transfers) {
+TEST(claimed_slots_return_what_was_saved_while_transfers_arrive) {
   Receiver receiver(receiving());
   Sender sender(sending(LinkWish::kShm));
   Arena arena(receiver.segment());

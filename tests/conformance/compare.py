@@ -12,11 +12,11 @@ import pytest
 
 from tests.conformance.real import Play
 from vllm_tetri.sim.cluster import run
+from vllm_tetri.sim.config import ClusterConfig
 from vllm_tetri.sim.log import Decision, Step
-from vllm_tetri.sim.mode.modes import SplitMode
-from vllm_tetri.sim.setting import Setting
-from vllm_tetri.sim.views import Picture
-from vllm_tetri.sim.workload import Ask
+from vllm_tetri.sim.modes import SplitMode
+from vllm_tetri.sim.snapshot import SimSnapshot
+from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import Role
 
 # What decisions are made on.
@@ -29,23 +29,23 @@ _FIELDS = (*_PREFILL_FIELDS, "blocks_used", "reserved_blocks")
 
 
 def assert_same(
-    setting: Setting, asks: Sequence[Ask], folder: Path, patch: pytest.MonkeyPatch
+    setting: ClusterConfig, specs: Sequence[RequestSpec], folder: Path, patch: pytest.MonkeyPatch
 ) -> list[Decision]:
     """Both decide the same. Returns what the simulator decided."""
     simulated: list[Decision] = []
-    seen: dict[int, Picture] = {}
+    seen: dict[int, SimSnapshot] = {}
 
     class Watched(SplitMode):
-        def route(self, picture: Picture, ask: Ask, now: float) -> Any:
-            seen[picture.view.seq] = picture
-            return super().route(picture, ask, now)
+        def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Any:
+            seen[snapshot.view.seq] = snapshot
+            return super().route(snapshot, spec, now)
 
-        def dispatch(self, prefill: Any, picture: Picture, *args: Any, **options: Any) -> Any:
-            seen[picture.view.seq] = picture
-            return super().dispatch(prefill, picture, *args, **options)
+        def dispatch(self, prefill: Any, snapshot: SimSnapshot, *args: Any, **options: Any) -> Any:
+            seen[snapshot.view.seq] = snapshot
+            return super().dispatch(prefill, snapshot, *args, **options)
 
-    run(replace(setting, mode=Watched), asks, log=simulated.append)
-    play = Play(setting, asks, folder, patch)
+    run(replace(setting, mode=Watched), specs, log=simulated.append)
+    play = Play(setting, specs, folder, patch)
     play.run()
     for seq, loads in enumerate(play.loads, 1):
         if seq in seen:
@@ -62,7 +62,7 @@ def assert_same(
 
 
 def steps(decisions: Sequence[Decision]) -> list[Step]:
-    """Those of all instances."""
+    """Return the decisions of all instances."""
     return [each for each in decisions if isinstance(each, Step)]
 
 

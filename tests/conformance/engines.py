@@ -22,9 +22,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.llama import LLAMA
-from vllm_tetri.sim.engine.kinds import Stock
-from vllm_tetri.sim.setting import Place, Setting
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, Ask
+from vllm_tetri.sim.config import ClusterConfig, InstanceConfig, Stock
+from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
 from vllm_tetri.types import Prediction
 
 WINDOW_TOKENS = GRANULARITY_TOKENS * NUM_BUCKETS  # so that there are as many buckets
@@ -39,9 +38,9 @@ _ARGS: dict[str, Any] = {
 }
 
 
-def next_token(request: Request, answers: Mapping[str, int]) -> int:
-    """Of a request, given how many tokens its answer has."""
-    is_last = request.num_output_tokens + 1 == answers[request.request_id]
+def next_token(request: Request, outputs: Mapping[str, int]) -> int:
+    """Return the next token of a request whose output has a known length."""
+    is_last = request.num_output_tokens + 1 == outputs[request.request_id]
     return _STOP if is_last else _WORD
 
 
@@ -53,34 +52,37 @@ class TetriEngine(Engine):
     """
 
     def __init__(
-        self, folder: Path, setting: Setting, place: Place, asks: Mapping[str, Ask]
+        self,
+        folder: Path,
+        setting: ClusterConfig,
+        place: InstanceConfig,
+        specs: Mapping[str, RequestSpec],
     ) -> None:
-        shape = place.shape
+        engine = place.engine
         super().__init__(
             folder,
             place.role,
-            num_blocks=shape.kv_blocks + 1,  # one is vLLM's null block
+            num_blocks=engine.kv_blocks + 1,  # one is vLLM's null block
             page=_PAGE,
-            args={**_ARGS, "max_num_seqs": shape.max_requests},
+            args={**_ARGS, "max_num_seqs": engine.max_requests},
             instance=place.id,
-            chunk_size=shape.chunk_tokens,
-            prefill_policy=shape.order,
-            sched_batch=shape.sched_batch,
-            decode_policy=shape.admission,
+            chunk_size=engine.chunk_tokens,
+            prefill_policy=engine.order,
+            sched_batch=engine.sched_batch,
+            decode_policy=engine.admission,
             dispatch_policy=setting.dispatch,
             report_period_s=setting.report_period_s,
             arena_bytes=ARENA_BYTES,
         )
-        self._answers = {name: ask.output_tokens for name, ask in asks.items()}
+        self._lengths = {name: spec.output_tokens for name, spec in specs.items()}
 
         def predicted(name: str, *, is_due: bool = False) -> Prediction | None:
-            return asks[name].predicted if name in asks else None
+            return specs[name].predicted if name in specs else None
 
-        self.instance.predictions.get = predicted
-        self.scheduler._answers._predicted_here = predicted
+        self.endpoint.predictions.get = predicted
 
     def sample(self, request: Request) -> int:
-        return next_token(request, self._answers)
+        return next_token(request, self._lengths)
 
     def enter(self, name: str, tokens: list[int], params: dict[str, Any] | None = None) -> None:
         """A request came."""
@@ -90,7 +92,7 @@ class TetriEngine(Engine):
     @property
     def is_sending(self) -> bool:
         """Whether KV is on its way to another one."""
-        return len(self.instance.outbox) > 0
+        return len(self.endpoint.sends) > 0
 
 
 class StockEngine:
@@ -99,11 +101,15 @@ class StockEngine:
     is_sending = False
 
     def __init__(
-        self, folder: Path, setting: Setting, place: Place, asks: Mapping[str, Ask]
+        self,
+        folder: Path,
+        setting: ClusterConfig,
+        place: InstanceConfig,
+        specs: Mapping[str, RequestSpec],
     ) -> None:
-        shape = place.shape
-        assert isinstance(shape.engine, Stock)
-        budget = shape.engine.budget_tokens
+        engine = place.engine
+        assert isinstance(engine.kind, Stock)
+        budget = engine.kind.budget_tokens
         (folder / "config.json").write_text(json.dumps(LLAMA))
         args = {**_ARGS, "max_num_batched_tokens": budget, "enable_chunked_prefill": True}
         config = EngineArgs(
@@ -111,17 +117,17 @@ class StockEngine:
             skip_tokenizer_init=True,
             enforce_eager=True,
             block_size=BLOCK,
-            max_num_seqs=min(shape.max_requests, budget),
+            max_num_seqs=min(engine.max_requests, budget),
             **args,
         ).create_engine_config()
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
         )
-        config.cache_config.num_gpu_blocks = shape.kv_blocks + 1
+        config.cache_config.num_gpu_blocks = engine.kv_blocks + 1
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=shape.kv_blocks + 1,
+                num_blocks=engine.kv_blocks + 1,
                 kv_cache_tensors=[],
                 kv_cache_groups=[KVCacheGroupSpec(["layer0"], spec)],
             ),
@@ -129,7 +135,7 @@ class StockEngine:
             block_size=BLOCK,
             log_stats=True,
         )
-        self._answers = {name: ask.output_tokens for name, ask in asks.items()}
+        self._lengths = {name: spec.output_tokens for name, spec in specs.items()}
 
     def enter(self, name: str, tokens: list[int], params: dict[str, Any] | None = None) -> None:
         """A request came."""
@@ -146,7 +152,7 @@ class StockEngine:
         ids = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in ids]
         sampled = [
-            [next_token(each, self._answers)] if each.num_computed_tokens >= each.num_tokens else []
+            [next_token(each, self._lengths)] if each.num_computed_tokens >= each.num_tokens else []
             for each in requests
         ]
         places = {name: place for place, name in enumerate(ids)}

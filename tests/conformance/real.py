@@ -12,23 +12,25 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.conformance.engines import StockEngine, TetriEngine
 from tests.eventually import eventually
-from vllm_tetri.control.views import Picture
+from vllm_tetri.control.view import Snapshot
 from vllm_tetri.engine import scheduler as engine_scheduler
-from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, from_params, to_params
+from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams, from_params, to_params
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE
 from vllm_tetri.policy.route import Split, Whole
-from vllm_tetri.router import scheduler as router_scheduler
-from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.sim.log import Decision, Dispatched, Log, Routed, Step
+from vllm_tetri.router import placement
+from vllm_tetri.router.placement import Placer
+from vllm_tetri.router.request import COMPLETIONS, ApiRequest
+from vllm_tetri.router.table import RequestTable, Shares
+from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
+from vllm_tetri.sim.log import Decision, DecodeChosen, Log, Routed, Step
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.setting import Place, Setting
-from vllm_tetri.sim.workload import Ask
+from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.transport.native import Receiver, SlotState
 from vllm_tetri.types import (
     ClusterView,
@@ -61,7 +63,12 @@ class Played:
     """One engine: it is idle or in a step."""
 
     def __init__(
-        self, place: Place, engine: Any, at: At, log: Log, stepped: Callable[[Played, float], None]
+        self,
+        place: InstanceConfig,
+        engine: Any,
+        at: At,
+        log: Log,
+        stepped: Callable[[Played, float], None],
     ) -> None:
         self.place, self.engine = place, engine
         self._at, self._log, self._stepped = at, log, stepped
@@ -102,7 +109,7 @@ class Played:
             if output.total_num_scheduled_tokens:
                 self._tell(output)
                 self._step = (output, results)
-                self._at(now + self.place.shape.cost.step_s(0, 0, 0, 0), self._end)
+                self._at(now + self.place.engine.cost.step_s(0, 0, 0, 0), self._end)
                 return
             self.engine.update(output, results)
 
@@ -144,44 +151,50 @@ class Play:
 
     def __init__(
         self,
-        setting: Setting,
-        asks: Sequence[Ask],
+        setting: ClusterConfig,
+        specs: Sequence[RequestSpec],
         folder: Path,
         patch: pytest.MonkeyPatch,
     ) -> None:
         self.decisions: list[Decision] = []
         self.loads: list[dict[InstanceId, InstanceLoad]] = []  # as they were reported
-        self._setting, self._asks = setting, asks
-        self._by_name = {str(ask.id): ask for ask in asks}
+        self._setting, self._asks = setting, specs
+        self._by_name = {str(spec.id): spec for spec in specs}
         self._folder = folder
         self._loop, self._clock = Loop(), Clock()
-        for module in (engine_scheduler, router_scheduler):
+        for module in (engine_scheduler, placement):
             patch.setattr(module, "time", self._clock)
         patch.setattr(engine_scheduler, "ARRIVAL_WAIT_S", 0.0)
         patch.setenv("TETRI_CACHE", str(folder / "cache"))
         self._played = {place.id: self._play(place) for place in setting.instances}
         self._view, self._view_s = ClusterView(), 0.0
         self._opened: set[TransferId] = set()  # transfers of which their receivers know
-        self._router = GlobalScheduler("tcp://127.0.0.1:0")
-        self._router.monitor.view = self._seen  # type: ignore[method-assign]
+        shares = Shares(RequestTable(), limit=1 << 20, limit_each=1 << 20, num_clients=1)
+        self._placer = Placer(
+            self._seen,
+            shares,
+            objective=NO_OBJECTIVE,
+            refuses_late=False,
+            max_queue_delay_s=0.0,
+        )
 
-    def _play(self, place: Place) -> Played:
-        kind = TetriEngine if place.shape.can_hand_over else StockEngine
+    def _play(self, place: InstanceConfig) -> Played:
+        kind = TetriEngine if place.engine.kind.can_hand_over else StockEngine
         engine: Any = kind(self._folder, self._setting, place, self._by_name)
         if isinstance(engine, TetriEngine):
-            dispatcher = engine.instance._dispatcher
-            dispatcher._rng = Random(f"{self._setting.seed} {place.id}")
+            dispatcher = engine.endpoint.dispatcher
+            dispatcher._policy._rng = Random(f"{self._setting.seed} {place.id}")
             dispatcher._clock = self._clock.monotonic
-            engine.instance.outbox._announce = self._announced
-            engine.instance.outbox._tell_decode = _nothing
+            dispatcher.announce = self._announced
+            engine.endpoint.sends._send_first_tokens = _nothing
         return Played(place, engine, self._at, self.decisions.append, self._stepped)
 
     def run(self) -> None:
         """From the first arrival to the last token."""
         try:
             self._at(0.0, self._report)
-            for ask in self._asks:
-                self._at(ask.arrival_s, partial(self._arrive, ask))
+            for spec in self._asks:
+                self._at(spec.arrival_s, partial(self._arrive, spec))
             self._loop.run()
             for each in self._played.values():
                 assert not each.engine.scheduler.requests, f"{each.place.id} keeps requests"
@@ -206,25 +219,34 @@ class Play:
         )
         return ClusterView("test", self._view.seq, views)
 
-    def _arrive(self, ask: Ask, now: float) -> None:
-        name, tokens = str(ask.id), prompt_of(ask)
+    def _arrive(self, spec: RequestSpec, now: float) -> None:
+        name, tokens = str(spec.id), prompt_of(spec)
         if isinstance(next(iter(self._played.values())).engine, StockEngine):
             (only,) = self._played.values()
-            self.decisions.append(Routed(ask.id, only.place.id, False))
+            self.decisions.append(Routed(spec.id, only.place.id, False))
             only.submit(now, partial(only.engine.enter, name, tokens))
             return
         (model,) = {each.info.models[0] for each in self._view.instances}
-        call = SimpleNamespace(
-            model=model, approx_tokens=ask.prompt_tokens, request_id=name, party=""
+        request = ApiRequest(
+            path=COMPLETIONS,
+            body={},
+            raw=b"",
+            model=model,
+            is_splittable=True,
+            approx_tokens=spec.prompt_tokens,
+            headers={},
+            request_id=name,
         )
-        nobody: frozenset[InstanceId] = frozenset()
-        route = self._router._route(call, True, nobody, nobody, True)  # type: ignore[arg-type]
+        none: frozenset[InstanceId] = frozenset()
+        route = self._placer.place(
+            request, may_split=True, excluded=none, at_limit=none, is_new=True
+        )
         assert isinstance(route, Split | Whole)
         first = route.prefill if isinstance(route, Split) else route.instance
-        self._router._submitted(first, ask.prompt_tokens)
-        self.decisions.append(Routed(ask.id, first, isinstance(route, Split)))
-        leg = PrefillLeg(TransferId(f"t{name}"), RequestId(name))
-        params = to_params(leg) if isinstance(route, Split) else None
+        self._placer.record_sent(first, request)
+        self.decisions.append(Routed(spec.id, first, isinstance(route, Split)))
+        kv_params = PrefillParams(TransferId(f"t{name}"), RequestId(name))
+        params = to_params(kv_params) if isinstance(route, Split) else None
         played = self._played[first]
         played.submit(now, partial(played.engine.enter, name, tokens, params))
 
@@ -233,18 +255,18 @@ class Play:
         if any(isinstance(engine, StockEngine) for engine in engines.values()):
             return
         self._settle()
-        loads = {name: engine.instance._read_load() for name, engine in engines.items()}
+        loads = {name: engine.endpoint.read_load() for name, engine in engines.items()}
         self.loads.append(loads)
         views = tuple(
             InstanceView(engine.info, InstanceState.READY, loads[name], 0.0, len(self.loads))
             for name, engine in engines.items()
         )
         self._view, self._view_s = ClusterView("test", len(self.loads), views), now
-        period_s, picture = self._setting.report_period_s, Picture(self._view, now)
+        period_s, snapshot = self._setting.report_period_s, Snapshot(self._view, now)
         if not now:
-            self._broadcast(picture, now)
+            self._broadcast(snapshot, now)
         else:
-            self._at(now + period_s / 2, partial(self._broadcast, picture))
+            self._at(now + period_s / 2, partial(self._broadcast, snapshot))
         if not now or len(self._loop) > 1:  # the broadcast is one of them
             self._at(now + period_s, self._report)
 
@@ -252,7 +274,7 @@ class Play:
         """What a step opened or called off is so at its receiver, too: that takes no virtual
         time and some real time, and arenas look emptier, or fuller, until then."""
         for played in self._played.values():
-            for entry in played.engine.instance.outbox._entries.values():
+            for entry in played.engine.endpoint.sends._sends.values():
                 if entry.is_open and not entry.freeing and entry.name not in self._opened:
                     eventually(partial(self._receiver(entry.dispatch.instance).find, entry.name))
                     self._opened.add(entry.name)
@@ -263,55 +285,57 @@ class Play:
         return not self._receiver(name).stats().quarantined
 
     def _receiver(self, name: InstanceId) -> Receiver:
-        receiver: Receiver = self._played[name].engine.instance._receiver
+        receiver: Receiver = self._played[name].engine.endpoint.receiver
         return receiver
 
-    def _broadcast(self, picture: Picture, now: float) -> None:
+    def _broadcast(self, snapshot: Snapshot, now: float) -> None:
         for each in self._played.values():
-            each.engine.instance._agent.picture = lambda: picture
+            each.engine.endpoint.agent.snapshot = lambda: snapshot
 
     # -- between instances --------------------------------------------------------------
 
-    def _announced(self, request: Any, leg: PrefillLeg, dispatch: Any, opening: Any) -> None:
+    def _announced(
+        self, request: Any, kv_params: PrefillParams, dispatch: Any, opening: Any = None
+    ) -> None:
         if opening is None:
-            self.decisions.append(Dispatched(int(leg.request), dispatch.instance))
+            self.decisions.append(DecodeChosen(int(kv_params.request), dispatch.instance))
 
     def _stepped(self, played: Played, now: float) -> None:
-        """Hand over what a step has finished: the second leg comes at once, the KV and the
+        """Hand over what a step has finished: the decode request comes at once, the KV and the
         first token after the time that the script says."""
         if not isinstance(played.engine, TetriEngine):
             return
         finished, played.engine.finished = played.engine.finished, {}
         for name, params in finished.items():
-            answer = from_params(params)
-            if isinstance(answer, Prefilled) and answer.is_final:
+            response = from_params(params)
+            if isinstance(response, Prefilled) and response.is_final:
                 self._cancel(TransferId(f"t{name}"))
-            elif isinstance(answer, Prefilled):
-                decode, tokens = self._played[answer.decode], prompt_of(self._by_name[name])
-                leg = DecodeLeg(
-                    answer.transfer, answer.digest, predicted=answer.predicted, is_early=True
+            elif isinstance(response, Prefilled):
+                decode, tokens = self._played[response.decode], prompt_of(self._by_name[name])
+                kv_params = DecodeParams(
+                    response.transfer, response.digest, predicted=response.predicted, is_early=True
                 )
-                decode.submit(now, partial(decode.engine.enter, name, tokens, to_params(leg)))
-                hand_over = partial(self._hand_over, played, name, answer)
+                decode.submit(now, partial(decode.engine.enter, name, tokens, to_params(kv_params)))
+                hand_over = partial(self._hand_over, played, name, response)
                 self._at(now + self._setting.handover_base_s, hand_over)
 
     def _cancel(self, transfer: TransferId) -> None:
-        """The router tells instances that nobody wants the KV of a request."""
+        """Cancel the KV of a request at instances, as the router does."""
         for each in self._played.values():
-            each.engine.instance._cancel(transfer)
+            each.engine.endpoint.cancel(transfer)
 
-    def _hand_over(self, prefill: Played, name: str, answer: Prefilled, now: float) -> None:
-        decode = self._played[answer.decode]
-        receiver = self._receiver(answer.decode)
+    def _hand_over(self, prefill: Played, name: str, response: Prefilled, now: float) -> None:
+        decode = self._played[response.decode]
+        receiver = self._receiver(response.decode)
         deadline = time.monotonic() + _ARRIVES_S
-        while (slot := receiver.find(answer.transfer)) is None or slot.state is SlotState.FILLING:
+        while (slot := receiver.find(response.transfer)) is None or slot.state is SlotState.FILLING:
             assert time.monotonic() < deadline, f"KV of {name} does not arrive"
             time.sleep(0.0005)
-        self._opened.add(answer.transfer)
-        while prefill.is_idle and name in prefill.engine.instance.outbox:
+        self._opened.add(response.transfer)
+        while prefill.is_idle and name in prefill.engine.endpoint.sends:
             assert time.monotonic() < deadline, f"blocks of {name} are not freed"
             prefill.wake(now)
-        decode.engine.instance.inbox._given[answer.transfer] = answer.given
+        decode.engine.endpoint.receives._outputs[response.transfer] = response.prior_output
         decode.wake(now)
 
 
@@ -319,6 +343,6 @@ def _nothing(*args: Any) -> None:
     """The script says when the first token comes."""
 
 
-def prompt_of(ask: Ask) -> list[int]:
+def prompt_of(spec: RequestSpec) -> list[int]:
     """Its tokens."""
-    return Random(ask.id).choices(range(10, 120), k=ask.prompt_tokens)
+    return Random(spec.id).choices(range(10, 120), k=spec.prompt_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +12,10 @@ from typing import Any
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import Dispatched
+from vllm_tetri.security import Secret
 from vllm_tetri.types import (
+    ClusterView,
+    Flip,
     InstanceId,
     InstanceInfo,
     InstanceLoad,
@@ -43,32 +47,102 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 5.0) ->
         await asyncio.sleep(0.005)
 
 
-class Joined:
-    """An agent with everything that it was told."""
+class FakeEngine:
+    """What an agent asks of an engine; each option replaces one method."""
 
-    def __init__(self, *addresses: str, info: InstanceInfo = INFO, **options: Any) -> None:
+    def __init__(self, **options: Callable[..., Any]) -> None:
         self.cancelled: list[TransferId] = []
-        defaults = {
-            "read_load": lambda: InstanceLoad(running=1),
-            "on_cancel": self.cancelled.append,
-        }
-        self.agent = Agent(
-            routers=addresses, info=info, period_s=PERIOD_S, **{**defaults, **options}
-        )
+        self.lost: list[TransferId] = []
+        self.abandoned: list[str] = []
+        self.drained = threading.Event()
+        self.busy = True
+        for name, method in options.items():
+            assert hasattr(FakeEngine, name)
+            setattr(self, name, method)
+
+    def read_load(self) -> InstanceLoad:
+        return InstanceLoad(running=1)
+
+    def unfinished(self, role: Role) -> str:
+        return ""
+
+    def is_idle(self) -> bool:
+        return not self.busy
+
+    def cancel(self, transfer: TransferId) -> None:
+        self.cancelled.append(transfer)
+
+    def lose(self, transfer: TransferId) -> None:
+        self.lost.append(transfer)
+
+    def abandon(self, router: str) -> None:
+        self.abandoned.append(router)
+
+    def on_drained(self) -> None:
+        self.drained.set()
+
+
+class FakeRouter:
+    """What a monitor asks of a router."""
+
+    def __init__(self) -> None:
+        self.hellos: list[InstanceInfo] = []
+        self.dispatched: list[Dispatched] = []
+        self.cut_off: list[InstanceId] = []
+        self.flips: list[tuple[InstanceId, Flip]] = []
+        self.in_flight = 0
+
+    def on_hello(self, info: InstanceInfo) -> None:
+        self.hellos.append(info)
+
+    def on_dispatched(self, message: Dispatched) -> None:
+        self.dispatched.append(message)
+
+    def on_cut_off(self, instance: InstanceId) -> None:
+        self.cut_off.append(instance)
+
+    def on_flip(self, instance: InstanceId, flip: Flip) -> None:
+        self.flips.append((instance, flip))
+
+    def num_reaching(self, instance: InstanceId) -> int:
+        return self.in_flight
+
+
+class Joined:
+    """An agent and its engine."""
+
+    def __init__(
+        self,
+        *addresses: str,
+        info: InstanceInfo = INFO,
+        secret: Secret | None = None,
+        **engine: Callable[..., Any],
+    ) -> None:
+        self.engine = FakeEngine(**{"is_idle": lambda: True, **engine})
+        self.agent = Agent(addresses, info, self.engine, period_s=PERIOD_S, secret=secret)
         self.agent.start()
 
     async def close(self) -> None:
         await asyncio.to_thread(self.agent.close)
 
+    @property
+    def view(self) -> ClusterView:
+        return self.agent.snapshot().view
+
     def sees(self) -> list[tuple[str, str]]:
-        return [(each.info.id, each.state) for each in self.agent.view().instances]
+        return [(each.info.id, each.state) for each in self.view.instances]
 
 
 @asynccontextmanager
 async def monitor(
-    bind: str = "tcp://127.0.0.1:0", name: str = "router", **options: Any
+    bind: str = "tcp://127.0.0.1:0",
+    name: str = "router",
+    side: FakeRouter | None = None,
+    secret: Secret | None = None,
 ) -> AsyncIterator[Monitor]:
-    made = Monitor(bind, name, period_s=PERIOD_S, **{"silent_after_s": 0.3, **options})
+    made = Monitor(
+        bind, name, side or FakeRouter(), period_s=PERIOD_S, silent_after_s=0.3, secret=secret
+    )
     made.start()
     try:
         yield made

@@ -19,6 +19,8 @@ from tests.control.channel import (
     DISPATCHED,
     INFO,
     PERIOD_S,
+    FakeEngine,
+    FakeRouter,
     Joined,
     eventually,
     joined,
@@ -29,22 +31,17 @@ from vllm_tetri import messages
 from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.messages import CancelTransfer, Dispatched, Hello, LoadReport
-from vllm_tetri.types import (
-    InstanceId,
-    InstanceInfo,
-    InstanceLoad,
-    TransferId,
-)
+from vllm_tetri.messages import CancelTransfer, Hello, LoadReport
+from vllm_tetri.types import InstanceId, InstanceLoad, TransferId
 
 
 async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
-    hellos: list[InstanceInfo] = []
-    async with monitor(on_hello=hellos.append) as router:
+    side = FakeRouter()
+    async with monitor(side=side) as router:
         async with joined(router.address) as one:
             await eventually(lambda: states(router) == {"i": "starting"})
-            assert hellos[0] == INFO
-            router.mark_ready(INFO)
+            assert side.hellos[0] == INFO
+            router.members.mark_ready(INFO)
             await eventually(lambda: one.sees() == [("i", "ready")])
             await eventually(lambda: router.view().instances[0].load.running == 1)
         await eventually(lambda: states(router) == {}, timeout_s=0.25)
@@ -55,7 +52,7 @@ async def test_whatever_goes_wrong_in_a_period_there_is_another_one(
 ) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with monitor() as router, joined(router.address) as one:
-        monkeypatch.setattr(router, "_count_foreign", "no function")
+        monkeypatch.setattr(router.members, "forget_gone", "no function")
         await asyncio.sleep(2 * PERIOD_S)
         monkeypatch.undo()
         await eventually(lambda: states(router) == {"i": "starting"})
@@ -69,7 +66,7 @@ def hold_up(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_a_router_that_was_held_up_takes_nobody_for_silent() -> None:
+async def test_a_router_that_was_held_up_marks_no_instance_silent() -> None:
     """As after SIGSTOP: what was said meanwhile comes a moment after it goes on."""
     speaks = threading.Event()
     speaks.set()
@@ -91,14 +88,14 @@ async def test_a_router_that_was_held_up_takes_nobody_for_silent() -> None:
 
 
 async def test_messages_travel_both_ways() -> None:
-    dispatched: list[Dispatched] = []
-    async with monitor(on_dispatched=dispatched.append) as router, joined(router.address) as one:
+    side = FakeRouter()
+    async with monitor(side=side) as router, joined(router.address) as one:
         await eventually(lambda: states(router))
         one.agent.publish(DISPATCHED)
-        await eventually(lambda: dispatched == [DISPATCHED])
+        await eventually(lambda: side.dispatched == [DISPATCHED])
         assert router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
-        await eventually(lambda: one.cancelled == ["t"])
-        assert not router.send(InstanceId("nobody"), CancelTransfer(TransferId("t")))
+        await eventually(lambda: one.engine.cancelled == ["t"])
+        assert not router.send(InstanceId("unknown"), CancelTransfer(TransferId("t")))
         assert router.counters.undelivered == 1
 
 
@@ -112,10 +109,10 @@ async def test_a_silent_instance_is_marked_and_comes_back() -> None:
 
     async with monitor() as router, joined(router.address, read_load=read_load):
         await eventually(lambda: states(router))
-        router.mark_ready(INFO)
+        router.members.mark_ready(INFO)
         speaks.clear()
         await eventually(lambda: states(router) == {"i": "silent"})
-        assert router.knows(INFO)
+        assert router.members.is_known(INFO)
         speaks.set()
         await eventually(lambda: states(router) == {"i": "ready"})
 
@@ -127,7 +124,7 @@ async def test_an_instance_keeps_all_its_routers_informed() -> None:
         joined(first.address, second.address) as one,
     ):
         await eventually(lambda: states(first) and states(second))
-        second.mark_ready(INFO)
+        second.members.mark_ready(INFO)
         await eventually(lambda: one.sees() == [("i", "ready")])
 
 
@@ -143,16 +140,16 @@ async def test_a_router_that_starts_late_or_again_learns_everything_soon() -> No
 
 
 async def test_a_restarted_process_replaces_the_one_of_the_same_name() -> None:
-    hellos: list[int] = []
-    async with monitor(on_hello=lambda info: hellos.append(info.pid)) as router:
+    side = FakeRouter()
+    async with monitor(side=side) as router:
         two_pids = joined(router.address), joined(router.address, info=replace(INFO, pid=2))
         async with two_pids[0], two_pids[1] as two:
-            await eventually(lambda: set(hellos) == {1, 2})
-            last = hellos[-1]
-            router.mark_ready(replace(INFO, pid=3 - last))
+            await eventually(lambda: {each.pid for each in side.hellos} == {1, 2})
+            last = side.hellos[-1].pid
+            router.members.mark_ready(replace(INFO, pid=3 - last))
             await asyncio.sleep(5 * PERIOD_S)
             assert states(router) == {"i": "starting"}
-            assert len(hellos) <= 4  # the two do not fight over the name for ever
+            assert len(side.hellos) <= 4  # the two stop fighting over the name
             assert two.agent.dropped_messages == 0
 
 
@@ -160,37 +157,30 @@ async def test_trouble_in_the_engine_does_not_stop_the_agent() -> None:
     def broken(*_: object) -> Any:
         raise RuntimeError("engine trouble")
 
-    options = {"read_load": broken, "on_cancel": broken}
-    async with monitor() as router, joined(router.address, **options) as one:
+    async with monitor() as router, joined(router.address, read_load=broken, cancel=broken) as one:
         await eventually(lambda: states(router))
         router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
-        seq = one.agent.view().seq
-        await eventually(lambda: one.agent.view().seq > seq + 2)
+        seq = one.view.seq
+        await eventually(lambda: one.view.seq > seq + 2)
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:1", "tcp://10.0.0.1:1", "ipc:///tmp/x", "no"])
 def test_only_loopback_addresses_are_accepted(address: str) -> None:
     with pytest.raises(ConfigError):
-        Monitor(address, "router")
+        Monitor(address, "router", FakeRouter())
     with pytest.raises(ConfigError):
         Joined(address)
 
 
 async def test_a_port_in_use_is_a_clear_error() -> None:
     async with monitor() as router:
-        second = Monitor(router.address, "second")
+        second = Monitor(router.address, "second", FakeRouter())
         with pytest.raises(ConfigError, match="another port"):
             second.start()
 
 
-def test_publishing_never_waits_even_when_nobody_listens() -> None:
-    agent = Agent(
-        routers=("tcp://127.0.0.1:1",),
-        info=INFO,
-        read_load=InstanceLoad,
-        on_cancel=lambda _: None,
-        period_s=PERIOD_S,
-    )
+def test_publishing_never_waits_even_without_a_router() -> None:
+    agent = Agent(("tcp://127.0.0.1:1",), INFO, FakeEngine(), period_s=PERIOD_S)
     for _ in range(MAX_QUEUED + 10):
         agent.publish(DISPATCHED)
     assert agent.dropped_messages == 10
@@ -205,7 +195,7 @@ def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_nothing_stays_behind() -> None:
+async def test_nothing_is_left_after_close() -> None:
     async with monitor() as router, joined(router.address) as one:
         await eventually(one.sees)  # whatever the first use opens for good is open now
     gc.collect()
@@ -231,7 +221,7 @@ def foreign_frames(rng: Random) -> list[list[bytes]]:
         [good[:4] + b"\x09" + good[5:]],
         [good, report],
         [b"", good],
-        [messages.encode(messages.Introduce("me"))],
+        [messages.encode(messages.WhoAreYou("me"))],
         [messages.encode(Hello(bad_info))],
         [messages.encode(Hello(replace(INFO, id=InstanceId("y" * 1000))))],
         *([good[: rng.randrange(len(good))]] for _ in range(50)),
@@ -257,8 +247,8 @@ async def test_garbage_is_counted_and_nothing_dies() -> None:
                 await eventually(lambda: router.counters.dropped > seen)
         finally:
             context.destroy(linger=0)
-        seq = one.agent.view().seq
-        await eventually(lambda: one.agent.view().seq > seq + 2)
+        seq = one.view.seq
+        await eventually(lambda: one.view.seq > seq + 2)
         assert states(router) == {"i": "starting"}
 
 
@@ -278,6 +268,6 @@ async def test_garbage_from_a_router_is_counted_by_the_agent() -> None:
             false_router.send_multipart(
                 [sender, messages.encode(CancelTransfer(TransferId("still alive")))]
             )
-            await eventually(lambda: one.cancelled == ["still alive"])
+            await eventually(lambda: one.engine.cancelled == ["still alive"])
     finally:
         context.destroy(linger=0)

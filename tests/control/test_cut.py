@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from tests.faults.hosts import Hosts, hosts, why_not
-from vllm_tetri.control.link import Link
+from tests.faults.hosts import Hosts, hosts, require_hosts
+from vllm_tetri.control.agent import RouterLink
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -29,8 +29,7 @@ ROUTER = (
 
 @pytest.fixture
 def net() -> Iterator[Hosts]:
-    if reason := why_not():
-        pytest.skip(reason)
+    require_hosts()
     with hosts("here", "router") as made:
         yield made
 
@@ -48,9 +47,9 @@ def listening(net: Hosts) -> Iterator[str]:
 
 
 @contextmanager
-def linked(address: str) -> Iterator[Link]:
+def linked(address: str) -> Iterator[RouterLink]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    link = Link.open(context, address, None)
+    link = RouterLink(context, address, None, 0)
     try:
         yield link
     finally:
@@ -58,10 +57,10 @@ def linked(address: str) -> Iterator[Link]:
         context.term()
 
 
-def seconds_until(link: Link, event: int, timeout_s: float) -> float:
+def seconds_until(link: RouterLink, event: int, timeout_s: float) -> float:
     begin_s = time.monotonic()
     while (left_s := begin_s + timeout_s - time.monotonic()) > 0:
-        if link.connected.poll(round(left_s * 1000)) and link.next_event() == event:
+        if link.events.poll(round(left_s * 1000)) and link.next_event() == event:
             return time.monotonic() - begin_s
     raise AssertionError(f"no such event in {timeout_s:g} s: {event}")
 

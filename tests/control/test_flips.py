@@ -7,22 +7,13 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from tests.control.channel import INFO, eventually, joined, monitor, states
+from tests.control.channel import INFO, FakeRouter, eventually, joined, monitor, states
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.control.role_switch import RoleSwitch
 from vllm_tetri.messages import FlipRole
 from vllm_tetri.types import Flip, FlipStage, InstanceId, Role
 
 DECODE = replace(INFO, role=Role.DECODE)
 OTHER = replace(INFO, id=InstanceId("other"), role=Role.PREFILL, pid=2)
-
-
-class Engine:
-    """Takes a role only when it is told to step."""
-
-    def __init__(self, *, is_idle: bool = False) -> None:
-        self.is_idle = is_idle
-        self.switch = RoleSwitch(lambda: self.is_idle, lambda: None)
 
 
 def order(role: Role = Role.PREFILL, **options: Any) -> FlipRole:
@@ -49,18 +40,16 @@ def is_committed(made: Monitor) -> bool:
 async def until_ready(made: Monitor) -> None:
     await eventually(lambda: states(made))
     for each in made.view().instances:
-        made.mark_ready(each.info)
+        made.members.mark_ready(each.info)
 
 
-async def test_it_drains_takes_the_role_and_everybody_knows() -> None:
-    unfinished, in_flight, ended = ["2 requests"], [1], []
-    options: dict[str, Any] = {"unfinished": lambda _: unfinished[0]}
+async def test_it_drains_takes_the_role_and_all_learn_it() -> None:
+    unfinished, side = ["2 requests"], FakeRouter()
+    side.in_flight = 1
     async with (
-        monitor(
-            in_flight=lambda _: in_flight[0], on_flip=lambda *flip: ended.append(flip)
-        ) as router,
+        monitor(side=side) as router,
         joined(router.address, info=OTHER) as other,
-        joined(router.address, info=DECODE, **options),
+        joined(router.address, info=DECODE, unfinished=lambda _: unfinished[0]),
     ):
         await eventually(lambda: len(states(router)) == 2)
         await until_ready(router)
@@ -68,13 +57,13 @@ async def test_it_drains_takes_the_role_and_everybody_knows() -> None:
         assert states(router)["i"] == "flipping"
         ordered = flip_of(router)
         assert ordered is not None
-        assert not ordered.is_heard  # nobody else knows of it yet
+        assert not ordered.is_heard  # only this router knows of it yet
         await eventually(lambda: (heard := flip_of(router)) is not None and heard.is_heard)
         await eventually(lambda: ("i", "flipping") in other.sees())
         unfinished[0] = ""
         await asyncio.sleep(0.1)
         assert role_of(router) is Role.DECODE  # the router still has something for it
-        in_flight[0] = 0
+        side.in_flight = 0
         await eventually(lambda: is_committed(router))
         assert (role_of(router), states(router)["i"]) == (Role.PREFILL, "ready")
         flip = flip_of(router)
@@ -82,41 +71,37 @@ async def test_it_drains_takes_the_role_and_everybody_knows() -> None:
         assert (flip.stage, flip.target, flip.epoch) == (FlipStage.DONE, Role.PREFILL, 1)
         assert flip.drain_s >= 0.1
         await eventually(lambda: "i" not in dict(other.sees()))  # it decodes no more
-        await eventually(lambda: len(ended) == 1)
-        assert ended[0][0] == "i"
+        await eventually(lambda: [name for name, _ in side.flips] == ["i"])
 
 
 async def test_at_once_it_waits_for_the_engines_next_step() -> None:
-    engine = Engine()
     async with (
         monitor() as router,
         joined(
-            router.address,
-            info=DECODE,
-            unfinished=lambda _: "9 requests",
-            switch=engine.switch,
+            router.address, info=DECODE, unfinished=lambda _: "9 requests", is_idle=lambda: False
         ) as one,
     ):
         await until_ready(router)
         router.order_flip(DECODE.id, order(is_now=True))
         await eventually(lambda: (flip := flip_of(router)) and flip.age_s > 0.05)
         assert (role_of(router), states(router)["i"]) == (Role.DECODE, "ready")
-        assert engine.switch.take() is Role.PREFILL
-        one.agent.wake_up()
+        assert one.agent.take_role() is Role.PREFILL
         await eventually(lambda: is_committed(router))
         assert role_of(router) is Role.PREFILL
-        assert engine.switch.take() is None
+        assert one.agent.take_role() is None
 
 
 async def test_an_engine_without_steps_is_left_alone_at_the_deadline() -> None:
-    engine = Engine()
-    async with monitor() as router, joined(router.address, info=DECODE, switch=engine.switch):
+    async with (
+        monitor() as router,
+        joined(router.address, info=DECODE, is_idle=lambda: False) as one,
+    ):
         await until_ready(router)
         router.order_flip(DECODE.id, order(is_now=True, deadline_s=0.1))
         await eventually(
             lambda: (flip := flip_of(router)) and flip.problem == "the engine takes no step"
         )
-        assert engine.switch.take() is None
+        assert one.agent.take_role() is None
         assert role_of(router) is Role.DECODE
 
 
@@ -137,7 +122,7 @@ async def test_a_router_that_starts_anew_learns_who_drains_and_who_flipped() -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    unfinished, ended = ["something"], []
+    unfinished, side = ["something"], FakeRouter()
     options: dict[str, Any] = {"unfinished": lambda _: unfinished[0]}
     async with joined(address, info=DECODE, **options):
         async with monitor(address) as router:
@@ -150,14 +135,14 @@ async def test_a_router_that_starts_anew_learns_who_drains_and_who_flipped() -> 
             unfinished[0] = ""
             await eventually(lambda: is_committed(router))
             assert role_of(router) is Role.PREFILL
-        async with monitor(address, on_flip=lambda *flip: ended.append(flip)) as router:
+        async with monitor(address, side=side) as router:
             await until_ready(router)
             await eventually(lambda: is_committed(router))
             assert role_of(router) is Role.PREFILL
             assert router.order_flip(DECODE.id, order(Role.DECODE)) == 2
             await eventually(lambda: role_of(router) is Role.DECODE)
-            await eventually(lambda: ended)
-            assert [flip.epoch for _, flip in ended] == [2]  # not what was over before it came
+            await eventually(lambda: side.flips)
+            assert [flip.epoch for _, flip in side.flips] == [2]  # not what was over before it came
 
 
 async def test_of_two_routers_that_order_at_once_one_is_heard() -> None:
@@ -182,7 +167,7 @@ async def test_orders_of_a_watcher_that_lost_its_lease_do_nothing() -> None:
     async with (
         monitor() as former,
         monitor() as present,
-        joined(former.address, present.address, info=DECODE, switch=Engine(is_idle=True).switch),
+        joined(former.address, present.address, info=DECODE),
     ):
         for each in (former, present):
             await until_ready(each)

@@ -12,20 +12,17 @@ import zmq
 from tests.control.channel import INFO, eventually, joined
 from tests.mutation import COUNTS, strange_frame
 from vllm_tetri import messages
-from vllm_tetri.control.views import row_of
+from vllm_tetri.control.view import row_of
 from vllm_tetri.messages import (
-    Advertised,
     CancelTransfer,
-    Cue,
     FlipRole,
-    Introduce,
-    Loads,
+    Poll,
     Refused,
+    RoleCommitted,
     TransferLost,
-    View,
+    WhoAreYou,
 )
 from vllm_tetri.types import (
-    ClusterView,
     Flip,
     FlipStage,
     InstanceId,
@@ -45,16 +42,16 @@ OTHERS = tuple(
     )
     for name in ("a", "b")
 )
-SHOWN = View(ClusterView("r", 1, OTHERS), 5)
+SHOWN = Poll("r", 1, 5, view=OTHERS)
 GOOD = [
     messages.encode(message)
     for message in (
         SHOWN,
-        Loads(5, 2, [row_of(each) for each in OTHERS]),
-        Cue(3),
+        Poll("r", 2, 5, delta=[row_of(each) for each in OTHERS]),
+        Poll("r", in_flight=3),
         FlipRole(4, Role.DECODE, True, 5.0, "why", 2),
-        Advertised(4, 1.0),
-        Introduce("r"),
+        RoleCommitted(4, 1.0),
+        WhoAreYou("r"),
         Refused("why"),
         CancelTransfer(TransferId("x")),
         TransferLost(TransferId("x")),
@@ -81,9 +78,9 @@ async def test_it_goes_on_and_believes_the_next_right_word(count: int) -> None:
                 mark = TransferId(f"batch {start}")
                 router.send_multipart([sender, messages.encode(SHOWN)])
                 router.send_multipart([sender, messages.encode(CancelTransfer(mark))])
-                await eventually(lambda mark=mark: mark in one.cancelled, 20.0)
+                await eventually(lambda mark=mark: mark in one.engine.cancelled, 20.0)
                 assert one.sees() == [("a", "ready"), ("b", "ready")]
-                assert len(one.agent.picture().view.instances) == 2
+                assert len(one.agent.snapshot().view.instances) == 2
             assert one.agent.dropped_messages > count / 3
     finally:
         context.destroy(linger=0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.policy.builders import info
-from vllm_tetri.control.membership import MAX_DEPARTED, Membership
-from vllm_tetri.control.views import GONE_AFTER_S, Received, merge_views
+from vllm_tetri.control.membership import MAX_DEPARTED, Membership, Recipient
+from vllm_tetri.control.view import GONE_AFTER_S, ViewStore, row_of
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.messages import Leave, Left, LoadReport
-from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceState, InstanceView
+from vllm_tetri.messages import Drain, Goodbye, LoadReport, Poll
+from vllm_tetri.types import InstanceId, InstanceLoad, InstanceState, InstanceView
 
 ONE, TWO = info("one", "decode"), info("two", "prefill")
 SILENT_AFTER_S = 1.0
@@ -28,7 +28,7 @@ def joined(*, is_ready: bool = True) -> Membership:
 
 def report(members: Membership, name: str, now: float, *, seq: int = 1, **options: bool) -> bool:
     message = LoadReport(InstanceId(name), seq, InstanceLoad(running=seq), **options)
-    return members.report(name.encode(), message, now)
+    return members.report(name.encode(), message, now).is_welcome
 
 
 def states(members: Membership, now: float) -> dict[str, str]:
@@ -41,8 +41,9 @@ def test_a_report_is_shown_with_its_number_and_its_age() -> None:
     one = members.view_of(InstanceId("one"), 0.5)
     assert one is not None
     assert (one.seq, one.load.running, round(one.age_s, 3)) == (7, 7, 0.2)
-    assert members.view_of(InstanceId("nobody"), 0.5) is None
-    assert not members.report(b"nobody", LoadReport(InstanceId("one"), 1, InstanceLoad()), 0.5)
+    assert members.view_of(InstanceId("unknown"), 0.5) is None
+    foreign = LoadReport(InstanceId("one"), 1, InstanceLoad())
+    assert not members.report(b"unknown", foreign, 0.5).is_welcome
 
 
 def test_silence_takes_an_instance_out_of_use_and_later_out_of_the_view() -> None:
@@ -59,44 +60,44 @@ def test_silence_takes_an_instance_out_of_use_and_later_out_of_the_view() -> Non
 
 def test_one_that_is_asked_leaves_until_it_is_gone() -> None:
     members, name = joined(), InstanceId("one")
-    assert members.leave_for(name, 0.0) is None
-    members.ask_to_leave(name, by_s=10.0)
+    assert members.orders_for(name, 0.0) == []
+    members.order_drain(name, by_s=10.0)
     report(members, "one", 0.1)
-    assert states(members, 0.2) == {"one": "leaving", "two": "ready"}
-    assert members.leave_for(name, 4.0) == Leave(6.0)  # its report did not say so: again
-    assert members.leave_for(name, 40.0) == Leave(0.0)
-    report(members, "one", 0.3, is_leaving=True)
-    assert members.leave_for(name, 0.4) is None
+    assert states(members, 0.2) == {"one": "draining", "two": "ready"}
+    assert members.orders_for(name, 4.0) == [Drain(6.0)]  # its report did not say so: again
+    assert members.orders_for(name, 40.0) == [Drain(0.0)]
+    report(members, "one", 0.3, is_draining=True)
+    assert members.orders_for(name, 0.4) == []
     members.join(b"other connection", ONE, 0.5)
-    assert states(members, 0.5)["one"] == "leaving"
-    assert members.left(b"other connection", Left(name, was_asked=True, cut_off="something"))
+    assert states(members, 0.5)["one"] == "draining"
+    assert members.left(b"other connection", Goodbye(name, was_asked=True, cut_off="something"))
     assert states(members, 0.5) == {"two": "ready"}
     assert members.departed == {"one": "something"}
 
 
 def test_one_that_still_starts_is_told_when_it_has_started() -> None:
     members, name = joined(is_ready=False), InstanceId("one")
-    members.ask_to_leave(name, by_s=2.0)
-    assert members.leave_for(name, 0.1) is None
-    assert states(members, 0.1)["one"] == "leaving"
+    members.order_drain(name, by_s=2.0)
+    assert members.orders_for(name, 0.1) == []
+    assert states(members, 0.1)["one"] == "draining"
     members.mark_ready(ONE)
-    assert members.leave_for(name, 0.5) == Leave(1.5)
+    assert members.orders_for(name, 0.5) == [Drain(1.5)]
 
 
 def test_what_one_router_asked_for_is_known_to_all_by_the_report() -> None:
     members = joined()
-    report(members, "one", 0.1, is_leaving=True)
-    assert states(members, 0.1)["one"] == "leaving"
-    assert members.leave_for(InstanceId("one"), 0.1) is None
+    report(members, "one", 0.1, is_draining=True)
+    assert states(members, 0.1)["one"] == "draining"
+    assert members.orders_for(InstanceId("one"), 0.1) == []
 
 
 def test_leaving_and_silent_is_silent() -> None:
     members = joined()
-    members.ask_to_leave(InstanceId("one"), by_s=None)
+    members.order_drain(InstanceId("one"), by_s=None)
     assert states(members, SILENT_AFTER_S)["one"] == "silent"
 
 
-def test_a_time_in_which_nobody_could_be_heard_is_no_silence() -> None:
+def test_a_time_in_which_the_router_could_not_receive_is_no_silence() -> None:
     members = joined()
     members.forgive(5.0, 5.0)
     assert states(members, 5.0) == {"one": "ready", "two": "ready"}
@@ -108,10 +109,10 @@ def test_a_time_in_which_nobody_could_be_heard_is_no_silence() -> None:
 
 def test_one_that_comes_back_is_not_leaving_nor_departed() -> None:
     members, name = joined(), InstanceId("one")
-    members.ask_to_leave(name, by_s=None)
+    members.order_drain(name, by_s=None)
     members.join(b"new process", replace(ONE, pid=99), 0.1)
     assert states(members, 0.1)["one"] == "starting"
-    members.left(b"new process", Left(name, was_asked=True))
+    members.left(b"new process", Goodbye(name, was_asked=True))
     assert members.departed == {"one": ""}
     members.join(b"one", ONE, 0.2)
     assert members.departed == {}
@@ -119,10 +120,10 @@ def test_one_that_comes_back_is_not_leaving_nor_departed() -> None:
 
 def test_one_that_ended_unasked_is_only_forgotten() -> None:
     members = joined()
-    assert not members.left(b"two", Left(InstanceId("one")))
-    assert members.left(b"one", Left(InstanceId("one")))
+    assert not members.left(b"two", Goodbye(InstanceId("one")))
+    assert members.left(b"one", Goodbye(InstanceId("one")))
     assert members.departed == {}
-    assert not members.left(b"one", Left(InstanceId("one")))
+    assert not members.left(b"one", Goodbye(InstanceId("one")))
 
 
 def test_only_the_newest_departures_are_remembered() -> None:
@@ -130,31 +131,34 @@ def test_only_the_newest_departures_are_remembered() -> None:
     for number in range(MAX_DEPARTED + 5):
         one = info(f"i{number}")
         members.join(b"x", one, 0.0)
-        members.left(b"x", Left(one.id, was_asked=True))
+        members.left(b"x", Goodbye(one.id, was_asked=True))
     assert len(members.departed) == MAX_DEPARTED
     assert "i4" not in members.departed
 
 
-def test_views_go_to_who_dispatches_and_cues_to_the_others_and_who_leaves() -> None:
+def test_a_poll_carries_views_to_dispatchers_and_requests_in_flight_to_those_that_end() -> None:
     members = joined()
     members.join(b"b", info("b", "both"), 0.0)
-    assert members.dispatchers() == [b"two", b"b"]
-    assert members.cued() == [(b"one", "one", False)]
-    members.ask_to_leave(InstanceId("two"), by_s=None)
-    assert members.dispatchers() == [b"two", b"b"]
-    assert members.cued() == [(b"one", "one", False), (b"two", "two", True)]
+    one, two, both = (InstanceId(name) for name in ("one", "two", "b"))
+    assert members.recipients() == [
+        Recipient(b"one", one, dispatches=False, is_ending=False),
+        Recipient(b"two", two, dispatches=True, is_ending=False),
+        Recipient(b"b", both, dispatches=True, is_ending=False),
+    ]
+    members.order_drain(InstanceId("two"), by_s=None)
+    assert members.recipients()[1] == Recipient(b"two", two, dispatches=True, is_ending=True)
 
 
-def seen(state: str, age_s: float) -> ClusterView:
+def seen(state: str, age_s: float) -> Poll:
     one = InstanceView(ONE, InstanceState(state), InstanceLoad(), age_s, seq=3)
-    return ClusterView("router", 1, (one,))
+    return Poll("router", 1, 1, view=(one,))
 
 
 @pytest.mark.parametrize(
     ("first", "second", "state"),
     [
         (("ready", 0.1), ("starting", 0.0), "ready"),
-        (("ready", 0.0), ("leaving", 0.1), "leaving"),
+        (("ready", 0.0), ("draining", 0.1), "draining"),
         (("silent", 5.0), ("ready", 0.0), "ready"),
         (("ready", 5.0), ("silent", 2.0), "silent"),
     ],
@@ -162,16 +166,39 @@ def seen(state: str, age_s: float) -> ClusterView:
 def test_of_two_routers_the_one_that_knows_more_counts(
     first: tuple[str, float], second: tuple[str, float], state: str
 ) -> None:
-    received = Received(seen(*first), 10.0), Received(seen(*second), 10.0)
-    for order in (received, received[::-1]):
-        (one,) = merge_views(order, 10.5).instances
+    for polls in ((first, second), (second, first)):
+        store = ViewStore()
+        for router, poll in enumerate(polls):
+            assert store.observe(router, seen(*poll), 10.0)
+        (one,) = store.snapshot(10.5).view.instances
         assert (one.state, one.seq) == (state, 3)
 
 
-def test_what_no_router_heard_of_for_a_minute_leaves_the_view() -> None:
-    received = (Received(seen("ready", 1.0), 10.0),)
-    assert len(merge_views(received, 10.0 + GONE_AFTER_S - 1.1).instances) == 1
-    assert merge_views(received, 10.0 + GONE_AFTER_S - 1.0).instances == ()
+def test_an_instance_that_no_router_heard_for_a_minute_leaves_the_view() -> None:
+    store = ViewStore()
+    store.observe(0, seen("ready", 1.0), 10.0)
+    assert len(store.snapshot(10.0 + GONE_AFTER_S - 1.1).view.instances) == 1
+    assert store.snapshot(10.0 + GONE_AFTER_S).view.instances == ()
+
+
+def test_a_snapshot_stays_the_same_object_until_a_poll_comes() -> None:
+    store = ViewStore()
+    store.observe(0, seen("ready", 0.0), 10.0)
+    first = store.snapshot(10.1)
+    assert store.snapshot(10.5) is first
+    aged = store.snapshot(11.2)  # without a poll, silent instances must leave it
+    assert [each.age_s for each in (*first.view.instances, *aged.view.instances)] == [
+        pytest.approx(0.1),
+        pytest.approx(1.2),
+    ]
+    (row,) = map(row_of, seen("silent", 5.0).view or ())
+    assert store.observe(0, Poll("router", 2, 1, delta=[row]), 11.3)
+    assert store.observe(0, Poll("router", 3), 11.4)  # carries nothing
+    (now,) = store.snapshot(11.4).view.instances
+    assert (now.state, now.info, now.age_s) == ("silent", ONE, pytest.approx(5.1))
+    assert not store.observe(0, Poll("router", 4, 7, delta=[row]), 11.5)
+    with pytest.raises(ProtocolError, match="0 loads of 1"):
+        store.observe(0, Poll("router", 5, 1, delta=[]), 11.5)
 
 
 @pytest.mark.parametrize("port", ["", "x", "0", "65536", "-1", "\u00b2", "9" * 5000], ids=len)

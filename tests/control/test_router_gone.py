@@ -34,10 +34,7 @@ class Told:
 @asynccontextmanager
 async def one(told: Told, *addresses: str, role: Role = Role.DECODE) -> AsyncIterator[Joined]:
     async with joined(
-        *addresses,
-        info=replace(INFO, role=role),
-        read_load=told.report,
-        on_router_gone=told.gone.append,
+        *addresses, info=replace(INFO, role=role), read_load=told.report, abandon=told.gone.append
     ) as made:
         yield made
 
@@ -102,7 +99,7 @@ async def test_trouble_with_what_a_router_left_does_not_stop_the_agent() -> None
         raise RuntimeError("out of memory")
 
     address = free_address()
-    async with joined(address, on_router_gone=broken):
+    async with joined(address, abandon=broken):
         for _ in range(2):
             async with monitor(address) as router:
                 await eventually(partial(states, router))

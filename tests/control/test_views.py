@@ -7,26 +7,11 @@ from dataclasses import replace
 
 import zmq
 
-from tests.control.channel import (
-    INFO,
-    PERIOD_S,
-    Joined,
-    eventually,
-    joined,
-    monitor,
-    states,
-)
+from tests.control.channel import INFO, eventually, joined, monitor, states
 from vllm_tetri import messages
-from vllm_tetri.control.views import row_of
+from vllm_tetri.control.view import row_of
 from vllm_tetri.messages import Hello
-from vllm_tetri.types import (
-    ClusterView,
-    InstanceId,
-    InstanceLoad,
-    InstanceState,
-    InstanceView,
-    Role,
-)
+from vllm_tetri.types import InstanceId, InstanceLoad, InstanceState, InstanceView, Role
 
 
 async def test_only_who_dispatches_gets_views_and_only_of_who_decodes() -> None:
@@ -50,34 +35,6 @@ async def test_only_who_dispatches_gets_views_and_only_of_who_decodes() -> None:
         await eventually(lambda: all(seqs()[name] > before[name] + 3 for name in roles), 0.5)
 
 
-async def test_ages_grow_with_local_time() -> None:
-    async with monitor() as router:
-        one = Joined(router.address)
-        await eventually(one.sees)
-    try:
-        before = one.agent.view().instances[0].age_s
-        await asyncio.sleep(0.05)
-        assert one.agent.view().instances[0].age_s >= before + 0.04
-    finally:
-        await one.close()
-
-
-async def test_a_picture_stays_the_same_until_something_new_comes() -> None:
-    async with monitor() as router:
-        one = Joined(router.address)
-        await eventually(one.sees)
-        first = one.agent.picture()
-        await eventually(lambda: one.agent.picture() is not first)
-    try:
-        last = one.agent.picture()
-        await asyncio.sleep(3 * PERIOD_S)
-        assert one.agent.picture() is last
-        (then,), (now,) = last.view.instances, one.agent.view().instances
-        assert now.age_s >= then.age_s + 3 * PERIOD_S
-    finally:
-        await one.close()
-
-
 async def test_loads_belong_to_the_view_before_them() -> None:
     seen = InstanceView(INFO, InstanceState.READY, InstanceLoad(), 0.0)
     row = row_of(replace(seen, load=InstanceLoad(running=5, blocks_total=9), seq=8))
@@ -97,20 +54,20 @@ async def test_loads_belong_to_the_view_before_them() -> None:
                     if messages.decode_to_router(frame) == Hello(INFO):
                         return
 
-            say(messages.Loads(1, 1, [row]))  # of a view that was lost
+            say(messages.Poll("r", 1, 1, delta=[row]))  # of a view that was lost
             await asyncio.wait_for(is_asked_again(), 5)
             assert one.sees() == []
-            say(messages.View(ClusterView("r", 2, (seen,)), roster=2))
+            say(messages.Poll("r", 2, 2, view=(seen,)))
             await eventually(lambda: one.sees() == [("i", "ready")])
-            say(messages.Loads(2, 3, [row]))
-            await eventually(lambda: one.agent.view().seq == 3)
-            (now,) = one.agent.view().instances
+            say(messages.Poll("r", 3, 2, delta=[row]))
+            await eventually(lambda: one.view.seq == 3)
+            (now,) = one.view.instances
             assert (now.info, now.load.running, now.load.blocks_total, now.seq) == (INFO, 5, 9, 8)
-            say(messages.Loads(2, 4, []))
+            say(messages.Poll("r", 4, 2, delta=[]))
             await eventually(lambda: one.agent.dropped_messages == 1)
-            say(messages.Loads(3, 5, [row]))
+            say(messages.Poll("r", 5, 3, delta=[row]))
             await asyncio.wait_for(is_asked_again(), 5)
-            assert one.agent.view().seq == 3
+            assert one.view.seq == 3
     finally:
         context.destroy(linger=0)
 
@@ -121,9 +78,7 @@ async def test_a_view_comes_when_instances_come_or_go_and_only_loads_in_between(
         await eventually(one.sees)
         for running in (1, 2):
             load[0] = InstanceLoad(running=running)
-            await eventually(
-                lambda running=running: one.agent.view().instances[0].load.running == running
-            )
+            await eventually(lambda running=running: one.view.instances[0].load.running == running)
         async with joined(router.address, info=replace(INFO, id=InstanceId("j"))):
             await eventually(lambda: len(one.sees()) == 2)
         await eventually(lambda: len(one.sees()) == 1)
@@ -146,15 +101,15 @@ async def test_while_they_are_mixed_all_get_views_of_all() -> None:
         router.mix(True)
         await eventually(lambda: seen() == [["b", "d", "p"]] * 3)
         router.mix(True)  # changes nothing: only loads go on coming
-        seq = d.agent.view().seq
-        await eventually(lambda: d.agent.view().seq > seq + 2)
+        seq = d.view.seq
+        await eventually(lambda: d.view.seq > seq + 2)
         assert seen() == [["b", "d", "p"]] * 3
         last = router.view().seq
         router.mix(False)
         await eventually(lambda: [seen()[0], seen()[2]] == [["b", "d"]] * 2)
-        await eventually(lambda: d.agent.view().seq == last)
-        await eventually(lambda: p.agent.view().seq > last + 2)
-        assert d.agent.view().seq == last  # who only decodes is told of nobody any more
+        await eventually(lambda: d.view.seq == last)
+        await eventually(lambda: p.view.seq > last + 2)
+        assert d.view.seq == last  # an instance that only decodes gets no views any more
 
 
 async def test_once_they_are_mixed_all_are_told_at_once() -> None:
@@ -166,7 +121,7 @@ async def test_once_they_are_mixed_all_are_told_at_once() -> None:
             router.mix(is_mixed)
             assert router.view().seq == before + is_mixed
             if is_mixed:
-                await eventually(lambda before=before: d.agent.view().seq > before)
+                await eventually(lambda before=before: d.view.seq > before)
                 assert [name for name, _ in d.sees()] == ["i"]
 
 

@@ -1,10 +1,14 @@
-"""A small asynchronous OpenAI-style client that keeps everything it sees."""
+"""A small asynchronous OpenAI-style client that keeps everything it sees, and a load of many."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import aiohttp
@@ -14,39 +18,75 @@ TIMEOUT = aiohttp.ClientTimeout(total=110)
 
 @dataclass
 class Answer:
-    """What a client can compare: ids, text, reasons and usage."""
+    """What a client can compare, and when it came.
 
-    status: int
-    headers: dict[str, str]
+    Attributes:
+        is_complete: The body, or the stream, ended as it should.
+        pause_s: The longest wait for the next line.
+    """
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     usage: dict[str, int] | None = None
     error: dict[str, Any] | None = None
+    is_complete: bool = False
+    begin_s: float = field(default_factory=time.monotonic)
+    end_s: float = 0.0
+    pause_s: float = 0.0
+
+    @property
+    def decode(self) -> str:
+        return self.headers.get("x-tetri-decode", "")
 
     def same_as(self, other: Answer) -> bool:
         mine = (self.status, self.token_ids, self.text, self.finish_reason, self.usage)
         theirs = (other.status, other.token_ids, other.text, other.finish_reason, other.usage)
         return mine == theirs
 
+    async def read(self, response: aiohttp.ClientResponse, *, is_streamed: bool) -> None:
+        self.status, self.headers = response.status, dict(response.headers)
+        if response.status != 200:
+            self.error = json.loads(await response.text())["error"]
+        elif not is_streamed:
+            self._take(await response.json())
+            self.is_complete = True
+            self.pause_s = time.monotonic() - self.begin_s
+        else:
+            last_s = self.begin_s
+            async for line in response.content:
+                self.pause_s = max(self.pause_s, time.monotonic() - last_s)
+                last_s = time.monotonic()
+                if line.strip() == b"data: [DONE]":
+                    self.is_complete = True
+                elif line.startswith(b"data: "):
+                    self._take(json.loads(line[6:]))
 
-async def ask(url: str, body: Any) -> Answer:
+    def _take(self, body: dict[str, Any]) -> None:
+        """Add a whole body or one event of a stream."""
+        if usage := body.get("usage"):
+            self.usage = {key: usage[key] for key in ("prompt_tokens", "completion_tokens")}
+        self.error = body.get("error") or self.error
+        for choice in body.get("choices", []):
+            said = choice.get("delta") or choice.get("message") or choice
+            self.text += (said["text"] if "text" in said else said.get("content")) or ""
+            self.token_ids += choice.get("token_ids") or []
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+
+async def ask(url: str, body: Any, answer: Answer | None = None) -> Answer:
     """One request; chat or completion by its body."""
+    answer = answer or Answer()
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with (
         aiohttp.ClientSession(timeout=TIMEOUT) as session,
         session.post(url + path, json=body) as response,
     ):
-        answer = Answer(response.status, dict(response.headers))
-        if response.status != 200:
-            answer.error = json.loads(await response.text())["error"]
-        elif body.get("stream"):
-            async for line in response.content:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                    _take_chunk(answer, json.loads(line[6:]))
-        else:
-            _take_whole(answer, await response.json())
-        return answer
+        await answer.read(response, is_streamed=bool(body.get("stream")))
+    answer.end_s = time.monotonic()
+    return answer
 
 
 async def ask_all(url: str, bodies: list[Any]) -> list[Answer]:
@@ -54,22 +94,81 @@ async def ask_all(url: str, bodies: list[Any]) -> list[Answer]:
     return list(await asyncio.gather(*(ask(url, body) for body in bodies)))
 
 
-def _take_whole(answer: Answer, body: dict[str, Any]) -> None:
-    choice = body["choices"][0]
-    answer.text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
-    answer.token_ids = choice.get("token_ids") or []
-    answer.finish_reason = choice["finish_reason"]
-    usage = body["usage"]
-    answer.usage = {key: usage[key] for key in ("prompt_tokens", "completion_tokens")}
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> float:
+    """Wait for a condition, which may block; the seconds that it took."""
+    begin_s = time.monotonic()
+    while not await asyncio.to_thread(condition):
+        assert time.monotonic() - begin_s < timeout_s, f"not in {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.02)
+    return time.monotonic() - begin_s
 
 
-def _take_chunk(answer: Answer, chunk: dict[str, Any]) -> None:
-    if chunk.get("usage"):
-        usage = chunk["usage"]
-        answer.usage = {key: usage[key] for key in ("prompt_tokens", "completion_tokens")}
-    if chunk.get("error"):
-        answer.error = chunk["error"]
-    for choice in chunk.get("choices", []):
-        answer.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-        answer.token_ids += choice.get("token_ids") or []
-        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+class Load:
+    """Clients that ask for all bodies in turn, again and again, and keep what they got.
+
+    Attributes:
+        wrong: Outputs that are not the expected ones, nor the beginning of one before an error.
+        failed: Outputs that ended with an error.
+    """
+
+    def __init__(self, url: str, bodies: list[Any], expected: list[Answer]) -> None:
+        self._url = url
+        self._next = cycle(zip(bodies, expected, strict=True))
+        self._is_over = False
+        self.all: list[Answer] = []
+        self.wrong: list[str] = []
+        self.failed: list[Answer] = []
+
+    async def client(self) -> None:
+        while not self._is_over:
+            body, expected = next(self._next)
+            answer = Answer()
+            try:
+                await ask(self._url, body, answer)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                answer.error = {"message": f"connection: {error!r}"}
+                answer.end_s = time.monotonic()
+            self.all.append(answer)
+            if answer.error:
+                self.failed.append(answer)
+                is_right = answer.token_ids == expected.token_ids[: len(answer.token_ids)]
+                await asyncio.sleep(0.2)
+            else:
+                is_right = answer.is_complete and answer.same_as(expected)
+            if not is_right:
+                self.wrong.append(f"{answer} != {expected}")
+
+    def end(self) -> None:
+        """Ask for nothing more; what was asked for is still waited for."""
+        self._is_over = True
+
+    def has_served(self, name: str, since_s: float) -> bool:
+        """Whether an instance has decoded something that was asked for after a time."""
+        return any(a.decode == name and not a.error for a in self.all if a.begin_s >= since_s)
+
+    async def until_served(self, name: str) -> None:
+        begin_s = time.monotonic()
+        await until(lambda: self.has_served(name, begin_s), f"{name} has decoded something")
+
+    async def more(self, count: int) -> None:
+        """Wait until that many more outputs have come."""
+        wanted = len(self.all) + count
+        await until(lambda: len(self.all) >= wanted, "clients are served", 600)
+
+
+@asynccontextmanager
+async def load(
+    url: str, bodies: list[Any], expected: list[Answer], clients: int
+) -> AsyncIterator[Load]:
+    """Clients while the block runs; what they have asked for at its end is waited for."""
+    made = Load(url, bodies, expected)
+    tasks = [asyncio.create_task(made.client()) for _ in range(clients)]
+    try:
+        yield made
+        assert not any(task.done() for task in tasks)
+        made.end()
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

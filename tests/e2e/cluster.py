@@ -31,16 +31,19 @@ SERVE = (
 )  # fmt: skip
 
 
+# For processes that share cores: threads that wait must not spin.
+PASSIVE = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
 class Process:
     """A child process that writes to a log file and dies with its group."""
 
     def __init__(
-        self,
-        arguments: list[str],
-        log: Path,
-        *,
-        within: tuple[str, ...] = (),
-        **environment: str,
+        self, arguments: list[str], log: Path, *, within: tuple[str, ...] = (), **environment: str
     ) -> None:
         self.log = log
         with log.open("wb") as out:
@@ -106,8 +109,7 @@ class Cluster(Process):
         super().__init__(
             ["vllm_tetri.cli", "up", str(model), *roles, "--port", "0", "--ready-file",
              str(self.ready_file), "--log-dir", str(self.logs), "--flip", "off",
-             "--mode", "split", "--placement", "auto" if roles else "split",
-             "--arena-bytes", str(arena_bytes), "--", *SERVE,
+             "--mode", "split", "--", *SERVE, "--tetri-arena-bytes", str(arena_bytes),
              "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5",
              "--enable-logging-iteration-details", *serve],
             folder / "up.log",
@@ -121,6 +123,32 @@ class Cluster(Process):
     def instances(self) -> dict[str, dict[str, Any]]:
         answer = get(f"{self.url}/tetri/v1/instances")
         return {entry["id"]: entry for entry in answer["instances"]}
+
+    def state_of(self, name: str) -> str:
+        return str(self.instances().get(name, {"state": "gone"})["state"])
+
+    def are_ready(self, count: int) -> bool:
+        """Whether there are that many instances, all of them ready."""
+        states = [entry["state"] for entry in self.instances().values()]
+        return states == ["ready"] * count
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The rows of the router's table of requests."""
+        found: list[dict[str, Any]] = get(f"{self.url}/tetri/v1/requests")["requests"]
+        return found
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The processes of an instance, as they are now; its guard first."""
+        words = ["--tetri-instance", name]
+        for each in self.tree():
+            line = each.cmdline()
+            if any(line[at : at + 2] == words for at in range(len(line))):
+                return [each, *each.children(recursive=True)]
+        raise AssertionError(f"no process of {name}")
+
+    def engine(self, name: str) -> psutil.Process:
+        """The engine process of an instance."""
+        return next(each for each in self.processes(name) if "EngineCore" in str(each.cmdline()))
 
     def audit(self) -> None:
         """Invariant: instances that were at rest for a while find nothing left themselves."""
@@ -194,6 +222,15 @@ def free_port() -> int:
 def get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as answer:
         return json.load(answer)
+
+
+def post(url: str, body: Any) -> Any:
+    """The response of an order to a router."""
+    order = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(order, timeout=30) as response:
+        return json.load(response)
 
 
 def answers(url: str) -> bool:

@@ -117,6 +117,49 @@ def _merge_logprobs(parts: list[Any]) -> Any:
     return joined
 
 
+def text_of(chunk: dict[str, Any]) -> str:
+    (choice,) = chunk["choices"]
+    found = choice["text"] if "text" in choice else choice["delta"].get("content")
+    return str(found or "")
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client sees of a stream, however tokens were grouped into events."""
+    assert [each for each in chunks if "error" in each] == []
+    assert len({(each["id"], each["created"], each["model"]) for each in chunks}) == 1
+    pieces = [each for each in chunks if each["choices"]]
+    choices = [each["choices"][0] for each in pieces]
+    last = next(each for each in pieces if each["choices"][0]["finish_reason"])
+    logprobs: dict[str, list[Any]] = {}
+    for choice in choices:
+        for key, values in (choice["logprobs"] or {}).items():
+            logprobs.setdefault(key, []).extend(values)
+    return {
+        "text": "".join(map(text_of, pieces)),
+        "token_ids": [token for each in choices for token in each.get("token_ids") or []],
+        "logprobs": rounded(logprobs),
+        "finish": [each["finish_reason"] for each in choices if each["finish_reason"]],
+        "stop": [each["stop_reason"] for each in choices if each.get("stop_reason")],
+        "first": without(chunks[0], "choices", "usage"),
+        "prompts": [each for each in choices if each.get("prompt_token_ids")][1:],
+        "keys": [(*each, *each["choices"][0]) for each in (chunks[0], last)],
+        "end": without(chunks[-1], "choices"),
+    }
+
+
+def without(event: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Leave out these keys, and what differs from answer to answer on one instance too."""
+    return {key: value for key, value in event.items() if key not in {*_NOT_COMPARED, *keys}}
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
+
+
 def event_keys(events: list[Any]) -> dict[str, set[str]]:
     """The keys of events, by what they are about.
 
@@ -157,21 +200,21 @@ def stripped(value: Any) -> Any:
     return _CALL_ID.sub("CALL", value) if isinstance(value, str) else value
 
 
-def difference(ours: Any, theirs: Any, path: str = "") -> str:
+def difference(ours: Any, theirs: Any, path: str = "", tolerance: float = VALUE_TOLERANCE) -> str:
     """Where two values differ first; empty when they are equal but for rounding."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         if list(ours) != list(theirs):
             return f"{path}: keys {list(ours)} != {list(theirs)}"
-        found = (difference(ours[key], theirs[key], f"{path}.{key}") for key in ours)
+        found = (difference(ours[key], theirs[key], f"{path}.{key}", tolerance) for key in ours)
         return next((each for each in found if each), "")
     if isinstance(ours, list) and isinstance(theirs, list):
         if len(ours) != len(theirs):
             return f"{path}: {len(ours)} != {len(theirs)} entries: {ours} != {theirs}"
         pairs = enumerate(zip(ours, theirs, strict=True))
-        found = (difference(mine, other, f"{path}[{i}]") for i, (mine, other) in pairs)
+        found = (difference(mine, other, f"{path}[{i}]", tolerance) for i, (mine, other) in pairs)
         return next((each for each in found if each), "")
     if isinstance(ours, float) and isinstance(theirs, float):
-        is_close = math.isclose(ours, theirs, rel_tol=0, abs_tol=VALUE_TOLERANCE)
+        is_close = math.isclose(ours, theirs, rel_tol=0, abs_tol=tolerance)
         return "" if is_close else f"{path}: {ours} != {theirs}"
     return (
         "" if ours == theirs and type(ours) is type(theirs) else f"{path}: {ours!r} != {theirs!r}"

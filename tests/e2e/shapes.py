@@ -162,24 +162,21 @@ GENERATION = (
     Shape("n 3", {**_SAMPLED, "n": 3}, check=lambda answer: len(answer["choices"]) == 3),
     Shape("n 2 with logprobs", lambda _: {**_SAMPLED, "n": 2}),
     Shape("n 2 and one token", {**_SAMPLED, "n": 2, "max_tokens": 1}, is_split=False),
-    Shape(
-        "n 3 that end at once or later",
-        {**_SAMPLED, "n": 3, "logit_bias": {str(EOS): 6.0}},
-    ),
+    Shape("n 3 that end at once or later", {**_SAMPLED, "n": 3, "logit_bias": {str(EOS): 6.0}}),
+    Shape("all penalties", {"frequency_penalty": 1.2, "presence_penalty": 0.4,
+          "repetition_penalty": 1.3}),
+    Shape("all penalties with logprobs", {"frequency_penalty": 1.2, "presence_penalty": 0.4,
+          "logprobs": 1, "return_token_ids": True}),
     Shape("presence_penalty", {"presence_penalty": 1.5}),
     Shape("frequency_penalty", {"frequency_penalty": 1.5}),
     Shape("repetition_penalty", {"repetition_penalty": 1.4}),
-    Shape(
-        "penalty on a first token that repeats",
-        {"frequency_penalty": 2.0, "logit_bias": {str(COMMON): 6.0}},
-    ),
+    Shape("penalty on a first token that repeats", {"frequency_penalty": 2.0,
+          "logit_bias": {str(COMMON): 6.0}}),
     Shape("logit_bias", {"logit_bias": {str(COMMON): 100}}),
     Shape("allowed_token_ids", {"allowed_token_ids": list(range(300, 340))}),
     Shape("bad_words", lambda plain: {"bad_words": [plain.pieces[1].strip() or "the"]}),
-    Shape(
-        "bad_words that ban the first token",
-        lambda plain: {"bad_words": [plain.pieces[0].strip() or "the"]},
-    ),
+    Shape("bad_words that ban the first token",
+          lambda plain: {"bad_words": [plain.pieces[0].strip() or "the"]}),
     Shape("user and an unknown field", {"user": "me", "no_such_field": 1, "metadata": {}}),
     Shape("best_of is unknown", {"best_of": 2}, is_split=False),
     Shape("cache_salt", {"cache_salt": "salt"}),
@@ -187,7 +184,7 @@ GENERATION = (
     Shape("priority", {"priority": 5}),
     Shape("session_id", {"session_id": "s"}),
     Shape("client's kv_transfer_params", {"kv_transfer_params": {}}),
-)
+)  # fmt: skip
 
 ENDS = (
     Shape("stop at the first token", _stop(_first), check=hit(0)),
@@ -195,135 +192,65 @@ ENDS = (
     Shape("stop across the first tokens", _stop(_across), check=hit(8)),
     Shape("stop inside", _stop(_inside), check=ended_by("stop")),
     Shape("stop that never comes", {"stop": ["never, never"]}, check=ended_by("length")),
-    Shape(
-        "stop at the first token, kept",
-        _stop(_first, include_stop_str_in_output=True),
-        check=ended_by("stop"),
-    ),
-    Shape(
-        "stop across, kept", _stop(_across, include_stop_str_in_output=True), check=ended_by("stop")
-    ),
-    Shape(
-        "stop inside, kept", _stop(_inside, include_stop_str_in_output=True), check=ended_by("stop")
-    ),
+    Shape("stop at the first token, kept", _stop(_first, include_stop_str_in_output=True),
+          check=ended_by("stop")),
+    Shape("stop across, kept", _stop(_across, include_stop_str_in_output=True),
+          check=ended_by("stop")),
+    Shape("stop inside, kept", _stop(_inside, include_stop_str_in_output=True),
+          check=ended_by("stop")),
     Shape("stop after min_tokens", _stop(_first, min_tokens=6)),
-    Shape(
-        "stop_token_ids at the first token",
-        lambda plain: {"stop_token_ids": plain.token_ids[:1]},
-        check=num_tokens(1),
-    ),
-    Shape(
-        "stop_token_ids later",
-        lambda plain: {"stop_token_ids": plain.token_ids[3:4]},
-        check=ended_by("stop"),
-    ),
-    Shape(
-        "stop_token_ids after min_tokens",
-        lambda plain: {"stop_token_ids": plain.token_ids[:1], "min_tokens": 6},
-    ),
+    Shape("stop_token_ids at the first token",
+          lambda plain: {"stop_token_ids": plain.token_ids[:1]}, check=num_tokens(1)),
+    Shape("stop_token_ids later", lambda plain: {"stop_token_ids": plain.token_ids[3:4]},
+          check=ended_by("stop")),
+    Shape("stop_token_ids after min_tokens", lambda plain: {"stop_token_ids": plain.token_ids[:1],
+          "min_tokens": 6}),
     Shape("the end at once", {"logit_bias": {str(EOS): 100}}, check=num_tokens(1)),
-    Shape(
-        "the end at once, shown",
-        {"logit_bias": {str(EOS): 100}, "skip_special_tokens": False},
-        check=num_tokens(1),
-    ),
-    Shape(
-        "ignore_eos",
-        {"logit_bias": {str(EOS): 100}, "ignore_eos": True, "skip_special_tokens": False},
-        check=num_tokens(12),
-    ),
-    Shape(
-        "ignore_eos, not shown",
-        {"logit_bias": {str(EOS): 100}, "ignore_eos": True, "max_tokens": 4},
-        check=num_tokens(4),
-    ),
-    Shape(
-        "min_tokens before the end",
-        {"logit_bias": {str(EOS): 100}, "min_tokens": 4},
-        check=num_tokens(5),
-    ),
-    Shape(
-        "repetition_detection",
-        {
-            "logit_bias": {str(COMMON): 100},
-            "repetition_detection": {
-                "max_pattern_size": 2, "min_pattern_size": 1, "min_count": 3
-            },
-        },
-    ),
+    Shape("the end at once, shown", {"logit_bias": {str(EOS): 100}, "skip_special_tokens": False},
+          check=num_tokens(1)),
+    Shape("ignore_eos", {"logit_bias": {str(EOS): 100}, "ignore_eos": True,
+          "skip_special_tokens": False}, check=num_tokens(12)),
+    Shape("ignore_eos, not shown", {"logit_bias": {str(EOS): 100}, "ignore_eos": True,
+          "max_tokens": 4}, check=num_tokens(4)),
+    Shape("min_tokens before the end", {"logit_bias": {str(EOS): 100}, "min_tokens": 4},
+          check=num_tokens(5)),
+    Shape("repetition_detection", {"logit_bias": {str(COMMON): 100},
+          "repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 3}}),
 )  # fmt: skip
 
 LOGPROBS = (
     *(Shape(f"logprobs {k}", {"logprobs": k}, (COMPLETION,)) for k in (0, 1, 5)),
-    *(
-        Shape(f"top_logprobs {k}", {"logprobs": True, "top_logprobs": k}, (CHAT,))
-        for k in (0, 1, 5)
-    ),
+    *(Shape(f"top_logprobs {k}", {"logprobs": True, "top_logprobs": k}, (CHAT,))for k in (0, 1,
+          5)),
     Shape("logprobs of samples", {**_SAMPLED, "logprobs": 2}, (COMPLETION,)),
     Shape("logprobs of samples", {**_SAMPLED, "logprobs": True, "top_logprobs": 2}, (CHAT,)),
     Shape("logprobs of choices", {**_SAMPLED, "logprobs": 1, "n": 2}, (COMPLETION,)),
-    Shape(
-        "logprobs of choices", {**_SAMPLED, "logprobs": True, "top_logprobs": 1, "n": 2}, (CHAT,)
-    ),
+    Shape("logprobs of choices", {**_SAMPLED, "logprobs": True, "top_logprobs": 1, "n": 2}, (CHAT,
+          )),
     Shape("logprobs of one token", {"logprobs": 1, "max_tokens": 1}, (COMPLETION,)),
-    Shape(
-        "logprobs of one token",
-        {"logprobs": True, "top_logprobs": 1, "max_tokens": 1},
-        (CHAT,),
-    ),
-    Shape(
-        "logprobs and a stop inside",
-        lambda plain: {"logprobs": 1, "stop": _inside(plain.pieces)},
-        (COMPLETION,),
-        check=ended_by("stop"),
-    ),
-    Shape(
-        "logprob_token_ids", {"logprobs": 1, "logprob_token_ids": [5, COMMON, 99]}, (COMPLETION,)
-    ),
-    Shape(
-        "logprob_token_ids",
-        {"logprobs": True, "logprob_token_ids": [5, COMMON, 99]},
-        (CHAT,),
-    ),
-    Shape(
-        "tokens as ids",
-        {"logprobs": 2, "return_tokens_as_token_ids": True},
-        (COMPLETION,),
-    ),
-    Shape(
-        "tokens as ids",
-        {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True},
-        (CHAT,),
-    ),
+    Shape("logprobs of one token", {"logprobs": True, "top_logprobs": 1, "max_tokens": 1}, (CHAT,)),
+    Shape("logprobs and a stop inside", lambda plain: {"logprobs": 1,
+          "stop": _inside(plain.pieces)}, (COMPLETION,), check=ended_by("stop")),
+    Shape("logprob_token_ids", {"logprobs": 1, "logprob_token_ids": [5, COMMON, 99]}, (COMPLETION,
+          )),
+    Shape("logprob_token_ids", {"logprobs": True, "logprob_token_ids": [5, COMMON, 99]}, (CHAT,)),
+    Shape("tokens as ids", {"logprobs": 2, "return_tokens_as_token_ids": True}, (COMPLETION,)),
+    Shape("tokens as ids", {"logprobs": True, "top_logprobs": 2,
+          "return_tokens_as_token_ids": True}, (CHAT,)),
     Shape("echo", {"echo": True, "prompt": text_prompt(30)}, (COMPLETION,), is_split=False),
-    Shape(
-        "echo with logprobs",
-        {"echo": True, "prompt": text_prompt(30), "logprobs": 1},
-        (COMPLETION,),
-        is_split=False,
-    ),
-    Shape(
-        "echo alone",
-        {"echo": True, "prompt": text_prompt(30), "max_tokens": 0},
-        (COMPLETION,),
-        is_split=False,
-    ),
-    Shape(
-        "echo of a message",
-        {"echo": True, "messages": user("Go on.") + ANSWER},
-        (CHAT,),
-        is_split=False,
-    ),
+    Shape("echo with logprobs", {"echo": True, "prompt": text_prompt(30), "logprobs": 1},
+          (COMPLETION,), is_split=False),
+    Shape("echo alone", {"echo": True, "prompt": text_prompt(30), "max_tokens": 0}, (COMPLETION,),
+          is_split=False),
+    Shape("echo of a message", {"echo": True, "messages": user("Go on.") + ANSWER}, (CHAT,),
+          is_split=False),
     Shape("prompt_logprobs", {"prompt_logprobs": 2}, streams=(False,), is_split=False),
     Shape("prompt_logprobs 0", {"prompt_logprobs": 0}, streams=(False,), is_split=False),
-)
+)  # fmt: skip
 
 CONSTRAINED = (
-    Shape(
-        "json_object",
-        {**_STRUCTURED, "response_format": {"type": "json_object"}},
-        check=is_json_like,
-    ),
+    Shape("json_object", {**_STRUCTURED, "response_format": {"type": "json_object"}},
+          check=is_json_like),
     Shape("json_schema", {**_STRUCTURED, "response_format": SCHEMA}, check=is_json_like),
     Shape("json_schema sampled", {**_STRUCTURED, **_SAMPLED, "response_format": SCHEMA}),
     Shape("response_format text", {"response_format": {"type": "text"}}),
@@ -334,73 +261,30 @@ CONSTRAINED = (
     Shape("json", {**_STRUCTURED, "structured_outputs": {"json": UNIT}}, check=is_json_like),
     Shape("grammar", {"structured_outputs": {"grammar": 'root ::= "x" [0-9]+ "y"'}}),
     Shape("choices of one schema", {**_STRUCTURED, **_SAMPLED, "n": 2, "response_format": SCHEMA}),
-    Shape(
-        "regex with logprobs",
-        {"logprobs": 1, "structured_outputs": {"regex": "(yes|no), [0-9]{4}"}},
-        (COMPLETION,),
-    ),
-)
+    Shape("regex with logprobs", {"logprobs": 1,
+          "structured_outputs": {"regex": "(yes|no), [0-9]{4}"}}, (COMPLETION,)),
+)  # fmt: skip
 
 CALLING = (
     Shape("tools unused", {"tools": TOOLS}, (CHAT,)),
     Shape("tool_choice none", {"tools": TOOLS, "tool_choice": "none"}, (CHAT,)),
-    Shape(
-        "tool_choice auto that calls",
-        {
-            "tools": TOOLS,
-            "tool_choice": "auto",
-            "structured_outputs": {"choice": [CALL_TEXT]},
-            "max_tokens": 200,
-        },
-        (CHAT,),
-        check=has_call,
-    ),
-    Shape(
-        "tool_choice auto that talks",
-        {"tools": TOOLS, "tool_choice": "auto", "structured_outputs": {"choice": ["no, thanks"]}},
-        (CHAT,),
-    ),
-    Shape(
-        "tool_choice required",
-        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200},
-        (CHAT,),
-        check=has_call,
-    ),
-    Shape(
-        "tool_choice named",
-        {
-            "tools": TOOLS,
-            "tool_choice": {"type": "function", "function": {"name": "clock"}},
-            "max_tokens": 200,
-        },
-        (CHAT,),
-        check=has_call,
-    ),
-    Shape(
-        "tool_choice required, cut short",
-        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 1},
-        (CHAT,),
-        is_split=None,
-    ),
-    Shape(
-        "choices that call",
-        {**_SAMPLED, "n": 2, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200},
-        (CHAT,),
-        check=has_call,
-    ),
-    Shape(
-        "the answer of a tool",
-        {
-            "tools": TOOLS,
-            "messages": [
-                *user("How warm is it?"),
-                {"role": "assistant", "content": None, "tool_calls": CALLS},
-                {"role": "tool", "tool_call_id": "call-1", "content": "21"},
-            ],
-        },
-        (CHAT,),
-    ),
-)
+    Shape("tool_choice auto that calls", {"tools": TOOLS, "tool_choice": "auto",
+          "structured_outputs": {"choice": [CALL_TEXT]}, "max_tokens": 200}, (CHAT,),
+          check=has_call),
+    Shape("tool_choice auto that talks", {"tools": TOOLS, "tool_choice": "auto",
+          "structured_outputs": {"choice": ["no, thanks"]}}, (CHAT,)),
+    Shape("tool_choice required", {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200},
+          (CHAT,), check=has_call),
+    Shape("tool_choice named", {"tools": TOOLS, "tool_choice": {"type": "function",
+          "function": {"name": "clock"}}, "max_tokens": 200}, (CHAT,), check=has_call),
+    Shape("tool_choice required, cut short", {"tools": TOOLS, "tool_choice": "required",
+          "max_tokens": 1}, (CHAT,), is_split=None),
+    Shape("choices that call", {**_SAMPLED, "n": 2, "tools": TOOLS, "tool_choice": "required",
+          "max_tokens": 200}, (CHAT,), check=has_call),
+    Shape("the answer of a tool", {"tools": TOOLS, "messages": [*user("How warm is it?"),
+          {"role": "assistant", "content": None, "tool_calls": CALLS}, {"role": "tool",
+          "tool_call_id": "call-1", "content": "21"}]}, (CHAT,)),
+)  # fmt: skip
 
 PROMPTS = (
     Shape("text", {"prompt": text_prompt(50)}, (COMPLETION,)),
@@ -412,54 +296,30 @@ PROMPTS = (
     Shape("unicode", {"prompt": "Grüße, 世界! \u00a0 naïve e\u0301"}, (COMPLETION,)),
     Shape("emoji", {"prompt": "👩‍👩‍👧 🎉" * 12}, (COMPLETION,)),
     Shape("emoji", {"messages": user("👩‍👩‍👧 🎉 Grüße" * 12)}, (CHAT,)),
-    Shape(
-        "text of broken characters",
-        {"allowed_token_ids": list(range(190, 250)), "return_token_ids": True},
-    ),
-    Shape(
-        "two texts", {"prompt": [text_prompt(30), text_prompt(9)]}, (COMPLETION,), is_split=False
-    ),
+    Shape("text of broken characters", {"allowed_token_ids": list(range(190, 250)),
+          "return_token_ids": True}),
+    Shape("two texts", {"prompt": [text_prompt(30), text_prompt(9)]}, (COMPLETION,),
+          is_split=False),
     Shape("two id lists", {"prompt": [[5, 6, 7], [8, 9]]}, (COMPLETION,), is_split=False),
     Shape("a text in a list", {"prompt": [text_prompt(30)]}, (COMPLETION,), is_split=False),
-    Shape(
-        "choices of two texts",
-        {**_SAMPLED, "prompt": [text_prompt(30), "the"], "n": 2},
-        (COMPLETION,),
-        is_split=False,
-    ),
+    Shape("choices of two texts", {**_SAMPLED, "prompt": [text_prompt(30), "the"], "n": 2},
+          (COMPLETION,), is_split=False),
     Shape("truncated", {"truncate_prompt_tokens": 20, "prompt": text_prompt(50)}, (COMPLETION,)),
     Shape("truncated", {"truncate_prompt_tokens": 20}, (CHAT,)),
-    Shape(
-        "truncated from the right",
-        {"truncate_prompt_tokens": 20, "truncation_side": "right", "prompt": text_prompt(50)},
-        (COMPLETION,),
-    ),
+    Shape("truncated from the right", {"truncate_prompt_tokens": 20, "truncation_side": "right",
+          "prompt": text_prompt(50)}, (COMPLETION,)),
     Shape("truncated to the window", {"truncate_prompt_tokens": -1}),
     Shape("no special tokens", {"add_special_tokens": False}),
     Shape("special tokens", {"add_special_tokens": True}),
-    Shape(
-        "special tokens as text",
-        {"prompt": "<|start|>user\nhello<|end|>\n"},
-        (COMPLETION,),
-    ),
+    Shape("special tokens as text", {"prompt": "<|start|>user\nhello<|end|>\n"}, (COMPLETION,)),
     Shape("several turns", {"messages": HISTORY}, (CHAT,)),
-    Shape(
-        "content in parts",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": text_prompt(30)}]}]},
-        (CHAT,),
-    ),
-    Shape(
-        "a message that goes on",
-        {
-            "messages": user("Go on.") + ANSWER,
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-        },
-        (CHAT,),
-    ),
+    Shape("content in parts", {"messages": [{"role": "user", "content": [{"type": "text",
+          "text": text_prompt(30)}]}]}, (CHAT,)),
+    Shape("a message that goes on", {"messages": user("Go on.") + ANSWER,
+          "continue_final_message": True, "add_generation_prompt": False}, (CHAT,)),
     Shape("no generation prompt", {"add_generation_prompt": False}, (CHAT,)),
     Shape("chat_template_kwargs", {"chat_template_kwargs": {"colour": "red"}}, (CHAT,)),
-)
+)  # fmt: skip
 
 RETURNS = (
     Shape("token ids", {"return_token_ids": True}),
@@ -468,51 +328,25 @@ RETURNS = (
     Shape("prompt text", {"return_prompt_text": True}, (CHAT,)),
     Shape("special tokens shown", {"skip_special_tokens": False}),
     Shape("usage", {"stream_options": {"include_usage": True}}, streams=(True,)),
-    Shape(
-        "usage of one token",
-        {"stream_options": {"include_usage": True}, "max_tokens": 1},
-        streams=(True,),
-    ),
-    Shape(
-        "usage of an end at once",
-        {"stream_options": {"include_usage": True}, "logit_bias": {str(EOS): 100}},
-        streams=(True,),
-    ),
-    Shape(
-        "usage of choices",
-        {**_SAMPLED, "stream_options": {"include_usage": True}, "n": 2},
-        streams=(True,),
-    ),
-    Shape(
-        "usage all along",
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        streams=(True,),
-    ),
-    Shape(
-        "everything at once",
-        lambda plain: {
-            **_SAMPLED,
-            "logprobs": 2,
-            "return_token_ids": True,
-            "top_p": 0.9,
-            "presence_penalty": 0.5,
-            "stop": ["never, never"],
-            "stream_options": {"include_usage": True},
-        },
-        (COMPLETION,),
-        (True,),
-    ),
-    Shape(
-        "beam search",
-        {"use_beam_search": True, "n": 2, "max_tokens": 5},
-        (COMPLETION,),
-        (False,),
-        is_split=False,
-    ),
-    Shape(
-        "beam search", {"use_beam_search": True, "n": 2, "max_tokens": 5}, (CHAT,), is_split=False
-    ),
-)
+    Shape("usage of one token", {"stream_options": {"include_usage": True}, "max_tokens": 1},
+          streams=(True,)),
+    Shape("usage of an end at once", {"stream_options": {"include_usage": True},
+          "logit_bias": {str(EOS): 100}}, streams=(True,)),
+    Shape("usage of choices", {**_SAMPLED, "stream_options": {"include_usage": True}, "n": 2},
+          streams=(True,)),
+    Shape("usage all along", {"stream_options": {"include_usage": True,
+          "continuous_usage_stats": True}}, streams=(True,)),
+    Shape("usage all along with logprobs", {"stream_options": {"include_usage": True,
+          "continuous_usage_stats": True}, "logprobs": 1, "return_token_ids": True}, streams=(True,
+          )),
+    Shape("everything at once", lambda plain: {**_SAMPLED, "logprobs": 2, "return_token_ids": True,
+          "top_p": 0.9, "presence_penalty": 0.5, "stop": ["never, never"],
+          "stream_options": {"include_usage": True}}, (COMPLETION,), (True,)),
+    Shape("beam search", {"use_beam_search": True, "n": 2, "max_tokens": 5}, (COMPLETION,),
+          (False,), is_split=False),
+    Shape("beam search", {"use_beam_search": True, "n": 2, "max_tokens": 5}, (CHAT,),
+          is_split=False),
+)  # fmt: skip
 
 SHAPES = (*GENERATION, *ENDS, *LOGPROBS, *CONSTRAINED, *CALLING, *PROMPTS, *RETURNS)
 
@@ -548,12 +382,8 @@ WRONG = (
     _wrong("logprobs text", {"logprobs": "all"}, (COMPLETION,)),
     _wrong("prompt_logprobs below -1", {"prompt_logprobs": -2}),
     Shape("prompt_logprobs streamed", {"prompt_logprobs": 2}, streams=(True,), status=400),
-    Shape(
-        "stream_options alone",
-        {"stream_options": {"include_usage": True}},
-        streams=(False,),
-        status=400,
-    ),
+    Shape("stream_options alone", {"stream_options": {"include_usage": True}}, streams=(False,),
+          status=400),
     _wrong("stream text", {"stream": "perhaps"}),
     _wrong("stop number", {"stop": 5}),
     _wrong("stop empty", {"stop": ""}),
@@ -572,11 +402,8 @@ WRONG = (
     _wrong("choice empty", {"structured_outputs": {"choice": []}}),
     _wrong("tools that are none", {"tools": [{"type": "function"}]}, (CHAT,)),
     _wrong("tool_choice without tools", {"tool_choice": "required"}, (CHAT,)),
-    _wrong(
-        "tool_choice of an unknown tool",
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
-        (CHAT,),
-    ),
+    _wrong("tool_choice of an unknown tool", {"tools": TOOLS, "tool_choice": {"type": "function",
+          "function": {"name": "no"}}}, (CHAT,)),
     _wrong("tool_choice of no known kind", {"tools": TOOLS, "tool_choice": "maybe"}, (CHAT,)),
     _wrong("no prompt", {"prompt": ...}, (COMPLETION,)),
     _wrong("prompt null", {"prompt": None}, (COMPLETION,)),
@@ -592,22 +419,18 @@ WRONG = (
     _wrong("messages empty", {"messages": []}, (CHAT,)),
     _wrong("messages text", {"messages": "hello"}, (CHAT,)),
     _wrong("message without a role", {"messages": [{"content": "x"}]}, (CHAT,)),
-    _wrong(
-        "goes on and begins anew",
-        {"continue_final_message": True, "add_generation_prompt": True},
-        (CHAT,),
-    ),
+    _wrong("goes on and begins anew", {"continue_final_message": True,
+          "add_generation_prompt": True}, (CHAT,)),
     _wrong("priority text", {"priority": "high"}),
     _wrong("truncated below -1", {"truncate_prompt_tokens": -2}),
     _wrong("truncated beyond the window", {"truncate_prompt_tokens": 10**6}),
     _wrong("more than the window", {"max_tokens": 5000}),
     _wrong("prompt beyond the window", {"prompt": [5] * 3000}, (COMPLETION,), 413),
     _wrong("messages beyond the window", {"messages": user(text_prompt(3000))}, (CHAT,), 413),
-    _wrong("unknown model", {"model": "nobody"}, status=404),
+    _wrong("unknown model", {"model": "unknown"}, status=404),
     _wrong("model number", {"model": 5}),
-    _wrong(
-        "beam search streamed", {"use_beam_search": True, "n": 2, "stream": True}, (COMPLETION,)
-    ),
+    _wrong("beam search streamed", {"use_beam_search": True, "n": 2, "stream": True}, (COMPLETION,
+          )),
     _wrong("stream_interval 0", {"stream_interval": 0}),
     _wrong("cache_salt empty", {"cache_salt": ""}),
-)
+)  # fmt: skip

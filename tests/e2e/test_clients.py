@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.cluster import MODEL, Cluster, Stock
+from tests.e2e.cluster import MODEL, Cluster, Stock, get
 from tests.e2e.prompts import text_prompt
 from tests.e2e.shapes import TOOLS, plain_body, user
 
@@ -103,7 +104,7 @@ def test_openai_errors(stock: Stock, cluster: Cluster) -> None:
     for server in (stock, cluster):
         with client_of(server) as client:
             with pytest.raises(openai.NotFoundError):
-                client.completions.create(model="nobody", prompt="the")
+                client.completions.create(model="unknown", prompt="the")
             with pytest.raises(openai.BadRequestError) as caught:
                 client.chat.completions.create(model=MODEL, messages=messages, temperature=-1)
             assert caught.value.param == "temperature"
@@ -127,7 +128,10 @@ async def test_openai_async_clients_at_once(stock: Stock, cluster: Cluster) -> N
 
 @pytest.mark.parametrize(
     ("backend", "endpoint"),
-    [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],
+    [
+        pytest.param("openai", "/v1/completions", marks=pytest.mark.slow),
+        ("openai-chat", "/v1/chat/completions"),
+    ],
 )
 def test_vllm_bench_serve(
     cluster: Cluster, tiny_llama: Path, tmp_path: Path, backend: str, endpoint: str
@@ -189,3 +193,19 @@ def test_curl_with_a_large_body_that_expects_to_be_told_to_go_on(cluster: Cluste
         input=body, capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["choices"][0]["text"]
+
+
+def test_what_operators_read(cluster: Cluster) -> None:
+    with urllib.request.urlopen(f"{cluster.url}/health", timeout=5) as answer:
+        assert answer.status == 200
+    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=5) as answer:
+        assert b"tetri_" in answer.read()
+    assert get(f"{cluster.url}/tetri/v1/requests") == {"in_flight": 0, "requests": []}
+    fields = {
+        "id", "url", "role", "state", "age_s", "running", "waiting", "held",
+        "queued_prefill_tokens", "blocks_used", "blocks_total", "arena_used_bytes",
+        "arena_total_bytes", "heavy", "light", "prefills_done", "decodes_done", "preemptions",
+        "flips", "cpu_s",
+    }  # fmt: skip
+    for entry in cluster.instances().values():
+        assert fields <= set(entry)

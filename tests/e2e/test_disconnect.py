@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.client import ask
-from tests.e2e.cluster import Cluster, Stock, get
+from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import chat, completion
 
 pytestmark = pytest.mark.e2e
@@ -40,8 +40,7 @@ async def _send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
 
 
 def phases(cluster: Cluster) -> list[str]:
-    found = get(f"{cluster.url}/tetri/v1/requests")
-    return [request["phase"] for request in found["requests"]]
+    return [row["phase"] for row in cluster.requests()]
 
 
 @pytest.mark.parametrize("stream", [False, True])

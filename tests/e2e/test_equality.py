@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.client import Answer, ask, ask_all
 from tests.e2e.cluster import Cluster, Stock
-from tests.e2e.prompts import LENGTHS, WORDS, chat, completion
+from tests.e2e.prompts import LENGTHS, chat, completion
 
 pytestmark = pytest.mark.e2e
 
@@ -66,32 +66,3 @@ async def test_eight_at_once(stock: Stock, cluster: Cluster, options: dict[str, 
         ours = await ask_all(cluster.url, group)
         theirs = await ask_all(stock.url, group)
         assert_equal(ours, theirs, group)
-
-
-async def test_options_that_shape_the_answer(stock: Stock, cluster: Cluster) -> None:
-    asked = [
-        completion(70, max_tokens=1),
-        completion(70, max_tokens=2),
-        completion(70, stop_token_ids=[int(i) for i in range(0, 1000, 7)], ignore_eos=False),
-        completion(70, frequency_penalty=1.5, presence_penalty=0.5),
-        completion(70, min_tokens=5),
-        completion(70, temperature=0.9, seed=7),
-        completion(300, temperature=0.9, seed=8, top_p=0.9),
-        completion(70, logit_bias={"17": 50.0}),
-        chat(30, stop=[" ", "e"]),
-    ]
-    ours = [await ask(cluster.url, body) for body in asked]
-    theirs = [await ask(stock.url, body) for body in asked]
-    assert_equal(ours, theirs, asked)
-
-
-async def test_requests_that_are_not_split_are_equal_too(stock: Stock, cluster: Cluster) -> None:
-    text = " ".join(WORDS)
-    for body in (
-        completion(50, n=2, temperature=0.8, seed=3),
-        completion(50, prompt=[text, text[:40]]),
-        completion(50, prompt=text, echo=True, return_token_ids=False),
-    ):
-        ours, theirs = await ask(cluster.url, body), await ask(stock.url, body)
-        assert ours.same_as(theirs)
-        assert ours.status == 200

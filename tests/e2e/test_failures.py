@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
-from tests.e2e.client import TIMEOUT
-from tests.e2e.cluster import Cluster, Stock, get, side_by_side
-from tests.e2e.compare import ask_raw, merged
+from examples.benchmarks.faults import send
+from tests.e2e.client import TIMEOUT, until
+from tests.e2e.cluster import Cluster, Stock, side_by_side
+from tests.e2e.compare import Reply, ask_raw, difference, joined, merged
 from tests.e2e.prompts import chat, completion
-from tests.e2e.test_first_token import joined
+from tests.eventually import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROLES = ("--prefill", "2", "--decode", "2")
-NAMES = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
 LONG = {"max_tokens": 500, "ignore_eos": True}
 STREAM = {**LONG, "stream": True, "stream_options": {"include_usage": True}}
 # They are rounded to three places.
@@ -57,60 +54,24 @@ def stock(_both: tuple[Stock, Cluster]) -> Stock:
 def cluster(_both: tuple[Stock, Cluster]) -> Iterator[Cluster]:
     """Complete when a test begins, at rest when it has ended."""
     made = _both[1]
-    wait_for(lambda: all_ready(made), "all four are ready")
+    eventually(lambda: made.are_ready(4), 180, "all four are ready")
     yield made
-    wait_for(lambda: all_ready(made), "all four are ready again")
+    eventually(lambda: made.are_ready(4), 180, "all four are ready again")
     made.rest()
 
 
-def all_ready(cluster: Cluster) -> bool:
-    rows = cluster.instances()
-    return set(rows) == NAMES and all(row["state"] == "ready" for row in rows.values())
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s:.0f} s: {what}"
-        time.sleep(0.05)
-
-
-def tree_of(cluster: Cluster, name: str) -> list[psutil.Process]:
-    """All processes of an instance, as it is now; its guard first."""
-    words = ["--tetri-instance", name]
-    for each in psutil.Process(cluster.child.pid).children(recursive=True):
-        line = each.cmdline()
-        if any(line[at : at + 2] == words for at in range(len(line))):
-            return [each, *each.children(recursive=True)]
-    raise AssertionError(f"there is no {name}")
-
-
-def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
-    for each in processes:
-        if each.is_running():
-            os.kill(each.pid, number)
-
-
-@dataclass
-class Seen:
+class Seen(Reply):
     """What a client got, and when."""
 
-    raw: bytes = b""
-    times_s: list[float] = field(default_factory=list)
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__(0, {}, b"")
+        self.times_s: list[float] = []
 
     @property
     def gap_s(self) -> float:
         """The longest pause between two parts."""
         pairs = zip(self.times_s, self.times_s[1:], strict=False)
         return max((then - now for now, then in pairs), default=0.0)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        parts = self.raw.split(b"\n\n")
-        assert parts[-2:] == [b"data: [DONE]", b""], parts[-3:]
-        return [json.loads(each.removeprefix(b"data: ")) for each in parts[:-2]]
 
 
 async def read(url: str, body: dict[str, Any], seen: Seen) -> Seen:
@@ -140,18 +101,6 @@ async def under_way(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not await asyncio.to_thread(condition):
-        assert time.monotonic() < deadline, f"not in {timeout_s:.0f} s: {what}"
-        await asyncio.sleep(0.01)
-
-
-def table(cluster: Cluster) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = get(f"{cluster.url}/tetri/v1/requests")["requests"]
-    return found
 
 
 def counted(cluster: Cluster, outcome: str) -> float:
@@ -204,24 +153,9 @@ def same(seen: Seen, reply: Any, body: dict[str, Any]) -> None:
         return
     assert b'"error"' not in seen.raw, seen.raw[-2000:]
     ours, theirs = joined(seen.events), joined(reply.events)
-    far = farthest(ours.pop("logprobs"), theirs.pop("logprobs"))
-    assert far < LOGPROB_TOLERANCE
-    assert ours == theirs
+    assert not difference(ours, theirs, tolerance=LOGPROB_TOLERANCE)
     assert seen.raw.count(b'"role"') == reply.raw.count(b'"role"')
     assert seen.raw.count(b"[DONE]") == 1
-
-
-def farthest(ours: Any, theirs: Any) -> float:
-    """The greatest difference of numbers of two values that are equal otherwise."""
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return abs(ours - theirs)
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        return max((farthest(ours[key], theirs[key]) for key in ours), default=0.0)
-    if isinstance(ours, list):
-        return max((farthest(*pair) for pair in zip(ours, theirs, strict=True)), default=0.0)
-    assert ours == theirs
-    return 0.0
 
 
 def moved(seen: list[Seen], asked: list[dict[str, Any]], name: str) -> list[Seen]:
@@ -233,55 +167,40 @@ def moved(seen: list[Seen], asked: list[dict[str, Any]], name: str) -> list[Seen
     ]
 
 
-async def all_streaming(cluster: Cluster, seen: list[Seen], asked: list[dict[str, Any]]) -> None:
-    streams = [one for one, body in zip(seen, asked, strict=True) if body.get("stream")]
-    await until(
-        lambda: all(each.raw.count(b"\n\n") > 20 for each in streams), "all streams are under way"
-    )
+async def streaming_from(name: str, seen: list[Seen], asked: list[dict[str, Any]]) -> None:
+    """Wait until every stream that has begun at an instance is well under way."""
+
+    def are_under_way() -> bool:
+        begun = moved(seen, asked, name)
+        return bool(begun) and all(each.raw.count(b"\n\n") > 20 for each in begun)
+
+    await until(are_under_way, f"streams of {name} are under way")
 
 
-def report(what: str, seen: list[Seen]) -> None:
-    gaps = sorted(each.gap_s for each in seen)
+def check(what: str, seen: list[Seen], replies: list[Reply], asked: list[dict[str, Any]]) -> None:
+    """Every output is stock's, and some streams had begun at the instance that was hit."""
+    gaps = sorted(each.gap_s for each in moved(seen, asked, "decode-0"))
     print(f"\n{what}: {len(gaps)} streams, gap {gaps[0]:.2f} to {gaps[-1]:.2f} s")
+    for one, reply, body in zip(seen, replies, asked, strict=True):
+        same(one, reply, body)
 
 
-@pytest.mark.parametrize("who", ["all", "engine"])
-async def test_a_decode_instance_is_killed_mid_stream(
-    stock: Stock, cluster: Cluster, who: str
-) -> None:
+@pytest.mark.parametrize("who", ["all", "engine", "server"])
+async def test_a_decode_instance_ends_mid_stream(stock: Stock, cluster: Cluster, who: str) -> None:
+    """SIGKILL; or SIGTERM to its server: vLLM gives up what it has, at once."""
     asked = bodies()
     theirs = await answers_of_stock(stock, asked)
     before = counted(cluster, "resumed")
     async with under_way(cluster.url, asked) as (seen, tasks):
-        await all_streaming(cluster, seen, asked)
-        tree = tree_of(cluster, "decode-0")
-        if who == "engine":
-            tree = [each for each in tree if "EngineCore" in " ".join(each.cmdline())]
-            assert tree
-        signal_all(tree, signal.SIGKILL)
+        await streaming_from("decode-0", seen, asked)
+        if who == "server":
+            cluster.processes("decode-0")[1].send_signal(signal.SIGTERM)
+        else:
+            every = cluster.processes("decode-0")
+            send([cluster.engine("decode-0")] if who == "engine" else every, signal.SIGKILL)
         await asyncio.gather(*tasks)
-    hit = moved(seen, asked, "decode-0")
-    report(f"SIGKILL of {who} of a decode instance", hit)
-    assert hit
+    check(f"end of {who} of a decode instance", seen, theirs, asked)
     assert counted(cluster, "resumed") >= before + 1
-    for one, reply, body in zip(seen, theirs, asked, strict=True):
-        same(one, reply, body)
-
-
-async def test_a_decode_instance_is_shut_down_mid_stream(stock: Stock, cluster: Cluster) -> None:
-    """SIGTERM: vLLM gives up what it has, at once."""
-    asked = bodies()
-    theirs = await answers_of_stock(stock, asked)
-    async with under_way(cluster.url, asked) as (seen, tasks):
-        await all_streaming(cluster, seen, asked)
-        server = tree_of(cluster, "decode-0")[1]
-        server.send_signal(signal.SIGTERM)
-        await asyncio.gather(*tasks)
-    hit = moved(seen, asked, "decode-0")
-    report("SIGTERM of a decode instance", hit)
-    assert hit
-    for one, reply, body in zip(seen, theirs, asked, strict=True):
-        same(one, reply, body)
 
 
 async def test_a_prefill_instance_is_killed_while_it_prefills(
@@ -293,13 +212,13 @@ async def test_a_prefill_instance_is_killed_while_it_prefills(
     async with under_way(cluster.url, asked) as (seen, tasks):
 
         def is_prefilling() -> bool:
-            rows = [each for each in table(cluster) if each["phase"] == "prefilling"]
+            rows = [each for each in cluster.requests() if each["phase"] == "prefilling"]
             return any(each["prefill"] == "prefill-0" for each in rows) and (
                 cluster.instances()["prefill-0"]["running"] > 0
             )
 
         await until(is_prefilling, "a prompt is being computed")
-        signal_all(tree_of(cluster, "prefill-0"), signal.SIGKILL)
+        send(cluster.processes("prefill-0"), signal.SIGKILL)
         await asyncio.gather(*tasks)
     for one, reply, body in zip(seen, theirs, asked, strict=True):
         assert one.status == 200, one.raw
@@ -316,21 +235,17 @@ async def test_a_decode_instance_that_is_stopped_is_given_up(
 ) -> None:
     asked = bodies()
     theirs = await answers_of_stock(stock, asked)
-    tree = tree_of(cluster, "decode-0")
+    tree = cluster.processes("decode-0")
     async with under_way(cluster.url, asked) as (seen, tasks):
-        await all_streaming(cluster, seen, asked)
-        signal_all(tree, signal.SIGSTOP)
+        await streaming_from("decode-0", seen, asked)
+        send(tree, signal.SIGSTOP)
         try:
             await asyncio.gather(*tasks)
-            assert cluster.instances()["decode-0"]["state"] == "silent"
+            assert cluster.state_of("decode-0") == "silent"
         finally:
-            signal_all(tree, signal.SIGCONT)
-    hit = moved(seen, asked, "decode-0")
-    report("SIGSTOP of a decode instance", hit)
-    assert hit
-    for one, reply, body in zip(seen, theirs, asked, strict=True):
-        same(one, reply, body)
-    await until(lambda: all_ready(cluster), "it is back")
+            send(tree, signal.SIGCONT)
+    check("SIGSTOP of a decode instance", seen, theirs, asked)
+    await until(lambda: cluster.are_ready(4), "it is back")
     cluster.rest(5.0)
     short = [{**body, "max_tokens": 20} for body in asked if "min_tokens" not in body]
     async with under_way(cluster.url, short) as (seen, tasks):

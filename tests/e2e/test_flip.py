@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import Counter
 from contextlib import suppress
-from itertools import cycle
 from random import Random
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
-from tests.e2e.client import Answer, ask, ask_all
-from tests.e2e.cluster import Cluster, Stock, get
+from examples.benchmarks.faults import send
+from tests.e2e.client import Answer, ask, ask_all, load, until
+from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]  # five instances on two cores
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # five instances on two cores
 
-NUM_FLIPS, NUM_REQUESTS = 100, 3000
+NUM_FLIPS, EACH = 100, 30  # requests for each flip
 CLIENTS = 12
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 # Prompts of less than a chunk to many, short and long answers, every other one streamed.
@@ -58,27 +62,6 @@ async def flipped(cluster: Cluster, name: str, epoch: int) -> dict[str, Any]:
     raise AssertionError(f"{name} has not flipped: {row}")
 
 
-class Clients:
-    """Ask for all bodies in turn; every answer must be stock's."""
-
-    def __init__(self, url: str, expected: list[Answer]) -> None:
-        self._url = url
-        self._next = cycle(range(len(BODIES)))
-        self._expected = expected
-        self.num_answers = 0
-        self.wrong: list[str] = []
-        self.at: Counter[str] = Counter()
-
-    async def client(self) -> None:
-        while True:
-            index = next(self._next)
-            answer = await ask(self._url, BODIES[index])
-            self.num_answers += 1
-            self.at[answer.headers.get("x-tetri-decode", "")] += 1
-            if not answer.same_as(self._expected[index]):
-                self.wrong.append(f"{index}: {answer} != {self._expected[index]}")
-
-
 def other(role: str) -> str:
     return "decode" if role == "prefill" else "prefill"
 
@@ -98,50 +81,29 @@ async def flip_one(cluster: Cluster, rng: Random, *, is_now: bool) -> dict[str, 
 
 
 async def test_a_hundred_flips_under_load_lose_nothing_and_change_nothing(
-    single: Stock, many: Cluster, record_property: Any
+    single: Stock, many: Cluster
 ) -> None:
     expected = [await ask(single.url, body) for body in BODIES]
     assert all(answer.token_ids for answer in expected)
-    clients = Clients(many.url, expected)
-    tasks = [asyncio.create_task(clients.client()) for _ in range(CLIENTS)]
-    rng, flips = Random(7), []
-    try:
-        while len(flips) < NUM_FLIPS or clients.num_answers < NUM_REQUESTS:
+    rng = Random(7)
+    flips: list[dict[str, Any]] = []
+    async with load(many.url, BODIES, expected, CLIENTS) as clients:
+        while len(flips) < NUM_FLIPS:
             flips.append(await flip_one(many, rng, is_now=len(flips) % 2 == 1))
             # So that the flips are spread over all of the load.
-            while clients.num_answers < len(flips) * NUM_REQUESTS / NUM_FLIPS:
-                await asyncio.sleep(0.02)
-                assert not any(task.done() for task in tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    assert clients.wrong == []
-    assert clients.num_answers >= NUM_REQUESTS
-    assert len(clients.at) == 4, clients.at  # all of them have decoded
+            await clients.more(max(0, len(flips) * EACH - len(clients.all)))
+    assert (clients.wrong, clients.failed) == ([], [])
+    assert len({answer.decode for answer in clients.all}) == 4  # all of them have decoded
     assert sum(row["flips"] for row in many.instances().values()) == len(flips)
-    drained = [flip for flip in flips if flip["drain_s"]]
-    assert len(flips) - len(drained) == len(flips) // 2
-    say(f"{clients.num_answers} requests, {len(flips)} flips")
-    say(percentiles("commit, drained first", [flip["commit_s"] for flip in drained]))
-    at_once = [flip["commit_s"] for flip in flips if not flip["drain_s"]]
-    say(percentiles("commit, at once", at_once))
-    say(percentiles("drain", [flip["drain_s"] for flip in drained]))
-
-
-def say(text: str) -> None:
-    """Shown with `pytest -s`, or when something fails."""
-    print(f"\nflip: {text}", flush=True)
-
-
-def percentiles(what: str, seconds: list[float]) -> str:
-    ordered = sorted(seconds)
-    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * part))] for part in (0.5, 0.99))
-    return f"{what}: p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms, {len(ordered)} times"
+    drained = sorted(flip["commit_s"] for flip in flips if flip["drain_s"])
+    at_once = sorted(flip["commit_s"] for flip in flips if not flip["drain_s"])
+    assert len(drained) == len(at_once)
+    for what, seconds in (("drained first", drained), ("at once", at_once)):
+        print(f"commit, {what}: median {seconds[len(seconds) // 2]:.4f} s, worst {seconds[-1]:.4f}")
 
 
 async def split(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Two prefill and two decode instances, whoever they are."""
+    """Two prefill and two decode instances, whatever their roles."""
     while True:
         rows = await instances(cluster)
         of = {
@@ -171,6 +133,15 @@ async def test_while_kv_is_in_the_air_for_it(single: Stock, many: Cluster) -> No
         await split(many)
 
 
+async def running_on(cluster: Cluster, names: list[str]) -> str:
+    """The first of these instances that has something to do."""
+    while True:
+        rows = await instances(cluster)
+        for name in names:
+            if rows[name]["running"]:
+                return name
+
+
 async def until_in_the_air(
     cluster: Cluster, bodies: list[Any]
 ) -> tuple[asyncio.Task[list[Answer]], str]:
@@ -179,8 +150,7 @@ async def until_in_the_air(
         own = [{**body, "cache_salt": f"{time.monotonic()} {salt}"} for body in bodies]
         asking = asyncio.create_task(ask_all(cluster.url, own))
         while not asking.done():
-            rows = await asyncio.to_thread(get, f"{cluster.url}/tetri/v1/requests")
-            for row in rows["requests"]:
+            for row in await asyncio.to_thread(cluster.requests):
                 if row["phase"] == "prefilling" and row["decode"]:
                     return asking, row["decode"]
     raise AssertionError("no KV was seen in the air")
@@ -189,10 +159,7 @@ async def until_in_the_air(
 async def test_what_is_not_done_in_time_is_rolled_back(many: Cluster) -> None:
     _, decodes = await split(many)
     asking = asyncio.create_task(ask_all(many.url, [completion(9, max_tokens=600)] * 4))
-    name = ""
-    while not name:
-        rows = await instances(many)
-        name = next((each for each in decodes if rows[each]["running"]), "")
+    name = await running_on(many, decodes)
     status, answer = await order(many.url, name, "prefill", deadline_s=0.3)
     assert (status, answer["state"]) == (202, "flipping")
     row = await flipped(many, name, answer["epoch"])
@@ -206,64 +173,43 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(
 ) -> None:
     _, decodes = await split(many)
     asking = asyncio.create_task(ask_all(many.url, [completion(9, max_tokens=1500)] * 4))
-    name = ""
-    while not name:
-        rows = await instances(many)
-        name = next((each for each in decodes if rows[each]["running"]), "")
+    name = await running_on(many, decodes)
     assert (await order(many.url, name, "prefill"))[1]["state"] == "flipping"
     while not (await instances(many))[name]["flip"]["is_heard"]:
         await asyncio.sleep(0.02)
-    routers = [each for each in many.tree() if "router" in each.cmdline()]
-    for process in reversed(routers):
-        process.kill()
+    send([each for each in many.tree() if "router" in each.cmdline()][::-1], signal.SIGKILL)
     with pytest.raises(aiohttp.ClientError):
         await asking
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+
+    def is_back() -> bool:
         with suppress(OSError):
-            if (await instances(many)).get(name, {}).get("role") == "prefill":
-                break
-        await asyncio.sleep(0.1)
+            return many.instances().get(name, {}).get("role") == "prefill"
+        return False
+
+    await until(is_back, "the router knows the new role")
     row = (await instances(many))[name]
     assert (row["role"], row["flip"]["stage"]) == ("prefill", "done"), row["flip"]
-    await until_ready(many)
+    await until(lambda: many.are_ready(4), "all are ready", 120)
     expected = await ask_all(single.url, BODIES)
     answers = await ask_all(many.url, BODIES)
     assert all(a.same_as(b) for a, b in zip(answers, expected, strict=True))
 
 
-async def until_ready(cluster: Cluster) -> None:
-    deadline = time.monotonic() + 120
-    while {row["state"] for row in (await instances(cluster)).values()} != {"ready"}:
-        assert time.monotonic() < deadline, cluster.log.read_text()[-2000:]
-        await asyncio.sleep(0.1)
-
-
-async def test_one_that_dies_while_it_drains_costs_a_pause_and_no_token(
-    many: Cluster,
-) -> None:
+async def test_one_that_dies_while_it_drains_costs_a_pause_and_no_token(many: Cluster) -> None:
     prefills, decodes = await split(many)
     long = [completion(9, max_tokens=1500, **STREAM)] * 4
     asking = asyncio.create_task(ask_all(many.url, long))
-    name = ""
-    while not name:
-        rows = await instances(many)
-        name = next((each for each in decodes if rows[each]["running"]), "")
+    name = await running_on(many, decodes)
     status, _ = await order(many.url, name, "prefill")
     assert status == 202
-    facts = next(row for row in many.facts["instances"] if row["id"] == name)
-    guard = psutil.Process(facts["pid"])
-    for process in (*guard.children(recursive=True), guard):
-        process.kill()
+    send(many.processes(name)[::-1], signal.SIGKILL)
     for answer in await asking:
         assert (answer.error, len(answer.token_ids)) == (None, 1500)
     # All answers may have been its own, and so end before its silence is noticed.
-    while (await instances(many)).get(name, {"state": "gone"})["state"] == "flipping":
-        await asyncio.sleep(0.02)
-    status, answer = await order(many.url, name, "decode")
-    assert status in (404, 409), answer
+    await until(lambda: many.state_of(name) != "flipping", "its silence is noticed")
+    assert (await order(many.url, name, "decode"))[0] in (404, 409)
     assert all(answer.status == 200 for answer in await ask_all(many.url, BODIES))
-    await until_ready(many)  # `up` starts it again, in the role that it began with
+    await until(lambda: many.are_ready(4), "`up` has started it in its first role", 120)
     row = (await instances(many))[name]
     assert (row["role"], row["flip"]) == (name.partition("-")[0], None)
     assert set(prefills) <= set(await instances(many))

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.certificates import CERTIFICATE, CERTIFICATE_KEY, trusting
 from tests.e2e.cluster import Cluster, running
 from tests.e2e.prompts import completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
-CERTIFICATE = Path(__file__).parent.parent / "certificate.pem"
-CERTIFICATE_KEY = CERTIFICATE.with_name("certificate-key.pem")
-
 
 async def ask(url: str, key: str, body: dict[str, Any]) -> tuple[int, str]:
-    trusted = ssl.create_default_context(cafile=str(CERTIFICATE))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(url, json=body, headers=headers, ssl=trusted) as response,
+        session.post(url, json=body, headers=headers, ssl=trusting()) as response,
     ):
         return response.status, await response.text()
 

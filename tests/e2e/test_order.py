@@ -14,9 +14,9 @@ from tests.e2e.client import ask, ask_all
 from tests.e2e.cluster import CHUNK, Cluster, Stock, running
 from tests.e2e.prompts import chat, completion
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-TILE = 16  # docs/chunk-size.md
+TILE = 16  # the least that a step with decodes takes of a prompt on CPUs
 ITERATION = re.compile(
     r"Iteration\((\d+)\): \d+ context requests, (\d+) context tokens, "
     r"\d+ generation requests, (\d+) generation tokens"

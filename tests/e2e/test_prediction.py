@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from tests.e2e.client import ask, ask_all
-from tests.e2e.cluster import Cluster, get, running
+from tests.e2e.cluster import Cluster, running
 from tests.e2e.prompts import chat
+from tests.eventually import eventually
 from tests.predictor.tiny_artefact import make
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 COMEBACK_S = 60.0
 GRANULARITY = 30
@@ -29,11 +30,11 @@ GRANULARITY = 30
 def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("prediction")
     artefact = make(folder / "artefact", granularity=GRANULARITY)
-    roles = ("--prefill", "1", "--decode", "1", "--predictor", str(artefact))
+    options = ("--tetri-predictor", str(artefact))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TETRI_CACHE", str(folder / "cache"))
-        with running(Cluster(tiny_llama, folder, roles=roles)) as cluster:
-            until(lambda: predictor(cluster) is not None, "the predictor has started")
+        with running(Cluster(tiny_llama, folder, serve=options)) as cluster:
+            eventually(lambda: predictor(cluster), COMEBACK_S, "the predictor has started")
             yield cluster
 
 
@@ -43,17 +44,10 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
     started.rest()
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + COMEBACK_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.1)
-
-
 def predictor(cluster: Cluster) -> psutil.Process | None:
     """The process beside the prefill instance; the only one there is."""
     found = [
-        process for process in cluster.tree() if process.cmdline()[3:5] == ["predictor", "serve"]
+        process for process in cluster.tree() if "vllm_tetri.predictor.server" in process.cmdline()
     ]
     assert len(found) <= 1
     return found[0] if found else None
@@ -94,8 +88,8 @@ async def watched(cluster: Cluster) -> AsyncIterator[list[Any]]:
 
     async def look() -> None:
         while True:
-            table = await asyncio.to_thread(get, f"{cluster.url}/tetri/v1/requests")
-            seen.extend(row["predicted"] for row in table["requests"])
+            rows = await asyncio.to_thread(cluster.requests)
+            seen.extend(row["predicted"] for row in rows)
             await asyncio.sleep(0.01)
 
     looking = asyncio.create_task(look())
@@ -136,7 +130,9 @@ def test_at_the_end_nothing_runs_and_what_was_learnt_is_kept(started: Cluster) -
     process = predictor(started)
     assert process is not None
     # vLLM kills its engine at once, so what counts is what was saved while it served.
-    until(lambda: asyncio.run(predict_one(started)) or num_learnt() > 0, "lengths were saved")
+    eventually(
+        lambda: asyncio.run(predict_one(started)) or num_learnt(), COMEBACK_S, "lengths were saved"
+    )
     started.stop()
-    until(lambda: not process.is_running(), "the predictor ended")
+    eventually(lambda: not process.is_running(), COMEBACK_S, "the predictor ended")
     assert num_learnt() > 0

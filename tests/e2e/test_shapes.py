@@ -9,27 +9,29 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import Cluster, Stock
-from tests.e2e.compare import (
-    Reply,
-    ask_raw,
-    difference,
-    event_keys,
-    merged,
-    role_events,
-    stripped,
-)
+from tests.e2e.compare import Reply, ask_raw, difference, event_keys, merged, role_events, stripped
 from tests.e2e.prompts import token_prompt
 from tests.e2e.shapes import BOTH, SHAPES, WRONG, Plain, Shape, body_of, plain_body
 
 pytestmark = pytest.mark.e2e
 
-CASES = [
-    pytest.param(shape, kind, stream, id=f"{shape.name}-{kind}{'-streamed' if stream else ''}")
-    for table in (SHAPES, WRONG)
-    for shape in table
-    for kind in shape.kinds
-    for stream in shape.streams
-]
+
+def cases_of(number: int, shape: Shape) -> list[Any]:
+    """All cases of a shape; all but one are slow, another one from shape to shape."""
+    forms = [(kind, stream) for kind in shape.kinds for stream in shape.streams]
+    return [
+        pytest.param(
+            shape,
+            kind,
+            stream,
+            id=f"{shape.name}-{kind}{'-streamed' if stream else ''}",
+            marks=[] if index == number % len(forms) else pytest.mark.slow,
+        )
+        for index, (kind, stream) in enumerate(forms)
+    ]
+
+
+CASES = [case for number, shape in enumerate((*SHAPES, *WRONG)) for case in cases_of(number, shape)]
 # The router makes these answers itself, with a status or a text of its own.
 OWN_ANSWERS = (404, 413)
 
@@ -113,8 +115,8 @@ def assert_equal_errors(ours: Reply, theirs: Reply, status: int) -> None:
         assert mine == other
 
 
-async def test_a_second_leg_that_is_refused_leaves_nothing(cluster: Cluster) -> None:
-    """Greedy choices: leg 1 has one, so only the decode instance complains."""
+async def test_a_decode_request_that_is_refused_leaves_nothing(cluster: Cluster) -> None:
+    """Greedy choices: the prefill request has one, so only the decode instance complains."""
     for number in range(30):
         body = {**plain_body("completion"), "prompt": token_prompt(100 + 7 * number), "n": 2}
         reply = await ask_raw(cluster.url, "completion", {**body, "stream": number % 2 == 0})

@@ -27,7 +27,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any], int]] = {
         200,
     ),
     "tokenize of nothing": ("/tokenize", {"model": MODEL}, 400),
-    "tokenize of an unknown model": ("/tokenize", {"model": "nobody", "prompt": "x"}, 404),
+    "tokenize of an unknown model": ("/tokenize", {"model": "unknown", "prompt": "x"}, 404),
     "detokenize": ("/detokenize", {"model": MODEL, "tokens": token_prompt(40)}, 200),
     "detokenize of words": ("/detokenize", {"model": MODEL, "tokens": ["a"]}, 400),
     "responses": (
@@ -35,7 +35,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any], int]] = {
         {"model": MODEL, "input": text_prompt(60), "max_output_tokens": 8, "temperature": 0},
         200,
     ),
-    "responses of an unknown model": ("/v1/responses", {"model": "nobody", "input": "x"}, 404),
+    "responses of an unknown model": ("/v1/responses", {"model": "unknown", "input": "x"}, 404),
     "responses after one that is gone": (
         "/v1/responses",
         {"model": MODEL, "input": "x", "previous_response_id": "resp_gone"},
@@ -45,7 +45,7 @@ ROUTES: dict[str, tuple[str, dict[str, Any], int]] = {
     "messages": ("/v1/messages", {**SHORT, "messages": user(text_prompt(60))}, 200),
     "messages of an unknown model": (
         "/v1/messages",
-        {**SHORT, "model": "nobody", "messages": user("x")},
+        {**SHORT, "model": "unknown", "messages": user("x")},
         404,
     ),
     "messages without a bound": ("/v1/messages", {"model": MODEL, "messages": user("x")}, 400),
@@ -109,7 +109,7 @@ async def test_what_the_model_cannot_do_is_404(stock: Stock, cluster: Cluster, p
     assert theirs.json == {"detail": "Not Found"}
     error = ours.json["error"]
     assert (error["type"], error["code"]) == ("NotFoundError", 404)
-    assert error["message"].startswith(f"POST {path}: the instances of this cluster do not offer")
+    assert error["message"].startswith(f"POST {path}: no instance offers this route")
 
 
 async def test_wrong_methods(stock: Stock, cluster: Cluster) -> None:

@@ -27,16 +27,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.llama import LLAMA
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.control.views import Picture
+from vllm_tetri.control.view import Snapshot
 from vllm_tetri.engine import roles
-from vllm_tetri.engine.audit import Finding, leftovers
 from vllm_tetri.engine.compat import KVConnectorRole
 from vllm_tetri.engine.connector import TetriConnector
-from vllm_tetri.engine.load import count
+from vllm_tetri.engine.load import SHARED_LEAKS
 from vllm_tetri.engine.scheduler import make_scheduler
 from vllm_tetri.engine.step import StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
-from vllm_tetri.kv.mover import HostMover
+from vllm_tetri.transport.blocks import HostMover
 from vllm_tetri.types import (
     ClusterView,
     InstanceInfo,
@@ -60,7 +59,7 @@ def vllm_config(
         options: For us.
     """
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    # At that address nobody listens: no cluster on this machine shall see it.
+    # Nothing listens at that address: no cluster on this machine shall see it.
     own = {"instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",)}
     tetri = TetriConfig(role=role, **{**own, **options})
     usual = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
@@ -71,7 +70,7 @@ def vllm_config(
         block_size=BLOCK,
         scheduler_cls=roles.SCHEDULER,
         distributed_executor_backend=roles.EXECUTOR,
-        kv_transfer_config=roles._kv_transfer_config(tetri),
+        kv_transfer_config=roles.kv_transfer_config(tetri),
         **usual | (args or {}),
     ).create_engine_config()
 
@@ -113,12 +112,11 @@ class Engine:
         assert isinstance(self.scheduler.connector, TetriConnector)
         self.connector = self.scheduler.connector
         identity = {"model": "harness"}
-        mover = HostMover(self.caches, num_blocks)
-        tetri = self.instance.config
+        mover = self.mover = HostMover(self.caches, num_blocks)
+        tetri = self.endpoint.config
         self.worker = TetriConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
-        self.worker._worker = KVWorker(
-            config=tetri, identity=identity, mover=mover, rank=0, num_ranks=1
-        )
+        self.kv_worker = KVWorker(config=tetri, identity=identity, mover=mover, rank=0, num_ranks=1)
+        self.worker.set_worker(self.kv_worker)
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, 0): WorkerShape(identity, mover.block_bytes, 1)}
         )
@@ -128,12 +126,12 @@ class Engine:
         self.outputs: dict[str, list[int]] = {}
 
     @property
-    def instance(self) -> Any:
-        return self.connector.instance
+    def endpoint(self) -> Any:
+        return self.connector.endpoint
 
     @property
     def info(self) -> InstanceInfo:
-        info = self.instance._info
+        info = self.endpoint.info
         assert info is not None
         return info
 
@@ -143,14 +141,14 @@ class Engine:
             "test",
             1,
             tuple(
-                InstanceView(peer.info, InstanceState.READY, peer.instance._read_load(), 0.0)
+                InstanceView(peer.info, InstanceState.READY, peer.endpoint.read_load(), 0.0)
                 for peer in peers
             ),
         )
-        agent = self.instance._agent
+        agent = self.endpoint.agent
         assert isinstance(agent, Agent)
-        picture = Picture(view, time.monotonic())
-        agent.picture = lambda: picture  # type: ignore[method-assign]
+        snapshot = Snapshot(view, time.monotonic())
+        agent.snapshot = lambda: snapshot  # type: ignore[method-assign]
 
     def add(
         self,
@@ -262,21 +260,22 @@ class Engine:
 
     @property
     def is_at_rest(self) -> bool:
-        load = self.instance._read_load()
+        load = self.endpoint.read_load()
         return not (
             load.blocks_used
             or load.arena_used_bytes
             or load.running
             or load.waiting
             or self.scheduler.requests
-            or len(self.instance.inbox)
-            or len(self.instance.outbox)
-            or any(not each.is_shared for each in self.leftovers())
+            or len(self.endpoint.receives)
+            or len(self.endpoint.sends)
+            or any(what not in SHARED_LEAKS for what in self.leaks())
         )
 
-    def leftovers(self) -> tuple[Finding, ...]:
-        """What the audit would find now."""
-        return leftovers(count(self.scheduler, self.instance, self.instance._receiver.stats()))
+    def leaks(self) -> dict[str, int]:
+        """What a leak check would find now."""
+        found: dict[str, int] = self.endpoint.load.leaks()
+        return found
 
     def close(self) -> None:
         self.worker.shutdown()

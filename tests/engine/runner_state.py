@@ -10,15 +10,15 @@ import torch
 from vllm import SamplingParams
 
 from vllm_tetri.engine.compat import CachedRequestState
-from vllm_tetri.engine.injection import make_runner_inject
+from vllm_tetri.engine.continuation import teach_v1_runner
 
 
 @contextmanager
 def injecting() -> Iterator[None]:
     """Our hook in place, twice as in a process that calls it again; gone afterwards."""
     stock = CachedRequestState.__post_init__
-    make_runner_inject()
-    make_runner_inject()
+    teach_v1_runner()
+    teach_v1_runner()
     yield
     CachedRequestState.__post_init__ = stock
 

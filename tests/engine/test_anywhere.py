@@ -1,4 +1,4 @@
-"""Prompts whose answers any instance may write: also the one that computed them."""
+"""Prompts whose outputs any instance may write: also the one that computed them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import Engine
-from tests.engine.test_handover import CHUNK, prompt
-from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg, digest_of, from_params, to_params
+from tests.engine.pair import CHUNK, prompt
+from vllm_tetri.handover import (
+    DecodeParams,
+    Prefilled,
+    PrefillParams,
+    digest_of,
+    from_params,
+    to_params,
+)
 from vllm_tetri.types import RequestId, Role, TransferId
 
 
@@ -26,28 +33,28 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Engin
 
 
 def begin(engine: Engine, name: str, tokens: list[int], *, anywhere: bool = True) -> None:
-    leg = PrefillLeg(TransferId(f"t-{name}"), RequestId(name), anywhere=anywhere)
-    engine.add(f"{name}-1", tokens, params=to_params(leg))
+    kv_params = PrefillParams(TransferId(f"t-{name}"), RequestId(name), anywhere=anywhere)
+    engine.add(f"{name}-1", tokens, params=to_params(kv_params))
 
 
 def prefilled(engine: Engine, name: str) -> Prefilled:
     engine.run_until(lambda: f"{name}-1" in engine.finished)
-    answer = from_params(engine.finished[f"{name}-1"])
-    assert isinstance(answer, Prefilled)
-    return answer
+    response = from_params(engine.finished[f"{name}-1"])
+    assert isinstance(response, Prefilled)
+    return response
 
 
-def go_on(engine: Engine, name: str, tokens: list[int], answer: Prefilled) -> None:
-    """The second leg; its KV must be right and nothing computed again but one token."""
-    loads = engine.instance.inbox.loads_done
-    leg = DecodeLeg(answer.transfer, digest_of(tokens), answer.given)
-    request = engine.add(f"{name}-2", tokens, params=to_params(leg))
+def go_on(engine: Engine, name: str, tokens: list[int], response: Prefilled) -> None:
+    """The decode request: its KV must be right and nothing computed again but one token."""
+    loads = engine.endpoint.receives.loads_done
+    kv_params = DecodeParams(response.transfer, digest_of(tokens), response.prior_output)
+    request = engine.add(f"{name}-2", tokens, params=to_params(kv_params))
     engine.run_until(lambda: f"{name}-2" in engine.outputs)
     assert engine.holds(request, len(tokens))
     engine.run_until(lambda: f"{name}-2" in engine.finished)
     assert len(engine.outputs[f"{name}-2"]) == 4
-    assert engine.instance.inbox.loads_done - loads <= 1
-    assert engine.instance._read_load().kv_loads_failed == 0
+    assert engine.endpoint.receives.loads_done - loads <= 1
+    assert engine.endpoint.read_load().kv_loads_failed == 0
 
 
 def settle(*engines: Engine) -> None:
@@ -56,25 +63,25 @@ def settle(*engines: Engine) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 64, 65, 200, 511])
-def test_an_answer_that_may_stay_does_unless_its_role_is_prefill(
+def test_an_output_that_may_stay_does_unless_its_role_is_prefill(
     pair: tuple[Engine, Engine], num_tokens: int
 ) -> None:
     first, second = pair
     tokens = prompt(num_tokens)
     begin(first, "a", tokens)
-    answer = prefilled(first, "a")
+    response = prefilled(first, "a")
     stays = first.info.role is not Role.PREFILL
-    assert answer.decode == (first if stays else second).info.id
-    assert answer.reason.startswith("adaptive: ")
+    assert response.decode == (first if stays else second).info.id
+    assert response.reason.startswith("adaptive: ")
     chosen = first if stays else second
     if not stays:
         first.run_until(lambda: first.is_at_rest)
-    go_on(chosen, "a", tokens, answer)
+    go_on(chosen, "a", tokens, response)
     settle(first, second)
-    assert first.instance.outbox.prefills_done == 1
+    assert first.endpoint.sends.prefills_done == 1
 
 
-def test_an_instance_that_hands_over_to_itself_answers_as_one_that_does_not(
+def test_an_instance_that_hands_over_to_itself_generates_as_one_that_does_not(
     tmp_path: Path,
 ) -> None:
     engine = Engine(tmp_path, Role.BOTH, chunk_size=CHUNK, arena_bytes=1 << 20, num_blocks=128)
@@ -84,10 +91,10 @@ def test_an_instance_that_hands_over_to_itself_answers_as_one_that_does_not(
     engine.run_until(lambda: "whole" in engine.finished)
     for name in "abc":  # again and again: what the first one held is free
         begin(engine, name, tokens)
-        answer = prefilled(engine, name)
-        assert answer.decode == engine.info.id
-        assert answer.given is not None
-        go_on(engine, name, tokens, answer)
+        response = prefilled(engine, name)
+        assert response.decode == engine.info.id
+        assert response.prior_output is not None
+        go_on(engine, name, tokens, response)
         assert engine.outputs[f"{name}-2"] == engine.outputs["whole"]
         settle(engine)
     engine.close()
@@ -101,21 +108,22 @@ def test_many_at_once_stay_and_leave_nothing(tmp_path: Path) -> None:
     for name in names:
         begin(engine, name, texts[name])
     for name in names:
-        answer = prefilled(engine, name)
-        assert answer.decode == engine.info.id
-        leg = DecodeLeg(answer.transfer, digest_of(texts[name]), answer.given)
-        engine.add(f"{name}-2", texts[name], params=to_params(leg))
+        response = prefilled(engine, name)
+        assert response.decode == engine.info.id
+        kv_params = DecodeParams(response.transfer, digest_of(texts[name]), response.prior_output)
+        engine.add(f"{name}-2", texts[name], params=to_params(kv_params))
     engine.run_until(lambda: all(f"{name}-2" in engine.finished for name in names))
     assert all(len(engine.outputs[f"{name}-2"]) == 4 for name in names)
     settle(engine)
-    load = engine.instance._read_load()
+    load = engine.endpoint.read_load()
     assert (load.kv_loads_failed, load.held, load.arena_used_bytes) == (0, 0, 0)
     engine.close()
 
 
-def test_a_leg_that_is_not_for_anywhere_goes_to_who_decodes(tmp_path: Path) -> None:
-    first = Engine(tmp_path, Role.BOTH, chunk_size=CHUNK, arena_bytes=1 << 20)
-    second = Engine(tmp_path, Role.DECODE, arena_bytes=1 << 20)
+def test_only_a_prompt_that_any_instance_may_decode_stays(tmp_path: Path) -> None:
+    # On one device the first prompt, which the other instance will decode, slows this one down.
+    first = Engine(tmp_path, Role.BOTH, chunk_size=CHUNK, arena_bytes=1 << 20, device="one")
+    second = Engine(tmp_path, Role.DECODE, arena_bytes=1 << 20, device="two")
     first.sees(first, second)
     begin(first, "a", prompt(100), anywhere=False)
     assert prefilled(first, "a").decode == second.info.id
@@ -125,26 +133,26 @@ def test_a_leg_that_is_not_for_anywhere_goes_to_who_decodes(tmp_path: Path) -> N
         each.close()
 
 
-def test_an_instance_that_sees_nobody_yet_keeps_what_it_computed(tmp_path: Path) -> None:
+def test_an_instance_that_sees_no_other_one_yet_keeps_what_it_computed(tmp_path: Path) -> None:
     engine = Engine(tmp_path, Role.DECODE, chunk_size=CHUNK, arena_bytes=1 << 20)
     begin(engine, "a", prompt(200))
-    answer = prefilled(engine, "a")
-    assert answer.decode == engine.info.id
-    go_on(engine, "a", prompt(200), answer)
+    response = prefilled(engine, "a")
+    assert response.decode == engine.info.id
+    go_on(engine, "a", prompt(200), response)
     settle(engine)
     engine.close()
 
 
-def test_the_load_tells_what_hand_overs_take(pair: tuple[Engine, Engine]) -> None:
+def test_the_load_tells_what_hand_overs_cost(pair: tuple[Engine, Engine]) -> None:
     first, second = pair
-    before = first.instance._read_load()
+    before = first.endpoint.read_load()
     assert before.handover_s > 0
     begin(first, "a", prompt(200))
-    answer = prefilled(first, "a")
-    chosen = next(each for each in pair if each.info.id == answer.decode)
-    go_on(chosen, "a", prompt(200), answer)
+    response = prefilled(first, "a")
+    chosen = next(each for each in pair if each.info.id == response.decode)
+    go_on(chosen, "a", prompt(200), response)
     settle(first, second)
-    after = first.instance._read_load()
+    after = first.endpoint.read_load()
     assert (after.handover_s, after.handover_token_s) != (
         before.handover_s,
         before.handover_token_s,

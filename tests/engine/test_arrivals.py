@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import Engine
-from tests.engine.test_handover import CHUNK, Pair, prompt
-from vllm_tetri.policy.order import PrefillPolicy
+from tests.engine.pair import CHUNK, Pair, prompt
+from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.transport.native import SlotState
 from vllm_tetri.types import Role
 
 LONG = 500
 
 
-@pytest.mark.parametrize("order", list(PrefillPolicy))
-def test_kv_that_arrives_beside_a_prompt_of_many_chunks_does_not_wait_for_it(
-    order: PrefillPolicy, tmp_path: Path
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_kv_that_arrives_during_a_prompt_of_many_chunks_does_not_wait_for_it(
+    order: str, tmp_path: Path
 ) -> None:
     pair = Pair(tmp_path, arena_bytes=1 << 20)
     pair.decode.close()
@@ -45,5 +45,5 @@ def test_kv_that_arrives_beside_a_prompt_of_many_chunks_does_not_wait_for_it(
 
 
 def has_arrived(engine: Engine, transfer: str) -> bool:
-    seen = engine.instance.inbox._receiver.find(transfer)
+    seen = engine.endpoint.receives._receiver.find(transfer)
     return seen is not None and seen.state is SlotState.ARRIVED

@@ -3,101 +3,38 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import textwrap
 from pathlib import Path
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
 
+from tests.engine.harness import Engine
 from vllm_tetri.engine import compat
-
-SIGNATURES = {
-    "vllm.engine.arg_utils:EngineArgs.add_cli_args": ["parser"],
-    "vllm.v1.core.sched.scheduler:Scheduler.schedule": ["self", "throttle_prefills"],
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": [
-        "self",
-        "scheduler_output",
-        "model_runner_output",
-    ],
-    "vllm.v1.core.sched.scheduler:Scheduler.get_request_counts": ["self"],
-    "vllm.v1.core.sched.scheduler:Scheduler.has_requests": ["self"],
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": ["self", "request"],
-    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": [
-        "self",
-        "request_ids",
-        "finished_status",
-    ],
-    "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead": [
-        "self",
-        "request",
-        "num_computed_tokens",
-        "num_new_tokens",
-    ],
-    "vllm.v1.core.sched.scheduler:Scheduler._handle_blocked_waiting_request": ["self", "request"],
-    "vllm.v1.structured_output:StructuredOutputManager.accept_tokens": [
-        "self",
-        "request",
-        "new_token_ids",
-    ],
-    "vllm.v1.request:Request.append_output_token_ids": ["self", "token_ids"],
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": ["self", "request"],
-    "vllm.v1.core.kv_cache_utils:get_request_block_hasher": [
-        "hash_block_size",
-        "caching_hash_fn",
-    ],
-    "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache": [
-        "self",
-        "reset_running_requests",
-        "reset_connector",
-    ],
-    "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": [
-        "self",
-        "request",
-        "timestamp",
-        "drop_stale_output",
-    ],
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": ["self", "request_id"],
-    "vllm.v1.executor.uniproc_executor:UniProcExecutor._init_executor": ["self"],
-    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks": ["self"],
-}
-CONNECTOR_METHODS = {
-    "__init__": ["self", "vllm_config", "role", "kv_cache_config"],
-    "register_kv_caches": ["self", "kv_caches"],
-    "get_handshake_metadata": ["self"],
-    "handle_preemptions": ["self", "kv_connector_metadata"],
-    "bind_connector_metadata": ["self", "connector_metadata"],
-    "start_load_kv": ["self", "forward_context", "kwargs"],
-    "get_transfer_results": ["self", "finished_req_ids"],
-    "get_block_ids_with_load_errors": ["self"],
-    "build_connector_worker_meta": ["self"],
-    "set_xfer_handshake_metadata_pp_aware": ["self", "metadata"],
-    "on_new_request": ["self", "request"],
-    "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
-    "get_loaded_kv_cache_group_ids": ["self", "request"],
-    "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
-    "build_connector_meta": ["self", "scheduler_output"],
-    "update_connector_output": ["self", "connector_output"],
-    "request_finished": ["self", "request", "block_ids"],
-    "shutdown": ["self"],
-}
+from vllm_tetri.errors import UnsupportedError
+from vllm_tetri.types import Role
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name: str) -> None:
-    module, _, path = name.partition(":")
-    found = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    assert list(inspect.signature(found).parameters) == SIGNATURES[name], name
+class Moved:
+    """A scheduler of a vLLM in which everything has another name."""
 
 
-@pytest.mark.parametrize("name", CONNECTOR_METHODS)
-def test_connector_method(name: str) -> None:
-    method = getattr(compat.KVConnectorBase_V1, name)
-    assert list(inspect.signature(method).parameters) == CONNECTOR_METHODS[name], name
+def test_this_vllm_keeps_the_contract(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.BOTH)
+    compat.require_contract(engine.scheduler)
+    engine.close()
+
+
+def test_an_attribute_that_moved_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"Scheduler\.kv_holding_waiting is missing"):
+        compat.require_contract(Moved())  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.SIGNATURES, Scheduler.has_requests, "is_urgent")
+    with pytest.raises(UnsupportedError, match=r"Scheduler\.has_requests takes \(\)"):
+        compat.require_contract(Moved())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", compat.SCHEDULER_ATTRIBUTES)
@@ -105,13 +42,8 @@ def test_scheduler_attribute(name: str) -> None:
     assert f"self.{name}" in inspect.getsource(Scheduler.__init__), name
 
 
-@pytest.mark.parametrize("name", compat.REQUEST_ATTRIBUTES)
-def test_request_attribute(name: str) -> None:
-    assert hasattr(Request, name) or f"self.{name}" in inspect.getsource(Request.__init__), name
-
-
 def test_runner_rewinds_a_generator_by_its_offset() -> None:
-    """What `engine/seeds.py` answers to; gone when this fails."""
+    """`RewindableGenerator` can go when this fails."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     assert "set_offset(gen.get_offset() - 4)" in inspect.getsource(GPUModelRunner)
@@ -119,7 +51,7 @@ def test_runner_rewinds_a_generator_by_its_offset() -> None:
 
 
 def test_runner_makes_request_states_from_what_the_scheduler_says_is_new() -> None:
-    """What `engine/injection.py` builds on: the prompt's list arrives as it is."""
+    """`engine/continuation.py` relies on it: the prompt's list arrives as it is."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     source = inspect.getsource(GPUModelRunner._update_states)
@@ -143,7 +75,7 @@ def test_every_request_passes_the_method_that_lowers_its_tokens() -> None:
 
 
 def test_blocks_of_preempted_requests_are_whole_when_the_connector_hears_of_them() -> None:
-    """What `engine/swap.py` copies then: nothing was written, zeroed or copied yet."""
+    """`engine/preempted.py` copies them then: nothing was written, zeroed or copied yet."""
     from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -151,7 +83,7 @@ def test_blocks_of_preempted_requests_are_whole_when_the_connector_hears_of_them
     assert v1.index("handle_preemptions(") < v1.index("self._update_states(scheduler_output)")
     v2 = inspect.getsource(ActiveKVConnector.pre_forward)
     assert v2.index("handle_preemptions(") < v2.index("_start_load_kv()")
-    # No copy on write in a step that preempts: nobody new is admitted, so nobody hits a prefix.
+    # No copy on write in a step that preempts: no request is admitted, so none hits a prefix.
     schedule = inspect.getsource(Scheduler.schedule)
     assert "if not preempted_reqs and self._pause_state" in schedule
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import BLOCK, Engine
-from tests.engine.test_handover import Pair, prompt
-from vllm_tetri.engine.admission import Answers, DecodeGate
-from vllm_tetri.handover import DecodeLeg, digest_of, to_params
-from vllm_tetri.policy.admission import DecodePolicy
-from vllm_tetri.policy.lengths import End, Lengths
+from tests.engine.pair import Pair, prompt
+from vllm_tetri.handover import DecodeParams, digest_of, to_params
+from vllm_tetri.policy.admission import ADMISSIONS
+from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
+from vllm_tetri.policy.queue import DecodeGate
 from vllm_tetri.types import Prediction, Role, TransferId
 
 NUM_BLOCKS = 33
@@ -25,8 +25,8 @@ WIDTH = 16  # of a predicted bucket
 RESERVE = ["reserve-static", "reserve-dynamic"]
 
 
-def predicted(answer_tokens: int) -> Prediction:
-    return Prediction(answer_tokens // WIDTH, 64, WIDTH)
+def predicted(output_tokens: int) -> Prediction:
+    return Prediction(output_tokens // WIDTH, 64, WIDTH)
 
 
 class Cluster(Pair):
@@ -45,8 +45,8 @@ class Cluster(Pair):
         self.send(name, tokens)
         self.prefilled(name)
         self.prefill.run_until(lambda: self.prefill.is_at_rest)
-        leg = DecodeLeg(TransferId(f"t-{name}"), digest_of(tokens), predicted=guess)
-        return self.decode.add(name, tokens, max_tokens=max_tokens, params=to_params(leg))
+        kv_params = DecodeParams(TransferId(f"t-{name}"), digest_of(tokens), predicted=guess)
+        return self.decode.add(name, tokens, max_tokens=max_tokens, params=to_params(kv_params))
 
     def run(self, *names: str) -> None:
         self.decode.run_until(lambda: all(name in self.decode.finished for name in names))
@@ -61,7 +61,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def load(engine: Engine) -> Any:
-    return engine.instance._read_load()
+    return engine.endpoint.read_load()
 
 
 def workload(seed: int, count: int) -> dict[str, tuple[list[int], int]]:
@@ -109,10 +109,10 @@ def test_vllms_own_admission_preempts_on_the_same_requests(tmp_path: Path) -> No
 @pytest.mark.parametrize("guess", ["short", "long", "random", "none"])
 def test_wrong_predictions_end_in_tokens(tmp_path: Path, policy: str, guess: str) -> None:
     guesses = {
-        "short": lambda rng, answer: predicted(0),
-        "long": lambda rng, answer: predicted(63 * WIDTH),
-        "random": lambda rng, answer: predicted(rng.randrange(64 * WIDTH)),
-        "none": lambda rng, answer: None,
+        "short": lambda rng, response: predicted(0),
+        "long": lambda rng, response: predicted(63 * WIDTH),
+        "random": lambda rng, response: predicted(rng.randrange(64 * WIDTH)),
+        "none": lambda rng, response: None,
     }
     cluster = Cluster(tmp_path, decode_policy=policy)
     end = serve(cluster, 5, guesses[guess])
@@ -134,7 +134,7 @@ def test_a_held_request_waits_for_room_in_order(cluster: Cluster) -> None:
     cluster.run("first", "second", "third")
     assert list(cluster.decode.outputs) == ["first", "second", "third"]
     assert load(cluster.decode).preemptions == 0
-    assert cluster.decode.instance.inbox.loads_done == 3
+    assert cluster.decode.endpoint.receives.loads_done == 3
 
 
 def test_an_empty_engine_lets_in_what_can_never_fit(cluster: Cluster) -> None:
@@ -166,14 +166,14 @@ def test_held_kv_stays_for_as_long_as_its_request_waits(tmp_path: Path) -> None:
     while time.monotonic() < until and "first" not in cluster.decode.finished:
         cluster.decode.step()
     cluster.run("first", *held)
-    assert cluster.decode.instance.inbox.loads_done == 4
+    assert cluster.decode.endpoint.receives.loads_done == 4
     assert load(cluster.decode).kv_loads_failed == 0
     cluster.close()
 
 
-def test_who_waits_for_kv_holds_nobody_up(cluster: Cluster) -> None:
-    leg = DecodeLeg(TransferId("t-late"), digest_of(prompt(40)))
-    cluster.decode.add("late", prompt(40), params=to_params(leg))
+def test_a_request_that_waits_for_kv_delays_no_other_one(cluster: Cluster) -> None:
+    kv_params = DecodeParams(TransferId("t-late"), digest_of(prompt(40)))
+    cluster.decode.add("late", prompt(40), params=to_params(kv_params))
     cluster.arrives("a", prompt(50, 5), 4, predicted(4))
     cluster.decode.run_until(lambda: "a" in cluster.decode.finished)
     cluster.decode.abort("late")
@@ -195,7 +195,7 @@ def test_a_preempted_request_comes_back_before_those_who_never_ran(tmp_path: Pat
     cluster.close()
 
 
-def test_an_abort_behind_the_gate_frees_the_arena(cluster: Cluster) -> None:
+def test_an_abort_before_the_gate_frees_the_arena(cluster: Cluster) -> None:
     cluster.arrives("first", prompt(100), 380, predicted(380))
     cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
     for name in ("second", "third"):
@@ -207,10 +207,10 @@ def test_an_abort_behind_the_gate_frees_the_arena(cluster: Cluster) -> None:
     cluster.settle()
 
 
-def test_a_step_takes_one_picture_and_only_of_what_somebody_asks_for(cluster: Cluster) -> None:
-    gate = cluster.decode.instance.gate
+def test_a_step_takes_one_snapshot_and_only_when_a_request_asks(cluster: Cluster) -> None:
+    gate = cluster.decode.scheduler.gate
     taken, begin = [], gate._admission.begin
-    gate._admission.begin = lambda *given: taken.append(begin(*given))
+    gate._admission.begin = lambda *prior_output: taken.append(begin(*prior_output))
     cluster.arrives("first", prompt(100), 380, predicted(380))
     cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
     for name in ("second", "third"):
@@ -221,7 +221,7 @@ def test_a_step_takes_one_picture_and_only_of_what_somebody_asks_for(cluster: Cl
     assert len(taken) == 20
     for name in ("second", "third"):
         cluster.decode.abort(name)
-    gate._picture_s = float("inf")  # what is reported is not due
+    gate._snapshot_s = float("inf")  # what is reported is not due
     taken.clear()
     for _ in range(20):
         cluster.decode.step()
@@ -251,10 +251,10 @@ def test_prompts_on_both_pass_the_gate(tmp_path: Path, policy: str, prefill: str
 
 def test_an_instance_of_any_role_is_gated_since_any_may_decode(tmp_path: Path) -> None:
     engine = Engine(tmp_path, Role.PREFILL, chunk_size=64)
-    assert engine.instance.gate is not None
+    assert engine.scheduler.gate is not None
     engine.close()
     engine = Engine(tmp_path, Role.PREFILL, chunk_size=64, decode_policy="greedy")
-    assert engine.instance.gate is None
+    assert engine.scheduler.gate is None
     engine.close()
 
 
@@ -285,7 +285,7 @@ def test_prompts_for_other_instances_are_no_decodes(cluster: Cluster) -> None:
     cluster.prefill.step()
     assert (load(cluster.prefill).heavy, load(cluster.prefill).light) == (0, 0)
     cluster.prefilled("a")
-    cluster.decode.instance._cancel(TransferId("t-a"))
+    cluster.decode.endpoint.cancel(TransferId("t-a"))
 
 
 def test_reserved_blocks_are_reported_while_something_runs(cluster: Cluster) -> None:
@@ -299,24 +299,34 @@ def test_reserved_blocks_are_reported_while_something_runs(cluster: Cluster) -> 
     assert load(cluster.decode).reserved_blocks == 0
 
 
-def test_an_answer_is_expected_to_be_longer_than_it_is(cluster: Cluster) -> None:
+def test_an_output_is_expected_to_be_longer_than_it_is(cluster: Cluster) -> None:
     request = cluster.arrives("a", prompt(10), 50, predicted(20))
-    answers = cluster.decode.instance.answers
+    outputs = cluster.decode.scheduler.lengths
     for produced in range(60):
         for end in End:
-            total = answers.total_tokens(request, end, produced_tokens=produced)
+            total = outputs.total_tokens(request, end, produced_tokens=produced)
             assert produced < total
             assert total <= max(50, produced + 1)
     cluster.decode.abort("a")
     cluster.settle()
 
 
-def test_the_picture_follows_an_answer_that_outlives_its_prediction() -> None:
-    answers = Answers(Lengths(WIDTH, 64), lambda _: None, window=1000)
+class Growing:
+    """An engine with these requests."""
+
+    def __init__(self, *requests: Any) -> None:
+        self._requests = requests
+
+    def growing_requests(self) -> tuple[Any, ...]:
+        return self._requests
+
+
+def test_the_snapshot_follows_an_output_that_outlives_its_prediction() -> None:
+    lengths = OutputLengths(Lengths(WIDTH, 64), {}, window=1000)
     gate = DecodeGate(
-        DecodePolicy.RESERVE_STATIC, End.UPPER, answers=answers, block_size=BLOCK, total_blocks=99
+        ADMISSIONS["reserve-static"], End.UPPER, lengths=lengths, block_size=BLOCK, total_blocks=99
     )
-    answers.add("a", predicted(20))
+    lengths.add("a", predicted(20))
     seen: list[Any] = []
     gate._admission.begin = lambda free, running: seen.extend(running)  # type: ignore[method-assign]
     for produced in range(1, 100):
@@ -325,10 +335,8 @@ def test_the_picture_follows_an_answer_that_outlives_its_prediction() -> None:
             num_output_tokens=produced, num_output_placeholders=0,
             num_computed_tokens=49 + produced,
         )  # fmt: skip
-        gate.begin_step(
-            float(produced), running=lambda each=request: [each], free_blocks=9, tokens_per_step=64
-        )
-        total = answers.total_tokens(request, End.UPPER, produced_tokens=produced)
+        gate.begin_step(Growing(request), float(produced), free_blocks=9, tokens_per_step=64)
+        total = lengths.total_tokens(request, End.UPPER, produced_tokens=produced)
         assert seen.pop() == (49 + produced, total - produced)
         assert not seen
     gate.forget("a")
@@ -336,15 +344,15 @@ def test_the_picture_follows_an_answer_that_outlives_its_prediction() -> None:
 
 
 def test_room_and_time_that_a_started_prompt_will_take_count() -> None:
-    answers = Answers(Lengths(WIDTH, 64), lambda _: None, window=1000)
+    lengths = OutputLengths(Lengths(WIDTH, 64), {}, window=1000)
     gate = DecodeGate(
-        DecodePolicy.RESERVE_STATIC, End.UPPER, answers=answers, block_size=BLOCK, total_blocks=99
+        ADMISSIONS["reserve-static"], End.UPPER, lengths=lengths, block_size=BLOCK, total_blocks=99
     )
     seen: list[Any] = []
-    gate._admission.begin = lambda *given: seen.append(given)  # type: ignore[method-assign]
+    gate._admission.begin = lambda *prior_output: seen.append(prior_output)  # type: ignore[method-assign]
     started = SimpleNamespace(
         request_id="a", num_prompt_tokens=160, num_tokens=160, max_tokens=5,
         num_output_tokens=0, num_output_placeholders=0, num_computed_tokens=64,
     )  # fmt: skip
-    gate.begin_step(0.0, running=lambda: [started], free_blocks=20, tokens_per_step=33)
+    gate.begin_step(Growing(started), 0.0, free_blocks=20, tokens_per_step=33)
     assert seen == [(20 - 6, [(159, 5 + 3)])]

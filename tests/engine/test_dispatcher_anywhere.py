@@ -6,16 +6,19 @@ from random import Random
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.test_dispatcher import request
 from tests.policy.builders import serving, view
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.control.views import Picture
+from vllm_tetri.control.view import Snapshot
 from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.handover import PrefillParams
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import Lengths
-from vllm_tetri.types import InstanceId, InstanceView, Prediction, Role
+from vllm_tetri.types import InstanceId, InstanceView, Prediction, RequestId, Role, TransferId
 
+ANYWHERE = PrefillParams(TransferId("t"), RequestId("r"), anywhere=True)
 SHORT, LONG = Prediction(0, 5, 200), Prediction(4, 5, 200)
 
 
@@ -27,22 +30,32 @@ class Scene:
         self.prediction: Prediction | None = None
         me = one("me", role, **load)
         self.sees(me, *others)
+        source: Any = self  # of predictions and snapshots
         self.dispatcher = Dispatcher(
-            config=TetriConfig(role=Role(role), report_period_s=0.1),
-            look=lambda: self.picture,
-            me=me.info,
-            lengths=Lengths(200, 5),
-            predict=lambda request: self.prediction,
+            TetriConfig(role=Role(role), report_period_s=0.1),
+            me.info,
+            Lengths(200, 5),
+            source,
+            source,
             rng=Random(0),
             clock=lambda: self.now,
         )
 
+    def snapshot(self) -> Snapshot:
+        return self.newest
+
+    def get(self, request_id: str, *, is_due: bool = False) -> Prediction | None:
+        return self.prediction
+
     def sees(self, *views: InstanceView) -> None:
-        self.picture = Picture(view(*views), self.now)
+        self.newest = Snapshot(view(*views), self.now)
 
     def dispatch(self, *refused: str, may_wait: bool = False) -> Dispatch | None:
         them = frozenset(map(InstanceId, refused))
-        return self.dispatcher.choose_anywhere(request(100, max_tokens=300), 10, them, may_wait)
+        request = Request("a", [1] * 100, SamplingParams(max_tokens=300), None)
+        if not may_wait:
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return self.dispatcher.choose(request, ANYWHERE, 10, them)
 
     def chosen(self, *refused: str, **options: Any) -> str | None:
         found = self.dispatch(*refused, **options)
@@ -53,11 +66,11 @@ def one(name: str, role: str = "both", **load: Any) -> InstanceView:
     return serving(name, role, **{"left_tokens": 300, **load})
 
 
-def test_an_answer_stays_here_if_elsewhere_is_not_better() -> None:
+def test_an_output_stays_here_if_elsewhere_is_not_better() -> None:
     scene = Scene(one("other"))
     found = scene.dispatch()
     assert found is not None
-    assert (found.instance, found.kv_endpoint, found.has_room) == ("me", "me:1", True)
+    assert (found.instance, found.kv_endpoint, found.has_capacity) == ("me", "me:1", True)
     assert found.reason.startswith("adaptive: stays")
 
 
@@ -66,14 +79,14 @@ def test_a_decode_instance_may_keep_a_prompt_it_computed() -> None:
     assert Scene(role="decode").chosen() == "me"
 
 
-def test_an_answer_moves_to_where_fewer_decode() -> None:
+def test_an_output_moves_to_where_fewer_decode() -> None:
     scene = Scene(one("a", decodes=30), one("b"), decodes=30)
     found = scene.dispatch()
     assert found is not None
     assert (found.instance, found.kv_endpoint) == ("b", "b:1")
 
 
-def test_a_prefill_instance_hands_over_unless_nobody_else_is_there() -> None:
+def test_a_prefill_instance_hands_over_unless_it_is_alone() -> None:
     scene = Scene(one("d", "decode", decodes=90), one("q", "prefill"), role="prefill")
     assert scene.chosen() == "d"
     assert Scene(role="prefill").chosen() == "me"
@@ -111,18 +124,18 @@ def test_the_only_one_with_room_is_found_among_many() -> None:
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_if_nobody_has_room_it_stays_in_the_end(role: Role) -> None:
+def test_without_capacity_elsewhere_it_stays_in_the_end(role: Role) -> None:
     small, large = one("small", arena_total_bytes=5), one("large", arena_total_bytes=9)
     scene = Scene(small, large, role=role, arena_total_bytes=5)
     found = scene.dispatch()
     assert found is not None
-    assert (found.instance, found.has_room) == ("me", False)
+    assert (found.instance, found.has_capacity) == ("me", False)
     found = scene.dispatch("me")
     assert found is not None
-    assert (found.instance, found.has_room) == ("large", False)
+    assert (found.instance, found.has_capacity) == ("large", False)
 
 
-def test_if_nobody_has_room_a_prompt_that_is_not_done_waits_for_one_report() -> None:
+def test_without_capacity_a_prompt_that_is_not_done_waits_for_one_report() -> None:
     scene = Scene(one("other", arena_total_bytes=9), arena_total_bytes=5)
     assert scene.dispatch(may_wait=True) is None
     scene.now += 0.05
@@ -133,7 +146,7 @@ def test_if_nobody_has_room_a_prompt_that_is_not_done_waits_for_one_report() -> 
     assert scene.chosen(may_wait=True) == "me"
 
 
-def test_one_that_knows_nobody_keeps_what_it_computed() -> None:
+def test_an_instance_without_a_view_keeps_what_it_computed() -> None:
     scene = Scene(role="decode")
     scene.sees()
     assert scene.dispatch(may_wait=True) is None  # a view may come
@@ -142,7 +155,7 @@ def test_one_that_knows_nobody_keeps_what_it_computed() -> None:
     assert (found.instance, found.kv_endpoint) == ("me", "me:1")
 
 
-def test_nobody_there_is_nobody() -> None:
+def test_without_instances_there_is_no_choice() -> None:
     scene = Scene(one("a", state="silent"), one("b", layout="other"), role="decode")
     assert scene.chosen("me") is None
 
@@ -162,7 +175,7 @@ def test_room_that_was_promised_to_one_is_not_promised_again() -> None:
     assert sorted(str(scene.chosen()) for _ in range(4)) == ["a", "a", "b", "b"]
     found = scene.dispatch()
     assert found is not None
-    assert not found.has_room
+    assert not found.has_capacity
 
 
 def test_another_role_counts_from_the_next_choice_on() -> None:
@@ -171,12 +184,12 @@ def test_another_role_counts_from_the_next_choice_on() -> None:
     scene.now += 5
     me = one("me", "prefill")
     scene.sees(me, one("d", "decode"))
-    scene.dispatcher.act_as(me.info)
+    scene.dispatcher.set_info(me.info)
     assert scene.chosen() == "d"
 
 
-def test_an_answer_does_not_move_to_where_nobody_answers() -> None:
+def test_an_output_does_not_move_to_an_unreachable_instance() -> None:
     scene = Scene(one("a"), one("b"), decodes=30)
-    scene.dispatcher.note_sent("a:1", was_reached=False)
+    scene.dispatcher.record_sent(Dispatch(InstanceId("a"), "a:1", ""), was_reached=False)
     chosen = scene.chosen()
     assert chosen == "b"

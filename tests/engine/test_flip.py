@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import BLOCK, Engine
-from tests.engine.test_handover import Pair, prompt
-from vllm_tetri.engine.own import is_own
-from vllm_tetri.policy.order import PrefillPolicy
+from tests.engine.pair import Pair, prompt
+from vllm_tetri.engine.chunk_size import fixed_chunk, is_dummy
+from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.predictor.oracle import Oracle
 from vllm_tetri.types import Role
 
@@ -34,7 +34,7 @@ def make(tmp_path: Path) -> Iterator[Any]:
 
 def flip(engine: Engine, role: Role) -> None:
     """As the agent does; the engine hears of it at its next step."""
-    engine.instance._switch.want(role)
+    engine.endpoint.agent.roles.want(role)
 
 
 def add(engine: Engine, name: str, num_tokens: int, max_tokens: int = 1) -> None:
@@ -48,10 +48,8 @@ def starts(engine: Engine) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-@pytest.mark.parametrize("policy", list(PrefillPolicy))
-def test_prompts_that_wait_outlive_flips_and_later_ones_are_ordered(
-    make: Any, policy: PrefillPolicy
-) -> None:
+@pytest.mark.parametrize("policy", list(ORDERS))
+def test_prompts_that_wait_outlive_flips_and_later_ones_are_ordered(make: Any, policy: str) -> None:
     engine = make(Role.PREFILL, prefill_policy=policy)
     for name, num_tokens in (("first", 150), ("a", 20), ("b", 200), ("c", 90)):
         add(engine, name, num_tokens)
@@ -71,7 +69,7 @@ def test_prompts_that_wait_outlive_flips_and_later_ones_are_ordered(
 
 
 def test_interrupted_prompts_go_on_in_the_new_role(make: Any) -> None:
-    engine = make(Role.PREFILL, prefill_policy=PrefillPolicy.SRTF)
+    engine = make(Role.PREFILL, prefill_policy="srtf")
     add(engine, "long", 400)
     engine.step()
     add(engine, "short", 2 * CHUNK)
@@ -96,19 +94,19 @@ def test_decodes_go_first_beside_the_prompts_of_a_new_prefill_instance(make: Any
 
 def test_what_the_gate_has_learnt_outlives_flips(make: Any) -> None:
     engine = make(Role.PREFILL)
-    gate = engine.instance.gate
+    gate = engine.scheduler.gate
     assert gate is not None
     for role in (Role.BOTH, Role.DECODE, Role.PREFILL):
         flip(engine, role)
         engine.step()
-        assert engine.instance.gate is gate
+        assert engine.scheduler.gate is gate
 
 
 def test_padding_stops_with_the_role_and_none_of_it_is_seen(make: Any) -> None:
     engine = make(Role.PREFILL, pad="on")
     add(engine, "a", 100)
     engine.step()
-    assert any(map(is_own, engine.step().num_scheduled_tokens))
+    assert any(map(is_dummy, engine.step().num_scheduled_tokens))
     flip(engine, Role.DECODE)
     add(engine, "b", 100)
     assert set(engine.step().num_scheduled_tokens) == {"b"}
@@ -118,20 +116,15 @@ def test_padding_stops_with_the_role_and_none_of_it_is_seen(make: Any) -> None:
 
 def test_an_idle_engine_has_its_role_before_the_first_request(make: Any) -> None:
     engine = make(Role.DECODE, predictor="oracle", predictor_mode="sequential")
-    switch = engine.instance._switch
     flip(engine, Role.PREFILL)
-    assert switch.taken_s() is not None  # as good as taken: the engine sleeps
+    assert engine.endpoint.is_idle()  # so the agent reports the role as taken: the engine sleeps
     add(engine, "a", 3 * CHUNK)
+    assert not engine.endpoint.is_idle()
     assert engine.step().total_num_scheduled_tokens == CHUNK
-    flip(engine, Role.DECODE)
-    assert switch.taken_s() is None  # now it has to take a step
-    engine.step()
-    assert switch.taken_s() is not None
 
 
-def test_a_chunk_larger_than_vllms_budget_is_cut_where_it_may_be_needed_later(make: Any) -> None:
-    engine = make(Role.DECODE)
-    assert engine.scheduler._chunk_budget(5000) == 1024
+def test_a_chunk_larger_than_vllms_budget_is_cut_where_it_may_be_needed_later() -> None:
+    assert fixed_chunk(5000, Role.DECODE, 1024, 2048) == 1024
 
 
 def test_the_prefix_cache_survives(make: Any) -> None:
@@ -157,11 +150,11 @@ def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
         made.append(Oracle(200, 6, 1.0))
         return made[-1]
 
-    monkeypatch.setattr("vllm_tetri.engine.instance.make_predictor", make_predictor)
+    monkeypatch.setattr("vllm_tetri.engine.endpoint.make_predictor", make_predictor)
     for role in (Role.PREFILL, Role.DECODE, Role.BOTH):
         flip(engine, role)
         engine.step()
-        assert engine.instance.predictions.predictor is made[0]
+        assert engine.endpoint.predictions.predictor is made[0]
     assert len(made) == 1
 
 
@@ -182,7 +175,7 @@ def test_kv_in_the_air_is_loaded_by_one_that_has_flipped(pair: Pair) -> None:
     request = pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
-    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.endpoint.receives.loads_done == 1
     pair.settle()
     assert len(pair.decode.outputs["a"]) == 4
 
@@ -192,8 +185,8 @@ def test_prompts_are_handed_over_by_one_that_has_flipped(pair: Pair) -> None:
     pair.send("a", tokens)
     pair.prefill.step()
     flip(pair.prefill, Role.DECODE)
-    answer = pair.prefilled("a")
-    assert answer.decode == pair.decode.info.id
+    response = pair.prefilled("a")
+    assert response.decode == pair.decode.info.id
     request = pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
@@ -210,9 +203,9 @@ def test_each_takes_the_others_role_and_they_go_on(pair: Pair) -> None:
     pair.prefill, pair.decode = pair.decode, pair.prefill
     tokens = prompt(3 * CHUNK + BLOCK)
     pair.send("a", tokens)
-    answer = pair.prefilled("a")
-    assert answer.decode == pair.decode.info.id
-    assert answer.num_chunks == 1  # a decode instance of the harness has larger ones
+    response = pair.prefilled("a")
+    assert response.decode == pair.decode.info.id
+    assert response.num_chunks == 1  # a decode instance of the harness has larger ones
     request = pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
@@ -223,8 +216,7 @@ def test_speeds_are_learnt_and_reported(make: Any) -> None:
     engine = make(Role.PREFILL)
     add(engine, "a", 3 * CHUNK, max_tokens=10)
     engine.run_until(lambda: engine.is_at_rest)
-    load = engine.instance._read_load()
+    load = engine.endpoint.read_load()
     assert load.prompt_tokens_done == 3 * CHUNK
-    assert load.answer_tokens_done == 9
-    assert load.prefill_tokens_per_s > 0
-    assert load.decode_base_s > 0
+    assert load.output_tokens_done == 9
+    assert load.cost.is_known

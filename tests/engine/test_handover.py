@@ -2,95 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.harness import BLOCK, Engine
+from tests.engine.harness import BLOCK
+from tests.engine.pair import CHUNK, Pair, prompt
 from vllm_tetri.handover import (
-    DecodeLeg,
-    Prefilled,
-    PrefillLeg,
+    DecodeParams,
     digest_of,
-    from_params,
     to_params,
 )
-from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
-
-CHUNK = 64
-
-
-class Pair:
-    """A prefill and a decode engine that know each other."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.prefill = Engine(folder, Role.PREFILL, chunk_size=CHUNK, **options)
-        self.decode = Engine(folder, Role.DECODE, **options)
-        self.prefill.sees(self.prefill, self.decode)
-
-    def send(self, name: str, tokens: list[int]) -> None:
-        leg = PrefillLeg(TransferId(f"t-{name}"), RequestId(name))
-        self.prefill.add(name, tokens, params=to_params(leg))
-
-    def prefilled(self, name: str) -> Prefilled:
-        self.prefill.run_until(lambda: name in self.prefill.finished)
-        answer = from_params(self.prefill.finished[name])
-        assert isinstance(answer, Prefilled)
-        return answer
-
-    def receive(
-        self,
-        name: str,
-        tokens: list[int],
-        transfer: TransferId | None = None,
-        *,
-        digest: str = "",
-    ) -> Any:
-        leg = DecodeLeg(transfer or TransferId(f"t-{name}"), digest or digest_of(tokens))
-        return self.decode.add(name, tokens, params=to_params(leg))
-
-    def settle(self) -> None:
-        for engine in (self.prefill, self.decode):
-            engine.run_until(lambda engine=engine: engine.is_at_rest)
-
-    def close(self) -> None:
-        self.prefill.close()
-        self.decode.close()
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(tmp_path, link=request.param, arena_bytes=1 << 20, transfer_timeout_s=5.0)
-    yield pair
-    pair.close()
-
-
-@pytest.fixture
-def shm_pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path, arena_bytes=1 << 20, transfer_timeout_s=1.0)
-    yield pair
-    pair.close()
-
-
-def prompt(num_tokens: int, seed: int = 3) -> list[int]:
-    return [(seed * i * i + 5 * i + seed) % 120 for i in range(num_tokens)]
+from vllm_tetri.types import InstanceId, TransferId
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 64, 65, 200, 511])
 def test_kv_arrives_and_only_the_last_token_is_recomputed(pair: Pair, num_tokens: int) -> None:
     tokens = prompt(num_tokens)
     pair.send("a", tokens)
-    answer = pair.prefilled("a")
-    assert answer.decode == pair.decode.info.id
-    assert answer.num_chunks == -(-num_tokens // CHUNK)
+    response = pair.prefilled("a")
+    assert response.decode == pair.decode.info.id
+    assert response.num_chunks == -(-num_tokens // CHUNK)
     request = pair.receive("a", tokens)
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert request.num_computed_tokens == num_tokens
     assert pair.decode.holds(request, num_tokens)
-    assert pair.decode.instance.inbox.loads_done == (1 if num_tokens > 1 else 0)
+    assert pair.decode.endpoint.receives.loads_done == (1 if num_tokens > 1 else 0)
     assert pair.prefill.outputs["a"] == [7]
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     pair.settle()
@@ -133,7 +72,7 @@ def test_prefix_hits_on_both_sides(pair: Pair) -> None:
         assert pair.decode.holds(request, len(tokens))
         pair.decode.run_until(lambda name=name: name in pair.decode.finished)
     pair.settle()
-    assert pair.decode.instance.inbox.loaded_bytes < pair.prefill.instance.outbox.sent_bytes
+    assert pair.decode.endpoint.receives.loaded_bytes < pair.prefill.endpoint.sends.sent_bytes
 
 
 def test_many_at_once(pair: Pair) -> None:
@@ -149,7 +88,7 @@ def test_many_at_once(pair: Pair) -> None:
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decode.run_until(lambda: all(name in pair.decode.finished for name in names))
     pair.settle()
-    assert pair.decode.instance.inbox.loads_done == len(names)
+    assert pair.decode.endpoint.receives.loads_done == len(names)
 
 
 def test_a_large_load_runs_beside_the_steps(tmp_path: Path) -> None:
@@ -163,7 +102,7 @@ def test_a_large_load_runs_beside_the_steps(tmp_path: Path) -> None:
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
-    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.endpoint.receives.loads_done == 1
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     pair.decode.abort("busy")
     pair.settle()
@@ -178,15 +117,15 @@ def test_kv_that_never_comes_is_recomputed(shm_pair: Pair) -> None:
     request = shm_pair.receive("a", tokens)
     shm_pair.decode.run_until(lambda: "a" in shm_pair.decode.outputs)
     assert shm_pair.decode.holds(request, len(tokens))
-    assert shm_pair.decode.instance.inbox.loads_failed == 1
+    assert shm_pair.decode.endpoint.receives.loads_failed == 1
 
 
-def test_no_decode_instance_is_an_answer(shm_pair: Pair) -> None:
+def test_a_prompt_without_a_decode_instance_gets_a_response_that_says_so(shm_pair: Pair) -> None:
     shm_pair.prefill.sees(shm_pair.prefill)
     shm_pair.send("a", prompt(100))
-    answer = shm_pair.prefilled("a")
-    assert answer.decode == InstanceId("")
-    assert answer.reason
+    response = shm_pair.prefilled("a")
+    assert response.decode == InstanceId("")
+    assert response.reason
     shm_pair.settle()
 
 
@@ -203,8 +142,8 @@ def test_cancel_between_the_legs_frees_the_arena(pair: Pair) -> None:
     pair.send("a", prompt(100))
     pair.prefilled("a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    assert pair.decode.instance._read_load().arena_used_bytes > 0
-    pair.decode.instance._cancel(TransferId("t-a"))
+    assert pair.decode.endpoint.read_load().arena_used_bytes > 0
+    pair.decode.endpoint.cancel(TransferId("t-a"))
     pair.settle()
 
 
@@ -212,7 +151,7 @@ def test_cancel_before_the_transfer_is_done(pair: Pair) -> None:
     pair.send("a", prompt(100))
     pair.prefilled("a")
     for engine in (pair.prefill, pair.decode):
-        engine.instance._cancel(TransferId("t-a"))
+        engine.endpoint.cancel(TransferId("t-a"))
     pair.settle()
 
 
@@ -226,10 +165,10 @@ def test_abort_while_waiting_for_kv(shm_pair: Pair) -> None:
 
 def test_a_peer_that_refuses_costs_speed_only(shm_pair: Pair) -> None:
     """The decode instance is gone, but the view does not know it yet."""
-    shm_pair.decode.instance._receiver.close()
+    shm_pair.decode.endpoint.receiver.close()
     shm_pair.send("a", prompt(3 * CHUNK))
-    answer = shm_pair.prefilled("a")
-    assert answer.num_tokens == 3 * CHUNK
+    response = shm_pair.prefilled("a")
+    assert response.num_tokens == 3 * CHUNK
     shm_pair.prefill.run_until(lambda: shm_pair.prefill.is_at_rest)
 
 
@@ -242,9 +181,9 @@ def test_a_full_arena_delays_and_nothing_is_lost(tmp_path: Path) -> None:
         pair.send(name, prompts[name])
     waiting = {}
     for name in names:
-        answer = pair.prefilled(name)
-        assert answer.decode == pair.decode.info.id
-        waiting[name] = pair.receive(name, prompts[name], answer.transfer)
+        response = pair.prefilled(name)
+        assert response.decode == pair.decode.info.id
+        waiting[name] = pair.receive(name, prompts[name], response.transfer)
 
     def step_both() -> bool:
         pair.prefill.step()
@@ -252,7 +191,7 @@ def test_a_full_arena_delays_and_nothing_is_lost(tmp_path: Path) -> None:
 
     pair.decode.run_until(step_both)
     pair.settle()
-    assert pair.decode.instance.inbox.loads_done == len(names)
+    assert pair.decode.endpoint.receives.loads_done == len(names)
     pair.close()
 
 
@@ -274,13 +213,13 @@ def test_preempted_prefill_is_sent_again_and_right(tmp_path: Path) -> None:
 
     scheduler.connector.build_connector_meta = with_preemption
     scheduler.kv_cache_manager.reset_prefix_cache()
-    answer = pair.prefilled("a")
-    request = pair.receive("a", tokens, answer.transfer)
+    response = pair.prefilled("a")
+    request = pair.receive("a", tokens, response.transfer)
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert answer.transfer != "t-a"
+    assert response.transfer != "t-a"
     assert pair.decode.holds(request, len(tokens))
-    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.endpoint.receives.loads_done == 1
     pair.close()
 
 
@@ -297,24 +236,23 @@ def test_a_preempted_decode_computes_its_prompt_again(tmp_path: Path) -> None:
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     pair.settle()
     assert len(pair.decode.outputs["a"]) == 4
-    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.endpoint.receives.loads_done == 1
     pair.close()
 
 
 def test_a_foreign_leg_is_served_whole(shm_pair: Pair) -> None:
     shm_pair.decode.add("a", prompt(20), params={"tetri": {"type": "nonsense"}})
     shm_pair.decode.run_until(lambda: "a" in shm_pair.decode.finished)
-    assert shm_pair.decode.instance.bad_legs == 1
     shm_pair.settle()
 
 
 def early(pair: Pair, name: str, tokens: list[int], **options: Any) -> Any:
-    leg = DecodeLeg(TransferId(f"t-{name}"), digest_of(tokens), is_early=True)
-    return pair.decode.add(name, tokens, params=to_params(leg), **options)
+    kv_params = DecodeParams(TransferId(f"t-{name}"), digest_of(tokens), is_early=True)
+    return pair.decode.add(name, tokens, params=to_params(kv_params), **options)
 
 
 @pytest.mark.parametrize("num_tokens", [65, 200, 511])
-def test_a_leg_that_comes_before_its_kv_goes_on_behind_the_token(
+def test_a_decode_request_that_comes_before_its_kv_continues_after_the_token(
     pair: Pair, num_tokens: int
 ) -> None:
     tokens = prompt(num_tokens)
@@ -322,16 +260,16 @@ def test_a_leg_that_comes_before_its_kv_goes_on_behind_the_token(
     for _ in range(3):
         assert not pair.decode.step().total_num_scheduled_tokens
     pair.send("a", tokens)
-    answer = pair.prefilled("a")
-    assert answer.given is not None
+    response = pair.prefilled("a")
+    assert response.prior_output is not None
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decode.run_until(lambda: request.num_output_tokens >= 2)
-    assert list(request.output_token_ids)[:1] == answer.given.token_ids
+    assert list(request.output_token_ids)[:1] == response.prior_output.token_ids
     assert pair.decode.holds(request, num_tokens)
-    assert pair.decode.instance._read_load().injected == 1
-    assert pair.decode.instance._read_load().kv_loads_failed == 0
+    assert pair.decode.endpoint.read_load().continued == 1
+    assert pair.decode.endpoint.read_load().kv_loads_failed == 0
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    assert pair.decode.outputs["a"][:1] == answer.given.token_ids
+    assert pair.decode.outputs["a"][:1] == response.prior_output.token_ids
     assert len(pair.decode.outputs["a"]) == 4
     pair.settle()
 
@@ -339,18 +277,18 @@ def test_a_leg_that_comes_before_its_kv_goes_on_behind_the_token(
 def test_the_router_is_told_when_the_last_chunk_begins(pair: Pair) -> None:
     tokens = prompt(3 * CHUNK)
     told: list[Any] = []
-    pair.prefill.instance._agent.publish = told.append
+    pair.prefill.endpoint.agent.publish = told.append
     pair.send("a", tokens)
     pair.prefill.step()
     assert told == []
     pair.prefill.step()
-    assert [message.opening for message in told] == [None]
+    assert [message.ending for message in told] == [None]
     pair.prefill.step()
-    opening = told[-1].opening
+    ending = told[-1].ending
     assert "a" in pair.prefill.finished
-    assert opening.transfer == pair.prefilled("a").transfer
-    assert opening.digest == digest_of(tokens)
-    assert opening.prompt_token_ids == tokens
+    assert ending.transfer == pair.prefilled("a").transfer
+    assert ending.digest == digest_of(tokens)
+    assert ending.prompt_token_ids == tokens
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
@@ -360,7 +298,7 @@ def test_the_router_is_told_when_the_last_chunk_begins(pair: Pair) -> None:
 def test_an_early_leg_whose_prefill_dies_is_computed_here(shm_pair: Pair) -> None:
     request = early(shm_pair, "a", prompt(100))
     shm_pair.decode.run_until(lambda: request.is_finished())
-    assert shm_pair.decode.instance._read_load().kv_loads_failed == 1
+    assert shm_pair.decode.endpoint.read_load().kv_loads_failed == 1
     shm_pair.settle()
 
 
@@ -371,8 +309,8 @@ def test_an_early_leg_that_is_aborted_leaves_nothing(pair: Pair) -> None:
     pair.decode.abort("a")
     pair.send("a", tokens)
     pair.prefilled("a")
-    pair.prefill.instance.outbox.cancel(TransferId("t-a"))
-    pair.decode.instance._cancel(TransferId("t-a"))
+    pair.prefill.endpoint.sends.cancel(TransferId("t-a"))
+    pair.decode.endpoint.cancel(TransferId("t-a"))
     pair.settle()
 
 
@@ -393,15 +331,15 @@ def test_early_and_late_legs_share_the_steps_of_running_decodes(pair: Pair) -> N
     pair.settle()
 
 
-def test_the_last_blocks_leave_behind_the_last_chunk(pair: Pair) -> None:
+def test_the_last_blocks_leave_after_the_last_chunk(pair: Pair) -> None:
     tokens = prompt(3 * CHUNK)
     pair.send("a", tokens)
     pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
     # No further step of the prefill engine: everything left with the last chunk.
     request = pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    assert pair.decode.instance._read_load().kv_loads_failed == 0
-    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.endpoint.read_load().kv_loads_failed == 0
+    assert pair.decode.endpoint.receives.loads_done == 1
     assert request.num_output_tokens == 4
     pair.settle()
 
@@ -411,8 +349,8 @@ def test_blocks_that_are_sent_before_their_request_ends_are_freed_with_it(pair: 
     pair.send("a", tokens)
     pair.prefill.step()
     pair.prefill.step()
-    outbox = pair.prefill.instance.outbox
-    assert outbox.freeable({"a", "unknown"}) == set()  # vLLM must not hear of it yet
+    outbox = pair.prefill.endpoint.sends
+    assert outbox.take_freeable({"a", "unknown"}) == set()  # vLLM must not hear of it yet
     pair.prefill.step()
     assert pair.prefilled("a").decode == pair.decode.info.id
     assert len(outbox) == 0

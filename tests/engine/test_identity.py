@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.engine.harness import vllm_config
-from vllm_tetri.engine.identity import identity_of, require_carriable
+from vllm_tetri.engine.roles import identity_of, require_transferable
 from vllm_tetri.errors import UnsupportedError
 from vllm_tetri.types import Role
 
@@ -62,13 +62,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_carried_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match=name) as caught:
-        require_carriable(*REFUSED[name])
+        require_transferable(*REFUSED[name])
     assert "some/model" in str(caught.value)
     assert "without --role" in str(caught.value)
 
 
 def test_a_plain_model_is_carried() -> None:
-    require_carriable(config(), caches(FULL))
+    require_transferable(config(), caches(FULL))
 
 
 def test_identity_names_every_difference(tmp_path: Path) -> None:

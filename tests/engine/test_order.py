@@ -12,9 +12,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from tests.engine.harness import BLOCK, Engine
+from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import RequestStatus
-from vllm_tetri.engine.own import is_own
-from vllm_tetri.policy.order import PrefillPolicy
+from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.types import Role
 
 CHUNK = 64
@@ -74,17 +74,15 @@ def starts(taken: list[dict[str, int]]) -> list[str]:
 def test_prompts_start_in_the_order_of_the_policy(
     engine: Engine, policy: str, expected: list[str]
 ) -> None:
-    engine.scheduler.order_by(PrefillPolicy(policy), 16)
+    engine.scheduler.order_by(ORDERS[policy], 16)
     for name, num_tokens in (("a", 150), ("b", 20), ("c", 200), ("d", 90)):
         add(engine, name, num_tokens)
     assert starts(steps(engine)) == expected
 
 
-@pytest.mark.parametrize("policy", list(PrefillPolicy))
-def test_every_step_takes_exactly_a_chunk_while_there_is_work(
-    engine: Engine, policy: PrefillPolicy
-) -> None:
-    engine.scheduler.order_by(policy, 4)
+@pytest.mark.parametrize("policy", list(ORDERS))
+def test_every_step_takes_exactly_a_chunk_while_there_is_work(engine: Engine, policy: str) -> None:
+    engine.scheduler.order_by(ORDERS[policy], 4)
     lengths = [5, 300, 17, 64, 63, 65, 128, 1, 200, 90, 33, 40]
     for index, num_tokens in enumerate(lengths):
         add(engine, f"{policy}{index}", num_tokens)
@@ -95,7 +93,7 @@ def test_every_step_takes_exactly_a_chunk_while_there_is_work(
 
 
 def test_prompts_come_in_between_and_chunks_stay_full(engine: Engine) -> None:
-    engine.scheduler.order_by(PrefillPolicy.SRTF, 4)
+    engine.scheduler.order_by(ORDERS["srtf"], 4)
     totals = []
     for index in range(40):
         add(engine, f"r{index}", (index * 37) % 150 + 1)
@@ -109,14 +107,14 @@ def test_prompts_come_in_between_and_chunks_stay_full(engine: Engine) -> None:
 
 
 def test_batches_are_ordered_one_after_the_other(engine: Engine) -> None:
-    engine.scheduler.order_by(PrefillPolicy.SJF, 2)
+    engine.scheduler.order_by(ORDERS["sjf"], 2)
     for name, num_tokens in (("a", 90), ("b", 80), ("c", 10), ("d", 20)):
         add(engine, name, num_tokens)
     assert starts(steps(engine)) == ["b", "a", "c", "d"]
 
 
 def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) -> None:
-    engine.scheduler.order_by(PrefillPolicy.SRTF, 16)
+    engine.scheduler.order_by(ORDERS["srtf"], 16)
     add(engine, "long", 400)
     engine.step()
     add(engine, "short", 40)
@@ -128,7 +126,7 @@ def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) 
 
 
 def test_sjf_never_interrupts(engine: Engine) -> None:
-    engine.scheduler.order_by(PrefillPolicy.SJF, 16)
+    engine.scheduler.order_by(ORDERS["sjf"], 16)
     add(engine, "long", 400)
     engine.step()
     add(engine, "short", 40)
@@ -136,7 +134,7 @@ def test_sjf_never_interrupts(engine: Engine) -> None:
 
 
 def test_what_the_prefix_cache_holds_counts_as_done(engine: Engine) -> None:
-    engine.scheduler.order_by(PrefillPolicy.SJF, 16)
+    engine.scheduler.order_by(ORDERS["sjf"], 16)
     tokens = prompt(1, 320)
     engine.add("first", tokens, max_tokens=1)
     steps(engine)
@@ -148,7 +146,7 @@ def test_what_the_prefix_cache_holds_counts_as_done(engine: Engine) -> None:
 
 
 def test_priority_goes_first_within_a_batch(engine: Engine) -> None:
-    engine.scheduler.order_by(PrefillPolicy.SJF, 16)
+    engine.scheduler.order_by(ORDERS["sjf"], 16)
     add(engine, "short", 10)
     add(engine, "urgent", 200, priority=-1)
     add(engine, "late", 5, priority=3)
@@ -156,7 +154,7 @@ def test_priority_goes_first_within_a_batch(engine: Engine) -> None:
 
 
 def test_aborts_leave_no_trace_in_the_order(engine: Engine) -> None:
-    engine.scheduler.order_by(PrefillPolicy.SRTF, 2)
+    engine.scheduler.order_by(ORDERS["srtf"], 2)
     for name in ("started", "scheduled", "raw"):
         add(engine, name, 200)
     add(engine, "kept", 30)
@@ -174,7 +172,7 @@ def test_a_name_that_is_used_again_at_once_is_another_prompt(engine: Engine) -> 
     assert starts(steps(engine)) == ["same"]
 
 
-def test_a_prompt_that_cannot_start_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_prompt_that_cannot_start_delays_no_other_one(tmp_path: Path) -> None:
     """Its grammar takes for ever; a decode keeps every step from being empty."""
     engine = Engine(tmp_path, Role.BOTH, num_blocks=256, prefill_policy="srtf")
     try:
@@ -193,8 +191,8 @@ def test_a_prompt_that_cannot_start_holds_up_nobody(tmp_path: Path) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("policy", list(PrefillPolicy))
-def test_a_small_kv_pool_blocks_nobody_for_ever(tmp_path: Path, policy: PrefillPolicy) -> None:
+@pytest.mark.parametrize("policy", list(ORDERS))
+def test_a_small_kv_pool_blocks_no_prompt_for_good(tmp_path: Path, policy: str) -> None:
     """Interrupted prompts hold blocks; others must not wait for those in a circle."""
     engine = Engine(tmp_path, Role.PREFILL, num_blocks=24, chunk_size=CHUNK, prefill_policy=policy)
     try:
@@ -209,7 +207,7 @@ def test_a_small_kv_pool_blocks_nobody_for_ever(tmp_path: Path, policy: PrefillP
         engine.close()
 
 
-def test_few_slots_block_nobody_for_ever(tmp_path: Path) -> None:
+def test_few_slots_block_no_prompt_for_good(tmp_path: Path) -> None:
     engine = Engine(
         tmp_path, Role.PREFILL, num_blocks=256, chunk_size=CHUNK, prefill_policy="srtf",
     )  # fmt: skip
@@ -224,14 +222,14 @@ def test_few_slots_block_nobody_for_ever(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_padding_fills_the_last_chunk_and_nobody_sees_it(tmp_path: Path) -> None:
+def test_padding_fills_the_last_chunk_and_stays_unseen(tmp_path: Path) -> None:
     engine = Engine(tmp_path, Role.PREFILL, num_blocks=64, chunk_size=CHUNK, pad="on")
     try:
         add(engine, "a", 70)
         taken = steps(engine)
         assert [sum(step.values()) for step in taken] == [CHUNK, CHUNK]
         assert taken[1]["a"] == 70 - CHUNK
-        assert not any(is_own(name) for name in engine.outputs)
+        assert not any(is_dummy(name) for name in engine.outputs)
         engine.step()
         assert engine.is_at_rest
         assert load_of(engine).prefills_done == 0
@@ -271,4 +269,4 @@ def test_an_instance_of_both_roles_puts_decodes_before_prompts(tmp_path: Path) -
 
 
 def load_of(engine: Engine) -> Any:
-    return engine.instance._read_load()
+    return engine.endpoint.read_load()

@@ -1,4 +1,4 @@
-"""Whoever had a part in a request dies: nothing of it stays, and that within a second."""
+"""An instance or router dies: within a second nothing of its requests is left."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.engine.harness import Engine
-from tests.engine.test_handover import CHUNK, Pair, prompt
+from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
 from tests.faults.processes import Tree, started
-from vllm_tetri.engine import notes
-from vllm_tetri.handover import DecodeLeg, Given, digest_of, to_params
+from vllm_tetri.engine.step import FirstTokens, encode_note
+from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params
 from vllm_tetri.transport import native
 from vllm_tetri.types import TransferId
 
@@ -62,25 +62,23 @@ class Soon:
 
 def sees(engine: Engine, endpoint: str) -> None:
     """Let an engine's peers be at another address."""
-    agent = engine.instance._agent
-    picture = agent.picture()
+    agent = engine.endpoint.agent
+    snapshot = agent.snapshot()
     others = tuple(
         replace(each, info=replace(each.info, kv_endpoint=endpoint))
-        for each in picture.view.instances
+        for each in snapshot.view.instances
     )
-    changed = picture._replace(view=replace(picture.view, instances=others))
-    agent.picture = lambda: changed
+    changed = snapshot._replace(view=replace(snapshot.view, instances=others))
+    agent.snapshot = lambda: changed
 
 
 def used_bytes(engine: Engine) -> int:
-    return int(engine.instance._receiver.stats().arena_used_bytes)
+    return int(engine.endpoint.receiver.stats().arena_used_bytes)
 
 
 def open_slot(pair: Pair, name: str, tokens: list[int], link: str) -> tuple[Any, Any]:
     """A sender that begins to fill a slot of the decode instance, and its transfer."""
-    worker = pair.decode.worker._worker
-    assert worker is not None
-    num_bytes = worker._mover.block_bytes
+    num_bytes = pair.decode.mover.block_bytes
     sender = native.Sender(identity={"model": "harness"}, link=link)
     num_blocks = -(-len(tokens) // 16)
     transfer = sender.open(pair.decode.info.kv_endpoint, name, num_blocks, num_bytes)
@@ -99,7 +97,7 @@ def test_a_decode_instance_is_killed_while_kv_travels_to_it(pair: Pair) -> None:
         pair.send("a", prompt(8 * CHUNK))
         for _ in range(4):
             pair.prefill.step()
-        assert pair.prefill.worker._worker._sending  # type: ignore[union-attr]
+        assert pair.prefill.kv_worker.num_sending
         there.kill()
         pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
         with Soon(pair.prefill):
@@ -118,13 +116,13 @@ def test_a_decode_instance_is_killed_when_its_kv_is_all_there(pair: Pair) -> Non
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_a_prefill_instance_dies_behind_its_first_blocks(pair: Pair, is_early: bool) -> None:
+def test_a_prefill_instance_dies_after_its_first_blocks(pair: Pair, is_early: bool) -> None:
     """The request that waits for them computes its prompt itself, at once."""
     tokens = prompt(100)
-    link = pair.prefill.instance.config.link
+    link = pair.prefill.endpoint.config.link
     sender, _ = open_slot(pair, "t-a", tokens, link)
-    leg = DecodeLeg(TransferId("t-a"), digest_of(tokens), is_early=is_early)
-    request = pair.decode.add("a", tokens, params=to_params(leg))
+    params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=is_early)
+    request = pair.decode.add("a", tokens, params=to_params(params))
     pair.decode.step()
     assert used_bytes(pair.decode) > 0
     start_s = time.monotonic()
@@ -137,26 +135,26 @@ def test_a_prefill_instance_dies_behind_its_first_blocks(pair: Pair, is_early: b
         pass
 
 
-def test_a_prefill_instance_dies_and_nobody_waits(pair: Pair) -> None:
-    sender, _ = open_slot(pair, "t-a", prompt(100), pair.prefill.instance.config.link)
+def test_a_prefill_instance_dies_and_no_request_waits_for_its_kv(pair: Pair) -> None:
+    sender, _ = open_slot(pair, "t-a", prompt(100), pair.prefill.endpoint.config.link)
     assert used_bytes(pair.decode) > 0
     with Soon(pair.decode):
         sender.close()
 
 
-def test_a_router_dies_before_it_sent_the_second_leg(pair: Pair) -> None:
+def test_a_router_dies_before_it_sent_the_decode_request(pair: Pair) -> None:
     tokens = prompt(100)
     pair.send("r/a", tokens)
-    answer = pair.prefilled("r/a")
+    prefilled = pair.prefilled("r/a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.instance._abandon("t-s")  # another one
+    pair.decode.endpoint.abandon("t-s")  # another one
     assert used_bytes(pair.decode) > 0
     with Soon(pair.decode):
-        pair.decode.instance._abandon(ROUTER)
+        pair.decode.endpoint.abandon(ROUTER)
         assert used_bytes(pair.decode) == 0
-    # It was not dead, only its connection: whoever comes now computes at once.
+    # It was not dead, only its connection: a request that comes now is computed at once.
     start_s = time.monotonic()
-    request = pair.receive("r/a", tokens, digest=answer.digest)
+    request = pair.receive("r/a", tokens, digest=prefilled.digest)
     pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
     assert time.monotonic() - start_s < SOON_S
     assert pair.decode.holds(request, len(tokens))
@@ -164,46 +162,47 @@ def test_a_router_dies_before_it_sent_the_second_leg(pair: Pair) -> None:
     pair.settle()
 
 
-def test_a_router_dies_and_what_is_asked_for_stays(pair: Pair) -> None:
+def test_a_router_dies_and_requests_that_have_begun_stay(pair: Pair) -> None:
     """Its request is here: it is for the client's connection to end it."""
     tokens = prompt(100)
     request = pair.receive("r/a", tokens)
     pair.send("r/a", tokens)
     pair.prefilled("r/a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.instance._abandon(ROUTER)
+    pair.decode.endpoint.abandon(ROUTER)
     pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
-    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.endpoint.receives.loads_done == 1
     assert pair.decode.holds(request, len(tokens))
     pair.decode.run_until(lambda: "r/a" in pair.decode.finished)
     pair.settle()
 
 
 def test_a_router_dies_while_the_arena_is_full(pair: Pair) -> None:
-    arena = pair.decode.instance._receiver
+    arena = pair.decode.endpoint.receiver
     assert arena.claim("full", 1, arena.stats().arena_total_bytes) is not None
     pair.send("r/a", prompt(100))
     pair.prefilled("r/a")
-    pair.prefill.instance._abandon("t-s")  # another one
+    pair.prefill.endpoint.abandon("t-s")  # another one
     for _ in range(10):
         pair.prefill.step()
     assert not pair.prefill.is_at_rest  # it tries again and again
     with Soon(pair.prefill):
-        pair.prefill.instance._abandon(ROUTER)
+        pair.prefill.endpoint.abandon(ROUTER)
     arena.release("full")
     pair.settle()
 
 
-def test_first_tokens_for_nobody_are_forgotten(pair: Pair) -> None:
-    inbox = pair.decode.instance.inbox
-    note = notes.encode(notes.FirstTokens("t-a", Given([5])))
-    worker = pair.prefill.worker._worker
-    assert worker is not None
-    worker.tell(pair.decode.info.kv_endpoint, note)
-    eventually(lambda: inbox.tidy() or len(inbox._given) == 1)
-    pair.decode.instance._cancel(TransferId("t-a"))
-    assert len(inbox._given) == 0
-    worker.tell(pair.decode.info.kv_endpoint, note)  # once more, behind the cancel
-    worker.tell(pair.decode.info.kv_endpoint, notes.encode(notes.FirstTokens("t-b", Given([5]))))
-    eventually(lambda: inbox.tidy() or "t-b" in inbox._given)
-    assert "t-a" not in inbox._given
+def test_first_tokens_without_a_request_are_forgotten(pair: Pair) -> None:
+    receives = pair.decode.endpoint.receives
+    note = encode_note(FirstTokens("t-a", PriorOutput([5])))
+    worker = pair.prefill.kv_worker
+    worker.send_note(pair.decode.info.kv_endpoint, note)
+    eventually(lambda: receives.tidy() or receives.has_output("t-a"))
+    pair.decode.endpoint.cancel(TransferId("t-a"))
+    assert not receives.has_output("t-a")
+    worker.send_note(pair.decode.info.kv_endpoint, note)  # once more, after the cancel
+    worker.send_note(
+        pair.decode.info.kv_endpoint, encode_note(FirstTokens("t-b", PriorOutput([5])))
+    )
+    eventually(lambda: receives.tidy() or receives.has_output("t-b"))
+    assert not receives.has_output("t-a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -14,28 +15,29 @@ from vllm.v1.request import RequestStatus
 from tests.engine.harness import Engine
 from tests.predictor.tiny_artefact import make
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.lengths_store import LengthsStore, Subject, tells_length
 from vllm_tetri.engine.plugin import register
 from vllm_tetri.engine.prediction import (
     SEQUENTIAL_WAIT_S,
     Buckets,
+    LengthsStore,
     Predictions,
     buckets_of,
     require_predictor,
+    tells_length,
 )
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.handover import (
-    DecodeLeg,
+    DecodeParams,
     Prefilled,
-    PrefillLeg,
+    PrefillParams,
     digest_of,
     from_params,
     to_params,
 )
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.predictor.artefact import WEIGHTS_FILE
-from vllm_tetri.predictor.base import Ask, Tally
+from vllm_tetri.predictor.base import Query, Tally
+from vllm_tetri.predictor.model import WEIGHTS_FILE
 from vllm_tetri.types import Prediction, RequestId, Role, TransferId
 
 CHUNK = 64
@@ -43,24 +45,24 @@ THIRD = Prediction(3, 10, 200)
 
 
 class Scripted:
-    """A predictor that answers when told to."""
+    """A predictor that outputs when told to."""
 
     def __init__(self) -> None:
         self.tally = Tally()
-        self.asked: list[Ask] = []
+        self.asked: list[Query] = []
         self.withdrawn: list[str] = []
-        self.answers: list[tuple[str, Prediction | None]] = []
+        self.replies: list[tuple[str, Prediction | None]] = []
         self.is_closed = False
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: Query) -> None:
         self.asked.append(ask)
 
     def withdraw(self, name: str) -> None:
         self.withdrawn.append(name)
 
     def poll(self) -> list[tuple[str, Prediction | None]]:
-        answers, self.answers = self.answers, []
-        return answers
+        replies, self.replies = self.replies, []
+        return replies
 
     def wait(self, timeout_s: float) -> None:
         pass
@@ -82,31 +84,37 @@ class Scene:
     def __init__(self, folder: Path, *, is_sequential: bool = False) -> None:
         self.predictor = Scripted()
         self.clock = Clock()
-        self.prefill = Engine(folder, Role.PREFILL, chunk_size=CHUNK, arena_bytes=1 << 20)
+        with patch("vllm_tetri.engine.endpoint.Predictions", self._make_predictions):
+            self.prefill = Engine(
+                folder,
+                Role.PREFILL,
+                chunk_size=CHUNK,
+                arena_bytes=1 << 20,
+                predictor_mode="sequential" if is_sequential else "parallel",
+            )
         self.decode = Engine(folder, Role.DECODE, arena_bytes=1 << 20)
-        self.prefill.instance.predictions = Predictions(
-            self.predictor, is_sequential=is_sequential, clock=self.clock
-        )
-        self.prefill.scheduler._queue.awaits_predictions = is_sequential
         self.prefill.sees(self.prefill, self.decode)
         self.published: list[Dispatched] = []
-        self.prefill.instance._agent.publish = self.published.append
+        self.prefill.endpoint.agent.publish = self.published.append
+
+    def _make_predictions(self, _: Any, *, is_sequential: bool) -> Predictions:
+        return Predictions(self.predictor, is_sequential=is_sequential, clock=self.clock)
 
     @property
     def missed(self) -> int:
-        missed = self.prefill.instance.predictions.missed
+        missed = self.prefill.endpoint.predictions.missed
         assert isinstance(missed, int)
         return missed
 
     def send(self, name: str, num_tokens: int) -> None:
-        leg = PrefillLeg(TransferId(f"t-{name}"), RequestId(name))
-        self.prefill.add(name, list(range(num_tokens)), params=to_params(leg))
+        kv_params = PrefillParams(TransferId(f"t-{name}"), RequestId(name))
+        self.prefill.add(name, list(range(num_tokens)), params=to_params(kv_params))
 
     def prefilled(self, name: str) -> Prefilled:
         self.prefill.run_until(lambda: name in self.prefill.finished)
-        answer = from_params(self.prefill.finished[name])
-        assert isinstance(answer, Prefilled)
-        return answer
+        response = from_params(self.prefill.finished[name])
+        assert isinstance(response, Prefilled)
+        return response
 
     def close(self) -> None:
         self.prefill.close()
@@ -127,21 +135,23 @@ def sequential(tmp_path: Path) -> Iterator[Scene]:
     scene.close()
 
 
-def test_a_prediction_goes_to_the_router_and_with_the_answer(scene: Scene) -> None:
+def test_a_prediction_goes_to_the_router_and_with_the_response(scene: Scene) -> None:
     scene.send("a", 2 * CHUNK)
-    scene.predictor.answers.append(("a", THIRD))
+    scene.predictor.replies.append(("a", THIRD))
 
     assert scene.prefilled("a").predicted == THIRD
     assert [message.predicted for message in scene.published] == [THIRD] * len(scene.published)
     assert scene.missed == 0
 
 
-def test_one_that_is_late_for_the_first_chunk_is_counted_and_still_used(scene: Scene) -> None:
+def test_a_prediction_after_the_first_chunk_is_counted_and_still_used(
+    scene: Scene,
+) -> None:
     scene.send("a", 3 * CHUNK)
     scene.prefill.step()
     scene.prefill.step()
     assert scene.missed == 1
-    scene.predictor.answers.append(("a", THIRD))
+    scene.predictor.replies.append(("a", THIRD))
 
     assert scene.prefilled("a").predicted == THIRD
     assert scene.published[0].predicted is None
@@ -149,7 +159,7 @@ def test_one_that_is_late_for_the_first_chunk_is_counted_and_still_used(scene: S
 
 
 @pytest.mark.parametrize("num_tokens", [1, CHUNK, 3 * CHUNK])
-def test_without_an_answer_a_prompt_goes_its_way(scene: Scene, num_tokens: int) -> None:
+def test_without_a_reply_a_prompt_starts_unpredicted(scene: Scene, num_tokens: int) -> None:
     scene.send("a", num_tokens)
 
     prefilled = scene.prefilled("a")
@@ -161,7 +171,7 @@ def test_without_an_answer_a_prompt_goes_its_way(scene: Scene, num_tokens: int) 
 
 def test_a_refusal_is_no_delay(scene: Scene) -> None:
     scene.send("a", CHUNK)
-    scene.predictor.answers.append(("a", None))
+    scene.predictor.replies.append(("a", None))
 
     assert scene.prefilled("a").predicted is None
     assert scene.missed == 0
@@ -170,19 +180,19 @@ def test_a_refusal_is_no_delay(scene: Scene) -> None:
 def test_only_prompts_that_begin_here_are_predicted(scene: Scene) -> None:
     scene.send("a", 5)
     scene.prefill.add("whole", [1, 2, 3])
-    leg = DecodeLeg(TransferId("t-d"), digest_of([1, 2, 3]), predicted=THIRD)
-    arrived = scene.prefill.add("arrived", [1, 2, 3], params=to_params(leg))
+    kv_params = DecodeParams(TransferId("t-d"), digest_of([1, 2, 3]), predicted=THIRD)
+    arrived = scene.prefill.add("arrived", [1, 2, 3], params=to_params(kv_params))
 
     assert [ask.name for ask in scene.predictor.asked] == ["a", "whole"]
-    assert scene.predictor.asked[1].answer_tokens == 4  # the harness ignores EOS
-    assert scene.prefill.instance.prediction_of(arrived) == THIRD
+    assert scene.predictor.asked[1].output_tokens == 4  # the harness ignores EOS
+    assert scene.prefill.scheduler.lengths.predicted(arrived.request_id) == THIRD
 
 
 def test_an_aborted_prompt_is_withdrawn(scene: Scene) -> None:
     scene.send("a", 5)
     scene.prefill.abort("a")
     scene.prefill.run_until(lambda: scene.prefill.is_at_rest)
-    scene.predictor.answers.append(("a", THIRD))  # too late, for nobody
+    scene.predictor.replies.append(("a", THIRD))  # too late, its request is gone
     scene.prefill.step()
 
     assert scene.predictor.withdrawn == ["a"]
@@ -194,14 +204,14 @@ def test_sequential_prompts_wait_for_their_prediction(sequential: Scene) -> None
     for _ in range(3):
         assert not sequential.prefill.step().total_num_scheduled_tokens
     assert sequential.prefill.scheduler.get_request_counts() == (0, 2)
-    sequential.predictor.answers.append(("b", THIRD))
+    sequential.predictor.replies.append(("b", THIRD))
 
     assert list(sequential.prefill.step().num_scheduled_tokens) == ["b"]
-    sequential.predictor.answers.append(("a", None))
+    sequential.predictor.replies.append(("a", None))
     assert list(sequential.prefill.step().num_scheduled_tokens) == ["a"]
 
 
-def test_sequential_prompts_wait_only_so_long(sequential: Scene) -> None:
+def test_sequential_prompts_wait_only_until_a_deadline(sequential: Scene) -> None:
     sequential.send("a", CHUNK)
     sequential.prefill.step()
     sequential.clock.now += SEQUENTIAL_WAIT_S
@@ -215,22 +225,22 @@ def test_a_waiting_sequential_prompt_can_be_aborted(sequential: Scene) -> None:
     sequential.prefill.run_until(lambda: sequential.prefill.is_at_rest)
 
 
-# -- what answers turn out to be -----------------------------------------------------
+# -- what outputs turn out to be -----------------------------------------------------
 
 
-def test_answers_that_end_here_are_learnt_and_reported(scene: Scene) -> None:
+def test_outputs_that_end_here_are_learnt_and_reported(scene: Scene) -> None:
     decode = scene.decode
-    assert decode.instance._read_load().bucket_tokens == ()
-    before = decode.instance.lengths.total_tokens(THIRD, 0, End.EXPECTED)
+    assert decode.endpoint.read_load().bucket_tokens == ()
+    before = decode.endpoint.lengths_store.lengths.total_tokens(THIRD, 0, End.EXPECTED)
     tokens = list(range(5))
     for number in range(20):
-        leg = DecodeLeg(TransferId(""), digest_of(tokens), predicted=THIRD)
-        decode.add(str(number), tokens, max_tokens=7, params=to_params(leg))
+        kv_params = DecodeParams(TransferId(""), digest_of(tokens), predicted=THIRD)
+        decode.add(str(number), tokens, max_tokens=7, params=to_params(kv_params))
     decode.run_until(lambda: decode.is_at_rest)
 
-    after = decode.instance.lengths.total_tokens(THIRD, 0, End.EXPECTED)
+    after = decode.endpoint.lengths_store.lengths.total_tokens(THIRD, 0, End.EXPECTED)
     assert after < before
-    assert decode.instance._read_load().bucket_tokens[3] == after
+    assert decode.endpoint.read_load().bucket_tokens[3] == after
 
 
 def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
@@ -239,12 +249,12 @@ def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
     for number in range(20):
         first.add(str(number), tokens, max_tokens=7)
     first.run_until(lambda: first.is_at_rest)
-    learnt = first.instance.lengths.state()
+    learnt = first.endpoint.lengths_store.lengths.state()
     first.close()
     second = Engine(tmp_path, Role.BOTH, arena_bytes=1 << 20)
     try:
-        assert second.instance.lengths.state() == learnt
-        assert second.instance._read_load().bucket_tokens
+        assert second.endpoint.lengths_store.lengths.state() == learnt
+        assert second.endpoint.read_load().bucket_tokens
     finally:
         second.close()
 
@@ -268,39 +278,39 @@ class _Ended:
         (_Ended(RequestStatus.FINISHED_LENGTH_CAPPED, 5000), True),
     ],
 )
-def test_which_ends_tell_a_length(ended: Any, tells: bool) -> None:
+def test_which_endings_tell_the_length_of_an_output(ended: Any, tells: bool) -> None:
     assert tells_length(ended, Lengths(200, 10), THIRD) is tells
 
 
-SUBJECT = Subject("model", Buckets(200, 10, "digest"))
+BUCKETS = Buckets(200, 10, "digest")
 
 
 def learnt(store: LengthsStore) -> LengthsStore:
     store.lengths.observe(THIRD, 650)
-    store.changed(0.0)
+    store.record_change(0.0)
     return store
 
 
 def test_a_file_is_written_at_once_and_at_the_end(tmp_path: Path) -> None:
-    store = learnt(LengthsStore(tmp_path, SUBJECT))
+    store = learnt(LengthsStore(tmp_path, "model", BUCKETS))
     for _ in range(50):
         learnt(store)
     store.close()
     store.close()
 
-    assert LengthsStore(tmp_path, SUBJECT).lengths.state() == store.lengths.state()
+    assert LengthsStore(tmp_path, "model", BUCKETS).lengths.state() == store.lengths.state()
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_other_subjects_have_other_files(tmp_path: Path) -> None:
+def test_every_model_and_predictor_has_its_own_file(tmp_path: Path) -> None:
     paths = {
-        LengthsStore(tmp_path, subject).path
-        for subject in (
-            SUBJECT,
-            Subject("other", Buckets(200, 10, "digest")),
-            Subject("model", Buckets(200, 10, "other")),
-            Subject("model", Buckets(100, 10, "digest")),
-            Subject("model", Buckets(200, 20, "digest")),
+        LengthsStore(tmp_path, model, Buckets(*buckets)).path
+        for model, *buckets in (
+            ("model", 200, 10, "digest"),
+            ("other", 200, 10, "digest"),
+            ("model", 200, 10, "other"),
+            ("model", 100, 10, "digest"),
+            ("model", 200, 20, "digest"),
         )
     }
     assert len(paths) == 5
@@ -310,23 +320,23 @@ def test_other_subjects_have_other_files(tmp_path: Path) -> None:
 def test_garbage_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    path = LengthsStore(tmp_path, SUBJECT).path
+    path = LengthsStore(tmp_path, "model", BUCKETS).path
     path.write_bytes(content)
-    store = LengthsStore(tmp_path, SUBJECT)
+    store = LengthsStore(tmp_path, "model", BUCKETS)
 
     assert store.lengths.state() == Lengths(200, 10).state()
-    assert store.bucket_tokens() == ()
+    assert store.lengths.bucket_tokens() == ()
     assert sum("is ignored" in message for message in caplog.messages) == 1
     learnt(store).close()
-    assert LengthsStore(tmp_path, SUBJECT).lengths.state() == store.lengths.state()
+    assert LengthsStore(tmp_path, "model", BUCKETS).lengths.state() == store.lengths.state()
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    learnt(LengthsStore(tmp_path / "file", SUBJECT)).close()
-    assert any("cannot be remembered" in message for message in caplog.messages)
+    learnt(LengthsStore(tmp_path / "file", "model", BUCKETS)).close()
+    assert any("cannot be saved" in message for message in caplog.messages)
 
 
 # -- options --------------------------------------------------------------------------
@@ -339,9 +349,6 @@ def config(**fields: Any) -> TetriConfig:
 def test_buckets_cover_the_window() -> None:
     assert buckets_of(config(), 2048) == Buckets(200, 11, "none")
     assert buckets_of(config(predictor="oracle", granularity=100), 250).num_buckets == 3
-    assert buckets_of(config(predictor="oracle", predictor_accuracy=0.5), 1).predictor != (
-        buckets_of(config(predictor="oracle"), 1).predictor
-    )
 
 
 def test_an_artefact_decides_the_buckets(tmp_path: Path) -> None:

@@ -7,23 +7,29 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from tests.engine.harness import BLOCK, Engine
-from tests.engine.test_handover import CHUNK, Pair, prompt
+from tests.engine.harness import BLOCK
+from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
-from vllm_tetri.engine import notes
-from vllm_tetri.engine.inbox import MAX_REMEMBERED
-from vllm_tetri.engine.step import StepMeta, WorkerReport
+from vllm_tetri.engine.receive import MAX_REMEMBERED
+from vllm_tetri.engine.step import (
+    MAX_NOTE_BYTES,
+    FirstTokens,
+    Lost,
+    StepMeta,
+    WorkerReport,
+    encode_note,
+)
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import (
-    DecodeLeg,
-    Given,
+    DecodeParams,
     Prefilled,
-    PrefillLeg,
+    PrefillParams,
+    PriorOutput,
     digest_of,
     from_params,
     to_params,
@@ -39,56 +45,58 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.close()
 
 
-def worker_of(engine: Engine) -> Any:
-    return engine.worker._worker
+@pytest.fixture
+def patient_pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, arena_bytes=1 << 20, transfer_timeout_s=100.0)
+    yield pair
+    pair.close()
 
 
 def test_kv_of_another_prompt_is_never_loaded(pair: Pair) -> None:
     """Two instances may make different tokens of the same text."""
     pair.send("a", prompt(100, seed=3))
-    answer = pair.prefilled("a")
+    prefilled = pair.prefilled("a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     other = prompt(100, seed=4)
-    request = pair.receive("a", other, digest=answer.digest)
+    request = pair.receive("a", other, digest=prefilled.digest)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(other))
-    assert pair.decode.instance.inbox.loads_done == 0
+    assert pair.decode.endpoint.receives.loads_done == 0
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     pair.settle()
 
 
 def test_a_kv_endpoint_that_is_none_is_survived(pair: Pair) -> None:
-    picture = pair.prefill.instance._agent.picture()
+    snapshot = pair.prefill.endpoint.agent.snapshot()
     bad = tuple(
         replace(each, info=replace(each.info, kv_endpoint="nonsense"))
-        for each in picture.view.instances
+        for each in snapshot.view.instances
     )
-    changed = picture._replace(view=replace(picture.view, instances=bad))
-    pair.prefill.instance._agent.picture = lambda: changed
+    changed = snapshot._replace(view=replace(snapshot.view, instances=bad))
+    pair.prefill.endpoint.agent.snapshot = lambda: changed
     pair.send("a", prompt(100))
     pair.prefilled("a")
     pair.settle()
 
 
-def test_an_endless_transfer_name_is_no_leg(pair: Pair) -> None:
-    leg = PrefillLeg(TransferId("x" * 70_000), RequestId("a"))
-    pair.prefill.add("a", prompt(100), params=to_params(leg))
+def test_a_request_with_an_endless_transfer_name_is_served_by_one_instance(pair: Pair) -> None:
+    params = PrefillParams(TransferId("x" * 70_000), RequestId("a"))
+    pair.prefill.add("a", prompt(100), params=to_params(params))
     pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
-    assert pair.prefill.instance.bad_legs == 1
     pair.settle()
 
 
 def test_failed_transfers_leave_no_entry(pair: Pair) -> None:
-    pair.decode.instance._receiver.close()
+    pair.decode.endpoint.receiver.close()
     for i in range(5):
         pair.send(f"r{i}", prompt(6 * CHUNK, seed=i + 1))
         pair.prefilled(f"r{i}")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    assert not worker_of(pair.prefill)._sending
+    assert not pair.prefill.kv_worker.num_sending
 
 
 def test_abort_after_a_full_arena_leaves_no_entry(tmp_path: Path) -> None:
-    # A prompt that nobody has room for waits for a report period before it tries.
+    # A prompt for which no instance has capacity waits for a report period before it tries.
     pair = Pair(
         tmp_path, arena_bytes=24 * BLOCK * 64 * 2, transfer_timeout_s=5.0, report_period_s=0.001
     )
@@ -96,50 +104,50 @@ def test_abort_after_a_full_arena_leaves_no_entry(tmp_path: Path) -> None:
     pair.prefilled("big")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.send("a", prompt(20 * BLOCK, seed=9))
-    entry = pair.prefill.instance.outbox._entries["a"]
+    entry = pair.prefill.endpoint.sends._sends["a"]
     while not entry.retry_at:  # the arena said FULL
         pair.prefill.step()
         time.sleep(0.002)
     pair.prefill.abort("a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    assert not worker_of(pair.prefill)._sending
+    assert not pair.prefill.kv_worker.num_sending
     pair.close()
 
 
-def test_telling_a_hung_peer_does_not_hold_the_engine(pair: Pair) -> None:
+def test_notes_to_a_hung_peer_do_not_hold_the_engine(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
-        lost = [(endpoint, notes.encode(notes.Lost(f"t{i}"))) for i in range(50)]
-        worker_of(pair.prefill).begin_step(StepMeta(notes=lost))
+        lost = [(endpoint, encode_note(Lost(f"t{i}"))) for i in range(50)]
+        pair.prefill.kv_worker.begin_step(StepMeta(notes=lost))
         assert time.monotonic() - start < 1.0
 
 
-def test_old_losses_do_not_hide_new_ones(pair: Pair) -> None:
-    inbox = pair.decode.instance.inbox
+def test_old_losses_do_not_hide_new_ones(patient_pair: Pair) -> None:
+    pair = patient_pair
+    receives = pair.decode.endpoint.receives
     for i in range(MAX_REMEMBERED):
-        inbox._lost[f"old{i}"] = None
+        receives.lose(TransferId(f"old{i}"))
     tokens = prompt(100)
     request = pair.receive("a", tokens)
-    inbox._entries["a"].deadline += 100.0
-    worker_of(pair.prefill).begin_step(
-        StepMeta(notes=[(pair.decode.info.kv_endpoint, notes.encode(notes.Lost("t-a")))])
+    pair.prefill.kv_worker.begin_step(
+        StepMeta(notes=[(pair.decode.info.kv_endpoint, encode_note(Lost("t-a")))])
     )
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
-    assert inbox.loads_failed == 1
+    assert receives.loads_failed == 1
 
 
-def test_kv_of_a_silent_instance_is_not_waited_for(pair: Pair) -> None:
-    inbox, tokens = pair.decode.instance.inbox, prompt(100)
+def test_kv_of_an_unresponsive_instance_is_not_waited_for(patient_pair: Pair) -> None:
+    pair, tokens = patient_pair, prompt(100)
+    receives = pair.decode.endpoint.receives
     request = pair.receive("a", tokens)
-    inbox._entries["a"].deadline += 100.0
     pair.decode.step()
-    assert inbox.num_waiting == 1
-    pair.decode.instance._agent._on_lost(TransferId("t-a"))  # as when a router says so
+    assert receives.num_waiting == 1
+    pair.decode.endpoint.lose(TransferId("t-a"))  # as when a router says so
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
-    assert inbox.loads_failed == 1
+    assert receives.loads_failed == 1
 
 
 def test_kv_that_has_arrived_is_taken_whatever_is_said_of_its_sender(pair: Pair) -> None:
@@ -147,10 +155,10 @@ def test_kv_that_has_arrived_is_taken_whatever_is_said_of_its_sender(pair: Pair)
     pair.send("a", tokens)
     pair.prefilled("a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.instance._agent._on_lost(TransferId("t-a"))
+    pair.decode.endpoint.lose(TransferId("t-a"))
     pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.instance.inbox.loads_done == 1
+    assert pair.decode.endpoint.receives.loads_done == 1
 
 
 def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
@@ -158,16 +166,16 @@ def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
     pair.send("a", tokens)
     pair.prefilled("a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    inbox = pair.decode.instance.inbox
+    receives = pair.decode.endpoint.receives
     request = pair.receive("a", tokens)
-    assert inbox.match(request, 0, is_busy=False) == (99, False)
-    inbox.admitted(request, list(range(7)), 99)
-    inbox._num_ranks = 2
-    inbox.report(WorkerReport(loaded={"a": 1}))
-    assert pair.decode.instance._read_load().arena_used_bytes > 0
-    assert inbox.match(request, 0, is_busy=False) == (None, False)
-    inbox.report(WorkerReport(loaded={"a": 1}))
-    assert pair.decode.instance._read_load().arena_used_bytes == 0
+    assert receives.match(request, 0, is_busy=False) == (99, False)
+    receives.admitted(request, list(range(7)), 99)
+    receives._layout = replace(receives._layout, num_ranks=2)
+    receives.report(WorkerReport(loaded={"a": 1}))
+    assert pair.decode.endpoint.read_load().arena_used_bytes > 0
+    assert receives.match(request, 0, is_busy=False) == (None, False)
+    receives.report(WorkerReport(loaded={"a": 1}))
+    assert pair.decode.endpoint.read_load().arena_used_bytes == 0
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 30], ids=["background", "in step"])
@@ -177,7 +185,7 @@ def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    worker_of(pair.decode)._scatter = broken
+    pair.decode.mover.scatter = broken  # type: ignore[method-assign]
     pair.decode.add("busy", prompt(20, seed=77), max_tokens=300)
     pair.decode.run_until(lambda: "busy" in pair.decode.outputs)
     tokens = prompt(200)
@@ -187,7 +195,7 @@ def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
-    assert pair.decode.instance.inbox.loads_failed == 1
+    assert pair.decode.endpoint.receives.loads_failed == 1
     for name in ("a", "busy"):
         pair.decode.abort(name)
     pair.settle()
@@ -196,15 +204,15 @@ def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
 
 @pytest.mark.parametrize(("name", "is_known"), [("T", True), ("T~1", True), ("U", False)])
 def test_a_retry_is_known_by_its_name(name: str, is_known: bool) -> None:
-    leg = Prefilled(TransferId(name), InstanceId("d"), 10, digest_of([1]), 1, 1, "")
-    answer = msgspec.json.encode({"kv_transfer_params": to_params(leg)})
-    found = read_first_token(answer, TransferId("T"), is_chat=False)
+    params = Prefilled(TransferId(name), InstanceId("d"), 10, digest_of([1]), 1, 1, "")
+    prefilled = msgspec.json.encode({"kv_transfer_params": to_params(params)})
+    found = read_first_token(prefilled, TransferId("T"), is_chat=False)
     assert (found is not None) == is_known
 
 
-def test_legs_round_trip_and_nonsense_is_refused() -> None:
-    leg = DecodeLeg(TransferId("t"), digest_of([1, 2]))
-    assert from_params(to_params(leg)) == leg
+def test_transfer_parameters_round_trip_and_nonsense_is_refused() -> None:
+    params = DecodeParams(TransferId("t"), digest_of([1, 2]))
+    assert from_params(to_params(params)) == params
     assert from_params(None) is None
     assert from_params({"other": 1}) is None
     for bad in ("tetri", {"tetri": 5}, {"tetri": {"type": "decode"}}):
@@ -214,17 +222,17 @@ def test_legs_round_trip_and_nonsense_is_refused() -> None:
 
 def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
     endpoint = pair.decode.info.kv_endpoint
-    good = notes.encode(notes.FirstTokens("t-a", Given([5])))
-    huge = notes.encode(notes.FirstTokens("t-b", Given([1] * notes.MAX_BYTES)))
+    good = encode_note(FirstTokens("t-a", PriorOutput([5])))
+    huge = encode_note(FirstTokens("t-b", PriorOutput([1] * MAX_NOTE_BYTES)))
     bad = [b"", b"lost:t-a", good[:-1], huge, msgspec.msgpack.encode({"type": "first"})]
-    worker = worker_of(pair.prefill)
+    worker = pair.prefill.kv_worker
     worker.begin_step(StepMeta(notes=[(endpoint, note) for note in [*bad, good]]))
-    inbox = pair.decode.instance.inbox
+    receives = pair.decode.endpoint.receives
     tokens = prompt(100)
-    leg = DecodeLeg(TransferId("t-a"), digest_of(tokens), is_early=True)
-    pair.decode.add("a", tokens, params=to_params(leg))
-    pair.decode.run_until(lambda: not inbox._entries["a"].awaits_given)
-    assert not inbox._given
+    params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=True)
+    pair.decode.add("a", tokens, params=to_params(params))
+    pair.decode.run_until(lambda: receives.num_awaiting_output == 0)
+    assert not any(receives.has_output(name) for name in ("t-a", "t-b"))
     pair.decode.abort("a")
     pair.settle()
 
@@ -232,27 +240,30 @@ def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
 def test_a_token_that_comes_after_its_request_began_here_is_not_taken(pair: Pair) -> None:
     endpoint = pair.decode.info.kv_endpoint
     tokens = prompt(100)
-    leg = DecodeLeg(TransferId("t-a"), digest_of(tokens), is_early=True)
-    request = pair.decode.add("a", tokens, params=to_params(leg))
-    worker = worker_of(pair.prefill)
-    worker.begin_step(StepMeta(notes=[(endpoint, notes.encode(notes.Lost("t-a")))]))
+    params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=True)
+    request = pair.decode.add("a", tokens, params=to_params(params))
+    worker = pair.prefill.kv_worker
+    worker.begin_step(StepMeta(notes=[(endpoint, encode_note(Lost("t-a")))]))
     pair.decode.run_until(lambda: request.num_output_tokens == 1)
-    late = notes.encode(notes.FirstTokens("t-a", Given([5])))
+    late = encode_note(FirstTokens("t-a", PriorOutput([5])))
     worker.begin_step(StepMeta(notes=[(endpoint, late)]))
-    inbox = pair.decode.instance.inbox
-    eventually(lambda: inbox.tidy() or "t-a" in inbox._given)  # before the request has ended
+    receives = pair.decode.endpoint.receives
+    eventually(
+        lambda: receives.tidy() or receives.has_output("t-a")
+    )  # before the request has ended
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     assert pair.decode.outputs["a"] == [7] * 4  # what the harness samples
-    assert pair.decode.instance._read_load().injected == 0
+    assert pair.decode.endpoint.read_load().continued == 0
 
 
 def test_a_prompt_that_is_computed_again_keeps_its_blocks_until_they_are_sent(pair: Pair) -> None:
     pair.send("a", prompt(3 * CHUNK))
     pair.prefill.step()
     pair.prefill.step()
-    outbox = pair.prefill.instance.outbox
-    assert outbox.freeable({"a"}) == set()
-    outbox._preempted("a")  # what was sent was another try's
+    sends = pair.prefill.endpoint.sends
+    assert sends.take_freeable({"a"}) == set()
+    output = SimpleNamespace(preempted_req_ids=["a"], num_scheduled_tokens={})
+    sends.fill(StepMeta(), output)  # what was sent belongs to an earlier attempt
     pair.prefill.step()
     assert "a" in pair.prefill.finished
-    assert len(outbox) == 1
+    assert len(sends) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,13 +16,12 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine.llama import LLAMA
-from vllm_tetri.config import TetriConfig, decode_config, file_key_of, option_of
+from vllm_tetri.config import TetriConfig, decode_config, file_key_of, option_of, options
 from vllm_tetri.engine import roles
-from vllm_tetri.engine.options import HELP
 from vllm_tetri.engine.plugin import register
-from vllm_tetri.engine.versions import require_supported
+from vllm_tetri.engine.roles import require_supported
 from vllm_tetri.errors import UnsupportedError
-from vllm_tetri.secret import VARIABLE, write_secret
+from vllm_tetri.security import VARIABLE, write_secret
 from vllm_tetri.types import Role
 
 
@@ -60,6 +60,27 @@ def test_everything_follows_from_the_role(role: Role) -> None:
     )
     assert config(namespace).instance == f"{role}-8123"
     assert config(namespace).url == "http://127.0.0.1:8123"
+
+
+def test_an_instance_that_others_reach_has_its_host_in_its_name(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    write_secret(secret)
+    words = ("--tetri-host", "10.0.0.5", "--tetri-secret-file", str(secret), "--port", "8123")
+    named = config(parse("--role", "both", *words)).instance
+    assert named == f"both-{platform.node()}-8123"
+
+
+def test_a_loopback_url_is_refused_if_a_router_is_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "secret"
+    write_secret(secret)
+    words = ("--role", "both", "--tetri-secret-file", str(secret), "--port", "8123")
+    remote = ("--tetri-control", "tcp://10.0.0.9:1")
+    text = refusal(capsys, *words, *remote)
+    assert "tcp://10.0.0.9:1 is not on this machine and cannot reach http://127.0.0.1:8123" in text
+    given = config(parse(*words, *remote, "--tetri-url", "http://10.0.0.5:8123"))
+    assert given.url == "http://10.0.0.5:8123"
 
 
 def test_options_reach_the_config() -> None:
@@ -139,14 +160,12 @@ def test_a_secret_opens_other_addresses(
 BAD_VALUES = {
     "chunk_size": ("0", "-5", "1.5", "x", "", "a whole number of at least 1 or auto"),
     "sched_batch": ("0", "-1", "x", "a whole number of at least 1"),
-    "prefill_policy": ("best", "SJF", "fcfs, sjf, ljf or srtf"),
+    "prefill_policy": ("best", "SJF", "fcfs, sjf, ljf, srtf"),
     "tbt_slo_s": ("0", "-1", "nan", "inf", "x", "a number above 0 and at most 86400 seconds"),
-    "pad": ("maybe", "1", "off or on"),
-    "decode_policy": ("vllm", "Greedy", "greedy, reserve-static or reserve-dynamic"),
-    "reserve_end": ("middle", "1", "lower, expected or upper"),
-    "dispatch_policy": ("best", "power-of-two, random, round-robin, least-loaded or imbalance"),
+    "decode_policy": ("vllm", "Greedy", "greedy, reserve-static, reserve-dynamic"),
+    "dispatch_policy": ("best", "power-of-two, power-of-two-ratio"),
     "predictor_mode": ("both", "parallel or sequential"),
-    "predictor_accuracy": ("-0.1", "1.1", "nan", "x", "a number of at least 0 and at most 1"),
+    "preset": ("vllm", "1", "none or paper"),
     "granularity": ("0", "-5", "x", "a whole number of at least 1"),
     "streams": ("0", "17", "a whole number of at least 1 and at most 16"),
 }
@@ -173,10 +192,10 @@ def test_keys_of_the_file_are_those_of_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tetri.yaml"
-    file.write_text("tbt-slo: 0.2\nhold_timeout_s: 3\npad: on\nload-budget-bytes: 1M\n")
+    file.write_text("tbt-slo: 0.2\nhold_timeout_s: 3\nload-budget-bytes: 1m\n")
     made = config(parse("--role", "both", "--tetri-config", str(file)))
-    assert (made.tbt_slo_s, made.hold_timeout_s, made.pad) == (0.2, 3.0, "on")
-    assert made.load_budget_bytes == 1 << 20
+    assert (made.tbt_slo_s, made.hold_timeout_s) == (0.2, 3.0)
+    assert made.load_budget_bytes == 10**6
     file.write_text("shed-batch: 3\n")
     assert "did you mean sched-batch" in refusal(
         capsys, "--role", "both", "--tetri-config", str(file)
@@ -185,15 +204,19 @@ def test_keys_of_the_file_are_those_of_the_command_line(
     assert "--tetri-arena-bytes" in refusal(capsys, "--role", "both", "--tetri-config", str(file))
 
 
-def test_a_switch_in_vllms_own_config_file(tmp_path: Path) -> None:
-    file = tmp_path / "vllm.yaml"
-    for written, expected in (("on", "on"), ("'on'", "on"), ("off", "off"), ("'off'", "off")):
-        file.write_text(f"role: prefill\ntetri-pad: {written}\n")
-        merged = FlexibleArgumentParser()._pull_args_from_config(
-            ["serve", "m", "--config", str(file)]
-        )
-        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(merged[1:])
-        assert config(parsed).pad == expected
+def test_the_preset_of_the_paper_gives_way_to_other_options(tmp_path: Path) -> None:
+    file = tmp_path / "tetri.yaml"
+    file.write_text("preset: paper\ndispatch-policy: power-of-two\n")
+    paper = ("on", "request", "lower")
+    for words, policy in (
+        (["--tetri-preset", "paper"], "power-of-two-ratio"),
+        (["--tetri-preset", "paper", "--tetri-dispatch-policy", "power-of-two"], "power-of-two"),
+        (["--tetri-config", str(file)], "power-of-two"),
+    ):
+        made = config(parse("--role", "prefill", *words))
+        assert (made.pad, made.push, made.reserve_end) == paper
+        assert made.dispatch_policy == policy
+    assert config(parse("--role", "prefill", "--tetri-preset", "none")).push == "chunk"
 
 
 def chunk(*arguments: str, model: Path | str = "m") -> int | str:
@@ -241,7 +264,7 @@ def test_the_default_chunk_is_that_of_the_device_in_every_role(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chunk("--role", role) == roles.CPU_CHUNK_TOKENS
-    monkeypatch.setattr(roles, "_is_cpu", lambda: False)
+    monkeypatch.setattr(roles, "is_cpu", lambda: False)
     assert chunk("--role", role) == roles.CHUNK_TOKENS
 
 
@@ -271,13 +294,15 @@ def test_help_lists_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> 
         text = parser.format_help()
     finally:
         FlexibleArgumentParser._search_keyword = None
-    for name in HELP:
-        assert "--tetri-" + name.replace("_", "-").removesuffix("-s") in text
+    for option in options().values():
+        assert option.flag in text
+        assert option.default in " ".join(text.split())
     assert "--role" in text
 
 
-def test_every_field_of_the_config_is_an_option() -> None:
-    assert set(HELP) == set(TetriConfig.__struct_fields__) - {"role"}
+def test_every_field_is_an_option_or_follows_from_the_preset_or_the_role() -> None:
+    others = set(TetriConfig.__struct_fields__) - set(options())
+    assert others == {"role", "pad", "push", "reserve_end"}
 
 
 def test_version_gate() -> None:

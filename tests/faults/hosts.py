@@ -11,13 +11,14 @@ It takes Linux, iproute2 and the right to make namespaces (root).
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from tests.needed import lacking, require_command
 
 NETWORK = "10.77.0"
 _GATE = f"{NETWORK}.254"
@@ -127,17 +128,16 @@ def hosts(*names: str) -> Iterator[Hosts]:
         yield made
 
 
-def why_not() -> str:
-    """Why there can be no hosts here; empty when there can."""
-    if shutil.which("ip") is None:
-        return "there is no `ip` (iproute2)"
+def require_hosts() -> None:
+    """Give up the calling test where there can be no hosts."""
+    require_command("ip", "iproute2")
     try:
         with hosts("here", "there") as made:
             made.isolate("there")
             made.mend()
     except subprocess.CalledProcessError as error:
-        return f"no network namespaces: {error.cmd}: {(error.stderr or '').strip()}"
-    return ""
+        why = f"{error.cmd}: {(error.stderr or '').strip()}"
+        lacking("network namespaces", f"run as root on Linux, in a privileged container ({why})")
 
 
 def _ip(*words: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -11,8 +12,15 @@ from typing import Any
 
 import psutil
 
+from examples.benchmarks.faults import alive, send
 from tests.eventually import eventually
-from vllm_tetri.bench.soak.processes import alive, send, tree
+
+
+def tree(root: psutil.Process) -> list[psutil.Process]:
+    """A process and all its descendants now, the root first."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [root, *root.children(recursive=True)]
+    return []
 
 
 class Tree:

@@ -36,7 +36,7 @@ class Trouble:
     """What happens, where and when.
 
     Attributes:
-        after_bytes: It begins behind so many bytes of a connection since it was made.
+        after_bytes: Bytes of a connection after which it begins.
         up: Of those from the client to the server, else of the others.
         connection: Only to this one, counted from 0 in the order of their coming; None means
             to each.

@@ -20,7 +20,7 @@ DEADLINE_S = 5.0
 HEAD_BYTES = 10  # within the status line and headers of an answer
 
 
-class Behind(FakeInstance):
+class Proxied(FakeInstance):
     """An instance that is only reached through a proxy."""
 
     proxy: Proxy
@@ -37,9 +37,9 @@ class Behind(FakeInstance):
 
 
 @asynccontextmanager
-async def broken(role: Role, trouble: Trouble) -> AsyncIterator[tuple[Cluster, Behind]]:
-    """A pair of instances, one of them behind a proxy in trouble, and one that could help."""
-    bad = Behind("bad", role, decode="bad" if role is Role.DECODE else "good")
+async def broken(role: Role, trouble: Trouble) -> AsyncIterator[tuple[Cluster, Proxied]]:
+    """A pair of instances, one of them with a proxy in trouble, and one that could help."""
+    bad = Proxied("bad", role, decode="bad" if role is Role.DECODE else "good")
     good = FakeInstance("good", Role.DECODE)
     first = FakeInstance("first", Role.PREFILL, decode="bad")
     others = [good, first] if role is Role.DECODE else [good]

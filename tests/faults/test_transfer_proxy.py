@@ -13,8 +13,7 @@ import pytest
 from tests.eventually import eventually
 from tests.faults.proxy import Kind, Proxy, Trouble
 from tests.transport import wire
-from tests.transport.conftest import IDENTITY, Backend, _make, ended
-from tests.transport.test_lifetimes import empty
+from tests.transport.conftest import IDENTITY, Backend, empty, ended, make_backend
 from vllm_tetri.transport.native import SlotState, Status, TransferState
 
 LIMIT_S = 0.6  # without progress
@@ -29,7 +28,7 @@ OPENED_BYTES = len(wire.hello(IDENTITY)) + (12 + 4) + (12 + 8 + 4 + len("broken"
 
 @pytest.fixture
 def tcp() -> Iterator[Backend]:
-    yield from _make("native-tcp")
+    yield from make_backend("tcp")
 
 
 class Way:
@@ -141,7 +140,7 @@ def test_a_slow_way_is_no_trouble(way: Way) -> None:
     way.works("slow")
 
 
-def test_a_receiver_that_nobody_reaches_is_an_error_at_once(way: Way) -> None:
+def test_a_receiver_that_is_gone_is_an_error_at_once(way: Way) -> None:
     way.receiver.close()
     transfer = way.push("late")
     assert ended(transfer, DEADLINE_S) == TransferState.FAILED

@@ -31,6 +31,7 @@ def main() -> None:
     with (folder / f"{name}.starts").open("a") as starts:
         start = {"pid": os.getpid(), "argv": sys.argv[1:]}
         start["secret_file"] = os.environ.get("TETRI_SECRET_FILE")
+        start["safe_path"] = sys.flags.safe_path
         start["keys"] = {name: os.environ.get(name, "") for name in KEYS}
         starts.write(json.dumps(start) + "\n")
     print(
@@ -42,7 +43,7 @@ def main() -> None:
         sys.exit(int(dies.read_text()))
     if (folder / f"{name}.stubborn").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     if name != "router":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (folder / f"{name}.below").write_text(str(child.pid))
@@ -75,7 +76,7 @@ def main() -> None:
     server = ThreadingHTTPServer((option("--host"), int(option("--port"))), Handler)
     if option("--ssl-certfile"):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(option("--ssl-certfile"), option("--ssl-keyfile"))
+        context.load_cert_chain(option("--ssl-certfile"), option("--ssl-keyfile") or None)
         server.socket = context.wrap_socket(server.socket, server_side=True)
     server.serve_forever()
 

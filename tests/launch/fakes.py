@@ -6,25 +6,21 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.eventually import eventually
+
 FAKE_UP = Path(__file__).with_name("fake_up.py")
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
 
 
-def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+def until(condition: Callable[[], Any], what: str) -> Any:
     """Poll until the condition holds; its value."""
-    deadline = time.monotonic() + deadline_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {deadline_s:.0f} s: {what}")
-        time.sleep(0.02)
-    return value
+    return eventually(condition, DEADLINE_S, what)
 
 
 def is_alive(pid: int) -> bool:
@@ -90,12 +86,7 @@ class FakeUp:
             for start in self.starts(path.stem)
         ]
         found += [int(path.read_text()) for path in self.folder.glob("*.below")]
-        return found + self.trial_pids()
-
-    def trial_pids(self) -> list[int]:
-        """Every process that ever tried out how cores are shared."""
-        path = self.folder / "trial.pids"
-        return list(map(int, path.read_text().split())) if path.exists() else []
+        return found
 
     def nothing_left(self) -> None:
         pids = self.pids()

@@ -16,7 +16,7 @@ COMMAND = "echo begun; trap 'exit 7' TERM; while :; do sleep 0.05; done"
 
 
 def test_a_guard_that_was_stopped_does_not_end_its_command() -> None:
-    words = [sys.executable, "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
+    words = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
     with subprocess.Popen(
         [*words, "--", "/bin/sh", "-c", COMMAND],
         stdout=subprocess.PIPE,

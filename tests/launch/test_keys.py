@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.certificates import CERTIFICATE, CERTIFICATE_KEY, write_certificate_with_key
 from tests.launch.fakes import FakeUp
-from tests.launch.test_plan import CPU, options
+from tests.launch.planned import CPU, make_plan, options
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.launch.keeper import Spec
-from vllm_tetri.launch.plan import Plan, make_plan, with_sharing
-from vllm_tetri.policy.placement import Sharing
+from vllm_tetri.launch.plan import ChildSpec, LaunchPlan
 
-CERTIFICATE = Path(__file__).parent.parent / "certificate.pem"
-CERTIFICATE_KEY = CERTIFICATE.with_name("certificate-key.pem")
 TLS = (f"--ssl-certfile={CERTIFICATE}", f"--ssl-keyfile={CERTIFICATE_KEY}")
 
 
@@ -27,23 +23,22 @@ def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TETRI_INSTANCE_API_KEY", raising=False)
 
 
-def plan(*words: str, tail: tuple[str, ...] = ()) -> Plan:
+def plan(*words: str, tail: tuple[str, ...] = ()) -> LaunchPlan:
     return make_plan(options(*words, tail=tail), CPU)
 
 
-def words(found: Plan) -> str:
+def words(found: LaunchPlan) -> str:
     """All that a list of processes, or a log of the plan, would show."""
     return " ".join(" ".join(spec.command(1)) for spec in found.specs) + repr(found)
 
 
-def key_of(spec: Spec) -> str:
+def key_of(spec: ChildSpec) -> str:
     return dict(spec.environment).get("VLLM_API_KEY", "")
 
 
 def test_keys_go_through_the_environment_and_instances_get_another_one() -> None:
     found = plan("--api-key", "k-mine-7", "k-yours-7")
     router = found.specs[-1]
-
     assert dict(router.environment)["VLLM_API_KEY"] == "k-mine-7\nk-yours-7"
     (own,) = {key_of(spec) for spec in found.instances}
     assert dict(router.environment)["TETRI_INSTANCE_API_KEY"] == own
@@ -53,14 +48,9 @@ def test_keys_go_through_the_environment_and_instances_get_another_one() -> None
     assert not any(key in words(found) for key in ("k-mine-7", "k-yours-7", own))
 
 
-def test_without_keys_nobody_gets_any() -> None:
+def test_without_keys_no_process_gets_any() -> None:
     assert [spec.environment for spec in plan().specs] == [()] * 3
     assert plan().specs[-1].key == ""
-
-
-def test_keys_outlast_another_placement() -> None:
-    found = plan("--api-key", "k-mine-7")
-    assert with_sharing(found, CPU, Sharing.SHARED).instances[0].environment
 
 
 def test_a_key_for_vllm_serve_is_the_routers_as_well() -> None:
@@ -80,13 +70,6 @@ def test_the_key_of_instances_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     assert {key_of(spec) for spec in plan().instances} == {"own"}
 
 
-def test_a_key_that_the_router_cannot_see_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "vllm.yaml"
-    path.write_text("api-key: [x]\n")
-    with pytest.raises(ConfigError, match="--api-key-file"):
-        plan(tail=("--config", str(path)))
-
-
 def test_tls_is_the_routers_only() -> None:
     found = plan(*TLS)
     assert found.specs[-1].command(1).count("--ssl-certfile") == 1
@@ -104,13 +87,13 @@ def test_a_certificate_that_was_renewed_counts_from_the_next_start(
     fake_up: FakeUp, tmp_path: Path
 ) -> None:
     path = tmp_path / "certificate.pem"
-    shutil.copy(CERTIFICATE, path)
-    process = fake_up.start(f"--ssl-certfile={path}", f"--ssl-keyfile={CERTIFICATE_KEY}")
+    write_certificate_with_key(path)
+    process = fake_up.start(f"--ssl-certfile={path}")
     fake_up.ready()
-    shutil.copy(CERTIFICATE.with_name("certificate-renewed.pem"), path)
+    write_certificate_with_key(path)
     os.kill(fake_up.starts("router")[0]["pid"], signal.SIGKILL)
     assert process.stdout is not None
-    ready = (line for line in process.stdout if line.startswith("router") and " ready" in line)
+    ready = (line for line in process.stdout if "router: ready" in line)
     assert next(ready)
     assert next(ready)  # with the new one
     process.send_signal(signal.SIGINT)
@@ -120,14 +103,12 @@ def test_a_certificate_that_was_renewed_counts_from_the_next_start(
 def test_up_speaks_to_its_router_with_key_and_https(fake_up: FakeUp) -> None:
     process = fake_up.start("--api-key", "k-mine-7", "--verbose", *TLS)
     content = fake_up.ready()
-
     assert content["url"].startswith("https://127.0.0.1:")
     (router,) = fake_up.starts("router")
     (prefill,) = fake_up.starts("prefill-0")
     own = router["keys"]["TETRI_INSTANCE_API_KEY"]
     assert prefill["keys"]["VLLM_API_KEY"] == own
     assert "k-mine-7" not in " ".join(router["argv"] + prefill["argv"])
-
     process.send_signal(signal.SIGINT)
     status, output = fake_up.end()
     assert status == 0

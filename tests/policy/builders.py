@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need, TableMaker
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,
@@ -88,3 +90,44 @@ def serving(
 
 def view(*instances: InstanceView) -> ClusterView:
     return ClusterView("router", 1, instances)
+
+
+class Known:
+    """What one instance or router knows of a cluster, renewed view by view."""
+
+    def __init__(self, grace_s: float = 0.1) -> None:
+        self.state = ClusterState(grace_s)
+        self._tables = TableMaker()
+
+    def renew(self, view: ClusterView, now: float) -> None:
+        self.state.observe(self._tables.make(view, now))
+
+    @property
+    def by_id(self) -> Mapping[InstanceId, InstanceRow]:
+        return {name: self.state.row(row) for name, row in self.state.table.by_id.items()}
+
+    @property
+    def by_model(self) -> Mapping[str, list[InstanceRow]]:
+        return self.state.table.by_model
+
+    @property
+    def bases(self) -> list[InstanceRow]:
+        return list(self.state.table.by_id.values())
+
+    def send(
+        self,
+        prefill: InstanceId | None,
+        decode: InstanceId | None,
+        need: Need,
+        now: float,
+        *,
+        after_s: float = 0.0,
+    ) -> None:
+        self.state.record_sent(prefill, decode, need, now, decode_after_s=after_s)
+
+
+def known(*instances: InstanceView, grace_s: float = 0.1, now: float = 100.0) -> Known:
+    """Everything that one view shows."""
+    made = Known(grace_s)
+    made.renew(view(*instances), now)
+    return made

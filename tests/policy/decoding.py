@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import fmean
 
-from vllm_tetri.policy.admission import Admission, DecodePolicy
+from vllm_tetri.policy.admission import Admission, AdmissionPolicy
 
 STEP_S = 0.013
 REQUEST_S = 0.0006
@@ -61,7 +61,7 @@ class Run:
 
 def decode(
     jobs: Sequence[Job],
-    policy: DecodePolicy,
+    policy: AdmissionPolicy,
     believed: Foresight,
     *,
     total_blocks: int,

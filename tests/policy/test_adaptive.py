@@ -12,27 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policy.builders import COST, serving, view
+from tests.policy.builders import COST, known, serving
+from vllm_tetri.policy import adaptive
 from vllm_tetri.policy.adaptive import (
     NO_OBJECTIVE,
-    Candidates,
     Objective,
-    Place,
-    choose_answer,
-    choose_place,
+    PriceCandidates,
+    PricedRoute,
+    price_decode,
+    price_route,
 )
-from vllm_tetri.policy.site import Ask, Site
-from vllm_tetri.policy.sites import Sites
+from vllm_tetri.policy.cluster import InstanceRow, Need
 from vllm_tetri.types import InstanceId, InstanceView, Role, StepCoefficients
 
 NOW = 100.0
-USUAL = Ask(512, 128)
+USUAL = Need(512, 128)
 
 
-def sites_of(*instances: InstanceView) -> list[Site]:
-    sites = Sites()
-    sites.renew(view(*instances), NOW)
-    return list(sites.by_id.values())
+def rows_of(*instances: InstanceView) -> list[InstanceRow]:
+    return known(*instances).bases
 
 
 def choose(
@@ -46,12 +44,12 @@ def choose(
     spares_prefill: bool = True,
     spares_decode: bool = False,
     seed: int = 0,
-) -> Place | None:
-    sites = sites_of(*instances)
+) -> PricedRoute | None:
+    made = known(*instances)
     spares = {"spares_prefill": spares_prefill, "spares_decode": spares_decode}
-    return choose_place(
-        Candidates(sites, USUAL, Random(seed), **spares),
-        Ask(prompt, answer),
+    return price_route(
+        PriceCandidates(made.state, made.bases, USUAL, Random(seed), **spares),
+        Need(prompt, answer),
         may_split=may_split,
         prefers_split=prefers_split,
         objective=objective,
@@ -62,7 +60,7 @@ def choose(
 def where(*instances: InstanceView, **options: Any) -> tuple[str, str] | None:
     """Of the prompt and of the answer."""
     place = choose(*instances, **options)
-    return None if place is None else (place.prompt, place.answer)
+    return None if place is None else (place.prefill, place.decode)
 
 
 PREFILL, DECODE = serving("p", "prefill"), serving("d", "decode")
@@ -154,7 +152,7 @@ def test_answers_avoid_prefill_instances_as_long_as_somebody_else_is_there() -> 
     crowded = serving("d", "decode", decodes=200)
     place = choose(PREFILL, crowded, prompt=10, answer=2000)
     assert place is not None
-    assert place.answer == "d"
+    assert place.decode == "d"
     assert where(PREFILL, crowded, prompt=10, answer=2000, taken=("d",)) == ("p", "p")
     assert where(PREFILL) == ("p", "p")
     assert where(PREFILL, crowded, spares_prefill=False, answer=2000) == ("p", "p")
@@ -212,15 +210,14 @@ def test_nobody_is_left_when_all_are_taken() -> None:
 
 
 def test_what_was_sent_since_the_last_report_spreads_requests() -> None:
-    sites = Sites()
-    sites.renew(view(*(serving(name) for name in "abcd")), NOW)
-    candidates = Candidates(list(sites.by_id.values()), USUAL, Random(0))
+    made = known(*(serving(name) for name in "abcd"))
+    candidates = PriceCandidates(made.state, made.bases, USUAL, Random(0))
     sent = Counter[str]()
     for _ in range(20):
-        place = choose_place(candidates, USUAL, may_split=True)
+        place = price_route(candidates, USUAL, may_split=True)
         assert place is not None
-        sites.send(place.prompt, place.answer, USUAL, NOW)
-        sent[place.answer] += 1
+        made.send(place.prefill, place.decode, USUAL, NOW)
+        sent[place.decode] += 1
     assert sent == {"a": 5, "b": 5, "c": 5, "d": 5}
 
 
@@ -259,7 +256,7 @@ def test_where_nobody_keeps_a_promise_the_least_late_is_taken() -> None:
     assert where(*many, objective=Objective(ttft_s=0.001)) == ("q1", "q1")
 
 
-def _alone(one: InstanceView, **options: Any) -> Place:
+def _alone(one: InstanceView, **options: Any) -> PricedRoute:
     place = choose(one, **options)
     assert place is not None
     return place
@@ -271,9 +268,9 @@ def _alone(one: InstanceView, **options: Any) -> Place:
 def test_a_place_says_what_is_expected_there() -> None:
     place = choose(PREFILL, BUSY, prompt=4000)
     assert place is not None
-    p, d = sites_of(PREFILL, BUSY)
-    assert place.ttft_s == p.ttft_s(4000)
-    assert place.tpot_s == d.tpot_s(4050)
+    p, d = rows_of(PREFILL, BUSY)
+    assert place.ttft_s == adaptive.ttft_s(p, 4000)
+    assert place.tpot_s == adaptive.tpot_s(d, 4050)
     assert place.is_split
     assert (place.waits, place.shares, place.confidence) == (False, True, 1.0)
 
@@ -292,8 +289,8 @@ def test_reasons_name_both_alternatives() -> None:
     assert split is not None
     assert whole is not None
     assert split.reason.startswith("split: costs")
-    assert "whole on d" in split.reason
-    assert whole.reason.startswith("whole: costs")
+    assert "aggregated on d" in split.reason
+    assert whole.reason.startswith("aggregated: costs")
     assert "split over p and d" in whole.reason
     alone = choose(DECODE)
     assert alone is not None
@@ -306,9 +303,9 @@ def test_reasons_name_both_alternatives() -> None:
 def again(
     *instances: InstanceView, at: str | None, prompt: int = 500, answer: float = 100, **options: Any
 ) -> str | None:
-    sites = sites_of(*instances)
+    sites = rows_of(*instances)
     here = next((site for site in sites if site.id == at), None)
-    chosen = choose_answer(sites, Ask(prompt, answer), at=here, **options)
+    chosen = price_decode(sites, Need(prompt, answer), at=here, **options)
     return None if chosen is None else chosen[0]
 
 
@@ -339,8 +336,8 @@ def test_a_prompt_that_may_not_stay_goes_to_the_cheapest() -> None:
 
 
 def test_reasons_of_the_second_choice_name_both_alternatives() -> None:
-    a, b = sites_of(serving("a", decodes=30), serving("b"))
-    stays, goes = choose_answer([a, b], USUAL, at=b), choose_answer([a, b], USUAL, at=a)
+    a, b = rows_of(serving("a", decodes=30), serving("b"))
+    stays, goes = price_decode([a, b], USUAL, at=b), price_decode([a, b], USUAL, at=a)
     assert stays is not None
     assert goes is not None
     assert stays[1].startswith("stays: ")
@@ -370,16 +367,16 @@ def test_of_many_any_that_is_not_taken_is_found() -> None:
 def test_those_who_share_a_view_do_not_all_choose_the_same() -> None:
     many = [serving(f"d{n}", "decode", decodes=30 + n % 7) for n in range(60)]
     many[31] = serving("d31", "decode")
-    sites = list(sites_of(*many))
+    made = known(*many)
     chosen = []
     for seed in range(30):
-        candidates = Candidates(sites, USUAL, Random(seed), is_alone=False)
-        answers = candidates.answers(())
+        candidates = PriceCandidates(made.state, made.bases, USUAL, Random(seed), is_alone=False)
+        answers = candidates.decode(())
         assert 2 <= len(answers) <= 4
-        chosen.append(choose_answer(answers, USUAL, at=None))
+        chosen.append(price_decode(answers, USUAL, at=None))
     assert len({each for each in chosen if each is not None}) > 10
-    rest = {site.id for site in sites if site.id != "d7"}
-    (left,) = Candidates(sites, USUAL, Random(0), is_alone=False).answers(rest)
+    rest = {site.id for site in made.bases if site.id != "d7"}
+    (left,) = PriceCandidates(made.state, made.bases, USUAL, Random(0), is_alone=False).decode(rest)
     assert left.id == "d7"
 
 
@@ -387,14 +384,14 @@ def test_when_all_that_decode_are_taken_one_of_many_prefill_instances_answers() 
     many = [serving(f"p{n}", "prefill") for n in range(20)]
     place = choose(*many, *(serving(f"d{n}", "decode") for n in range(20)))
     assert place is not None
-    assert place.answer.startswith("d")
+    assert place.decode.startswith("d")
     place = choose(
         *many,
         *(serving(f"d{n}", "decode") for n in range(20)),
         taken=tuple(f"d{n}" for n in range(20)),
     )
     assert place is not None
-    assert place.answer.startswith("p")
+    assert place.decode.startswith("p")
 
 
 # -- whatever the cluster -------------------------------------------------------------
@@ -423,7 +420,7 @@ instances = st.builds(
     handover_token_s=st.floats(0, 1e-3),
 )
 clusters = st.lists(instances, unique_by=lambda each: each.info.id, max_size=8)
-asks = st.builds(Ask, st.integers(1, 20_000), st.floats(0, 5000))
+asks = st.builds(Need, st.integers(1, 20_000), st.floats(1, 5000))
 objectives = st.builds(
     Objective,
     st.sampled_from([0.01, 0.5, 5.0, float("inf")]),
@@ -432,16 +429,16 @@ objectives = st.builds(
 
 
 def placed(
-    many: list[InstanceView], ask: Ask, objective: Objective = NO_OBJECTIVE, **options: Any
-) -> Place | None:
+    many: list[InstanceView], ask: Need, objective: Objective = NO_OBJECTIVE, **options: Any
+) -> PricedRoute | None:
     return choose(
-        *many, prompt=ask.prompt_tokens, answer=ask.answer_tokens, objective=objective, **options
+        *many, prompt=ask.prompt_tokens, answer=ask.output_tokens, objective=objective, **options
     )
 
 
 @given(clusters, asks, objectives)
 def test_nothing_whole_among_those_who_may_answer_is_cheaper(
-    many: list[InstanceView], ask: Ask, objective: Objective
+    many: list[InstanceView], ask: Need, objective: Objective
 ) -> None:
     place = placed(many, ask, objective)
     if not many:
@@ -450,23 +447,24 @@ def test_nothing_whole_among_those_who_may_answer_is_cheaper(
     assert place is not None
     answering = [each.info.id for each in many if each.info.role is not Role.PREFILL]
     answering = answering or [each.info.id for each in many]
-    assert place.answer in answering
+    assert place.decode in answering
     for name in answering:
         assert place.cost_s <= _whole_s(many, name, ask, objective) * (1 + 1e-9)
 
 
-def _whole_s(many: list[InstanceView], name: str, ask: Ask, objective: Objective) -> float:
+def _whole_s(many: list[InstanceView], name: str, ask: Need, objective: Objective) -> float:
     """What serving it there whole costs, written down anew: the sums of docs/modes.md."""
-    sites = {site.id: site for site in sites_of(*many)}
+    sites = {site.id: site for site in rows_of(*many)}
     answering = [s for s in sites.values() if s.role is not Role.PREFILL] or list(sites.values())
-    site, tokens = sites[InstanceId(name)], ask.answer_tokens
+    site, tokens = sites[InstanceId(name)], ask.output_tokens
     context = ask.prompt_tokens + tokens / 2
-    least_ttft_s = min(each.ttft_s(ask.prompt_tokens) for each in sites.values())
-    least_answer_s = tokens * min(each.tpot_s(context) for each in answering)
+    least_ttft_s = min(adaptive.ttft_s(each, ask.prompt_tokens) for each in sites.values())
+    least_answer_s = tokens * min(adaptive.tpot_s(each, context) for each in answering)
     weight = 1 + min(50, 0.3 * (1 + least_answer_s / least_ttft_s))
-    ttft_s, tpot_s = site.ttft_s(ask.prompt_tokens), site.tpot_s(context)
-    cost_s = weight * ttft_s + site.prompt_harm_s(ask.prompt_tokens)
-    cost_s += tokens * tpot_s + site.answer_harm_s(ask)
+    ttft_s = adaptive.ttft_s(site, ask.prompt_tokens)
+    tpot_s = adaptive.tpot_s(site, context)
+    cost_s = weight * ttft_s + adaptive.prefill_harm_s(site, ask.prompt_tokens)
+    cost_s += tokens * tpot_s + adaptive.decode_harm_s(site, ask)
     cost_s += 20 * max(0, ttft_s - objective.ttft_s) + 20 * tokens * max(
         0, tpot_s - objective.tpot_s
     )
@@ -476,18 +474,18 @@ def _whole_s(many: list[InstanceView], name: str, ask: Ask, objective: Objective
 
 @given(clusters, asks, st.sets(st.sampled_from([f"i{n}" for n in range(8)])), st.booleans())
 def test_nobody_taken_and_no_pair_of_two_identities_is_ever_chosen(
-    many: list[InstanceView], ask: Ask, taken: set[str], prefers_split: bool
+    many: list[InstanceView], ask: Need, taken: set[str], prefers_split: bool
 ) -> None:
     place = placed(many, ask, taken=tuple(taken), prefers_split=prefers_split)
     free = {each.info.id: each for each in many if each.info.id not in taken}
     assert (place is None) == (not free)
     if place is not None:
-        assert {place.prompt, place.answer} <= set(free)
-        assert free[place.prompt].info.identity == free[place.answer].info.identity
+        assert {place.prefill, place.decode} <= set(free)
+        assert free[place.prefill].info.identity == free[place.decode].info.identity
 
 
 @given(clusters, asks)
-def test_a_split_is_better_by_more_than_noise(many: list[InstanceView], ask: Ask) -> None:
+def test_a_split_is_better_by_more_than_noise(many: list[InstanceView], ask: Need) -> None:
     place, whole = placed(many, ask), placed(many, ask, may_split=False)
     if place is not None and place.is_split:
         assert whole is not None
@@ -509,7 +507,7 @@ def scaled(one: InstanceView, times: float) -> InstanceView:
 
 @given(clusters, asks, objectives)
 def test_choices_do_not_depend_on_how_quick_all_are(
-    many: list[InstanceView], ask: Ask, objective: Objective
+    many: list[InstanceView], ask: Need, objective: Objective
 ) -> None:
     # Times 16, so that no rounding decides between equal places.
     slower = Objective(objective.ttft_s * 16, objective.tpot_s * 16)
@@ -518,7 +516,7 @@ def test_choices_do_not_depend_on_how_quick_all_are(
         assert other is None
         return
     assert other is not None
-    assert (other.prompt, other.answer) == (place.prompt, place.answer)
+    assert (other.prefill, other.decode) == (place.prefill, place.decode)
     assert other.cost_s == pytest.approx(place.cost_s * 16)
     ten = placed(
         [scaled(each, 10) for each in many],
@@ -532,9 +530,9 @@ def test_choices_do_not_depend_on_how_quick_all_are(
 
 @given(clusters, asks, st.sampled_from([f"i{n}" for n in range(8)]))
 def test_the_second_choice_is_somebody_of_those_with_room_or_stays(
-    many: list[InstanceView], ask: Ask, at: str
+    many: list[InstanceView], ask: Need, at: str
 ) -> None:
-    chosen = again(*many, at=at, prompt=ask.prompt_tokens, answer=ask.answer_tokens)
+    chosen = again(*many, at=at, prompt=ask.prompt_tokens, answer=ask.output_tokens)
     names = {each.info.id for each in many}
     assert (chosen is None) == (not names)
     assert chosen is None or chosen in names

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policy.decoding import Job, Run, decode, draw_jobs
-from vllm_tetri.policy.admission import Admission, DecodePolicy
+from vllm_tetri.policy.admission import ADMISSIONS, Admission, AdmissionPolicy
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.types import Prediction
 
-GREEDY, STATIC, DYNAMIC = DecodePolicy
+GREEDY, STATIC, DYNAMIC = ADMISSIONS.values()
 RESERVES = STATIC, DYNAMIC
 Held = tuple[int, int]
 
 
 def admission(
-    policy: DecodePolicy = DYNAMIC,
+    policy: AdmissionPolicy = DYNAMIC,
     running: list[Held] | None = None,
     *,
     total_blocks: int = 10,
@@ -165,9 +165,14 @@ def test_a_refusal_is_remembered_only_as_long_as_it_is_right(
         batch = [(tokens + 1, rest - 1) for tokens, rest in batch if rest > 1]
 
 
-@given(st.sampled_from(DecodePolicy), st.integers(1, 10**6), st.integers(1, 10**6), st.integers())
+@given(
+    st.sampled_from(list(ADMISSIONS.values())),
+    st.integers(1, 10**6),
+    st.integers(1, 10**6),
+    st.integers(),
+)
 def test_an_empty_batch_admits_whatever_comes(
-    policy: DecodePolicy, tokens: int, rest: int, free_blocks: int
+    policy: AdmissionPolicy, tokens: int, rest: int, free_blocks: int
 ) -> None:
     begun = Admission(policy, block_size=16, total_blocks=10)
     begun.begin(min(10, free_blocks), [])
@@ -226,7 +231,7 @@ jobs_at_random = st.lists(
 @settings(max_examples=60)
 @given(jobs_at_random, st.sampled_from(RESERVES), st.sampled_from([1, 4, 16]), st.integers(0, 30))
 def test_right_predictions_never_lead_to_a_preemption(
-    drawn: list[tuple[float, int, int]], policy: DecodePolicy, block_size: int, spare_blocks: int
+    drawn: list[tuple[float, int, int]], policy: AdmissionPolicy, block_size: int, spare_blocks: int
 ) -> None:
     now, jobs = 0.0, []
     for gap_s, prompt_tokens, answer_tokens in drawn:
@@ -243,12 +248,12 @@ def test_right_predictions_never_lead_to_a_preemption(
 @settings(max_examples=40)
 @given(
     jobs_at_random,
-    st.sampled_from(DecodePolicy),
+    st.sampled_from(list(ADMISSIONS.values())),
     st.integers(0, 30),
     st.randoms(use_true_random=False),
 )
 def test_everybody_is_served_in_order_whatever_is_predicted(
-    drawn: list[tuple[float, int, int]], policy: DecodePolicy, spare_blocks: int, rng: Random
+    drawn: list[tuple[float, int, int]], policy: AdmissionPolicy, spare_blocks: int, rng: Random
 ) -> None:
     jobs = [Job(0.0, prompt_tokens, answer_tokens) for _, prompt_tokens, answer_tokens in drawn]
     largest = max(-(-(job.prompt_tokens + job.answer_tokens) // 16) for job in jobs)

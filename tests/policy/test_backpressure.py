@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
+from vllm_tetri.policy.overload import PrefillSpeeds, retry_after_s
 from vllm_tetri.types import InstanceId
 
 P, Q = InstanceId("p"), InstanceId("q")
@@ -14,7 +14,7 @@ P, Q = InstanceId("p"), InstanceId("q")
 def speeds(**tokens_per_s: float) -> PrefillSpeeds:
     made = PrefillSpeeds()
     for name, speed in tokens_per_s.items():
-        made.answered(InstanceId(name), 1000, sent_s=0.0, now=1000 / speed)
+        made.record_prompt(InstanceId(name), 1000, sent_s=0.0, now=1000 / speed)
     return made
 
 
@@ -25,30 +25,30 @@ def test_an_instance_that_was_never_measured_has_no_speed() -> None:
 def test_neither_waiting_nor_idleness_makes_an_instance_slow() -> None:
     made = PrefillSpeeds()
     for index in range(1, 11):  # ten prompts at once, one after another
-        made.answered(P, 100, sent_s=0.0, now=float(index))
+        made.record_prompt(P, 100, sent_s=0.0, now=float(index))
     assert made.tokens_per_s(P) == pytest.approx(100)
-    made.answered(P, 100, sent_s=1000.0, now=1001.0)
+    made.record_prompt(P, 100, sent_s=1000.0, now=1001.0)
     assert made.tokens_per_s(P) == pytest.approx(100)
 
 
 def test_the_speed_follows_what_happens_now() -> None:
     made = PrefillSpeeds()
     for index in range(1, 101):
-        made.answered(P, 100 if index < 50 else 500, sent_s=0.0, now=float(index))
+        made.record_prompt(P, 100 if index < 50 else 500, sent_s=0.0, now=float(index))
     assert made.tokens_per_s(P) == pytest.approx(500, rel=0.02)
 
 
 def test_prompts_that_end_together_are_all_counted() -> None:
     made = PrefillSpeeds()
     for _ in range(4):
-        made.answered(P, 100, sent_s=0.0, now=2.0)
+        made.record_prompt(P, 100, sent_s=0.0, now=2.0)
     assert made.tokens_per_s(P) == pytest.approx(200, rel=0.2)
 
 
 def test_many_instances_that_come_and_go_are_forgotten() -> None:
     made = PrefillSpeeds()
     for index in range(5000):
-        made.answered(InstanceId(str(index)), 100, sent_s=0.0, now=1.0)
+        made.record_prompt(InstanceId(str(index)), 100, sent_s=0.0, now=1.0)
     assert made.tokens_per_s(InstanceId("0")) is None
     assert made.tokens_per_s(InstanceId("4999")) == 100
 
@@ -86,6 +86,6 @@ def test_the_wait_is_always_between_one_second_and_a_minute(
 ) -> None:
     made = PrefillSpeeds()
     for num_tokens, sent_s, now in answered:
-        made.answered(P, num_tokens, sent_s=sent_s, now=now)
+        made.record_prompt(P, num_tokens, sent_s=sent_s, now=now)
     loaded = view(instance("p", queued_prefill_tokens=queued, waiting=waiting))
     assert 1 <= retry_after_s(loaded, [P], made) <= 60

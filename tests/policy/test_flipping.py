@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_tetri.policy.expected import ROUTER_LOST_S
-from vllm_tetri.policy.flipping import Flipping, Stage
+from vllm_tetri.policy.role import ROUTER_LOST_S, Flipping, Stage
 from vllm_tetri.types import FlipStage, Role
 
 BUSY = "1 unfinished requests"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.handover_fit import HandoverFit
+from vllm_tetri.policy.step_cost import HandoverFit
 
 BASE_S, TOKEN_S = 0.02, 5e-5
 

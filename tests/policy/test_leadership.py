@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.leadership import Candidate, Record, Step
+from vllm_tetri.policy.leadership import Candidate, LeaseStep, Record
 
 D = 15.0
 MADE = 1_700_000_000
@@ -28,76 +28,76 @@ def candidate() -> Candidate:
 
 def holder(now: float = 100.0, num_changes: int = 1) -> Candidate:
     one = candidate()
-    one.wins(record("1", "a", num_changes), now, now)
+    one.on_written(record("1", "a", num_changes), now, now)
     return one
 
 
 def test_it_looks_before_anything_else() -> None:
-    assert candidate().step(5.0) is Step.LOOK
+    assert candidate().step(5.0) is LeaseStep.READ
     assert candidate().epoch(5.0) is None
     assert not candidate().may_give_back(1e9)
 
 
 def test_a_lease_that_is_not_there_is_made_and_decides_a_duration_later() -> None:
     one = candidate()
-    one.learns(None, 100.0)
-    assert one.step(100.0) is Step.MAKE
-    one.wins(record("1", "a", 0), 100.0, 101.0)
+    one.on_read(None, 100.0)
+    assert one.step(100.0) is LeaseStep.CREATE
+    one.on_written(record("1", "a", 0), 100.0, 101.0)
     for sent in (105.0, 110.0, 115.0):
         assert one.epoch(sent) is None
-        one.wins(record(str(sent), "a", 0), sent, sent + 0.1)
+        one.on_written(record(str(sent), "a", 0), sent, sent + 0.1)
     assert one.epoch(115.9) is None
     assert one.epoch(116.0) == MADE
 
 
 def test_the_lease_of_another_is_taken_when_nothing_changed_for_a_duration() -> None:
     one = candidate()
-    one.learns(record("1"), 100.0)
-    one.learns(record("2"), 110.0)
+    one.on_read(record("1"), 100.0)
+    one.on_read(record("2"), 110.0)
     for now in (115.0, 120.0, 124.9):
-        assert one.step(now) is not Step.TAKE
-        one.learns(record("2"), now)
+        assert one.step(now) is not LeaseStep.TAKE
+        one.on_read(record("2"), now)
     assert one.pause_s(124.9) == pytest.approx(0.1)
-    assert one.step(125.0) is Step.TAKE
-    one.wins(record("3", "a", 2), 125.0, 126.0)
+    assert one.step(125.0) is LeaseStep.TAKE
+    one.on_written(record("3", "a", 2), 125.0, 126.0)
     assert one.epoch(126.0) == MADE + 2
 
 
 def test_a_holder_that_asks_for_longer_is_waited_for_longer() -> None:
     one = candidate()
-    one.learns(record(duration_s=60.0), 100.0)
-    assert one.step(159.0) is Step.LOOK
-    assert one.step(160.0) is Step.TAKE
+    one.on_read(record(duration_s=60.0), 100.0)
+    assert one.step(159.0) is LeaseStep.READ
+    assert one.step(160.0) is LeaseStep.TAKE
 
 
 def test_what_was_given_back_is_taken_at_once_but_not_what_somebody_made_by_hand() -> None:
     one = candidate()
-    one.learns(record(holder="", num_changes=4), 100.0)
-    assert one.step(100.0) is Step.TAKE
+    one.on_read(record(holder="", num_changes=4), 100.0)
+    assert one.step(100.0) is LeaseStep.TAKE
     one = candidate()
-    one.learns(record(holder="", num_changes=0), 100.0)
-    assert one.step(100.0) is Step.WAIT
-    assert one.step(115.0) is Step.TAKE
+    one.on_read(record(holder="", num_changes=0), 100.0)
+    assert one.step(100.0) is LeaseStep.WAIT
+    assert one.step(115.0) is LeaseStep.TAKE
 
 
 def test_a_holder_gives_up_by_when_it_sent_and_not_by_when_it_was_answered() -> None:
     one = holder(100.0)
-    assert [one.step(104.9), one.step(105.0)] == [Step.WAIT, Step.RENEW]
-    one.wins(record("2", "a"), 105.0, 107.0)
+    assert [one.step(104.9), one.step(105.0)] == [LeaseStep.WAIT, LeaseStep.RENEW]
+    one.on_written(record("2", "a"), 105.0, 107.0)
     assert one.epoch(114.9) == MADE + 1
     assert one.epoch(115.0) is None  # two thirds after 105; others wait until 120 at least
-    one.wins(record("3", "a"), 116.0, 117.0)
+    one.on_written(record("3", "a"), 116.0, 117.0)
     assert one.epoch(117.0) == MADE + 1  # it came back in time
 
 
 def test_after_a_failure_it_looks_again_and_decides_as_long_as_it_may() -> None:
     one = holder(100.0)
-    one.doubts()
-    assert one.step(105.0) is Step.LOOK
+    one.on_error()
+    assert one.step(105.0) is LeaseStep.READ
     assert one.pause_s(105.0) == 0.0
     assert one.epoch(106.0) == MADE + 1
-    one.learns(record("2", "a"), 106.0)  # a renewal whose answer was lost
-    assert one.step(106.0) is Step.RENEW
+    one.on_read(record("2", "a"), 106.0)  # a renewal whose answer was lost
+    assert one.step(106.0) is LeaseStep.RENEW
     assert one.epoch(109.9) == MADE + 1
     assert one.epoch(110.0) is None  # what was not answered does not count
 
@@ -107,35 +107,35 @@ def test_after_a_failure_it_looks_again_and_decides_as_long_as_it_may() -> None:
 )
 def test_it_ends_at_once_when_the_lease_is_not_its_own(seen: Record | None) -> None:
     one = holder(100.0)
-    one.learns(seen, 101.0)
+    one.on_read(seen, 101.0)
     assert one.epoch(101.0) is None
     assert not one.may_give_back(1e9)
 
 
 def test_one_whose_first_answer_was_lost_decides_when_it_has_renewed() -> None:
     one = candidate()
-    one.learns(record(holder="", num_changes=1), 100.0)
-    one.doubts()
-    one.learns(record("2", "a", 2), 103.0)
+    one.on_read(record(holder="", num_changes=1), 100.0)
+    one.on_error()
+    one.on_read(record("2", "a", 2), 103.0)
     assert one.epoch(103.0) is None
-    assert one.step(103.0) is Step.RENEW
-    one.wins(record("3", "a", 2), 103.0, 104.0)
+    assert one.step(103.0) is LeaseStep.RENEW
+    one.on_written(record("3", "a", 2), 103.0, 104.0)
     assert one.epoch(104.0) == MADE + 2
 
 
 def test_it_gives_back_what_it_had_for_a_duration_only() -> None:
     one = holder(100.0)
-    one.wins(record("2", "a"), 105.0, 105.0)
+    one.on_written(record("2", "a"), 105.0, 105.0)
     assert not one.may_give_back(114.9)
     assert one.may_give_back(115.0)
-    one.resigns()
+    one.resign()
     assert one.epoch(106.0) is None
-    assert one.step(106.0) is Step.RENEW
+    assert one.step(106.0) is LeaseStep.RENEW
 
 
 def test_an_answer_that_names_another_holder_wins_nothing() -> None:
     one = candidate()
-    one.wins(record("1", "b"), 100.0, 100.0)
+    one.on_written(record("1", "b"), 100.0, 100.0)
     assert one.epoch(100.0) is None
 
 
@@ -252,7 +252,7 @@ class World:
             return
         one, sent = life.candidate, life.now(self.now)
         step = one.step(sent)
-        if step is Step.WAIT:
+        if step is LeaseStep.WAIT:
             self.at(one.pause_s(sent) / life.rate + 1e-6, lambda: self._turn(life))
             return
         there_s, back_s = self._delay_s(), self._delay_s()
@@ -267,26 +267,26 @@ class World:
         else:
             self.at(there_s + back_s, lambda: self._hears(life, step, sent, answers[0]))
 
-    def _serve(self, step: Step, name: str, old: Record | None) -> Record | None:
-        if step is Step.LOOK:
+    def _serve(self, step: LeaseStep, name: str, old: Record | None) -> Record | None:
+        if step is LeaseStep.READ:
             return self.server.record
-        if step is Step.MAKE:
+        if step is LeaseStep.CREATE:
             return self.server.make(self.now, name)
-        return self.server.write(old, name, int(step is Step.TAKE))
+        return self.server.write(old, name, int(step is LeaseStep.TAKE))
 
-    def _hears(self, life: Life, step: Step, sent: float, answer: Record | None) -> None:
+    def _hears(self, life: Life, step: LeaseStep, sent: float, answer: Record | None) -> None:
         now = life.now(self.now)
-        if step is Step.LOOK:
-            life.candidate.learns(answer, now)
+        if step is LeaseStep.READ:
+            life.candidate.on_read(answer, now)
         elif answer is None:  # a conflict
             self._fails(life)
             return
         else:
-            life.candidate.wins(answer, sent, now)
+            life.candidate.on_written(answer, sent, now)
         self.at(life.candidate.pause_s(now) / life.rate + 1e-6, lambda: self._turn(life))
 
     def _fails(self, life: Life) -> None:
-        life.candidate.doubts()
+        life.candidate.on_error()
         self.at(D / 10, lambda: self._turn(life))
 
 

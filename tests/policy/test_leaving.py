@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.expected import ROUTER_LOST_S
-from vllm_tetri.policy.leaving import QUIET_S, Leaving, Verdict, why_needed
+from vllm_tetri.policy.role import QUIET_S, ROUTER_LOST_S, Leaving, Verdict, why_needed
 from vllm_tetri.types import Flip, FlipStage, InstanceView, Role
 
 STEP_S = 0.1
@@ -108,7 +107,7 @@ def test_what_it_becomes_may_do_instead(one: InstanceView, becomes: Role, missin
         (B, (P,), "decode"),
         (B, (P, D), ""),
         (B, (B2,), ""),
-        (D, (P, instance("x", "decode", state="leaving")), "decode"),
+        (D, (P, instance("x", "decode", state="draining")), "decode"),
         (D, (P, instance("x", "decode", state="starting")), "decode"),
         (D, (P, instance("x", "decode", model="huge")), "decode"),
     ],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.lifecycle import ENDED, TRANSITIONS, Event, Phase, advance
+from vllm_tetri.policy.route import ENDED, TRANSITIONS, Event, Phase, advance
 
 
 def play(*events: Event) -> Phase:

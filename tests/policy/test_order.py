@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.order import SRTF_BOUND, PrefillPolicy, PrefillQueues
+from vllm_tetri.policy.order import ORDERS, SRTF_BOUND, PrefillQueues
 
-POLICIES = list(PrefillPolicy)
-NON_PREEMPTIVE = [PrefillPolicy.FCFS, PrefillPolicy.SJF, PrefillPolicy.LJF]
+POLICIES = list(ORDERS)
+NON_PREEMPTIVE = ["fcfs", "sjf", "ljf"]
 
 
 class Engine:
@@ -20,8 +20,8 @@ class Engine:
     Time is prompt tokens computed, so a step of a full chunk takes `chunk`.
     """
 
-    def __init__(self, policy: PrefillPolicy, sched_batch: int, chunk: int) -> None:
-        self.queues = PrefillQueues(policy, sched_batch)
+    def __init__(self, policy: str, sched_batch: int, chunk: int) -> None:
+        self.queues = PrefillQueues(ORDERS[policy], sched_batch)
         self.chunk = chunk
         self.left: dict[str, int] = {}
         self.started: list[str] = []
@@ -81,7 +81,7 @@ class Engine:
 
 
 def run_at_once(
-    policy: PrefillPolicy, lengths: Sequence[int], *, sched_batch: int = 16, chunk: int = 10
+    policy: str, lengths: Sequence[int], *, sched_batch: int = 16, chunk: int = 10
 ) -> Engine:
     engine = Engine(policy, sched_batch, chunk)
     for index, tokens in enumerate(lengths):
@@ -93,15 +93,13 @@ def run_at_once(
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (PrefillPolicy.FCFS, ["0", "1", "2", "3"]),
-        (PrefillPolicy.SJF, ["1", "3", "0", "2"]),
-        (PrefillPolicy.LJF, ["2", "0", "3", "1"]),
-        (PrefillPolicy.SRTF, ["1", "3", "0", "2"]),
+        ("fcfs", ["0", "1", "2", "3"]),
+        ("sjf", ["1", "3", "0", "2"]),
+        ("ljf", ["2", "0", "3", "1"]),
+        ("srtf", ["1", "3", "0", "2"]),
     ],
 )
-def test_a_batch_starts_in_the_order_of_its_policy(
-    policy: PrefillPolicy, expected: list[str]
-) -> None:
+def test_a_batch_starts_in_the_order_of_its_policy(policy: str, expected: list[str]) -> None:
     assert run_at_once(policy, [30, 5, 40, 20]).first_chunk == expected
 
 
@@ -111,18 +109,18 @@ def test_equal_lengths_keep_their_order_of_arrival() -> None:
 
 
 def test_batches_are_ordered_one_after_the_other() -> None:
-    engine = run_at_once(PrefillPolicy.SJF, [9, 8, 1, 2], sched_batch=2)
+    engine = run_at_once("sjf", [9, 8, 1, 2], sched_batch=2)
     assert engine.first_chunk == ["1", "0", "2", "3"]
 
 
 def test_a_partial_batch_goes_at_once() -> None:
-    queues = PrefillQueues(PrefillPolicy.SJF, 16)
+    queues = PrefillQueues(ORDERS["sjf"], 16)
     queues.add("only", 5)
     assert queues.pull() == ["only"]
 
 
 def test_a_prompt_that_comes_while_a_batch_is_scheduled_waits_for_the_next() -> None:
-    engine = Engine(PrefillPolicy.SJF, sched_batch=2, chunk=10)
+    engine = Engine("sjf", sched_batch=2, chunk=10)
     engine.add("long", 50)
     engine.add("longer", 60)
     engine.step()
@@ -132,7 +130,7 @@ def test_a_prompt_that_comes_while_a_batch_is_scheduled_waits_for_the_next() -> 
 
 
 def test_what_the_prefix_cache_holds_counts_as_done() -> None:
-    queues = PrefillQueues(PrefillPolicy.SJF, 16)
+    queues = PrefillQueues(ORDERS["sjf"], 16)
     queues.add("cached", 1000)
     queues.add("short", 100)
     assert queues.pull() == ["cached", "short"]
@@ -142,7 +140,7 @@ def test_what_the_prefix_cache_holds_counts_as_done() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_priority_goes_before_length_within_a_batch(policy: PrefillPolicy) -> None:
+def test_priority_goes_before_length_within_a_batch(policy: str) -> None:
     engine = Engine(policy, sched_batch=16, chunk=10)
     engine.add("short", 1, priority=1)
     engine.add("urgent", 90, priority=0)
@@ -152,7 +150,7 @@ def test_priority_goes_before_length_within_a_batch(policy: PrefillPolicy) -> No
 
 
 def test_a_shorter_prompt_interrupts_at_a_chunk_border() -> None:
-    engine = Engine(PrefillPolicy.SRTF, sched_batch=16, chunk=10)
+    engine = Engine("srtf", sched_batch=16, chunk=10)
     engine.add("long", 100)
     engine.step()
     engine.add("short", 4)
@@ -164,7 +162,7 @@ def test_a_shorter_prompt_interrupts_at_a_chunk_border() -> None:
 
 
 def test_a_nearly_finished_prompt_is_not_interrupted() -> None:
-    engine = Engine(PrefillPolicy.SRTF, sched_batch=16, chunk=10)
+    engine = Engine("srtf", sched_batch=16, chunk=10)
     engine.add("long", 12)
     engine.step()
     engine.add("short", 4)
@@ -173,7 +171,7 @@ def test_a_nearly_finished_prompt_is_not_interrupted() -> None:
 
 
 def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
-    engine = Engine(PrefillPolicy.SRTF, sched_batch=2, chunk=10)
+    engine = Engine("srtf", sched_batch=2, chunk=10)
     engine.add("long", 50)
     for index in range(100):
         engine.add(f"short {index}", 10)
@@ -184,7 +182,7 @@ def test_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
 def test_without_a_bound_it_would_starve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above tests something."""
     monkeypatch.setattr("vllm_tetri.policy.order.SRTF_BOUND", 10**9)
-    engine = Engine(PrefillPolicy.SRTF, sched_batch=2, chunk=10)
+    engine = Engine("srtf", sched_batch=2, chunk=10)
     engine.add("long", 50)
     for index in range(100):
         engine.add(f"short {index}", 10)
@@ -193,7 +191,7 @@ def test_without_a_bound_it_would_starve(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_preempted_prompt_is_next_and_starts_again() -> None:
-    queues = PrefillQueues(PrefillPolicy.SJF, 16)
+    queues = PrefillQueues(ORDERS["sjf"], 16)
     queues.add("a", 10)
     queues.add("b", 20)
     queues.enter([("a", 10), ("b", 20)])
@@ -204,7 +202,7 @@ def test_a_preempted_prompt_is_next_and_starts_again() -> None:
 
 
 def test_an_aborted_prompt_is_gone_wherever_it_was() -> None:
-    queues = PrefillQueues(PrefillPolicy.SRTF, 2)
+    queues = PrefillQueues(ORDERS["srtf"], 2)
     for name in "abc":
         queues.add(name, 10)
     queues.enter([(name, 10) for name in queues.pull()])
@@ -217,7 +215,7 @@ def test_an_aborted_prompt_is_gone_wherever_it_was() -> None:
 
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        PrefillQueues(PrefillPolicy.SJF, 0)
+        PrefillQueues(ORDERS["sjf"], 0)
 
 
 # -- properties -----------------------------------------------------------------
@@ -232,9 +230,7 @@ arrivals = st.lists(
 )
 
 
-def play(
-    policy: PrefillPolicy, coming: Sequence[tuple[int, int]], batch: int, chunk: int
-) -> Engine:
+def play(policy: str, coming: Sequence[tuple[int, int]], batch: int, chunk: int) -> Engine:
     engine = Engine(policy, batch, chunk)
     for index, (pause, tokens) in enumerate(coming):
         for _ in range(pause):
@@ -246,7 +242,7 @@ def play(
 
 @given(st.sampled_from(POLICIES), arrivals, st.integers(1, 20), st.integers(1, 64))
 def test_every_prompt_is_computed_once_in_full_chunks(
-    policy: PrefillPolicy, coming: Sequence[tuple[int, int]], batch: int, chunk: int
+    policy: str, coming: Sequence[tuple[int, int]], batch: int, chunk: int
 ) -> None:
     engine = play(policy, coming, batch, chunk)
     computed = [sum(step.get(str(i), 0) for step in engine.steps) for i in range(len(coming))]
@@ -274,7 +270,7 @@ def _came_before(engine: Engine, coming: Sequence[tuple[int, int]]) -> list[int]
 def test_srtf_delays_no_prompt_beyond_its_bound(
     coming: Sequence[tuple[int, int]], batch: int, chunk: int
 ) -> None:
-    engine = play(PrefillPolicy.SRTF, coming, batch, chunk)
+    engine = play("srtf", coming, batch, chunk)
     for name, done in engine.done_at.items():
         waited = done - engine.came_at[name]
         assert waited <= SRTF_BOUND * engine.fcfs_tokens[name] + (batch + 2) * chunk, name
@@ -284,7 +280,7 @@ def test_srtf_delays_no_prompt_beyond_its_bound(
 def test_the_bound_holds_when_others_are_aborted(
     coming: Sequence[tuple[int, int]], batch: int, chunk: int, aborted: set[int]
 ) -> None:
-    engine = Engine(PrefillPolicy.SRTF, batch, chunk)
+    engine = Engine("srtf", batch, chunk)
     for index, (pause, tokens) in enumerate(coming):
         for _ in range(pause):
             engine.step()
@@ -299,7 +295,7 @@ def test_the_bound_holds_when_others_are_aborted(
 
 @given(st.sampled_from(NON_PREEMPTIVE), arrivals, st.integers(1, 20), st.integers(1, 64))
 def test_prompts_wait_for_one_batch_at_most(
-    policy: PrefillPolicy, coming: Sequence[tuple[int, int]], batch: int, chunk: int
+    policy: str, coming: Sequence[tuple[int, int]], batch: int, chunk: int
 ) -> None:
     """Fewer than a batch of later ones are started first."""
     engine = play(policy, coming, batch, chunk)
@@ -312,10 +308,10 @@ def test_prompts_wait_for_one_batch_at_most(
 def test_shortest_first_minimises_the_mean_of_a_full_batch(
     lengths: Sequence[int], chunk: int
 ) -> None:
-    def mean_done(policy: PrefillPolicy) -> float:
+    def mean_done(policy: str) -> float:
         engine = run_at_once(policy, lengths, sched_batch=len(lengths), chunk=chunk)
         return sum(engine.done_at.values()) / len(lengths)
 
     # A chunk completes everything in it at once, hence the rounding.
-    for other in (PrefillPolicy.FCFS, PrefillPolicy.LJF):
-        assert mean_done(PrefillPolicy.SJF) <= mean_done(other) + chunk
+    for other in ("fcfs", "ljf"):
+        assert mean_done("sjf") <= mean_done(other) + chunk

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, Place
-from vllm_tetri.policy.promise import Late, expected_late
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute
+from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.types import InstanceId
 
 
@@ -21,7 +21,7 @@ def late(
     promised: Objective = Objective(ttft_s=1.0, tpot_s=0.05),  # noqa: B008
     **facts: Any,
 ) -> Late | None:
-    place = Place(InstanceId("p"), InstanceId("d"), ttft_s, tpot_s, 1.0, "test", **facts)
+    place = PricedRoute(InstanceId("p"), InstanceId("d"), ttft_s, tpot_s, 1.0, "test", **facts)
     return expected_late(place, promised, answer_tokens)
 
 

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.backpressure import PrefillSpeeds
-from vllm_tetri.policy.standing import PATIENCE_S, StandingQueues
+from vllm_tetri.policy.overload import PATIENCE_S, PersistentQueues, PrefillSpeeds
 from vllm_tetri.types import InstanceId
 
 P = InstanceId("p")
@@ -17,9 +16,9 @@ class Queue:
     """One instance that computes 1,000 tokens a second."""
 
     def __init__(self, most_s: float = MOST_S) -> None:
-        self.queues = StandingQueues(most_s)
+        self.queues = PersistentQueues(most_s)
         self.speeds = PrefillSpeeds()
-        self.speeds.answered(P, 1000, sent_s=0.0, now=1000 / SPEED)
+        self.speeds.record_prompt(P, 1000, sent_s=0.0, now=1000 / SPEED)
         self.now = 0.0
 
     def is_full(self, wait_s: float, *, prompts: int = 20) -> bool:
@@ -27,7 +26,9 @@ class Queue:
         self.now += STEP_S
         tokens = round(wait_s * SPEED)
         seen = view(instance("p", "prefill", queued_prefill_tokens=tokens, waiting=prompts))
-        return self.queues.full(lambda: seen, self.speeds, self.now) == {P}
+        if not self.queues.is_fresh(self.now):
+            self.queues.observe(seen, self.speeds, self.now)
+        return self.queues.at_limit == {P}
 
     def stays(self, wait_s: float, seconds: float, *, prompts: int = 20) -> list[bool]:
         steps = round(seconds / STEP_S)
@@ -73,7 +74,8 @@ def test_one_that_is_gone_is_forgotten() -> None:
     queue = Queue()
     assert any(queue.stays(60.0, PATIENCE_S + 1))
     queue.now += STEP_S
-    assert not queue.queues.full(view, queue.speeds, queue.now)
+    queue.queues.observe(view(), queue.speeds, queue.now)
+    assert not queue.queues.at_limit
     assert not queue.is_full(60.0)
 
 

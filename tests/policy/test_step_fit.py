@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.step_fit import GUESS, StepFit
+from vllm_tetri.policy.step_cost import GUESS, StepFit
 from vllm_tetri.types import StepCoefficients
 
 # Slower than the prior, and not in its proportions.
@@ -52,20 +52,12 @@ def prompts(count: int, num_decodes: int = 0, seed: int = 3) -> list[Step]:
 def test_nothing_is_known_before_the_first_step() -> None:
     fit = StepFit()
     assert fit.refresh() == fit.cost == StepCoefficients()
-    assert fit.prefill_tokens_per_s == fit.decode_base_s == fit.decode_request_s == 0
-
-
-def test_nothing_is_said_of_prompts_before_one_and_of_decodes_before_one() -> None:
-    assert learnt(decodes(50)).prefill_tokens_per_s == 0
-    only_prompts = learnt(prompts(50))
-    assert only_prompts.decode_base_s == only_prompts.decode_request_s == 0
-    assert only_prompts.prefill_tokens_per_s > 0
 
 
 def test_the_first_step_is_known_at_once() -> None:
     fit = StepFit()
     fit.learn(0, 0, CHUNK, CHUNK / 2, 0.2)
-    assert fit.prefill_tokens_per_s > 0.9 * CHUNK / 0.2
+    assert fit.cost.step_s(0, 0, CHUNK, CHUNK / 2) < 0.2 / 0.9
 
 
 def test_steps_of_all_sizes_tell_every_coefficient_through_noise() -> None:
@@ -81,14 +73,7 @@ def test_steps_of_all_sizes_tell_every_coefficient_through_noise() -> None:
 
 def test_what_was_done_is_counted() -> None:
     fit = learnt([(3, 30, 0, 0.0), (2, 20, 50, 1.0), (0, 0, 7, 1.0)])
-    assert (fit.answer_tokens_done, fit.prompt_tokens_done) == (5, 57)
-
-
-def test_a_request_of_usual_context_costs_what_its_context_costs_too() -> None:
-    fit = learnt([*decodes(400), *((20, 20 * 500, 0, 0.0) for _ in range(400))])
-    usual_s = ENGINE.request_s + 500 * ENGINE.token_s
-    assert fit.decode_request_s == pytest.approx(usual_s, rel=0.05)
-    assert fit.decode_base_s == pytest.approx(ENGINE.base_s, rel=0.1)
+    assert (fit.output_tokens_done, fit.prompt_tokens_done) == (5, 57)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +115,6 @@ def test_prompts_are_timed_less_the_decodes_beside_them() -> None:
     alone = learnt([*decodes(400), *prompts(200)])
     beside = learnt([*decodes(400), *prompts(200, num_decodes=20)])
     assert beside.cost.prompt_s == pytest.approx(alone.cost.prompt_s, rel=0.1)
-    assert beside.prefill_tokens_per_s == pytest.approx(alone.prefill_tokens_per_s, rel=0.1)
-    chunk_s = ENGINE.step_s(0, 0, CHUNK, CHUNK / 2)
-    full = learnt([*decodes(400), *[(0, 0, CHUNK, CHUNK / 2)] * 100])
-    assert full.prefill_tokens_per_s == pytest.approx(CHUNK / chunk_s, rel=0.02)
 
 
 def test_the_newest_steps_count_most() -> None:
@@ -222,9 +203,6 @@ def test_whatever_steps_take_no_coefficient_is_negative(
         cost = fit.refresh()
         assert all(0 <= each < float("inf") for each in _plain(cost))
         assert 0 <= cost.confidence < 1
-        assert fit.prefill_tokens_per_s >= 0
-        assert fit.decode_base_s >= 0
-        assert fit.decode_request_s >= 0
 
 
 def _plain(cost: StepCoefficients) -> tuple[float, float, float, float, float]:

@@ -12,18 +12,21 @@ from random import Random
 import pytest
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.balance import COOL_DOWN_S
-from vllm_tetri.policy.watch_group import ROLLED_BACK_S, FlipOrder, Look
+from vllm_tetri.policy.balance import COOL_DOWN_S, ROLLED_BACK_S, FlipOrder, Look
 from vllm_tetri.policy.watcher import ORDER_SEEN_S, Watcher, WatchPolicy, make_watcher
-from vllm_tetri.types import Flip, FlipStage, InstanceLoad, InstanceState, InstanceView, Role
+from vllm_tetri.types import (
+    Flip,
+    FlipStage,
+    InstanceLoad,
+    InstanceState,
+    InstanceView,
+    Role,
+    StepCoefficients,
+)
 
 LOOK_S = 0.2
 TOKENS_PER_S, BASE_S, REQUEST_S = 1500.0, 0.013, 0.004
-SPEEDS = {
-    "prefill_tokens_per_s": TOKENS_PER_S,
-    "decode_base_s": BASE_S,
-    "decode_request_s": REQUEST_S,
-}
+COST = StepCoefficients(base_s=BASE_S, request_s=REQUEST_S, prompt_s=1 / TOKENS_PER_S)
 CODE, CHAT = (1650, 27), (1100, 208)  # tokens of prompt and answer, on average
 
 
@@ -35,12 +38,12 @@ class Engine:
     id: str
     role: str
     model: str = "tiny"
-    speeds: dict[str, float] = field(default_factory=lambda: dict(SPEEDS))
+    cost: StepCoefficients = COST
     prompts: list[list[float]] = field(default_factory=list)  # tokens left, tokens of answer
     answers: list[float] = field(default_factory=list)  # tokens left
     done: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
-            ("prefills_done", "prompt_tokens_done", "answer_tokens_done"), 0.0
+            ("prefills_done", "prompt_tokens_done", "output_tokens_done"), 0.0
         )
     )
     flip: Flip | None = None
@@ -61,7 +64,7 @@ class Engine:
     def decode(self, for_s: float) -> None:
         num = min(len(self.answers), 15)  # what has room in its KV pool
         tokens = for_s / (BASE_S + REQUEST_S * num)
-        self.done["answer_tokens_done"] += sum(min(tokens, left) for left in self.answers[:num])
+        self.done["output_tokens_done"] += sum(min(tokens, left) for left in self.answers[:num])
         left = [max(0.0, left - tokens) for left in self.answers[:num]] + self.answers[num:]
         self.answers = [each for each in left if each > 0]
 
@@ -77,7 +80,8 @@ class Engine:
             remaining_tokens=int(sum(self.answers)),
             light=len(self.answers),
             **{name: int(value) for name, value in self.done.items()},
-            **self.speeds,
+            cost=self.cost,
+            chunk_tokens=100_000,
         )
         flip = self.flip and replace(self.flip, age_s=now - self.flipped_s)
         return replace(one, flip=flip, seq=int(now / LOOK_S) + 1)
@@ -200,7 +204,7 @@ def test_a_long_queue_does_not_hide_what_a_flip_saves() -> None:
 def test_balance_leaves_one_instance_to_each_role(kind: tuple[int, int]) -> None:
     one = cluster(1, 1).run(60.0, 5.0, kind)
     assert not one.orders
-    assert "nobody may flip" in one.looks[-1].explanation
+    assert "no instance may flip" in one.looks[-1].explanation
 
 
 def test_balance_flips_at_once_whoever_has_least_to_finish_and_says_why() -> None:
@@ -221,17 +225,16 @@ def first_order(one: Cluster) -> FlipOrder:
 def test_nothing_happens_while_nobody_knows_how_fast_it_is() -> None:
     one = cluster(1, 3)
     for each in one.engines:
-        each.speeds = {}
+        each.cost = StepCoefficients()
     one.run(20.0, 2.2, CODE)
     assert not one.orders
     assert "too little is known" in one.looks[-1].explanation
 
 
-def test_who_does_not_know_how_fast_it_is_counts_as_the_others() -> None:
+def test_an_instance_of_unknown_speed_counts_like_the_others() -> None:
     one = cluster(1, 3)
-    one.engines[0].speeds = {"prefill_tokens_per_s": TOKENS_PER_S}
-    for each in one.engines[1:3]:
-        each.speeds = {}
+    for each in one.engines[2:]:
+        each.cost = StepCoefficients()
     assert first_order(one).role is Role.PREFILL
 
 
@@ -333,7 +336,7 @@ def test_whose_flip_failed_is_not_asked_again_so_soon() -> None:
     assert {order.instance for order in one.orders()} == {"i2"}
 
 
-@pytest.mark.parametrize("state", ["starting", "silent", "refused", "leaving"])
+@pytest.mark.parametrize("state", ["starting", "silent", "refused", "draining"])
 def test_only_ready_instances_count_and_flip(state: str) -> None:
     one = Overload(1, 2)
     one.said["i1"] = {"state": InstanceState(state)}
@@ -444,7 +447,7 @@ def test_work_between_two_looks_is_work() -> None:
             instance("i0", "prefill", running=1),
             instance("i1", "prefill", prompt_tokens_done=index // 10),
             instance("i2", "decode", running=1),
-            instance("i3", "decode", answer_tokens_done=index // 10),
+            instance("i3", "decode", output_tokens_done=index // 10),
         )
         assert watcher.look(seen, index / 10).order is None
 

@@ -1,4 +1,4 @@
-"""What `vllm-tetri predictor serve` does, with a model that only counts.
+"""A predictor process with a classifier that only counts.
 
 A prompt's bucket is its number of tokens, at most 9. A prompt of the single token 666
 ends the process, one of 667 is never answered, 668 gets a bucket that does not exist.
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_tetri.predictor.serve import end_with
-from vllm_tetri.predictor.server import Server, given_secret
+from vllm_tetri.predictor.server import Server, end_with
 
 
 class Counting:
     def encode(self, token_ids: Sequence[int]) -> list[int]:
         if list(token_ids) == [666]:
-            os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL)
         return list(token_ids)
 
     def classify(self, batch: Sequence[Sequence[int]]) -> list[int]:
@@ -30,14 +31,15 @@ class Counting:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--address")
+    parser.add_argument("--socket", type=int)
     parser.add_argument("--parent", type=int)
     parser.add_argument("--fail", type=Path)
     options = parser.parse_args()
     if options.fail is not None and options.fail.exists():
         raise SystemExit(2)
     end_with(options.parent)
-    Server(options.address, Counting(), given_secret()).run()
+    with socket.socket(fileno=options.socket) as channel:
+        Server(channel, Counting()).run()
 
 
 if __name__ == "__main__":

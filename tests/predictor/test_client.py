@@ -6,45 +6,32 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from vllm_tetri.predictor import client, protocol
-from vllm_tetri.predictor.base import Ask
-from vllm_tetri.predictor.client import PredictorProcess
+from tests.launch.fakes import is_alive, until
+from tests.predictor.tiny_artefact import make
+from vllm_tetri.predictor.base import Query
+from vllm_tetri.predictor.client import QUEUE_PROMPTS, PredictorProcess, serve_command
+from vllm_tetri.predictor.model import load
 from vllm_tetri.types import Prediction
 
 FAKE = Path(__file__).with_name("fake_server.py")
-DEADLINE_S = 30.0
 DIES, HANGS, WRONG = [666], [667], [668]
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.01)
 
 
 class Asking:
     """A predictor process that is asked as an engine does."""
 
-    def __init__(self, *words: str) -> None:
-        self.process = PredictorProcess(self._command(words), 200, 10)
+    def __init__(self, process: PredictorProcess) -> None:
+        self.process = process
         self.answers: dict[str, Prediction | None] = {}
 
-    def _command(self, words: tuple[str, ...]) -> Callable[[str], list[str]]:
-        def command(address: str) -> list[str]:
-            return [sys.executable, str(FAKE), "--address", address, *words]
-
-        return command
-
     def ask(self, name: str, token_ids: list[int]) -> None:
-        self.process.ask(Ask(name, token_ids))
+        self.process.ask(Query(name, token_ids))
         self.step()
 
     def step(self) -> None:
@@ -70,7 +57,7 @@ class Asking:
 
 @contextmanager
 def asking(*words: str) -> Iterator[Asking]:
-    made = Asking(*words)
+    made = Asking(PredictorProcess([sys.executable, str(FAKE), *words], 200, 10, 0.01))
     try:
         yield made
     finally:
@@ -85,16 +72,10 @@ def served() -> Iterator[Asking]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
-
-
 def test_answers_are_predictions(served: Asking) -> None:
     served.ask("a", [1] * 3)
     served.ask("b", [])
     served.wait_for("a", "b")
-
     assert served.answers["a"] == Prediction(3, 10, 200)
     assert served.answers["b"] == Prediction(0, 10, 200)
     assert served.process.tally.made >= 2
@@ -104,7 +85,6 @@ def test_a_process_that_is_not_there_costs_only_the_prediction() -> None:
     with asking() as made:
         made.ask("a", [1])  # it takes a moment to start
         made.wait_for("a")
-
         assert made.answers["a"] is None
         assert made.process.tally.failed == 1
         made.start()
@@ -117,7 +97,6 @@ def test_what_was_asked_dies_with_the_process_and_it_comes_back(served: Asking) 
     assert first is not None
     os.kill(first, signal.SIGKILL)
     served.wait_for("a", "b")
-
     assert served.answers["a"] is None
     assert served.answers["b"] is None
     assert served.process.tally.failed >= 2
@@ -132,11 +111,13 @@ def test_a_prompt_that_ends_the_process_harms_no_later_one(served: Asking) -> No
     served.start()
 
 
-def test_a_process_that_cannot_start_is_tried_again(tmp_path: Path) -> None:
+def test_a_process_that_cannot_start_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken = tmp_path / "broken"
     broken.touch()
-    with asking("--fail", str(broken)) as made:
-        until(lambda: made.process._keeper.num_deaths >= 2, "two attempts")
+    with asking("--fail", str(broken)) as made, caplog.at_level("WARNING"):
+        until(lambda: caplog.text.count("ended with status 2") >= 2, "two attempts")
         broken.unlink()
         made.start()
 
@@ -144,22 +125,20 @@ def test_a_process_that_cannot_start_is_tried_again(tmp_path: Path) -> None:
 def test_too_many_prompts_are_refused_at_once(served: Asking) -> None:
     refused = served.process.tally.refused
     served.ask("first", HANGS)
-    for number in range(protocol.QUEUE_PROMPTS):
-        served.process.ask(Ask(str(number), [1]))
+    for number in range(QUEUE_PROMPTS):
+        served.process.ask(Query(str(number), [1]))
     served.step()
-
     assert served.answers == {"ping": Prediction(1, 10, 200), "255": None}
     assert served.process.tally.refused == refused + 1
 
 
 def test_a_withdrawn_prompt_makes_room_and_gets_no_answer(served: Asking) -> None:
-    for number in range(protocol.QUEUE_PROMPTS):
-        served.process.ask(Ask(str(number), [1]))
+    for number in range(QUEUE_PROMPTS):
+        served.process.ask(Query(str(number), [1]))
     served.process.withdraw("0")
     served.process.withdraw("unknown")
-    served.process.ask(Ask("new", [1, 2]))
-    served.wait_for("new", *(str(number) for number in range(1, protocol.QUEUE_PROMPTS)))
-
+    served.process.ask(Query("new", [1, 2]))
+    served.wait_for("new", *(str(number) for number in range(1, QUEUE_PROMPTS)))
     assert served.answers["new"] == Prediction(2, 10, 200)
     assert "0" not in served.answers
     assert served.process.tally.refused == 0
@@ -167,9 +146,9 @@ def test_a_withdrawn_prompt_makes_room_and_gets_no_answer(served: Asking) -> Non
 
 def test_a_name_that_is_asked_again_gets_the_answer_to_the_later_prompt(served: Asking) -> None:
     failed = served.process.tally.failed
-    served.process.ask(Ask("a", [1]))
+    served.process.ask(Query("a", [1]))
     served.process.poll()
-    served.process.ask(Ask("a", [1, 2]))
+    served.process.ask(Query("a", [1, 2]))
     served.wait_for("a")
     assert served.answers["a"] == Prediction(2, 10, 200)
     assert served.process.tally.failed == failed
@@ -193,14 +172,13 @@ def test_closing_leaves_no_process(served: Asking) -> None:
 def test_the_process_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import sys, time\n"
-        "from vllm_tetri.predictor.base import Ask\n"
+        "from vllm_tetri.predictor.base import Query\n"
         "from vllm_tetri.predictor.client import PredictorProcess\n"
-        f"command = lambda address: [sys.executable, {str(FAKE)!r}, '--address', address]\n"
-        "process = PredictorProcess(command, 200, 10)\n"
+        f"process = PredictorProcess([sys.executable, {str(FAKE)!r}], 200, 10)\n"
         "while process.pid is None: time.sleep(0.01)\n"
         "found = [('', None)]\n"
         "while not found or found[0][1] is None:\n"
-        "    process.ask(Ask('a', [1]))\n"
+        "    process.ask(Query('a', [1]))\n"
         "    process.poll()\n"
         "    process.wait(0.05)\n"
         "    found = process.poll()\n"
@@ -217,9 +195,23 @@ def test_the_process_ends_with_a_parent_that_is_killed() -> None:
         until(lambda: not is_alive(pid), "the predictor ends with its parent")
 
 
-def is_alive(pid: int) -> bool:
+def test_it_predicts_what_the_artefact_predicts_of_the_text(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    """With a real, if untrained, artefact."""
+    from transformers import AutoTokenizer
+
+    artefact = make(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    texts = ["", "a licence", "<|start|>user\na licence<|end|>\n<|start|>assistant\n", "x" * 9000]
+    model = load(artefact)
+    right = model.predict([model.encode(text) for text in texts])
+    served = Asking(PredictorProcess(serve_command(artefact, str(tiny_llama)), 200, 4))
     try:
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return status not in "ZX"
+        served.start()
+        for text in texts:
+            served.ask(text, tokenizer.encode(text, add_special_tokens=False))
+        served.wait_for(*texts)
+    finally:
+        served.process.close()
+    assert [served.answers[text] for text in texts] == right

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from vllm_tetri.predictor.base import Ask
+from vllm_tetri.predictor.base import Query
 from vllm_tetri.predictor.oracle import Oracle
 from vllm_tetri.types import Prediction
 
 
 def predict(oracle: Oracle, answer_tokens: int | None, seed: int = 0) -> Prediction | None:
-    oracle.ask(Ask("a", [seed, 1, 2], answer_tokens))
+    oracle.ask(Query("a", [seed, 1, 2], answer_tokens))
     ((name, prediction),) = oracle.poll()
     assert name == "a"
     assert oracle.poll() == []

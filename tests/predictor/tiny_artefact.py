@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vllm_tetri.predictor.answers import Target
-from vllm_tetri.predictor.artefact import About, digest_of, write_about
+from vllm_tetri.predictor.model import About, Target, digest_of, write_about
 
 WINDOW_TOKENS = 64
 TARGET = Target(
@@ -47,7 +46,7 @@ def make(folder: Path, *, num_buckets: int = 4, granularity: int = 200) -> Path:
 
 
 def make_base(folder: Path, *, num_labels: int = 2) -> Path:
-    """A classifier that nobody has trained, and a tokenizer of single bytes."""
+    """An untrained classifier, and a tokenizer of single bytes."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 

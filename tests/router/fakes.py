@@ -17,15 +17,15 @@ from aiohttp import web
 
 from vllm_tetri import handover
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.control.role_switch import RoleSwitch
-from vllm_tetri.handover import DecodeLeg, Prefilled, PrefillLeg
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.router.app import build_app
-from vllm_tetri.router.keys import Keys
-from vllm_tetri.router.limits import Limits
-from vllm_tetri.router.listener import Listener
-from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.secret import Secret
+from vllm_tetri.router.auth import Keys, Limits
+from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
+from vllm_tetri.router.server import Listener
+from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
 
 Handler = Callable[["FakeInstance", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -53,6 +53,35 @@ def info_of(name: str, role: Role, url: str = "http://127.0.0.1:1", **more: Any)
         "version": "0",
     }
     return InstanceInfo(id=InstanceId(name), url=url, role=role, **{**usual, **more})
+
+
+class FakeEngine:
+    """The side of a fake instance that its agent talks to."""
+
+    def __init__(self, fake: FakeInstance) -> None:
+        self._fake = fake
+
+    def read_load(self) -> InstanceLoad:
+        self._fake.speaks.wait(10)  # an engine that is stuck reports nothing
+        return self._fake.load
+
+    def unfinished(self, role: Role) -> str:
+        return self._fake.unfinished
+
+    def is_idle(self) -> bool:
+        return not self._fake.is_busy
+
+    def cancel(self, transfer: TransferId) -> None:
+        self._fake.cancelled.append(transfer)
+
+    def lose(self, transfer: TransferId) -> None:
+        self._fake.lost.append(transfer)
+
+    def abandon(self, router: str) -> None:
+        pass
+
+    def on_drained(self) -> None:
+        self._fake.has_left.set()
 
 
 class FakeInstance:
@@ -109,26 +138,13 @@ class FakeInstance:
 
     def join(self, *controls: str) -> None:
         self.agent = Agent(
-            routers=controls,
-            info=self.info(),
-            read_load=self._read_load,
-            on_cancel=self.cancelled.append,
-            on_lost=self.lost.append,
-            period_s=PERIOD_S,
-            unfinished=lambda _: self.unfinished,
-            on_left=self.has_left.set,
-            switch=RoleSwitch(lambda: not self.is_busy),
-            secret=self.secret,
+            controls, self.info(), FakeEngine(self), period_s=PERIOD_S, secret=self.secret
         )
         self.agent.start()
 
     def info(self) -> InstanceInfo:
         more = {"models": self.models, "identity": self.identity, "pid": self.pid}
         return info_of(self.id, self.role, self.url, **more, **self.abilities)
-
-    def _read_load(self) -> InstanceLoad:
-        self.speaks.wait(10)  # an engine that is stuck reports nothing
-        return self.load
 
     async def close(self) -> None:
         self.speaks.set()
@@ -161,15 +177,18 @@ class FakeInstance:
             raise
 
     async def answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        leg = handover.from_params(body.get("kv_transfer_params"))
-        if isinstance(leg, PrefillLeg):
+        try:
+            leg = handover.from_params(body.get("kv_transfer_params"))
+        except ProtocolError as error:
+            return Refusal(400, str(error)).response()
+        if isinstance(leg, PrefillParams):
             return self.prefilled(leg)
         if body.get("stream"):
             return await self.stream(request)
-        kind = "injected" if isinstance(leg, DecodeLeg) else "whole"
+        kind = "injected" if isinstance(leg, DecodeParams) else "whole"
         return web.json_response({"object": "answer", "by": self.id, "kind": kind})
 
-    def prefilled(self, leg: PrefillLeg) -> web.Response:
+    def prefilled(self, leg: PrefillParams) -> web.Response:
         if self.decode:
             self.announce(leg)
         prefilled = Prefilled(
@@ -183,7 +202,7 @@ class FakeInstance:
         )
         return web.json_response({"kv_transfer_params": handover.to_params(prefilled)})
 
-    def announce(self, leg: PrefillLeg) -> None:
+    def announce(self, leg: PrefillParams) -> None:
         assert self.agent is not None
         self.agent.publish(Dispatched(leg.request, leg.transfer, InstanceId(self.decode), "test"))
 
@@ -280,14 +299,15 @@ async def door(
     tls: ssl.SSLContext | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[GlobalScheduler, Listener, str]]:
-    scheduler = GlobalScheduler(
-        control,
+    config = RouterConfig(
+        control=control,
         first_byte_s=first_byte_s,
         period_s=PERIOD_S,
         silent_after_s=1.0,  # a busy machine holds a test up for half a second
-        num_parties=Keys(keys).num_parties,
+        num_clients=Keys(keys).num_clients,
         **options,
     )
+    scheduler = GlobalScheduler(config)
     limits = limits or Limits()
     app = build_app(scheduler, keys=Keys(keys), limits=limits)
     listener = Listener(app, limits, stop_s=0.5)
@@ -297,3 +317,59 @@ async def door(
         yield scheduler, listener, "{}://{}:{}".format(scheme, *listener.address)
     finally:
         await listener.close()
+
+
+BUSY = {
+    "message": "The engine has reached its prefill token backlog limit. Please try again later",
+    "type": "Service Unavailable",
+    "param": None,
+    "code": 503,
+}
+
+
+async def full(*_: Any) -> web.StreamResponse:
+    return web.json_response({"error": BUSY}, status=503)
+
+
+def held_back(*instances: FakeInstance) -> tuple[FakeInstance, ...]:
+    """Their answers wait for `let_go`."""
+
+    async def wait(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        await fake.chunk_gate.wait()
+        return await fake.answer(request, body)
+
+    for each in instances:
+        each.handler = wait
+        each.chunk_gate.clear()
+    return instances
+
+
+def let_go(*instances: FakeInstance) -> None:
+    """Let instances respond."""
+    for each in instances:
+        each.chunk_gate.set()
+
+
+async def begin(made: Cluster, count: int, **body: Any) -> list[asyncio.Task[Any]]:
+    """Requests that have reached an instance each."""
+    calls = sum(len(each.calls) for each in made.instances.values())
+    tasks = [asyncio.create_task(made.ask(**body)) for _ in range(count)]
+    await eventually(
+        lambda: sum(len(each.calls) for each in made.instances.values()) == calls + count
+    )
+    return tasks
+
+
+async def refused(made: Cluster, who: str, path: str = "/v1/completions", **body: Any) -> None:
+    status, answer, headers = await made.ask(path, **body)
+    assert (status, answer["error"]["code"]) == (503, "queue_full")
+    assert f"all {who} are at their limits" in answer["error"]["message"]
+    assert 1 <= int(headers["Retry-After"]) <= 60
+
+
+async def metric(made: Cluster, line: str) -> float:
+    async with made.client.get(made.url + "/metrics") as response:
+        for found in (await response.text()).splitlines():
+            if found.startswith(line + " "):
+                return float(found.rpartition(" ")[2])
+    return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,14 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
+from tests.certificates import AUTHORITY, CERTIFICATE, CERTIFICATE_KEY
+from tests.needed import needed
 from tests.router.fakes import eventually
-from vllm_tetri.router.kube_api import Place
-from vllm_tetri.router.kube_lease import KubeLease
 
-CERTIFICATE = Path(__file__).parent.parent / "certificate.pem"  # for 127.0.0.1, by itself
-CERTIFICATE_KEY = CERTIFICATE.with_name("certificate-key.pem")
+needed("kubernetes_asyncio")
+
+from vllm_tetri.router.kube_lease import KubeLease, LeaseObject  # noqa: E402
+
 NAME = "tetri"
 _FOLDER = "/apis/coordination.k8s.io/v1/namespaces/serving/leases"
 _START_S = 1_700_000_000
@@ -51,25 +55,22 @@ class Clock:
 
 
 class FakeApi:
-    """As the real one where it matters here: versions, conflicts, bearer tokens, errors.
+    """An API server that knows one Lease, with versions, conflicts, tokens and errors.
 
     Attributes:
         lease: The object; None when there is none.
-        tokens: Those that it accepts.
-        forbidden: Methods that nobody may use.
-        broken: With what it answers those of a token instead: a status and a body.
-        requests: Method, token and status of all requests, as they came.
+        tokens: Bearer tokens that it accepts.
+        broken: Status and body that it responds with instead, by token.
+        requests: Method, token and status of all requests.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.lease: dict[str, Any] | None = None
         self.tokens: set[str] = set()
-        self.forbidden: set[str] = set()
         self.broken: dict[str, tuple[int, bytes]] = {}
         self.requests: list[tuple[str, str, int]] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.server = ""
         self._clock = clock
         self._version = 0
 
@@ -79,29 +80,19 @@ class FakeApi:
         spec: dict[str, Any] = self.lease["spec"]
         return spec
 
-    @property
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get(f"{_FOLDER}/{NAME}", self._answer)
-        app.router.add_put(f"{_FOLDER}/{NAME}", self._answer)
-        app.router.add_post(_FOLDER, self._answer)
-        return app
-
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def respond(self, request: web.Request) -> web.Response:
         await self.gate.wait()
         token = request.headers["Authorization"].removeprefix("Bearer ")
         body = await request.json() if request.can_read_body else None
         if token in self.broken:
             status, raw = self.broken[token]
-            answer = web.Response(status=status, body=raw, content_type="application/json")
+            response = web.Response(status=status, body=raw, content_type="application/json")
         elif token not in self.tokens:
-            answer = _failure(401, "Unauthorized")
-        elif request.method in self.forbidden:
-            answer = _failure(403, "leases is forbidden")
+            response = _failure(401, "Unauthorized")
         else:
-            answer = self._obey(request.method, body)
-        self.requests.append((request.method, token, answer.status))
-        return answer
+            response = self._obey(request.method, body)
+        self.requests.append((request.method, token, response.status))
+        return response
 
     def _obey(self, method: str, body: Any) -> web.Response:
         known = self.lease
@@ -111,21 +102,19 @@ class FakeApi:
         if method == "POST":
             if known is not None:
                 return _failure(409, "leases already exists")
-            assert "resourceVersion" not in body["metadata"]
             made = datetime.fromtimestamp(_START_S + self._clock.now, UTC)
-            uid = f"uid-{self._version}"
-            known = {"metadata": {"uid": uid, "creationTimestamp": f"{made:%Y-%m-%dT%H:%M:%SZ}"}}
+            known = {"metadata": {_MADE: f"{made:%Y-%m-%dT%H:%M:%SZ}"}}
         elif known is None:
             return _failure(404, "leases not found")
-        elif any(body["metadata"][key] != known["metadata"][key] for key in ("uid", _VERSION)):
+        elif body["metadata"][_VERSION] != known["metadata"][_VERSION]:
             return _failure(409, "the object has been modified")
         self.lease = copy.deepcopy(body)
-        self.lease["metadata"] |= {key: known["metadata"][key] for key in ("uid", _MADE)}
+        self.lease["metadata"][_MADE] = known["metadata"][_MADE]
         self.touch()
         return web.json_response(self.lease, status=201 if method == "POST" else 200)
 
     def touch(self) -> None:
-        """The object has changed."""
+        """Give the object its next version."""
         assert self.lease is not None
         self._version += 1
         self.lease["metadata"][_VERSION] = str(self._version)
@@ -137,13 +126,11 @@ _VERSION, _MADE = "resourceVersion", "creationTimestamp"
 def _require_valid(body: Any) -> None:
     spec = body["spec"]
     assert (body["apiVersion"], body["kind"]) == ("coordination.k8s.io/v1", "Lease")
-    assert body["metadata"]["name"] == NAME
-    assert body["metadata"]["namespace"] == "serving"
+    assert (body["metadata"]["name"], body["metadata"]["namespace"]) == (NAME, "serving")
     assert spec["leaseDurationSeconds"] > 0
     assert isinstance(spec["holderIdentity"], str)
-    for key in ("acquireTime", "renewTime"):
-        datetime.strptime(spec[key], "%Y-%m-%dT%H:%M:%S.%fZ")
-        assert len(spec[key]) == len("2026-01-01T00:00:00.000000Z")
+    for key in ("acquireTime", "renewTime"):  # the API takes exactly six decimals
+        assert re.fullmatch(r"[-0-9]{10}T[:0-9]{8}[.][0-9]{6}([+]00:00|Z)", spec[key])
 
 
 def _failure(status: int, message: str) -> web.Response:
@@ -164,18 +151,18 @@ class Cluster:
     def account(self, token: str) -> Path:
         folder = self._folder / token
         folder.mkdir(exist_ok=True)
-        (folder / "token").write_text(token + "\n")
-        (folder / "ca.crt").write_bytes(CERTIFICATE.read_bytes())
+        (folder / "token").write_text(token)
+        (folder / "ca.crt").write_bytes(AUTHORITY.read_bytes())
         (folder / "namespace").write_text("serving")
         self.api.tokens.add(token)
         return folder
 
-    def place(self, token: str = "one") -> Place:
-        return Place(self.api.server, self.account(token), "serving", NAME)
+    def lease_object(self, token: str = "one", timeout_s: float = 2.5) -> LeaseObject:
+        return LeaseObject(NAME, account=self.account(token), timeout_s=timeout_s)
 
     def lease(self, token: str) -> KubeLease:
         sleep = partial(self.clock.sleep, token)
-        made = KubeLease(self.place(token), clock=self.clock, sleep=sleep)
+        made = KubeLease(self.lease_object(token), clock=self.clock, sleep=sleep)
         self.leases.append(made)
         self._made[token] = made
         return made
@@ -213,15 +200,21 @@ class Cluster:
 
 
 @asynccontextmanager
-async def kubernetes(folder: Path, host: str = "127.0.0.1") -> AsyncIterator[Cluster]:
+async def kubernetes(
+    folder: Path, environ: pytest.MonkeyPatch, host: str = "127.0.0.1"
+) -> AsyncIterator[Cluster]:
+    """Run an API server, and let this process look like a pod of its cluster."""
     cluster = Cluster(folder)
+    app = web.Application()
+    app.router.add_route("*", f"{_FOLDER}/{NAME}", cluster.api.respond)
+    app.router.add_post(_FOLDER, cluster.api.respond)
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(CERTIFICATE, CERTIFICATE_KEY)
-    runner = web.AppRunner(cluster.api.app, access_log=None)
+    runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, host, 0, ssl_context=tls)
-    await site.start()
-    cluster.api.server = f"https://{host}:{runner.addresses[0][1]}"
+    await web.TCPSite(runner, host, 0, ssl_context=tls).start()
+    environ.setenv("KUBERNETES_SERVICE_HOST", host)
+    environ.setenv("KUBERNETES_SERVICE_PORT", str(runner.addresses[0][1]))
     try:
         yield cluster
     finally:

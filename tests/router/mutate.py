@@ -6,14 +6,15 @@ import json
 from random import Random
 from typing import Any
 
-from vllm_tetri.router.routes import _AUDIO, _FACTS, _GENERATION, _NO_SUCH, _POOLING, _TEXT
+from vllm_tetri.router.app import NOT_PROXIED, PROXIED
 
 PATHS = (
     *("/v1/completions", "/v1/chat/completions") * 8,
     *("/v1/models", "/health", "/metrics", "/tetri/v1/instances", "/tetri/v1/requests"),
-    *("/tetri/v1/mode", "/tetri/v1/instances/c/flip", "/tetri/v1/instances/c/leave"),
+    *("/tetri/v1/mode", "/tetri/v1/instances/c/flip", "/tetri/v1/instances/c/drain"),
     *("/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/", "/nothing"),
-    *(*_GENERATION, *_POOLING, *_TEXT, *_FACTS, *_AUDIO, *_NO_SUCH),
+    *(path for _, path, _ in PROXIED if "{" not in path),
+    *NOT_PROXIED,
 )
 METHODS = (*("POST",) * 12, "GET", "GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "CONNECT",
            "TRACE", "PRI", "post", "BREW")  # fmt: skip
@@ -33,7 +34,7 @@ HEADERS = (
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 10**9, 2**63, 2**64, 10**30, -(10**30), 0.5, 1e308, 1e-300,
-    "", "x", "\u0000", "\U0001f600", "tiny", "nobody", "x" * 5000, [], [[]], [[1, 2], [3]], [1, 2],
+    "", "x", "\u0000", "\U0001f600", "tiny", "unknown", "x" * 5000, [], [[]], [[1, 2], [3]], [1, 2],
     [None], ["x", "y"], [1.5], [True], {}, {"a": {}}, [{}], {"type": "json_object"}, [10**30],
     {"tetri": {"type": "decode", "transfer": "x"}}, [{"role": "user", "content": "x"}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}],

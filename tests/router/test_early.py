@@ -1,4 +1,4 @@
-"""The second leg is under way before the first has answered, and used only where it fits."""
+"""The decode request is sent before the prefill response, and used only where it fits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.answers import CHAT
-from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually
-from tests.router.test_busy import full
-from tests.router.test_first_token import COMPLETION, PATHS, TEXTS, continuation, script_of
-from vllm_tetri.handover import DecodeLeg, Given, Prefilled, PrefillLeg, from_params, to_params
-from vllm_tetri.messages import Dispatched, Opening
-from vllm_tetri.router.legs import arrived
+from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, full
+from tests.router.scripts import CHAT
+from tests.router.writers import COMPLETION, PATHS, script_of, writer
+from vllm_tetri.handover import (
+    DecodeParams,
+    Prefilled,
+    PrefillParams,
+    PriorOutput,
+    from_params,
+    to_params,
+)
+from vllm_tetri.messages import Dispatched, PrefillEnding
+from vllm_tetri.router.relay import arrived
 from vllm_tetri.types import InstanceId, Prediction, Role, TransferId
 
 PROMPT = [5, 6, 7]
+TEXTS = ("Ab", " cd", "", "é", "!")
+continuation = writer(created=1_800_000_000, texts=TEXTS)
 PREDICTED = Prediction(1, 5, 200)
 
 
@@ -31,19 +39,19 @@ def early_prefill(
         fake: FakeInstance, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         leg = from_params(body.get("kv_transfer_params"))
-        if not isinstance(leg, PrefillLeg):
+        if not isinstance(leg, PrefillParams):
             return await continuation(fake, request, body)
         assert fake.agent is not None
-        opening = Opening(leg.transfer, "d1", PROMPT)
+        ending = PrefillEnding(leg.transfer, "d1", PROMPT)
         fake.agent.publish(
-            Dispatched(leg.request, leg.transfer, InstanceId("d1"), "test", PREDICTED, opening)
+            Dispatched(leg.request, leg.transfer, InstanceId("d1"), "test", PREDICTED, ending)
         )
         await release.wait()
-        script = script_of(request.path, body, request)
-        first = script_of(request.path, body, request, texts=TEXTS[:1])
+        script = script_of(request, body, texts=TEXTS)
+        first = script_of(request, body, texts=TEXTS[:1])
         prefilled = Prefilled(
             TransferId(leg.transfer + attempt), InstanceId("" if is_final else decode), 3, "d1",
-            2, 100, "why", Given(script.token_ids[:1]), is_final, [] if is_final else PROMPT,
+            2, 100, "why", PriorOutput(script.token_ids[:1]), is_final, [] if is_final else PROMPT,
             PREDICTED,
         )  # fmt: skip
         return web.json_response(first.whole(**to_params(prefilled)))
@@ -63,9 +71,9 @@ def trio(handler: Handler) -> tuple[FakeInstance, ...]:
     return found
 
 
-def legs(instance: FakeInstance) -> list[DecodeLeg]:
+def legs(instance: FakeInstance) -> list[DecodeParams]:
     found = [instance.leg(index) for index in range(len(instance.calls))]
-    return [leg for leg in found if isinstance(leg, DecodeLeg)]
+    return [leg for leg in found if isinstance(leg, DecodeParams)]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -77,7 +85,7 @@ async def test_the_second_leg_is_open_before_the_first_answers(path: str, stream
         await eventually(lambda: legs(made["d1"]))
         (leg,) = legs(made["d1"])
         assert leg.is_early
-        assert leg.given is None
+        assert leg.prior_output is None
         assert leg.predicted == PREDICTED
         release.set()
         status, answer = await asking
@@ -129,7 +137,7 @@ async def test_a_leg_that_went_to_the_wrong_place_is_left_for_the_right_one(
         assert status == 200
         assert "".join(_texts(answer, COMPLETION)) == "".join(TEXTS)
         used = made[change.get("decode", "d1")]
-        assert legs(used)[-1].given is not None
+        assert legs(used)[-1].prior_output is not None
         assert not legs(used)[-1].is_early
 
 
@@ -205,7 +213,7 @@ class _Coming:
 
 
 @pytest.mark.parametrize("steps", range(4))
-async def test_an_answer_is_closed_when_nobody_waits_for_it_any_more(steps: int) -> None:
+async def test_an_early_response_is_closed_when_its_request_is_cancelled(steps: int) -> None:
     """Also when both happen in the same moment."""
     coming, come = _Coming(), asyncio.Event()
 

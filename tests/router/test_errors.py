@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from tests.router.fakes import FakeInstance, cluster, eventually
-from vllm_tetri.router.limits import Limits
+from vllm_tetri.router.auth import Limits
+from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.types import Role
 
 
@@ -53,7 +54,7 @@ async def test_no_model_among_several_is_refused() -> None:
         assert (status, answer["error"]["param"]) == (400, "model")
 
 
-async def test_nobody_alive_says_when_to_come_back() -> None:
+async def test_without_instances_retry_after_is_sent() -> None:
     async with cluster() as made:
         status, answer, headers = await made.ask()
         assert (status, headers["Retry-After"]) == (503, "1")
@@ -97,7 +98,7 @@ async def test_an_instances_own_complaint_reaches_the_client(where: str, is_stre
         status, answer, _ = await made.ask(max_tokens=0, stream=is_streamed)
 
         assert (status, answer["error"]["param"]) == (400, "max_tokens")
-        # A stream's error may be an event: whoever refused is asked for it in that shape.
+        # A stream's error may be an event: the instance that refused is asked for that shape.
         assert len(made["p"].calls) == (2 if is_streamed and where == "p" else 1)
         assert await made.table() == []
 
@@ -133,11 +134,10 @@ async def test_instances_are_shown_in_the_documented_shape() -> None:
     async with cluster(*pair()) as made:
         answer = await made.get("/tetri/v1/instances")
         first = answer["instances"][0]
-        assert " ".join(first).startswith(
-            "id url role state age_s running waiting held queued_prefill_tokens blocks_used "
-            "blocks_total arena_used_bytes arena_total_bytes heavy light prefills_done "
-            "decodes_done preemptions flips cpu_s seq in_flight reserved_blocks step_s "
-        )
+        assert set(first) == {
+            *("id", "url", "role", "state", "age_s", "seq", "in_flight", "flip"),
+            *(number.field for number in LOAD_NUMBERS),
+        }
         assert (first["id"], first["role"], first["state"]) == ("p", "prefill", "ready")
         assert first["blocks_total"] == 100
         async with made.client.get(made.url + "/health") as response:

@@ -11,33 +11,33 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.router.answers import CHAT, Script, event
-from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually
-from vllm_tetri.handover import DecodeLeg, Given, Prefilled, PrefillLeg, from_params, to_params
+from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, metric
+from tests.router.scripts import CHAT, Script, event
+from tests.router.writers import (
+    COMPLETION,
+    PATHS,
+    begin_stream,
+    body_of,
+    hang_up,
+    script_of,
+    writer,
+)
+from vllm_tetri.handover import (
+    DecodeParams,
+    Prefilled,
+    PrefillParams,
+    PriorOutput,
+    from_params,
+    to_params,
+)
 from vllm_tetri.types import InstanceId, Role
 
-COMPLETION = "/v1/completions"
-PATHS = [COMPLETION, CHAT]
 TEXTS = ("Ab", " cd", "", "é", "!")
-
-
-def script_of(path: str, body: dict[str, Any], request: web.Request, **changes: Any) -> Script:
-    options = body.get("stream_options") or {}
-    return replace(
-        Script(
-            TEXTS,
-            is_chat=path == CHAT,
-            has_logprobs=bool(body.get("logprobs")),
-            has_token_ids=bool(body.get("return_token_ids")),
-            has_usage=bool(options.get("include_usage")),
-            id=request.headers["X-Request-Id"],
-        ),
-        **changes,
-    )
+continuation = writer(created=1_800_000_000, texts=TEXTS)
 
 
 def prefill(
-    *, decode: str = "d1", is_final: bool = False, given: bool = True, **changes: Any
+    *, decode: str = "d1", is_final: bool = False, prior_output: bool = True, **changes: Any
 ) -> Handler:
     """A prefill instance that answers a script's first token."""
 
@@ -45,35 +45,18 @@ def prefill(
         fake: FakeInstance, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         leg = from_params(body.get("kv_transfer_params"))
-        if not isinstance(leg, PrefillLeg):
+        if not isinstance(leg, PrefillParams):
             return await continuation(fake, request, body)
-        script = script_of(request.path, body, request)
+        script = script_of(request, body, texts=TEXTS)
         first = replace(script, **{"texts": script.texts[:1], **changes})
-        tokens = Given(script.token_ids[:1], "AAAA" if script.has_logprobs else "")
+        tokens = PriorOutput(script.token_ids[:1], "AAAA" if script.has_logprobs else "")
         prefilled = Prefilled(
             leg.transfer, InstanceId("" if is_final else decode), 3, "d1", 1, 100, "why",
-            tokens if given else None, is_final, [] if is_final else [5, 6, 7],
+            tokens if prior_output else None, is_final, [] if is_final else [5, 6, 7],
         )  # fmt: skip
         return web.json_response(first.whole(**to_params(prefilled)))
 
     return handle
-
-
-async def continuation(
-    fake: FakeInstance, request: web.Request, body: dict[str, Any]
-) -> web.StreamResponse:
-    """An instance that goes on behind what it was given, or serves it whole."""
-    leg = from_params(body.get("kv_transfer_params"))
-    is_given = isinstance(leg, DecodeLeg) and leg.given is not None
-    script = script_of(request.path, body, request, created=1_800_000_000)
-    if not body.get("stream"):
-        return web.json_response(script.whole())
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await answer.prepare(request)
-    await fake.chunk_gate.wait()
-    for each in script.events(2 if is_given else 1):
-        await answer.write(each)
-    return answer
 
 
 async def failing(*_: Any) -> web.StreamResponse:
@@ -83,8 +66,7 @@ async def failing(*_: Any) -> web.StreamResponse:
 async def engine_dies(
     fake: FakeInstance, request: web.Request, _: dict[str, Any]
 ) -> web.StreamResponse:
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await answer.prepare(request)
+    answer = await begin_stream(request)
     await fake.chunk_gate.wait()
     await answer.write(event({"error": {"message": "EngineCore died", "code": 500}}))
     return answer
@@ -93,15 +75,9 @@ async def engine_dies(
 async def breaks_after_the_role(
     fake: FakeInstance, request: web.Request, body: dict[str, Any]
 ) -> web.StreamResponse:
-    script = script_of(request.path, body, request)
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await answer.prepare(request)
-    await answer.write(script.events(2)[0][:60])
-    assert request.transport is not None
+    await begin_stream(request, script_of(request, body, texts=TEXTS).events(2)[0][:60])
     await asyncio.sleep(0.05)
-    request.transport.abort()
-    await asyncio.sleep(60)
-    raise AssertionError
+    return await hang_up(fake, request, body)
 
 
 def trio(first: Handler | None = None) -> tuple[FakeInstance, ...]:
@@ -116,11 +92,8 @@ def trio(first: Handler | None = None) -> tuple[FakeInstance, ...]:
     return found
 
 
-def body_of(path: str, **options: Any) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt": "hello"}
-    if path == CHAT:
-        prompt = {"messages": [{"role": "user", "content": "hello"}]}
-    return {"model": "tiny", **prompt, "stream": True, **options}
+def streamed(path: str, **options: Any) -> dict[str, Any]:
+    return {"stream": True, **body_of(path, **options)}
 
 
 def pieces(raw: bytes) -> list[str]:
@@ -135,16 +108,8 @@ def pieces(raw: bytes) -> list[str]:
     return found
 
 
-async def metric(made: Cluster, name: str) -> float:
-    async with made.client.get(made.url + "/metrics") as response:
-        for line in (await response.text()).splitlines():
-            if line.startswith(name + " "):
-                return float(line.split()[-1])
-    return 0.0
-
-
 async def ask(made: Cluster, path: str, **options: Any) -> bytes:
-    body = body_of(path, **options)
+    body = streamed(path, **options)
     async with made.client.post(made.url + path, json=body) as response:
         assert response.status == 200
         return await response.read()
@@ -154,7 +119,7 @@ async def ask(made: Cluster, path: str, **options: Any) -> bytes:
 async def test_the_token_is_there_while_the_decode_instance_is_silent(path: str) -> None:
     async with cluster(*trio()) as made:
         made["d1"].chunk_gate.clear()
-        body = body_of(path)
+        body = streamed(path)
         async with made.client.post(made.url + path, json=body) as response:
             seen = await response.content.readany()
             assert pieces(seen) == ["Ab"]
@@ -200,11 +165,11 @@ async def test_the_second_leg_carries_token_and_prompt_ids(path: str) -> None:
         await ask(made, path, stream=False)
         body = made["d1"].calls[0][1]
         leg = made["d1"].leg()
-        assert isinstance(leg, DecodeLeg)
-        assert leg.given == Given([100])
+        assert isinstance(leg, DecodeParams)
+        assert leg.prior_output == PriorOutput([100])
         if path == CHAT:
             assert body["kv_transfer_params"]["prompt_token_ids"] == [5, 6, 7]
-            assert body["messages"] == body_of(path)["messages"]
+            assert body["messages"] == streamed(path)["messages"]
         else:
             assert body["prompt"] == [5, 6, 7]
 
@@ -239,27 +204,22 @@ async def test_what_is_not_plain_text_waits_for_the_second_leg(options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("change", "options"),
+    ("text", "change", "options"),
     [
-        ({"injects": False}, {}),
-        ({"injects_seeded": False}, {"seed": 3}),
-        ({"reasons": True}, {}),
+        ("Ab", {"continues": False}, {}),
+        ("Ab", {"continues_seeded": False}, {"seed": 3}),
+        ("Ab", {"reasons": True}, {}),
+        ("", {}, {}),
+        ("\ufffd", {}, {}),  # a part of a character
     ],
 )
-async def test_an_instance_that_may_go_on_otherwise_shows_nothing_early(
-    change: dict[str, bool], options: dict[str, Any]
+async def test_a_token_that_may_continue_differently_is_not_shown_early(
+    text: str, change: dict[str, bool], options: dict[str, Any]
 ) -> None:
-    fakes = trio()
+    fakes = trio(prefill(texts=(text,)))
     fakes[1].abilities = change
     async with cluster(*fakes) as made:
         await ask(made, CHAT, **options)
-        assert await metric(made, 'tetri_first_tokens_total{how="with_second"}') == 1
-
-
-@pytest.mark.parametrize("text", ["", "\ufffd"])
-async def test_a_part_of_a_character_waits(text: str) -> None:
-    async with cluster(*trio(prefill(texts=(text,)))) as made:
-        await ask(made, COMPLETION)
         assert await metric(made, 'tetri_first_tokens_total{how="with_second"}') == 1
 
 
@@ -271,9 +231,9 @@ async def test_every_choice_draws_its_own_first_token() -> None:
         assert not {"stop", "stop_token_ids"} & set(first)
         assert (second["n"], second["stop"], second["stop_token_ids"]) == (3, ["x"], [3])
         leg = made["d1"].leg()
-        assert isinstance(leg, DecodeLeg)
+        assert isinstance(leg, DecodeParams)
         assert leg.transfer
-        assert leg.given is None
+        assert leg.prior_output is None
 
 
 async def test_a_complaint_about_the_choices_passes_and_the_kv_is_dropped() -> None:
@@ -296,7 +256,7 @@ async def test_a_first_token_that_is_the_last_starts_no_second_leg(
 ) -> None:
     handler = prefill(is_final=not has_stop_string, finish_reason="stop", texts=("Ab",))
     async with cluster(*trio(handler)) as made:
-        body = body_of(path, stream=is_streamed)
+        body = streamed(path, stream=is_streamed)
         async with made.client.post(made.url + path, json=body) as response:
             raw = await response.read()
             assert response.headers["x-tetri-decode"] == "p"
@@ -334,8 +294,8 @@ async def test_after_the_token_another_instance_goes_on(path: str, fault: Handle
         seen = await ask(made, path)
         assert pieces(seen) == list(TEXTS)
         leg = made["d2"].leg()
-        assert isinstance(leg, DecodeLeg)
-        assert (leg.transfer, leg.given) == ("", Given([100]))
+        assert isinstance(leg, DecodeParams)
+        assert (leg.transfer, leg.prior_output) == ("", PriorOutput([100]))
         await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
         assert await metric(made, 'tetri_fallbacks_total{reason="decode_failed"}') == 1
 
@@ -347,38 +307,18 @@ async def test_the_prefill_instance_goes_on_when_there_is_no_other() -> None:
         assert len(made["p"].calls) == 2
 
 
-async def test_a_busy_decode_instance_is_asked_again_behind_the_token() -> None:
-    busy = {"error": {"message": "m", "type": "Service Unavailable", "code": 503}}
-    asked = 0
-
-    async def busy_once(
-        fake: FakeInstance, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            return web.json_response(busy, status=503)
-        return await continuation(fake, request, body)
-
-    async with cluster(*trio()) as made:
-        made["d1"].handler = busy_once
-        assert pieces(await ask(made, COMPLETION)) == list(TEXTS)
-        legs = [made["d1"].leg(index) for index in range(2)]
-        assert legs[0] == legs[1]
-
-
 async def test_without_a_taker_for_the_kv_an_instance_goes_on_behind_the_token() -> None:
     async with cluster(*trio(prefill(decode=""))) as made:
         seen = await ask(made, COMPLETION)
         assert pieces(seen) == list(TEXTS)
         (call,) = [*made["d1"].calls, *made["d2"].calls]
         leg = from_params(call[1]["kv_transfer_params"])
-        assert leg == DecodeLeg("", "d1", Given([100]))  # type: ignore[arg-type]
+        assert leg == DecodeParams("", "d1", PriorOutput([100]))  # type: ignore[arg-type]
         assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 1
         assert await metric(made, 'tetri_fallbacks_total{reason="no_decode_instance"}') == 1
 
 
-async def test_when_nobody_goes_on_the_stream_ends_with_an_error() -> None:
+async def test_a_stream_that_no_instance_continues_ends_with_an_error() -> None:
     async with cluster(*trio()) as made:
         first = made["p"].handler
         assert first is not None
@@ -399,11 +339,7 @@ async def test_a_decode_instance_that_goes_on_otherwise_is_an_error_not_a_wrong_
     async def other(
         fake: FakeInstance, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
-        for each in Script(("other", "x")).events(2):
-            await answer.write(each)
-        return answer
+        return await begin_stream(request, *Script(("other", "x")).events(2))
 
     async with cluster(*trio()) as made:
         made["d1"].handler = other
@@ -426,7 +362,7 @@ async def test_a_client_that_leaves_behind_the_token_takes_all_with_it(is_silent
             made["d1"].chunk_gate.clear()
         async with (
             aiohttp.ClientSession() as session,
-            session.post(made.url + COMPLETION, json=body_of(COMPLETION)) as response,
+            session.post(made.url + COMPLETION, json=streamed(COMPLETION)) as response,
         ):
             await response.content.readany()
             response.close()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, info_of
 from tests.router.mutate import FIELDS, VALUES, request
 from tests.router.raw import Answer, connected, exchange, post, read_answer
-from vllm_tetri.handover import DecodeLeg, PrefillLeg
-from vllm_tetri.router.answers import Refusal
-from vllm_tetri.router.call import parse_call
-from vllm_tetri.router.limits import Limits
+from vllm_tetri.handover import DecodeParams, PrefillParams
+from vllm_tetri.router.auth import Limits
+from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.request import parse_request
 from vllm_tetri.types import RequestId, Role, TransferId
 
 AT_A_TIME = 32
@@ -66,7 +66,7 @@ def check(sent: bytes, answer: Answer) -> None:
 
 
 async def send(made: Cluster, sent: bytes) -> int:
-    """Of one connection on which these bytes came; the status of the first answer."""
+    """Send these bytes on a connection of their own; return the status of the first response."""
     is_head = sent.lstrip(b"\r\n").startswith(b"HEAD ")
     async with connected(made) as (reader, writer):
         writer.write(sent)
@@ -136,7 +136,7 @@ def test_any_json_is_a_call_that_can_be_written_again_or_a_refusal(
     except ValueError:
         return
     try:
-        call = parse_call(path, raw, {})
+        call = parse_request(path, raw, {})
     except Refusal as refusal:
         problem: Refusal | None = refusal
     else:
@@ -148,8 +148,8 @@ def test_any_json_is_a_call_that_can_be_written_again_or_a_refusal(
     kept = json.loads(call.raw)
     assert "kv_transfer_params" not in kept
     for written in (
-        call.prefill_body(PrefillLeg(TransferId("t"), RequestId("r"))),
-        call.decode_body(DecodeLeg(TransferId("t"), "d"), [1, 2], INSTANCE),
+        call.prefill_body(PrefillParams(TransferId("t"), RequestId("r"))),
+        call.decode_body(DecodeParams(TransferId("t"), "d"), [1, 2], INSTANCE),
     ):
         assert "kv_transfer_params" in json.loads(written)
     assert call.approx_tokens >= 0

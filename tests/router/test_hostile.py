@@ -1,4 +1,4 @@
-"""The control port under thousands of frames that nobody should send."""
+"""The control port under thousands of malformed frames."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.control.channel import INFO
 from tests.mutation import COUNTS, mutated, strange_frame
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
 from vllm_tetri import messages
-from vllm_tetri.messages import Dispatched, Flipped, Hello, Left, LoadReport, Opening
-from vllm_tetri.secret import Secret
+from vllm_tetri.messages import Dispatched, Flipped, Goodbye, Hello, LoadReport, PrefillEnding
+from vllm_tetri.security import Secret
 from vllm_tetri.types import (
     Flip,
     FlipStage,
@@ -48,10 +48,10 @@ GOOD = [
             InstanceId("d1"),
             "why",
             Prediction(1, 10, 200),
-            Opening(TransferId("t"), "digest", [1, 2, 3]),
+            PrefillEnding(TransferId("t"), "digest", [1, 2, 3]),
         ),
         Flipped(EVIL.id, Role.DECODE, 4),
-        Left(EVIL.id, True, "1 request"),
+        Goodbye(EVIL.id, True, "1 request"),
     )
 ]
 
@@ -94,7 +94,7 @@ async def dealer(address: str) -> AsyncIterator[zmq.Socket[bytes]]:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_a_member_that_says_strange_things_harms_nobody_else(count: int) -> None:
+async def test_a_member_that_sends_malformed_frames_harms_no_other(count: int) -> None:
     """It has joined, so nothing stands between it and the router but the checks."""
     rng = Random(11)
     async with serving() as (made, _), dealer(made.control) as evil:
@@ -105,9 +105,9 @@ async def test_a_member_that_says_strange_things_harms_nobody_else(count: int) -
                 frame = strange_frame(rng, GOOD[index % len(GOOD)], PREFIX_BYTES)
                 parts = [frame] if rng.random() > 0.02 else [frame, b"", frame]
                 await asyncio.to_thread(evil.send_multipart, parts)
-            seen = counters.received.get("Left", 0)
-            evil.send(messages.encode(Left(EVIL.id)))  # the last of the batch
-            await eventually(lambda seen=seen: counters.received.get("Left", 0) > seen)
+            seen = counters.received.get("Goodbye", 0)
+            evil.send(messages.encode(Goodbye(EVIL.id)))  # the last of the batch
+            await eventually(lambda seen=seen: counters.received.get("Goodbye", 0) > seen)
             if start % (5 * BATCH) == 0:
                 await still_serves(made)
         assert counters.dropped > count / 3
@@ -116,7 +116,7 @@ async def test_a_member_that_says_strange_things_harms_nobody_else(count: int) -
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_strangers_at_a_guarded_port_are_dropped(count: int) -> None:
+async def test_unauthenticated_peers_are_dropped(count: int) -> None:
     rng, secret = Random(12), Secret.make()
     greeting = bytes.fromhex("ff00000000000000017f0301") + b"CURVE".ljust(20, b"\0") + bytes(32)
     async with serving(secret=secret) as (made, _):

@@ -1,4 +1,4 @@
-"""Who may ask, and what is behind the router hears of it."""
+"""API keys of clients, and what instances see of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 from tests.router.fakes import FakeInstance, cluster
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.router.door_options import add_door_options, instance_key_of, keys_of
-from vllm_tetri.router.routes import _FACTS, _GENERATION, _NO_SUCH, _POOLING, _TEXT
+from vllm_tetri.router.app import NOT_PROXIED, PROXIED
+from vllm_tetri.router.auth import instance_key_of, keys_of
+from vllm_tetri.router.command import add_arguments
 from vllm_tetri.types import Role
 
 KEYS = ("secret-one", "zweiter Schlüssel")
@@ -39,11 +40,11 @@ async def status(
 
 
 async def test_every_route_but_a_few_needs_a_key() -> None:
-    posts = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *_GENERATION, *_POOLING)
-    posts += (*_TEXT, *_NO_SUCH, "/v1/audio/transcriptions", "/tetri/v1/mode", "/nothing")
-    posts += ("/tetri/v1/instances/b/leave", "/tetri/v1/instances/b/flip")
+    posts = ("/v1/chat/completions", "/v1/completions", "/tetri/v1/mode", "/nothing")
+    posts += (*NOT_PROXIED, *(path for method, path, _ in PROXIED if method == "POST"))
+    posts += ("/tetri/v1/instances/b/drain", "/tetri/v1/instances/b/flip")
     gets = ("/v1/models", "/tetri/v1/instances", "/tetri/v1/requests", "/tetri/v1/mode")
-    gets += tuple(each for each in _FACTS if each not in OPEN)
+    gets += tuple(each for method, each, _ in PROXIED if method == "GET" and each not in OPEN)
     async with cluster(both(), keys=KEYS) as made:
         for method, paths in (("POST", posts), ("GET", gets)):
             for path in paths:
@@ -82,7 +83,7 @@ async def test_only_a_known_key_opens(sent: str, is_let_in: bool) -> None:
     assert line.split()[1] == (b"200" if is_let_in else b"401")
 
 
-async def test_a_body_is_not_waited_for_from_somebody_without_a_key() -> None:
+async def test_a_request_without_a_key_is_rejected_before_its_body() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     async with cluster(both(), keys=KEYS) as made:
         reader, writer = await asyncio.open_connection(*made.listener.address)
@@ -111,7 +112,7 @@ async def test_commands_take_the_key_from_the_environment(
     async with cluster(both(), keys=KEYS) as made:
         status = ["status", "--url", made.url]
         assert await asyncio.to_thread(cli.main, status) == 1
-        assert "needs a key" in capsys.readouterr().err
+        assert "needs a known key" in capsys.readouterr().err
         monkeypatch.setenv("VLLM_API_KEY", KEYS[0] + "\nanother")
         assert await asyncio.to_thread(cli.main, status) == 0
         assert "both" in capsys.readouterr().out
@@ -120,7 +121,7 @@ async def test_commands_take_the_key_from_the_environment(
 
 def keys(*words: str) -> tuple[str, ...]:
     parser = argparse.ArgumentParser()
-    add_door_options(parser)
+    add_arguments(parser)
     return keys_of(parser.parse_args(words))
 
 
@@ -149,17 +150,17 @@ def test_a_key_file_without_keys_is_refused(tmp_path: Path, text: str | None) ->
 
 
 @pytest.mark.parametrize("key", ["q7 ", " q7", "q\t7", "q\r7"])
-def test_a_key_that_nobody_can_send_is_refused_without_being_shown(key: str) -> None:
+def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key: str) -> None:
     with pytest.raises(ConfigError) as raised:
         keys("--api-key", "fine", key)
     assert "API key 2" in str(raised.value)
     assert key not in str(raised.value)
 
 
-def test_instances_are_not_opened_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_need_a_key_only_if_clients_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TETRI_INSTANCE_API_KEY", "own")
     assert instance_key_of(("a",)) == "Bearer own"
-    with pytest.raises(ConfigError, match="opens instances to everybody"):
+    with pytest.raises(ConfigError, match="let every client"):
         instance_key_of(())
     monkeypatch.delenv("TETRI_INSTANCE_API_KEY")
     assert instance_key_of(("a",)) == ""

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.router.fakes import eventually
-from tests.router.kube import CERTIFICATE, Cluster, kubernetes
+from tests.certificates import AUTHORITY
+from tests.router.kube import Cluster, kubernetes
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.router.kube_api import ApiError, LeaseApi, place_of
-from vllm_tetri.router.kube_lease import DURATION_S, KubeLease
-from vllm_tetri.router.lease import FileLease, Lease
-from vllm_tetri.router.lease_option import lease_of
+from vllm_tetri.router.flips import lease_of
+from vllm_tetri.router.kube_lease import (
+    DURATION_S,
+    KubeLease,
+    LeaseError,
+    LeaseObject,
+)
 
-INSIDE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
-SICK = (503, b'{"message": "etcd is\\nill"}')
+DOWN = (503, b'{"message": "etcd is\\ndown"}')
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    async with kubernetes(tmp_path) as made:
+async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    async with kubernetes(tmp_path, monkeypatch) as made:
         yield made
 
 
-async def test_one_of_two_holds_it_and_the_other_one_says_who(cluster: Cluster) -> None:
+async def test_one_of_two_routers_holds_it_and_the_other_names_the_holder(cluster: Cluster) -> None:
     first = cluster.lease("one")
     assert first.hold() is None  # it does not wait for the server
     await cluster.go(1)
@@ -37,16 +40,15 @@ async def test_one_of_two_holds_it_and_the_other_one_says_who(cluster: Cluster) 
     assert epoch is not None
     assert other is None
     assert cluster.held[0][0] >= 1000 + DURATION_S  # another one could have had a lost lease
-    assert second.why_not == (
-        f"another router watches: {cluster.api.spec['holderIdentity']} holds lease serving/tetri"
-    )
+    holder = cluster.api.spec["holderIdentity"]
+    assert second.why_not == f"another router flips roles: {holder} holds lease serving/tetri"
     assert cluster.api.spec["leaseDurationSeconds"] == DURATION_S
     before = cluster.api.lease
     assert await cluster.go(4 * DURATION_S) == [epoch, None]
     assert cluster.api.lease != before  # it was renewed
 
 
-async def test_one_that_cannot_reach_the_server_ends_before_the_next_begins(
+async def test_a_holder_without_a_server_ends_before_the_next_begins(
     cluster: Cluster,
 ) -> None:
     cluster.lease("one")
@@ -54,7 +56,7 @@ async def test_one_that_cannot_reach_the_server_ends_before_the_next_begins(
     cluster.lease("two")
     (epoch, _) = await cluster.go(20)
     assert epoch is not None
-    cluster.api.broken["one"] = SICK
+    cluster.api.broken["one"] = DOWN
     cut = cluster.clock.now
     _, later = await cluster.go(2 * DURATION_S, until=1)
     assert later is not None
@@ -66,33 +68,7 @@ async def test_one_that_cannot_reach_the_server_ends_before_the_next_begins(
     assert await cluster.go(2 * DURATION_S) == [None, later]
 
 
-async def test_without_a_server_nobody_decides_and_its_return_is_enough(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    one = cluster.lease("one")
-    (epoch,) = await cluster.go(20)
-    assert epoch is not None
-    cluster.api.broken["one"] = SICK
-    assert await cluster.go(2 * DURATION_S) == [None]
-    assert "etcd is ill" in one.why_not
-    (line,) = (each for each in caplog.messages if "etcd" in each)  # said once
-    assert line.startswith("--flip-lease: lease serving/tetri: cannot")
-    cluster.api.broken.clear()
-    assert await cluster.go(2) == [epoch]
-    assert "all is well again" in caplog.text
-
-
-async def test_a_holder_without_answers_ends_by_its_own_clock(cluster: Cluster) -> None:
-    one = cluster.lease("one")
-    (epoch,) = await cluster.go(20)
-    assert epoch is not None
-    cluster.api.gate.clear()
-    cluster.clock.move(2 / 3 * DURATION_S)
-    assert one.hold() is None
-
-
-async def test_one_that_ends_gives_it_back_at_once(cluster: Cluster) -> None:
+async def test_a_router_that_ends_gives_it_back_at_once(cluster: Cluster) -> None:
     first = cluster.lease("one")
     (epoch,) = await cluster.go(40)
     cluster.lease("two")
@@ -108,17 +84,7 @@ async def test_one_that_ends_gives_it_back_at_once(cluster: Cluster) -> None:
     assert later == epoch + 2  # given back, taken
 
 
-async def test_one_that_has_not_had_it_for_long_lets_it_run_out(cluster: Cluster) -> None:
-    """Or it would change hands faster than its epochs may grow."""
-    first = cluster.lease("one")
-    await cluster.go(5)
-    first.close()
-    await first.wait_closed()
-    assert cluster.api.spec["holderIdentity"] != ""
-    assert [method for method, *_ in cluster.api.requests].count("PUT") <= 1
-
-
-async def test_of_two_who_take_it_at_a_time_one_is_refused(cluster: Cluster) -> None:
+async def test_only_one_of_two_routers_takes_it_at_a_time(cluster: Cluster) -> None:
     last = cluster.lease("last")
     await cluster.go(40)
     last.close()
@@ -134,20 +100,6 @@ async def test_of_two_who_take_it_at_a_time_one_is_refused(cluster: Cluster) -> 
     assert await cluster.go(2 * DURATION_S) == held
 
 
-async def test_a_lease_that_is_removed_is_made_again_under_a_higher_epoch(
-    cluster: Cluster,
-) -> None:
-    cluster.lease("one")
-    cluster.lease("two")
-    before = max(each or 0 for each in await cluster.go(20))
-    assert before
-    cluster.api.lease = None
-    gone = cluster.clock.now
-    held = await cluster.go(2 * DURATION_S)
-    assert max(each or 0 for each in held) > before
-    assert all(epoch > before for now, _, epoch in cluster.held if now > gone + DURATION_S)
-
-
 async def test_a_watcher_that_rests_lets_another_one_have_it(cluster: Cluster) -> None:
     first = cluster.lease("one")
     assert await cluster.go(40) != [None]
@@ -159,159 +111,115 @@ async def test_a_watcher_that_rests_lets_another_one_have_it(cluster: Cluster) -
     assert await cluster.go(20) == [None, later]
 
 
-async def test_who_may_read_and_not_write_is_told_once(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_renewed_token_is_read_again_and_other_contents_stay(cluster: Cluster) -> None:
     cluster.lease("one")
-    cluster.api.forbidden = {"POST", "PUT"}
-    assert await cluster.go(30) == [None]
-    (said,) = caplog.messages
-    assert "cannot create it" in said
-    assert "verbs get, create and update" in said
+    (epoch,) = await cluster.go(20)
+    (cluster.account("one") / "token").write_text("newer")
+    cluster.api.tokens = {"newer"}
+    assert cluster.api.lease is not None
+    cluster.api.lease["metadata"]["labels"] = {"app": "mine"}
+    cluster.api.spec["strategy"] = "OldestEmulationVersion"
+    cluster.api.touch()
+    assert await cluster.go(20) == [epoch]
+    assert cluster.api.requests[-1] == ("PUT", "newer", 200)
+    assert cluster.api.lease["metadata"]["labels"] == {"app": "mine"}
+    assert cluster.api.spec["strategy"] == "OldestEmulationVersion"
 
 
-async def test_who_may_not_is_told_once_what_is_missing(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = cluster.lease("one")
-    cluster.api.broken["one"] = (403, b'{"message": "leases is forbidden: User x cannot get"}')
-    assert await cluster.go(30) == [None]
-    (said,) = caplog.records
-    assert said.levelname == "WARNING"
-    for words in ("get, create and update on leases", "serving/tetri", "User x cannot get"):
-        assert words in said.getMessage()
-        assert words in one.why_not
+MADE = b'{"metadata": {"resourceVersion": "1", "creationTimestamp": "%b"}%b}'
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("status", "body", "words"),
     [
-        b"",
-        b"[]",
-        b"\xff\xfe",
-        b"{" * 100_000,
-        b"[" * 100_000,
-        b'"' + b"x" * 300_000 + b'"',
-        b'{"metadata": {"resourceVersion": "1"}}',
-        b'{"metadata": {"resourceVersion": "", "creationTimestamp": "2026-01-01T00:00:00Z"}}',
-        b'{"metadata": {"resourceVersion": "1", "creationTimestamp": "1960-01-01T00:00:00Z"}}',
-        b'{"metadata": {"resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}}'[:-1]
-        + b', "spec": {"leaseTransitions": -1}}',
+        (503, b'{"message": "etcd is\\ndown"}', "etcd is down"),
+        (403, b'{"message": "User x cannot get"}', "the Role of docs/operations.md"),
+        (401, b"no", "token of the service account"),
+        (404, b"no", "HTTP 404"),
+        (200, b"", "did not return a Lease"),
+        (200, b"\xff\xfe", "did not return a Lease"),
+        (200, b"[" * 100_000, "did not return a Lease"),
+        (200, b'{"metadata": {"resourceVersion": "1"}}', "did not return a Lease"),
+        (200, MADE % (b"1960-01-01T00:00:00Z", b""), "impossible values"),
+        (
+            200,
+            MADE % (b"2026-01-01T00:00:00Z", b', "spec": {"leaseTransitions": -1}'),
+            "impossible",
+        ),
     ],
     ids=range(10),
 )
-async def test_what_is_no_lease_is_not_believed(cluster: Cluster, body: bytes) -> None:
+async def test_an_error_of_the_server_is_logged_once_and_ends_with_it(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, status: int, body: bytes, words: str
+) -> None:
+    caplog.set_level(logging.INFO)
     one = cluster.lease("one")
     (epoch,) = await cluster.go(20)
-    cluster.api.broken["one"] = (200, body)
-    assert await cluster.go(11) == [None]
-    assert "nobody watches here" in one.why_not
+    assert epoch is not None
+    cluster.api.broken["one"] = (status, body)
+    assert await cluster.go(20) == [None]
+    assert one.why_not.startswith("this router does not flip roles: lease serving/tetri: ")
+    assert words in one.why_not
+    (line,) = (each for each in caplog.messages if words in each)
+    assert line.startswith("--flip-lease: lease serving/tetri: ")
     cluster.api.broken.clear()
-    assert await cluster.go(3) == [epoch]
-
-
-@pytest.mark.parametrize("status", [301, 401, 404, 409, 422, 429, 500])
-async def test_no_status_ends_it(cluster: Cluster, status: int) -> None:
-    one = cluster.lease("one")
-    cluster.api.broken["one"] = (status, b"no")
-    assert await cluster.go(5) == [None]
-    assert one.why_not.startswith("nobody watches here")
-    cluster.api.broken.clear()
-    assert await cluster.go(20) != [None]
-
-
-async def test_a_token_that_was_renewed_is_read_again(cluster: Cluster) -> None:
-    cluster.lease("one")
-    (epoch,) = await cluster.go(20)
-    cluster.api.tokens = {"newer"}
-    (cluster.account("one") / "token").write_text("newer")
-    cluster.api.tokens.discard("one")
     assert await cluster.go(20) == [epoch]
-    assert cluster.api.requests[-1] == ("PUT", "newer", 200)
+    assert "can be used again" in caplog.text
 
 
-async def test_what_others_wrote_into_the_object_stays(cluster: Cluster) -> None:
-    cluster.lease("one")
-    (epoch,) = await cluster.go(20)
-    assert cluster.api.lease is not None
-    cluster.api.lease["metadata"]["labels"] = {"app": "mine"}
-    cluster.api.lease["spec"]["strategy"] = "theirs"
-    cluster.api.touch()
-    assert await cluster.go(20) == [epoch]
-    assert cluster.api.lease["metadata"]["labels"] == {"app": "mine"}
-    assert cluster.api.spec["strategy"] == "theirs"
-
-
-async def test_a_server_with_the_certificate_of_another_is_not_spoken_to(tmp_path: Path) -> None:
-    async with kubernetes(tmp_path, host="127.0.0.2") as cluster:
-        with pytest.raises(ApiError, match="ertificate"):
-            await LeaseApi(cluster.place(), timeout_s=5.0).read()
+async def test_a_server_with_a_wrong_certificate_gets_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kubernetes(tmp_path, monkeypatch, host="127.0.0.2") as cluster:
+        with pytest.raises(LeaseError, match="ertificate"):
+            await cluster.lease_object().read()
         assert cluster.api.requests == []
-
-
-async def test_a_server_that_hangs_is_left(cluster: Cluster) -> None:
-    cluster.api.gate.clear()
-    with pytest.raises(ApiError, match=r"no answer in 0\.2 s"):
-        await LeaseApi(cluster.place(), timeout_s=0.2).read()
 
 
 async def test_a_server_that_hangs_does_not_hold_up_the_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_tetri.router.kube_lease._END_S", 0.1)
+    monkeypatch.setattr("vllm_tetri.router.kube_lease.END_S", 0.1)
     cluster.api.gate.clear()
-    one = KubeLease(cluster.place(), duration_s=600.0)
+    one = KubeLease(cluster.lease_object(timeout_s=100.0))
     one.hold()
     await asyncio.sleep(0)
     one.close()
     await asyncio.wait_for(one.wait_closed(), 10.0)  # and not 100 s, when the request ends
 
 
-async def test_it_runs_by_the_clock_of_the_machine(cluster: Cluster) -> None:
-    one: Lease = KubeLease(cluster.place())
-    assert one.hold() is None
-    await eventually(lambda: cluster.api.lease)
-    one.close()
-    await asyncio.wait_for(one.wait_closed(), 5.0)
-    never_asked = KubeLease(cluster.place())
-    never_asked.close()
-    await never_asked.wait_closed()
-
-
 # -- the option ------------------------------------------------------------------
 
 
-def account(folder: Path) -> Path:
-    (folder / "token").write_text("secret-of-the-pod")
-    (folder / "ca.crt").write_bytes(CERTIFICATE.read_bytes())
-    (folder / "namespace").write_text("serving\n")
-    return folder
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a service account, with the environment of a pod."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    (tmp_path / "token").write_text("secret-of-the-pod")
+    (tmp_path / "ca.crt").write_bytes(AUTHORITY.read_bytes())
+    (tmp_path / "namespace").write_text("serving\n")
+    return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("host", "server"), [("10.0.0.1", "https://10.0.0.1:443"), ("fd00::1", "https://[fd00::1]:443")]
-)
-def test_a_pod_knows_its_server(tmp_path: Path, host: str, server: str) -> None:
-    environ = INSIDE | {"KUBERNETES_SERVICE_HOST": host}
-    place = place_of("tetri-flips", environ=environ, account=account(tmp_path))
-    assert (place.server, place.namespace, place.name) == (server, "serving", "tetri-flips")
+def test_a_pod_finds_its_lease(pod: Path) -> None:
+    assert str(LeaseObject("tetri-flips", account=pod)) == "lease serving/tetri-flips"
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "-a", "a-", "a.b", "a/b", "a" * 64, "ü", "a\n"])
-def test_what_is_no_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a Lease"):
-        place_of(name, environ=INSIDE, account=account(tmp_path))
+def test_an_invalid_name_is_refused(pod: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a valid name of a Lease"):
+        LeaseObject(name, account=pod)
 
 
+@pytest.mark.parametrize("text", [None, ""])
 @pytest.mark.parametrize("lost", ["token", "ca.crt", "namespace"])
-def test_a_pod_without_a_service_account_is_told(tmp_path: Path, lost: str) -> None:
-    (account(tmp_path) / lost).unlink()
+def test_a_pod_without_a_service_account_is_refused(pod: Path, lost: str, text: str | None) -> None:
+    (pod / lost).unlink()
+    if text is not None:
+        (pod / lost).write_text(text)
     with pytest.raises(ConfigError, match="automountServiceAccountToken"):
-        place_of("tetri", environ=INSIDE, account=tmp_path)
-    (tmp_path / lost).write_text("")
-    if lost != "token":
-        with pytest.raises(ConfigError, match="--flip-lease kubernetes:tetri"):
-            place_of("tetri", environ=INSIDE, account=tmp_path)
+        LeaseObject("tetri", account=pod)
 
 
 def test_a_router_outside_of_a_cluster_says_so_in_a_line(
@@ -321,13 +229,11 @@ def test_a_router_outside_of_a_cluster_says_so_in_a_line(
     words = ["--port", "0", "--control", "tcp://127.0.0.1:0", "--flip-lease", "kubernetes:tetri"]
     assert cli.main(["router", *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no pod of a Kubernetes cluster" in line
+    assert "not a pod with a service account" in line
     assert "--flip-lease FILE" in line
 
 
-def test_anything_else_is_a_file(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    assert lease_of(None) is None
-    made = lease_of(str(tmp_path / "lease"))
-    assert isinstance(made, FileLease)
-    made.close()
+def test_without_the_extra_the_option_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_tetri.router.kube_lease", None)
+    with pytest.raises(ConfigError, match=r"pip install 'vllm-tetri\[kubernetes\]'"):
+        lease_of("kubernetes:tetri")

@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 
 from tests.policy.builders import COST
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
-from tests.router.test_crowded import begin, held_back, let_go, refused
+from tests.router.fakes import (
+    Cluster,
+    FakeInstance,
+    begin,
+    cluster,
+    eventually,
+    held_back,
+    let_go,
+    refused,
+)
 from vllm_tetri import cli
-from vllm_tetri.handover import PrefillLeg
+from vllm_tetri.handover import PrefillParams
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.policy.watch_group import Look
+from vllm_tetri.policy.balance import Look
 from vllm_tetri.router import command
 from vllm_tetri.types import ClusterView, InstanceLoad, Mode, Role
 
@@ -29,7 +37,8 @@ FREE = InstanceLoad(
     cost=COST,
 )
 BUSY = replace(FREE, light=40, remaining_tokens=40 * 100, context_tokens=40 * 300)
-CROWDED = replace(FREE, queued_prefill_tokens=200_000)
+OVERLOADED = replace(FREE, queued_prefill_tokens=200_000)
+NEARLY_OVERLOADED = replace(FREE, queued_prefill_tokens=100_000)
 
 
 def pair(prefill: InstanceLoad = FREE, decode: InstanceLoad = FREE) -> tuple[FakeInstance, ...]:
@@ -40,7 +49,7 @@ def pair(prefill: InstanceLoad = FREE, decode: InstanceLoad = FREE) -> tuple[Fak
 
 
 async def until_reported(made: Cluster) -> None:
-    """The router knows of everybody what it says now."""
+    """The router has the current report of every instance."""
     await eventually(
         lambda: all(
             each.load == made[each.info.id].load for each in made.scheduler.monitor.view().instances
@@ -51,7 +60,7 @@ async def until_reported(made: Cluster) -> None:
 
 
 async def where(made: Cluster, **body: Any) -> tuple[str, str]:
-    """Who computed a prompt, and who wrote the answer."""
+    """Return the instances that computed the prompt and wrote the output."""
     status, answer, headers = await made.ask(**body)
     assert status == 200, answer
     return headers["x-tetri-prefill"], headers["x-tetri-decode"]
@@ -69,14 +78,14 @@ async def test_split_mode_shares_a_request_even_if_that_only_costs() -> None:
     async with cluster(*pair()) as made:
         await until_reported(made)
         assert await where(made) == ("p", "d")
-        assert made["p"].leg() == PrefillLeg(made["p"].leg().transfer, made["p"].leg().request)
+        assert made["p"].leg() == PrefillParams(made["p"].leg().transfer, made["p"].leg().request)
 
 
 async def test_whole_mode_never_shares_and_uses_every_role() -> None:
     async with cluster(*pair(decode=BUSY), mode=Mode.WHOLE) as made:
         await until_reported(made)
         assert await where(made, prompt=LONG) == ("p", "p")
-        made["p"].load, made["d"].load = CROWDED, FREE
+        made["p"].load, made["d"].load = OVERLOADED, FREE
         await until_reported(made)
         assert await where(made, prompt=LONG) == ("d", "d")
         assert "kv_transfer_params" not in made["d"].calls[-1][1]
@@ -90,9 +99,9 @@ async def test_adaptive_mode_serves_whole_or_split_as_it_is_cheaper() -> None:
         await until_reported(made)
         assert await where(made, prompt=LONG) == ("p", "d")
         leg = made["p"].leg()
-        assert isinstance(leg, PrefillLeg)
+        assert isinstance(leg, PrefillParams)
         assert leg.anywhere
-        made["p"].load = CROWDED
+        made["p"].load = OVERLOADED
         await until_reported(made)
         assert await where(made, prompt=LONG) == ("d", "d")
 
@@ -104,7 +113,7 @@ async def test_only_adaptive_requests_may_be_decoded_anywhere() -> None:
             await until_reported(made)
             assert await where(made, prompt=LONG) == ("p", "d")
             leg = made["p"].leg()
-            assert isinstance(leg, PrefillLeg)
+            assert isinstance(leg, PrefillParams)
             assert leg.anywhere is anywhere
 
 
@@ -171,7 +180,7 @@ async def test_an_instance_that_fails_leads_to_another_one(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.ADAPTIVE, Mode.WHOLE])
-async def test_crowded_instances_lead_to_another_one_and_all_crowded_to_503(mode: Mode) -> None:
+async def test_overloaded_instances_lead_to_another_one_and_then_to_503(mode: Mode) -> None:
     both = held_back(*(FakeInstance(name, Role.BOTH) for name in "ab"))
     async with cluster(*both, mode=mode, max_in_flight_each=1) as made:
         tasks = await begin(made, 1)
@@ -233,7 +242,7 @@ async def test_what_is_no_mode_is_refused_and_changes_nothing(body: Any) -> None
     async with cluster(mode=Mode.WHOLE) as made:
         status, answer = await set_mode(made, body)
         assert status == 400
-        assert "the body is no mode" in answer["error"]["message"]
+        assert "the body is not a valid mode" in answer["error"]["message"]
         assert await made.get("/tetri/v1/mode") == {"mode": "whole"}
 
 
@@ -253,7 +262,7 @@ async def test_instances_see_all_others_in_adaptive_mode_only() -> None:
 
         def seen() -> dict[str, set[str]]:
             return {
-                name: {each.info.id for each in fake.agent.view().instances}
+                name: {each.info.id for each in fake.agent.snapshot().view.instances}
                 for name, fake in made.instances.items()
                 if fake.agent is not None
             }
@@ -273,14 +282,14 @@ class _Watcher:
         return Look(None, f"look {self.looks}")
 
 
-async def test_nobody_watches_roles_outside_split_mode() -> None:
+async def test_roles_are_not_watched_outside_split_mode() -> None:
     watcher = _Watcher()
     async with cluster(*pair(), watcher=watcher) as made:
         await eventually(lambda: watcher.looks)
         for mode in ("adaptive", "whole"):
             await set_mode(made, {"mode": mode})
             looks = watcher.looks
-            await eventually(lambda: "nobody watches" in made.scheduler.flips.newest.explanation)
+            await eventually(lambda: "inactive" in made.scheduler.flips.explanation)
             answer = await made.get("/tetri/v1/instances")
             assert "not split by role" in answer["watcher"]
             assert watcher.looks == looks
@@ -306,7 +315,7 @@ async def test_the_command_shows_and_changes_the_mode(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_what_would_come_late_is_refused_at_once(mode: Mode) -> None:
     promised = {"objective": Objective(ttft_s=1.0), "refuses_late": True, "mode": mode}
-    async with cluster(*pair(CROWDED, CROWDED), **promised) as made:
+    async with cluster(*pair(OVERLOADED, OVERLOADED), **promised) as made:
         await until_reported(made)
         status, answer, headers = await made.ask()
         assert (status, answer["error"]["code"]) == (429, "expected_late")
@@ -337,7 +346,7 @@ async def test_a_pace_that_would_not_be_kept_is_refused_too() -> None:
 
 async def test_late_requests_are_served_late_unless_told_otherwise() -> None:
     promised = {"objective": Objective(ttft_s=1.0), "mode": Mode.ADAPTIVE}
-    async with cluster(*pair(CROWDED, CROWDED), **promised) as made:
+    async with cluster(*pair(NEARLY_OVERLOADED, NEARLY_OVERLOADED), **promised) as made:
         await until_reported(made)
         assert (await made.ask())[0] == 200
 
@@ -362,7 +371,7 @@ def test_without_a_promise_nothing_can_be_refused_as_late(
     assert cli.main(["router", *options, *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "vllm-tetri router: --refuse-late needs --ttft-slo or --tpot-slo: what is late?"
+        "vllm-tetri router: --refuse-late needs a target: give --ttft-slo or --tpot-slo"
     )
 
 

@@ -10,26 +10,27 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.router.answers import CHAT, Script, event
-from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually
-from tests.router.mortal import (
+from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, metric
+from tests.router.scripts import CHAT, Script, event, joined
+from tests.router.writers import (
     COMPLETION,
     PATHS,
     STREAM_HEADERS,
     TEXTS,
+    begin_stream,
     body_of,
-    die,
+    dies,
     expected,
+    hang_up,
     num_given,
     pair_and_spare,
     script_of,
+    two,
     writer,
 )
-from tests.router.test_first_token import metric
-from tests.router.test_record import joined
-from vllm_tetri.handover import DecodeLeg
-from vllm_tetri.router import job as job_module
-from vllm_tetri.router import tries
+from vllm_tetri.handover import DecodeParams
+from vllm_tetri.router import relay as relay_module
+from vllm_tetri.router import retry
 from vllm_tetri.types import Mode, Role
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -57,8 +58,7 @@ def is_whole(raw: bytes, headers: Any, path: str, **options: Any) -> None:
 
 async def settled(made: Cluster) -> None:
     assert await made.table() == []
-    entries = made.scheduler.table._entries
-    assert not entries
+    assert len(made.scheduler.table) == 0
 
 
 # -- split: what the decode instance wrote goes on elsewhere -------------------------------
@@ -76,11 +76,11 @@ async def test_a_stream_goes_on_behind_its_last_event(path: str, dies_after: int
             each
             for name in ("d2", "p")
             for index in range(len(made[name].calls))
-            if isinstance(each := made[name].leg(index), DecodeLeg)
+            if isinstance(each := made[name].leg(index), DecodeParams)
         )
         assert leg.transfer == ""
-        assert leg.given is not None
-        assert leg.given.token_ids == list(range(100, 100 + len(leg.given.token_ids)))
+        assert leg.prior_output is not None
+        assert leg.prior_output.token_ids == list(range(100, 100 + len(leg.prior_output.token_ids)))
         assert await metric(made, 'tetri_streams_broken_total{outcome="resumed"}') == 1
         assert await metric(made, "tetri_resume_gap_seconds_count") == 1
         await settled(made)
@@ -107,26 +107,14 @@ async def test_whatever_the_client_wants_to_see(
         raw, headers = await ask(made, path, **options)
         is_whole(raw, headers, path, **shape)
         assert await metric(made, 'tetri_streams_broken_total{outcome="resumed"}') == 1
-
-
-@pytest.mark.parametrize("path", PATHS)
-async def test_the_prompt_is_not_tokenised_again(path: str) -> None:
-    async with cluster(*pair_and_spare(3)) as made:
-        await ask(made, path)
         (call,) = made["d2"].calls
-        if path == CHAT:
-            assert call[1]["kv_transfer_params"]["prompt_token_ids"] == [5, 6, 7]
-        else:
-            assert call[1]["prompt"] == [5, 6, 7]
-
-
-async def test_log_probabilities_that_nobody_sees_have_their_place() -> None:
-    async with cluster(*pair_and_spare(4)) as made:
-        await ask(made, COMPLETION, logprobs=1)
         leg = made["d2"].leg()
-        assert isinstance(leg, DecodeLeg)
-        assert leg.given is not None
-        assert leg.given.logprobs
+        assert isinstance(leg, DecodeParams)
+        assert leg.prior_output is not None
+        assert bool(leg.prior_output.logprobs) == ("logprobs" in options)
+        is_chat = path == CHAT  # the prompt is not tokenised again
+        sent = call[1]["kv_transfer_params"]["prompt_token_ids"] if is_chat else call[1]["prompt"]
+        assert sent == [5, 6, 7]
 
 
 async def test_an_answer_that_is_not_streamed_only_takes_longer() -> None:
@@ -145,9 +133,7 @@ async def test_an_answer_that_is_not_streamed_only_takes_longer() -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dies_after", [1, 2, 5])
 async def test_a_stream_of_one_instance_goes_on_as_well(path: str, dies_after: int) -> None:
-    both = [FakeInstance(name, Role.BOTH) for name in ("a", "b")]
-    both[0].handler, both[1].handler = writer(dies_after), writer(created=1_800_000_000)
-    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
+    both = two(writer(dies_after), writer(created=1_800_000_000))
     async with cluster(*both, mode=Mode.WHOLE) as made:
         raw, headers = await ask(made, path, **USAGE)
         is_whole(raw, headers, path, has_usage=True)
@@ -174,12 +160,12 @@ async def test_streams_of_more_than_one_text_tell_no_ids() -> None:
 # -- what may go wrong next ----------------------------------------------------------------
 
 
-async def test_a_second_death_puts_the_request_in_quarantine() -> None:
+async def test_a_request_is_refused_after_the_second_crash() -> None:
     fakes = pair_and_spare(3)
     fakes[2].handler = writer(2)
     async with cluster(*fakes) as made:
         raw, _ = await ask(made, COMPLETION)
-        assert b'"code":"quarantined"' in raw
+        assert b'"code":"poison_request"' in raw
         assert b"DONE" not in raw
         text = b"".join(
             json.loads(each[6:])["choices"][0]["text"].encode()
@@ -188,27 +174,21 @@ async def test_a_second_death_puts_the_request_in_quarantine() -> None:
         )
         assert "".join(TEXTS).encode().startswith(text)
         assert not [call for call in made["p"].calls if call[1].get("stream")]
-        assert await metric(made, "tetri_requests_quarantined_total") == 1
+        assert await metric(made, "tetri_poison_requests_total") == 1
 
         status, answer, _ = await made.ask(**body_of(COMPLETION, stream=True))
-        assert (status, answer["error"]["code"]) == (500, "quarantined")
+        assert (status, answer["error"]["code"]) == (500, "poison_request")
         assert answer["error"]["type"] == "InternalServerError"
-        assert await metric(made, "tetri_quarantine_refusals_total") == 1
+        assert await metric(made, "tetri_poison_requests_refused_total") == 1
         assert (await made.ask(prompt="another"))[0] == 200
         await settled(made)
 
 
 async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> None:
     async def breaks(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
-        script = script_of(request, body)
-        answer = web.StreamResponse(headers=STREAM_HEADERS)
-        await answer.prepare(request)
-        for each in script.events(num_given(body) + 1)[:2]:
-            await answer.write(each)
+        await begin_stream(request, *script_of(request, body).events(num_given(body) + 1)[:2])
         await asyncio.sleep(0.05)
-        assert request.transport is not None
-        request.transport.abort()
-        return answer
+        return await hang_up(fake, request, body)
 
     both = [FakeInstance(name, Role.BOTH) for name in "abcd"]
     for each in both:
@@ -219,7 +199,7 @@ async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> No
         assert b'"error"' in raw
         assert b"(tried 3)" in raw
         assert await metric(made, 'tetri_streams_broken_total{outcome="failed"}') == 1
-        assert await metric(made, "tetri_requests_quarantined_total") == 0
+        assert await metric(made, "tetri_poison_requests_total") == 0
         assert raw.count(b'"text"') == 6  # each of them went on
 
 
@@ -229,7 +209,7 @@ async def test_an_instance_that_goes_on_otherwise_is_an_error() -> None:
     async with cluster(*fakes) as made:
         raw, _ = await ask(made, COMPLETION)
         assert b"other" not in raw.split(b'"error"')[0]
-        assert b"answered something else" in raw
+        assert b"does not continue the output" in raw
         assert await metric(made, 'tetri_streams_broken_total{outcome="mismatch"}') == 1
 
 
@@ -237,11 +217,7 @@ async def test_an_engine_that_computes_all_again_is_followed() -> None:
     """What cannot take the tokens writes them once more, one by one."""
 
     async def again(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
-        answer = web.StreamResponse(headers=STREAM_HEADERS)
-        await answer.prepare(request)
-        for each in script_of(request, body).events():
-            await answer.write(each)
-        return answer
+        return await begin_stream(request, *script_of(request, body).events())
 
     for path in PATHS:
         fakes = pair_and_spare(5)
@@ -260,19 +236,17 @@ async def test_what_is_more_than_one_text_ends_with_one_error(options: dict[str,
         assert len(events) == 3
         error = json.loads(last[6:])["error"]
         assert error["code"] == 502
-        assert "instance d1 broke off in the middle of the answer; only" in error["message"]
+        assert "instance d1 broke off in the middle of the response; only" in error["message"]
         assert await metric(made, 'tetri_streams_broken_total{outcome="unprovable"}') == 1
         await settled(made)
 
 
 async def test_an_instance_of_another_kind_goes_on_only_if_it_may() -> None:
     for resumes_anywhere in (False, True):
-        both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
-        both[0].handler, both[1].handler = writer(2), writer()
+        both = two(writer(2), writer())
         both[1].identity = {"model": "tiny", "dtype": "bfloat16"}
-        both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tries, "RETRY_S", 0.3)
+            patch.setattr(retry, "RETRY_S", 0.3)
             async with cluster(*both, mode=Mode.WHOLE, resumes_anywhere=resumes_anywhere) as made:
                 raw, headers = await ask(made, COMPLETION)
                 if resumes_anywhere:
@@ -285,7 +259,7 @@ async def test_an_instance_of_another_kind_goes_on_only_if_it_may() -> None:
 async def test_a_stream_waits_for_an_instance_that_starts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job_module, "_LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(relay_module, "_PLACE_AGAIN_S", 0.02)
     only = FakeInstance("a", Role.BOTH)
     only.handler = writer(3)
     async with cluster(only) as made:
@@ -302,7 +276,7 @@ async def test_a_stream_waits_for_an_instance_that_starts_again(
 
 
 async def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "_LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(relay_module, "_PLACE_AGAIN_S", 0.02)
     asked = 0
 
     async def full_at_first(
@@ -315,10 +289,7 @@ async def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
             return web.json_response({"error": busy}, status=503)
         return await writer()(fake, request, body)
 
-    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
-    both[0].handler, both[1].handler = writer(3), full_at_first
-    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
-    async with cluster(*both, mode=Mode.WHOLE) as made:
+    async with cluster(*two(writer(3), full_at_first), mode=Mode.WHOLE) as made:
         raw, headers = await ask(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert asked == 3
@@ -338,7 +309,7 @@ async def test_a_client_that_leaves_in_the_gap_takes_all_with_it() -> None:
             await eventually(lambda: made["d2"].calls)
             response.close()
         await eventually(lambda: made["d2"].aborted == 1)
-        await eventually(lambda: not made.scheduler.table._entries)
+        await eventually(lambda: not len(made.scheduler.table))
 
 
 # -- errors that are no deaths, and deaths that look like errors --------------------------
@@ -348,10 +319,7 @@ async def test_an_error_in_the_stream_of_a_live_engine_is_the_clients() -> None:
     error = event({"error": {"message": "no more pages", "code": 500}}) + b"data: [DONE]\n\n"
 
     async def complains(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
-        answer = web.StreamResponse(headers=STREAM_HEADERS)
-        await answer.prepare(request)
-        await answer.write(b"".join(script_of(request, body).events(2)[:2]) + error)
-        return answer
+        return await begin_stream(request, *script_of(request, body).events(2)[:2], error)
 
     fakes = pair_and_spare(3)
     fakes[1].handler = complains
@@ -367,16 +335,10 @@ async def test_an_error_in_the_stream_of_a_dead_engine_is_a_death(comes_first: b
 
     async def dies(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
         fake.is_healthy = False
-        answer = web.StreamResponse(headers=STREAM_HEADERS)
-        await answer.prepare(request)
         events = [] if comes_first else script_of(request, body).events(2)[:3]
-        await answer.write(b"".join(events) + error)
-        return answer
+        return await begin_stream(request, *events, error)
 
-    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
-    both[0].handler, both[1].handler = dies, writer()
-    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
-    async with cluster(*both, mode=Mode.WHOLE) as made:
+    async with cluster(*two(dies, writer()), mode=Mode.WHOLE) as made:
         raw, headers = await ask(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert headers["x-tetri-decode"] == ("b" if comes_first else "a")
@@ -384,11 +346,8 @@ async def test_an_error_in_the_stream_of_a_dead_engine_is_a_death(comes_first: b
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_that_gives_up_is_replaced(stream: bool) -> None:
-    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
-    both[0].handler = writer(texts=("Ab", " cd", ""), finish_reason="abort")
-    both[1].handler = writer()
-    both[1].load = both[1].load.__class__(queued_prefill_tokens=10_000)
-    async with cluster(*both, mode=Mode.WHOLE) as made:
+    aborts = writer(texts=("Ab", " cd", ""), finish_reason="abort")
+    async with cluster(*two(aborts, writer()), mode=Mode.WHOLE) as made:
         if stream:
             raw, headers = await ask(made, COMPLETION, **USAGE)
             is_whole(raw, headers, COMPLETION, has_usage=True)
@@ -421,15 +380,13 @@ async def test_an_instance_that_falls_silent_is_given_up(stream: bool) -> None:
     stopped = asyncio.Event()
 
     async def stops(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
-        answer = web.StreamResponse(headers=STREAM_HEADERS)
         if body.get("stream"):
-            await answer.prepare(request)
-            await answer.write(b"".join(script_of(request, body).events()[:3]))
+            await begin_stream(request, *script_of(request, body).events()[:3])
         fake.speaks.clear()
         fake.is_healthy = False
         stopped.set()
         await asyncio.sleep(60)
-        return answer
+        raise AssertionError
 
     fakes = pair_and_spare(0)
     fakes[1].handler = stops
@@ -485,8 +442,7 @@ async def test_one_that_is_silent_but_writes_is_left_alone() -> None:
 
         async def slowly(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
             fake.speaks.clear()
-            answer = web.StreamResponse(headers=STREAM_HEADERS)
-            await answer.prepare(request)
+            answer = await begin_stream(request)
             for each in script_of(request, body).events(num_given(body) + 1):
                 await answer.write(each)
                 await asyncio.sleep(0.4)
@@ -556,7 +512,7 @@ async def test_who_waits_for_the_kv_of_a_silent_instance_is_told() -> None:
     async with cluster(*fakes) as made:
         asking = asyncio.create_task(ask(made, COMPLETION))
         await eventually(lambda: made["d1"].calls)
-        (entry,) = made.scheduler.table._entries.values()
+        (entry,) = made.scheduler.table
         transfer = entry.transfer
         assert transfer is not None
         made["p"].speaks.clear()
@@ -568,33 +524,11 @@ async def test_who_waits_for_the_kv_of_a_silent_instance_is_told() -> None:
         is_whole(raw, headers, COMPLETION)
 
 
-async def test_a_router_that_was_held_up_gives_nobody_up() -> None:
-    """Time is counted in looks: one late look is one."""
-    fakes = pair_and_spare(99)
-    async with cluster(*fakes) as made:
-        deaths = made.scheduler._deaths
-        assert deaths is not None
-        made["d1"].chunk_gate.clear()
-        asking = asyncio.create_task(ask(made, COMPLETION))
-        await eventually(lambda: made["d1"].calls)
-        for _ in range(3):
-            deaths._look()
-        made["d1"].chunk_gate.set()
-        raw, headers = await asking
-        is_whole(raw, headers, COMPLETION)
-        assert made["d2"].calls == []
-
-
 # -- who is asked before the first byte -----------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_death_before_the_first_byte_is_hidden(stream: bool) -> None:
-    async def dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
-        die(fake, request)
-        await asyncio.sleep(60)
-        raise AssertionError
-
     fakes = pair_and_spare(99)
     fakes[0].handler = dies
     async with cluster(*fakes) as made:
@@ -604,28 +538,23 @@ async def test_a_death_before_the_first_byte_is_hidden(stream: bool) -> None:
         else:
             assert (await made.ask())[0] == 200
         assert await metric(made, "tetri_retries_total") == 1
-        await eventually(lambda: len(made.scheduler._quarantine) == 0)  # it was answered
+        await eventually(lambda: len(made.scheduler.poison) == 0)  # it was answered
 
 
 async def test_a_request_that_is_there_twice_is_not_tried_a_third_time() -> None:
-    async def dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
-        die(fake, request)
-        await asyncio.sleep(60)
-        raise AssertionError
-
     both = [FakeInstance(name, Role.BOTH) for name in "abc"]
     for each in both:
         each.handler = dies
     async with cluster(*both, mode=Mode.WHOLE) as made:
         status, answer, _ = await made.ask()
-        assert (status, answer["error"]["code"]) == (500, "quarantined")
+        assert (status, answer["error"]["code"]) == (500, "poison_request")
         assert len([each for each in both if each.calls]) == 2
         status, answer, _ = await made.ask()
-        assert (status, answer["error"]["code"]) == (500, "quarantined")
+        assert (status, answer["error"]["code"]) == (500, "poison_request")
         assert len([each for each in both if each.calls]) == 2
 
 
-async def test_errors_of_live_engines_and_refused_connections_are_no_deaths() -> None:
+async def test_errors_of_live_engines_and_refused_connections_are_not_crashes() -> None:
     async def answer_500(*_: Any) -> web.StreamResponse:
         return web.Response(status=500, text="no")
 
@@ -635,7 +564,7 @@ async def test_errors_of_live_engines_and_refused_connections_are_no_deaths() ->
         await made["c"].stop_http()
         status, answer, _ = await made.ask()
         assert (status, "(tried 3)" in answer["error"]["message"]) == (502, True) or status == 503
-        await eventually(lambda: len(made.scheduler._quarantine) == 0)
+        await eventually(lambda: len(made.scheduler.poison) == 0)
 
 
 async def test_an_instance_that_says_that_it_left_did_not_die() -> None:
@@ -654,4 +583,4 @@ async def test_an_instance_that_says_that_it_left_did_not_die() -> None:
         status, _, _ = await made.ask()
         assert status in (502, 503)
         assert all(each.calls for each in both)
-        await eventually(lambda: len(made.scheduler._quarantine) == 0)
+        await eventually(lambda: len(made.scheduler.poison) == 0)

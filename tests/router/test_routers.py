@@ -19,12 +19,14 @@ from aiohttp import web
 from tests.router.fakes import FakeInstance, eventually, router
 from vllm_tetri import cli
 from vllm_tetri.launch.machine import free_port
-from vllm_tetri.policy.watch_group import FlipOrder, Look
-from vllm_tetri.router.lease import FileLease
+from vllm_tetri.messages import FlipRole
+from vllm_tetri.policy.balance import FlipOrder, Look
+from vllm_tetri.router.flips import FileLease
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.secret import VARIABLE
+from vllm_tetri.security import VARIABLE
 from vllm_tetri.types import ClusterView, InstanceId, Role
 
+D2 = InstanceId("d2")
 ROOT = Path(__file__).parents[2]
 
 
@@ -107,17 +109,17 @@ async def test_only_the_one_with_the_lease_orders_and_all_follow(lease: str) -> 
             await eventually(lambda: other.role_of("d2") is Role.PREFILL)
             assert holder.role_of("d2") is Role.PREFILL
             assert other.watcher.looks == 0
-            assert "another router watches" in other.scheduler.flips.newest.explanation
+            assert "another router flips roles" in other.scheduler.flips.explanation
             # An operator may order by any of them.
             await eventually(lambda: not other.is_flipping("d2"))
-            assert other.scheduler.flips.order(InstanceId("d2"), Role.BOTH, reason="me").is_new
+            assert other.scheduler.flips.order(D2, FlipRole(0, Role.BOTH)).is_new
 
 
 async def test_the_lease_goes_on_when_its_holder_ends(lease: str) -> None:
     async with side(lease=FileLease(lease)) as first:
         await eventually(lambda: first.watcher.looks > 0)
         async with side(lease=FileLease(lease)) as second:
-            await eventually(lambda: "another" in second.scheduler.flips.newest.explanation)
+            await eventually(lambda: "another" in second.scheduler.flips.explanation)
             assert second.watcher.looks == 0
             await first.scheduler.flips.close()
             looks = first.watcher.looks
@@ -125,20 +127,20 @@ async def test_the_lease_goes_on_when_its_holder_ends(lease: str) -> None:
             assert first.watcher.looks == looks
 
 
-async def test_without_a_lease_nobody_orders_where_there_are_several_routers() -> None:
+async def test_without_a_lease_no_watcher_flips_where_there_are_several_routers() -> None:
     async with side() as first, side() as second:
         both = (first, second)
         async with joined(instances(), *(each.scheduler.monitor.address for each in both)):
             await eventually(lambda: all(each.sees("d2") == "ready" for each in both))
             for each in both:
                 await eventually(
-                    lambda each=each: "no --flip-lease" in each.scheduler.flips.newest.explanation
+                    lambda each=each: "no --flip-lease" in each.scheduler.flips.explanation
                 )
                 looks = each.watcher.looks
                 await asyncio.sleep(0.6)  # two more looks would fit
                 assert each.watcher.looks == looks
             assert first.role_of("d2") is Role.DECODE
-            ordered = second.scheduler.flips.order(InstanceId("d2"), Role.PREFILL, reason="by hand")
+            ordered = second.scheduler.flips.order(D2, FlipRole(0, Role.PREFILL))
             assert ordered.is_new
             await eventually(lambda: first.role_of("d2") is Role.PREFILL)
 
@@ -146,9 +148,9 @@ async def test_without_a_lease_nobody_orders_where_there_are_several_routers() -
 @contextmanager
 def router_process(control: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     port = free_port()
-    words = ["router", "--port", str(port), "--control", control, "--flip", "off"]
+    words = f"router --port {port} --control {control} --flip off --mode split"
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_tetri.cli", *words],
+        [sys.executable, "-m", "vllm_tetri.cli", *words.split()],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -166,7 +168,7 @@ async def hang(*_: Any) -> web.StreamResponse:
 
 
 async def test_a_router_that_dies_takes_only_its_own_requests_with_it() -> None:
-    """In both legs; and the next one serves as soon as it is there."""
+    """Prefill and decode; and the next one serves as soon as it is there."""
     control = f"tcp://127.0.0.1:{free_port()}"
     async with (
         router() as (scheduler, url),
@@ -230,7 +232,7 @@ async def until_serving(client: aiohttp.ClientSession, url: str) -> None:
         (["--flip-lease", "/no/such/folder/lease"], "--flip-lease"),
     ],
 )
-def test_what_cannot_be_guarded_is_refused_in_a_line(
+def test_an_unusable_secret_or_lease_is_refused_in_one_line(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)

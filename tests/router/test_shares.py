@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
-from tests.router.test_crowded import held_back, let_go
-from vllm_tetri.policy.lifecycle import Event
-from vllm_tetri.router.answers import Refusal
-from vllm_tetri.router.shares import Shares
-from vllm_tetri.router.table import Entry, RequestTable
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, held_back, let_go
+from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.table import Entry, RequestTable, Shares
 from vllm_tetri.types import InstanceId, Mode, Role
 
 KEYS = ("greedy", "modest")
@@ -75,7 +71,7 @@ async def test_a_refusal_says_whose_fault_it_is() -> None:
         assert await statuses(greedy) == [200] * 5
 
 
-async def test_without_keys_and_with_one_there_is_nobody_to_share_with() -> None:
+async def test_without_keys_or_with_one_there_is_no_sharing() -> None:
     for keys in ((), ("greedy",)):
         (one,) = held_back(FakeInstance("b", Role.BOTH))
         async with cluster(one, keys=keys, max_in_flight=10, max_in_flight_each=8) as made:
@@ -129,76 +125,74 @@ async def test_a_bound_that_only_an_instance_knows_is_shared_once_it_was_met() -
         assert (await ask(made, "greedy"))[0] == 200
 
 
-def entries(table: RequestTable, party: str, count: int, instance: str = "b") -> list[Entry]:
+def entries(table: RequestTable, client: str, count: int, instance: str = "b") -> list[Entry]:
     found = []
     for _ in range(count):
-        entry = table.enter("", now=0.0, sla="", party=party)
-        entry.on(Event.WHOLE_SENT)
-        entry.decode = instance
+        entry = table.enter("", now=0.0, client=client)
+        entry.send_aggregated(InstanceId(instance), "test")
         found.append(entry)
     return found
 
 
-def test_who_has_nothing_at_a_full_instance_may_ask_it() -> None:
+def test_a_client_without_requests_there_is_exempt_from_the_soft_limit() -> None:
     table, name = RequestTable(), InstanceId("b")
-    shares = Shares(table, most=1000, most_each=1000, num_parties=2)
+    shares = Shares(table, limit=1000, limit_each=1000, num_clients=2)
     has = entries(table, "greedy", 11)
-    assert shares.crowded("greedy") == frozenset()
-    shares.was_full(name, is_counted=True)  # for the eleventh
+    assert shares.at_limit("greedy") == frozenset()
+    shares.record_at_limit(name, is_counted=True)  # for the eleventh
     table.leave(has.pop())
-    assert shares.crowded("greedy") == {name}
-    assert shares.crowded("modest") == frozenset()
+    assert shares.at_limit("greedy") == {name}
+    assert shares.at_limit("modest") == frozenset()
     table.leave(has.pop())
     table.leave(has.pop())
-    assert shares.crowded("greedy") == {name}  # 8 of 10
+    assert shares.at_limit("greedy") == {name}  # 8 of 10
     table.leave(has.pop())
-    assert shares.crowded("greedy") == frozenset()
+    assert shares.at_limit("greedy") == frozenset()
 
 
 def test_where_too_much_waits_an_equal_share_of_it_is_enough() -> None:
     table, there = RequestTable(), frozenset({InstanceId("b")})
-    shares = Shares(table, most=1000, most_each=1000, num_parties=3)
+    shares = Shares(table, limit=1000, limit_each=1000, num_clients=3)
     entries(table, "greedy", 10)
-    assert shares.crowding("greedy", there) == there
-    assert not shares.crowding("modest", there)
+    assert shares.over_share("greedy", there) == there
+    assert not shares.over_share("modest", there)
     entries(table, "modest", 4)
-    assert shares.crowding("greedy", there) == there
-    assert not shares.crowding("modest", there)
-    assert not shares.crowding("third", there)
+    assert shares.over_share("greedy", there) == there
+    assert not shares.over_share("modest", there)
+    assert not shares.over_share("third", there)
     entries(table, "modest", 6)
-    assert shares.crowding("modest", there) == there
-    assert not shares.crowding("greedy", frozenset())
-    alone = Shares(table, most=1000, most_each=1000, num_parties=1)
-    assert alone.crowding("", there) == there
+    assert shares.over_share("modest", there) == there
+    assert not shares.over_share("greedy", frozenset())
+    alone = Shares(table, limit=1000, limit_each=1000, num_clients=1)
+    assert alone.over_share("", there) == there
 
 
 def test_what_an_instance_said_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     table, now = RequestTable(), 1000.0
-    monkeypatch.setattr("vllm_tetri.router.shares.time.monotonic", lambda: now)
-    shares = Shares(table, most=1000, most_each=1000, num_parties=2)
+    monkeypatch.setattr("vllm_tetri.router.table.time.monotonic", lambda: now)
+    shares = Shares(table, limit=1000, limit_each=1000, num_clients=2)
     entries(table, "greedy", 10)
-    shares.was_full(InstanceId("b"), is_counted=False)
-    assert shares.crowded("greedy")
+    shares.record_at_limit(InstanceId("b"), is_counted=False)
+    assert shares.at_limit("greedy")
     now += 61
-    assert not shares.crowded("greedy")
-    assert not shares._squeezes
+    assert not shares.at_limit("greedy")
 
 
 def test_the_table_counts_by_client() -> None:
     table = RequestTable()
-    shares = Shares(table, most=2, most_each=9, num_parties=1)
+    shares = Shares(table, limit=2, limit_each=9, num_clients=1)
     (first,), (second,) = entries(table, "x", 1), entries(table, "y", 1)
     with pytest.raises(Refusal):
-        shares.check_room("x")
+        shares.check("x")
     table.leave(first)
     table.leave(first)
     assert (table.num_of("x"), table.num_of("y")) == (0, 1)
-    shares.check_room("x")
+    shares.check("x")
     table.leave(second)
-    assert not table.workers("y")
+    assert not table.workers()
 
 
-async def test_prompts_that_swamp_an_instance_are_those_of_whoever_sent_them() -> None:
+async def test_prompts_that_overload_an_instance_count_for_their_client() -> None:
     (one,) = held_back(FakeInstance("b", Role.BOTH))
     async with cluster(one, keys=KEYS, mode=Mode.ADAPTIVE) as made:
         tasks = await ask_often(made, "greedy", 10)
@@ -208,11 +202,11 @@ async def test_prompts_that_swamp_an_instance_are_those_of_whoever_sent_them() -
             return made.scheduler.monitor.view().instances[0].load.queued_prefill_tokens
 
         await eventually(lambda: load() == 200_000)
-        made.scheduler._placing._look(time.monotonic(), is_fresh=True)
+        await asyncio.sleep(0.05)  # a snapshot is used for 20 ms
         assert (await ask(made, "greedy"))[0] == 503
         one.load = replace(one.load, queued_prefill_tokens=0)
         await eventually(lambda: load() == 0)
-        made.scheduler._placing._look(time.monotonic(), is_fresh=True)
+        await asyncio.sleep(0.05)  # a snapshot is used for 20 ms
         assert (await ask(made, "greedy"))[0] == 503  # it has all that there was room for
         tasks += await ask_often(made, "modest", 1)
         assert in_flight(made) == 11

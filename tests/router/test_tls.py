@@ -11,32 +11,26 @@ from typing import Any
 
 import aiohttp
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
+from tests.certificates import AUTHORITY, CERTIFICATE, CERTIFICATE_KEY, trusting
 from tests.router.fakes import FakeInstance, cluster, eventually
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.router.door_options import (
-    add_door_options,
-    add_tls_options,
+from vllm_tetri.router.auth import (
+    Limits,
     fingerprint_of,
     tls_of,
 )
-from vllm_tetri.router.limits import Limits
+from vllm_tetri.router.command import add_arguments
 from vllm_tetri.types import Role
 
-CERTIFICATE = Path(__file__).parent.parent / "certificate.pem"  # for 127.0.0.1, by itself
-CERTIFICATE_KEY = CERTIFICATE.with_name("certificate-key.pem")
 FILES = ("--ssl-certfile", str(CERTIFICATE), "--ssl-keyfile", str(CERTIFICATE_KEY))
-# The same key, encrypted.
-LOCKED = """\
------BEGIN ENCRYPTED PRIVATE KEY-----
-MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAgMD6iRdpuE+gICCAAw
-DAYIKoZIhvcNAgkFADAdBglghkgBZQMEASoEEKRn5SUYODx1KakVQk6QXScEgZB3
-pHTL7LFUIAVx+TaBkAGDgJnw20qfOuipzQ3R8p2qG8j9jaBp7+NrMwl4LPhz/FXw
-fkD/t9w+d+NtQX2AjCTjNvAfNg+Jk/eaNMBQWXBLJ6v+sP1Z7n0rac3pNvOIg4dt
-qqtFJ5iwV7CrXQUjEQ+XZyNHr5ncfxJpIIRwgDooNlmPv6XjK5ZuRzWXUUhy6rk=
------END ENCRYPTED PRIVATE KEY-----
-"""
 BODY = {"model": "tiny", "prompt": "x"}
 
 
@@ -46,16 +40,8 @@ def both() -> FakeInstance:
 
 def tls(*words: str) -> ssl.SSLContext | None:
     parser = argparse.ArgumentParser()
-    add_door_options(parser)
-    add_tls_options(parser)
+    add_arguments(parser)
     return tls_of(parser.parse_args(words))
-
-
-def trusting(*, has_certificate: bool = False) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(CERTIFICATE))
-    if has_certificate:
-        context.load_cert_chain(CERTIFICATE, CERTIFICATE_KEY)
-    return context
 
 
 async def ask(url: str, how: ssl.SSLContext | aiohttp.Fingerprint, **more: Any) -> int:
@@ -84,14 +70,14 @@ async def test_clients_speak_https_and_nothing_else() -> None:
 
 
 async def test_a_client_may_have_to_show_a_certificate() -> None:
-    words = (*FILES, "--ssl-ca-certs", str(CERTIFICATE), "--ssl-cert-reqs", "2")
+    words = (*FILES, "--ssl-ca-certs", str(AUTHORITY), "--ssl-cert-reqs", "2")
     async with cluster(both(), tls=tls(*words)) as made:
         assert await ask(made.url, trusting(has_certificate=True)) == 200
         with pytest.raises((aiohttp.ClientError, OSError)):
             await ask(made.url, trusting())
 
 
-async def test_limits_hold_behind_tls_too() -> None:
+async def test_limits_hold_with_tls_too() -> None:
     limits = Limits(connections=1, head_s=0.2)
     async with cluster(both(), tls=tls(*FILES), limits=limits) as made:
         for expected in (b"408", b"503"):
@@ -117,12 +103,8 @@ async def test_commands_speak_https(
     async with cluster(both(), tls=tls(*FILES)) as made:
         assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 1
         assert "certificate" in capsys.readouterr().err
-        monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+        monkeypatch.setenv("SSL_CERT_FILE", str(AUTHORITY))
         assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 0
-
-
-def test_tls_is_off_without_a_certificate() -> None:
-    assert tls() is None
 
 
 @pytest.mark.parametrize(
@@ -137,13 +119,17 @@ def test_tls_is_off_without_a_certificate() -> None:
         ((*FILES, "--ssl-ciphers", "none at all"), "cipher"),
     ],
 )
-def test_what_cannot_work_is_refused(words: tuple[str, ...], message: str) -> None:
+def test_contradicting_tls_options_are_refused(words: tuple[str, ...], message: str) -> None:
+    assert tls() is None
     with pytest.raises(ConfigError, match=message):
         tls(*words)
 
 
-def test_a_locked_key_asks_nobody_for_its_password(tmp_path: Path) -> None:
-    locked = tmp_path / "locked"
-    locked.write_text(LOCKED)
-    with pytest.raises(ConfigError, match=r"TLS with .*locked"):
-        tls("--ssl-certfile", str(CERTIFICATE), "--ssl-keyfile", str(locked))
+def test_an_encrypted_key_is_an_error_and_no_question(tmp_path: Path) -> None:
+    key = load_pem_private_key(CERTIFICATE_KEY.read_bytes(), None)
+    encrypted = tmp_path / "encrypted"
+    encrypted.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"a password"))
+    )
+    with pytest.raises(ConfigError, match=r"TLS with .*encrypted"):
+        tls("--ssl-certfile", str(CERTIFICATE), "--ssl-keyfile", str(encrypted))

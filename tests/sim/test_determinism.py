@@ -18,12 +18,12 @@ _PROGRAM = """
 import sys
 from vllm_tetri import cli
 from vllm_tetri.sim.cluster import simulate
-from vllm_tetri.sim.setting import Setting, places
+from vllm_tetri.sim.config import ClusterConfig, make_instances
 from vllm_tetri.sim.workload import draw
 
 code = cli.main(["sim", *sys.argv[1:]])
 for mode in ("split", "adaptive"):
-    for each in simulate(Setting(places(5, 5), mode), draw("mixed", 40, 9.0, seed=2)):
+    for each in simulate(ClusterConfig(make_instances(5, 5), mode), draw("mixed", 40, 9.0, seed=2)):
         print(each, *(part.tobytes().hex() for part in each.gap_parts))
 sys.exit(code)
 """

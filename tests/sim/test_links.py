@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.sim.builders import HANDOVER_S, ask, decode_s, pair, shape
+from tests.sim.builders import HANDOVER_S, decode_s, engine, pair, spec
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import run, simulate
-from vllm_tetri.sim.links import LINKS, Link, Links, Transfer, link
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances
+from vllm_tetri.sim.links import Link, Links, Transfer, link
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.setting import Setting, Shape, places
 from vllm_tetri.sim.workload import draw
 from vllm_tetri.types import InstanceId
 
@@ -66,7 +66,7 @@ def test_others_and_the_other_direction_are_not_in_the_way(other: tuple[str, str
     assert found == {"a": 1.0, "b": 1.0}
 
 
-def test_the_fuller_end_counts_and_what_is_left_at_the_other_is_nobodys() -> None:
+def test_the_fuller_end_counts_and_the_rest_of_the_other_is_not_used() -> None:
     found = ends(
         PLAIN,
         [
@@ -137,14 +137,14 @@ def test_no_end_carries_more_than_its_bandwidth(seed: int) -> None:
 # -- in a cluster ------------------------------------------------------------------------
 
 
-def linked(bytes_per_s: float, latency_s: float = 0.0, **changes: object) -> Setting:
-    """A pair whose link carries so many tokens a second."""
-    setting = pair(decode=shape(kv_token_bytes=1), kv_token_bytes=1, **changes)
-    return replace(setting, link=Link(bytes_per_s, latency_s))
+def linked(bytes_per_s: float, latency_s: float = 0.0, **changes: object) -> ClusterConfig:
+    """A pair whose link sends a number of tokens a second."""
+    config = pair(decode=engine(kv_token_bytes=1), kv_token_bytes=1, **changes)
+    return replace(config, link=Link(bytes_per_s, latency_s))
 
 
 def test_a_chunk_travels_while_the_next_is_computed() -> None:
-    (served,) = simulate(linked(4.0, 0.25, chunk_tokens=4), [ask(0, 10, 2)])
+    (served,) = simulate(linked(4.0, 0.25, chunk_tokens=4), [spec(0, 10, 2)])
 
     # Chunks of 4, 4 and 2 tokens take 1.04, 1.04 and 1.02 s; 4 tokens travel in 1 s.
     assert served.ttft_s == pytest.approx(3.1)
@@ -152,25 +152,25 @@ def test_a_chunk_travels_while_the_next_is_computed() -> None:
 
 
 def test_a_link_that_is_slower_than_the_prompt_has_to_catch_up() -> None:
-    (served,) = simulate(linked(2.0, chunk_tokens=4), [ask(0, 10, 2)])
+    (served,) = simulate(linked(2.0, chunk_tokens=4), [spec(0, 10, 2)])
 
     # All of it travels in 5 s, from the end of the first chunk on.
     assert served.max_itl_s == pytest.approx(1.04 + 5 - 3.1 + HANDOVER_S + decode_s(10, 1))
 
 
 def test_by_request_nothing_travels_before_the_prompt_is_done() -> None:
-    setting = replace(linked(2.0, chunk_tokens=4), sends_chunks=False)
+    config = replace(linked(2.0, chunk_tokens=4), sends_chunks=False)
     without = replace(pair(chunk_tokens=4), sends_chunks=False, handover_token_s=0.5)
 
-    for each in (setting, without):
-        (served,) = simulate(each, [ask(0, 10, 2)])
+    for each in (config, without):
+        (served,) = simulate(each, [spec(0, 10, 2)])
         assert served.max_itl_s == pytest.approx(5 + HANDOVER_S + decode_s(10, 1))
 
 
 def test_hand_overs_at_the_same_time_share_the_link() -> None:
-    asks = [ask(0, 10, 1), ask(1, 10, 2, 0.5), ask(2, 10, 2, 0.5)]
+    specs = [spec(0, 10, 1), spec(1, 10, 2, 0.5), spec(2, 10, 2, 0.5)]
 
-    _, first, second = simulate(linked(2.0), asks)
+    _, first, second = simulate(linked(2.0), specs)
 
     # Both prompts are done in the second step; 10 tokens each at 1 token/s.
     assert first.ttft_s == second.ttft_s
@@ -179,14 +179,14 @@ def test_hand_overs_at_the_same_time_share_the_link() -> None:
 
 
 def test_kv_that_waited_for_room_travels_from_when_there_is_some() -> None:
-    setting = linked(100.0)
-    decode = shape(kv_blocks=3, arena_tokens=20, kv_token_bytes=1)
+    config = linked(100.0)
+    decode = engine(kv_blocks=3, arena_tokens=20, kv_token_bytes=1)
     tight = replace(
-        setting, instances=(setting.instances[0], replace(setting.instances[1], shape=decode))
+        config, instances=(config.instances[0], replace(config.instances[1], engine=decode))
     )
-    asks = [ask(number, 20, 20) for number in range(3)]
+    specs = [spec(number, 20, 20) for number in range(3)]
 
-    served = simulate(tight, asks)
+    served = simulate(tight, specs)
 
     # One is decoded and one is in the arena; the third travels when the second has left it.
     third_s = served[1].jct_s + 0.2 + HANDOVER_S
@@ -197,38 +197,31 @@ def test_kv_that_waited_for_room_travels_from_when_there_is_some() -> None:
 @pytest.mark.parametrize("sends_chunks", [True, False])
 @pytest.mark.parametrize("mode", ["split", "adaptive"])
 def test_every_request_is_served_over_a_busy_link(mode: str, sends_chunks: bool) -> None:
-    one = Shape(kv_blocks=140, chunk_tokens=128, arena_tokens=2500, kv_token_bytes=1000)
-    setting = Setting(places(2, 2, 1, shape=one), mode, link=Link(4e5), sends_chunks=sends_chunks)
-    asks = draw("mixed", 100, 3.0, seed=5)
+    one = EngineConfig(kv_blocks=140, chunk_tokens=128, arena_tokens=2500, kv_token_bytes=1000)
+    config = ClusterConfig(
+        make_instances(2, 2, 1, engine=one), mode, link=Link(4e5), sends_chunks=sends_chunks
+    )
+    specs = draw("mixed", 100, 3.0, seed=5)
 
-    outcome = run(setting, asks)
+    outcome = run(config, specs)
 
-    assert [each.ask for each in outcome.served] == asks
+    assert [each.spec for each in outcome.served] == specs
     for each in outcome.served:
         gaps = np.concatenate(each.gap_parts)
-        assert len(gaps) == each.ask.output_tokens - 1
+        assert len(gaps) == each.spec.output_tokens - 1
         assert each.ttft_s + gaps.sum() == pytest.approx(each.jct_s)
         if each.is_split and not sends_chunks:
-            assert each.max_itl_s > each.ask.prompt_tokens * 1000 / 4e5
-    assert run(setting, asks).served == outcome.served
+            assert each.max_itl_s > each.spec.prompt_tokens * 1000 / 4e5
+    assert run(config, specs).served == outcome.served
 
 
 def test_engines_hear_what_a_link_takes() -> None:
-    setting = linked(4.0, 0.25)
+    config = linked(4.0, 0.25)
 
-    assert setting.handover_s(setting.instances[0].shape) == (HANDOVER_S + 0.25, 0.25)
+    assert config.handover_s(config.instances[0].engine) == (HANDOVER_S + 0.25, 0.25)
 
 
 # -- names ------------------------------------------------------------------------------
-
-
-def test_the_papers_links_have_names() -> None:
-    assert link("roce") == LINKS["roce"] == Link(25e9)
-    assert link("nvlink") == Link(300e9)
-    # OPT-13B in 16 bits: 819,200 bytes a token, so 512 tokens take 16.8 ms and 1.4 ms.
-    assert ends(link("roce"), [("a", "p", "d", 0, 512 * 819_200, True)])["a"] == pytest.approx(
-        0.0168, abs=5e-5
-    )
 
 
 def test_a_link_is_gbit_and_microseconds_too() -> None:
@@ -247,4 +240,4 @@ def test_a_link_needs_to_know_what_a_token_takes() -> None:
     with pytest.raises(ConfigError, match="kv_token_bytes"):
         replace(pair(), link=Link(1.0))
     with pytest.raises(ConfigError, match="KV bytes of a token: 0"):
-        shape(kv_token_bytes=0)
+        engine(kv_token_bytes=0)

@@ -1,73 +1,45 @@
-"""What a simulation tells of its decisions."""
+"""The log of a simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from tests.sim.builders import SHAPE, ask, pair, shape
-from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.sim.cluster import Outcome, run
-from vllm_tetri.sim.log import Decision, Dispatched, Held, Refusal, Routed
-from vllm_tetri.sim.setting import Place, Setting, places
-from vllm_tetri.sim.workload import Ask
-from vllm_tetri.types import InstanceId, Role
-
-
-def told(setting: Setting, asks: Sequence[Ask]) -> tuple[Outcome, list[Decision]]:
-    found: list[Decision] = []
-    return run(setting, asks, log=found.append), found
+from tests.sim.builders import ENGINE, decisions, engine, pair, spec
+from vllm_tetri.policy.overload import Late
+from vllm_tetri.policy.route import Route
+from vllm_tetri.sim.config import ClusterConfig, make_instances
+from vllm_tetri.sim.log import DecodeChosen, Held, RefusedLate, Routed
+from vllm_tetri.sim.modes import RoundRobin
+from vllm_tetri.sim.snapshot import SimSnapshot
+from vllm_tetri.sim.workload import RequestSpec
+from vllm_tetri.types import InstanceId
 
 
-def refusals(decisions: Sequence[Decision]) -> list[Refusal]:
-    return [each for each in decisions if isinstance(each, Refusal)]
+class _RefusesLong(RoundRobin):
+    def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route | Late:  # type: ignore[override]
+        if spec.prompt_tokens > 50:
+            return Late("too long", 3)
+        return super().route(snapshot, spec, now)
 
 
-def test_every_request_is_routed_or_refused_and_the_reason_is_told() -> None:
-    burst = [ask(number, 500, 5, 0.05 * number) for number in range(40)]
-    setting = Setting(places(1, 1), "mooncake", objective=Objective(2.0, 0.1))
+def test_every_request_is_logged_as_routed_or_as_refused_with_the_reason() -> None:
+    config = ClusterConfig(make_instances(both=1, engine=ENGINE), _RefusesLong)
 
-    outcome, decisions = told(setting, burst)
+    found = decisions(config, [spec(0, 9, 2), spec(1, 90, 2, 0.1), spec(2, 9, 2, 0.2)])
 
-    found = refusals(decisions)
-    assert len(found) > 20
-    assert [(each.request, each.reason) for each in found] == [
-        (each.ask.id, each.reason) for each in outcome.refused
+    assert [each for each in found if isinstance(each, RefusedLate)] == [
+        RefusedLate(1, "too long", 3)
     ]
-    assert all("first token expected in" in each.reason for each in found)
-    assert all(each.retry_after_s >= 1 for each in found)
-    routed = [each.request for each in decisions if isinstance(each, Routed)]
-    assert sorted(routed + [each.request for each in found]) == list(range(40))
+    assert [each.request for each in found if isinstance(each, Routed)] == [0, 2]
 
 
-def test_a_refusal_for_want_of_room_is_told() -> None:
-    cluster = (
-        Place(InstanceId("p"), Role.PREFILL, SHAPE),
-        Place(InstanceId("d"), Role.DECODE, shape(kv_blocks=10, chunk_tokens=8)),
-    )
-    asks = [ask(number, 60, 80, 2.5 * number) for number in range(6)]
+def test_kv_that_finds_the_arena_full_is_logged() -> None:
+    decode = engine(kv_blocks=3, arena_tokens=20)
+    specs = [spec(number, 20, 20) for number in range(4)]
 
-    _, decisions = told(Setting(cluster, "mooncake"), asks)
-
-    reasons = {each.reason for each in refusals(decisions)}
-    assert reasons == {"no decode instance has room for its KV"}
-
-
-def test_kv_that_finds_the_arena_full_is_told() -> None:
-    decode = shape(kv_blocks=3, arena_tokens=20)
-    asks = [ask(number, 20, 20) for number in range(4)]
-
-    _, decisions = told(pair(decode=decode, chunk_tokens=20), asks)
+    found = decisions(pair(decode=decode, chunk_tokens=20), specs)
 
     # The arena has room for one: when the second comes, the first is in its first step there.
-    held = [each for each in decisions if isinstance(each, Held)]
+    held = [each for each in found if isinstance(each, Held)]
     assert held == [Held(number, InstanceId("d")) for number in (1, 2, 3)]
     for each in held:
-        assert decisions.index(Dispatched(each.request, each.at)) < decisions.index(each)
-
-
-def test_nothing_is_told_of_where_there_is_room() -> None:
-    asks = [ask(number, 20, 20) for number in range(4)]
-
-    _, decisions = told(pair(), asks)
-
-    assert not any(isinstance(each, Held | Refusal) for each in decisions)
+        assert found.index(DecodeChosen(each.request, each.at)) < found.index(each)
+    assert not any(isinstance(each, Held) for each in decisions(pair(), specs))

@@ -55,17 +55,17 @@ def test_a_mooncake_trace_has_milliseconds(tmp_path: Path) -> None:
 def test_a_trace_is_replayed_at_its_times_or_quicker(tmp_path: Path) -> None:
     recorded = [Recorded(0.0, 5, 6), Recorded(3.0, 7, 250), Recorded(4.0, 9, 10)]
 
-    asks = replay(recorded)
+    specs = replay(recorded)
     quick = replay(recorded, speed=2.0, most=2)
 
-    assert [(each.id, each.arrival_s, each.prompt_tokens) for each in asks] == [
+    assert [(each.id, each.arrival_s, each.prompt_tokens) for each in specs] == [
         (0, 0.0, 5),
         (1, 3.0, 7),
         (2, 4.0, 9),
     ]
     assert [each.arrival_s for each in quick] == [0.0, 1.5]
-    assert [each.predicted.bucket for each in asks if each.predicted] == [0, 1, 0]
-    assert [each.predicted for each in quick] == [each.predicted for each in asks[:2]]
+    assert [each.predicted.bucket for each in specs if each.predicted] == [0, 1, 0]
+    assert [each.predicted for each in quick] == [each.predicted for each in specs[:2]]
 
 
 CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -86,8 +86,8 @@ CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         (CSV + "nan,5,5\n", ".csv", "line 2: 'nan' is no time"),
         (CSV + "2,5,5\n3,5,5\n2.5,5,5\n", ".csv", "line 4: it is earlier"),
         ("", ".jsonl", "holds no requests"),
-        ("[1]\n", ".jsonl", "line 1: no timestamp and no input_length"),
-        ('{"timestamp": 1, "input_length": 3}\n', ".jsonl", "line 1: no output_length"),
+        ("[1]\n", ".jsonl", "line 1: no column timestamp and no input_length"),
+        ('{"timestamp": 1, "input_length": 3}\n', ".jsonl", "line 1: no column output_length"),
         ("{\n", ".jsonl", "line 1: no JSON"),
         (
             MOONCAKE + '{"timestamp": 1, "input_length": 3, "output_length": 1}\n',
@@ -134,10 +134,10 @@ def test_lengths_come_from_a_file(tmp_path: Path) -> None:
     path = written(tmp_path, CSV + "x,70,8\ny,900,33\n")
 
     known = read_lengths(path)
-    asks = draw("mixed", 100, 1.0, seed=0, known=known)
+    specs = draw("mixed", 100, 1.0, seed=0, known=known)
 
     assert known == [(70, 8), (900, 33)]
-    assert {(each.prompt_tokens, each.output_tokens) for each in asks} == set(known)
+    assert {(each.prompt_tokens, each.output_tokens) for each in specs} == set(known)
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from tests.eventually import eventually
-from tests.faults.hosts import Hosts, hosts, why_not
-from tests.transport.conftest import Backend
-from tests.transport.test_lifetimes import empty
-from tests.transport.test_processes import child
+from tests.faults.hosts import Hosts, hosts, require_hosts
+from tests.transport.children import child
+from tests.transport.conftest import KEY, Backend, empty
 from vllm_tetri.transport.native import SlotState
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-KEY = bytes(range(32))
 # Both ends look at their connections for themselves: 10 s, and the pause between two looks.
 NOTICED_S = 16.0
 
 
 @pytest.fixture
 def net() -> Iterator[Hosts]:
-    if reason := why_not():
-        pytest.skip(reason)
+    require_hosts()
     with hosts("here", "there") as made:
         yield made
 
@@ -42,7 +39,7 @@ def test_both_ends_notice_a_cut_before_any_transfer_is_late(net: Hosts, tcp: Bac
         assert process.stdout.readline() == "PEER_LOST\n"  # its own timeout is 30 s
 
 
-def test_hosts_that_are_namespaces_share_memory_all_the_same(net: Hosts, tcp: Backend) -> None:
+def test_hosts_that_are_namespaces_share_memory(net: Hosts, tcp: Backend) -> None:
     """Why tests of a cut ask for TCP: they have one boot id and one /dev/shm."""
     receiver = tcp.receiver(host=net.addresses["here"], key=KEY, arena_bytes=4 << 20)
     with child(receiver.endpoint, "shm", KEY, within=net.within("there")):

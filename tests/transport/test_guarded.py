@@ -10,30 +10,21 @@ import pytest
 
 from tests.faults.proxy import Proxy
 from tests.transport import wire
-from tests.transport.conftest import IDENTITY, Backend, ended, eventually
+from tests.transport.conftest import IDENTITY, KEY, Backend, ended, eventually
 from tests.transport.wire import Rogue
 from tests.transport.wire_proof import PROOF, Prover, challenge, proof, proof_of
 from vllm_tetri.transport.native import Status, TransferState
 
-KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+OTHER = bytes(range(1, 33))
 CONTROL_BYTES = 48  # of a challenge, or a proof
 
 
-def works(backend: Backend, receiver: object, key: bytes = KEY) -> None:
-    sender = backend.sender(key=key)
-    cache = backend.cache(seed=1)
-    transfer = backend.push(sender, receiver, "works", cache, [1, 2])
-    assert ended(transfer) == TransferState.DONE, transfer.error
-    assert backend.arrived(receiver, "works", cache) == cache.bytes_of([1, 2])
-    sender.close()
-
-
-def test_ends_with_the_same_key_exchange_blocks(backend: Backend) -> None:
-    receiver = backend.receiver(key=KEY)
-    works(backend, receiver)
-    assert backend.sender(key=KEY).send(receiver.endpoint, b"note", 5.0) == Status.OK
+def test_ends_with_the_same_key_exchange_blocks(core: Backend) -> None:
+    receiver = core.receiver(key=KEY)
+    core.still_works(receiver, key=KEY)
+    assert core.sender(key=KEY).send(receiver.endpoint, b"note", 5.0) == Status.OK
     assert receiver.receive(5.0) == b"note"
-    assert receiver.stats().refused_strangers == 0
+    assert receiver.stats().refused_unauthenticated == 0
 
 
 @pytest.mark.parametrize(
@@ -56,13 +47,13 @@ def test_ends_that_do_not_refuse_each_other_in_words(
     assert transfer.status == Status.REFUSED
     assert words in transfer.error
     assert receiver.find("t") is None
-    assert receiver.stats().refused_strangers == bool(there)
+    assert receiver.stats().refused_unauthenticated == bool(there)
     eventually(lambda: receiver.stats().connections == 0)
-    works(core, receiver, there)
+    core.still_works(receiver, key=there)
 
 
-def test_a_key_has_32_bytes(backend: Backend) -> None:
-    for make in (backend.receiver, backend.sender):
+def test_a_key_has_32_bytes(core: Backend) -> None:
+    for make in (core.receiver, core.sender):
         for key in (b"short", bytes(33)):
             with pytest.raises(ValueError, match="32 bytes"):
                 make(key=key)
@@ -103,8 +94,8 @@ def test_nothing_is_read_before_the_proof(tcp: Backend) -> None:
             assert PROOF not in kinds
             assert kinds[-1] == wire.REFUSED
     assert receiver.receive(0.0) is None
-    assert receiver.stats().refused_strangers == 9
-    works(tcp, receiver)
+    assert receiver.stats().refused_unauthenticated == 9
+    tcp.still_works(receiver, key=KEY)
 
 
 def said_by(rogue: Rogue) -> list[int]:
@@ -137,7 +128,7 @@ def test_neither_an_old_proof_nor_the_receivers_own_gets_in(tcp: Backend) -> Non
             assert peer.at_end()
 
 
-def test_whoever_listens_elsewhere_cannot_pass_the_proof_on(core: Backend) -> None:
+def test_a_listener_elsewhere_cannot_relay_the_proof(core: Backend) -> None:
     """At a port that a dead receiver had, for example."""
     receiver = core.receiver(key=KEY)
     sender, cache = core.sender(key=KEY), core.cache(seed=1)
@@ -149,11 +140,11 @@ def test_whoever_listens_elsewhere_cannot_pass_the_proof_on(core: Backend) -> No
     assert transfer.status == Status.REFUSED
     assert "or came by another address" in transfer.error
     assert receiver.find("t") is None
-    assert receiver.stats().refused_strangers == 1
-    works(core, receiver)
+    assert receiver.stats().refused_unauthenticated == 1
+    core.still_works(receiver, key=KEY)
 
 
-def test_a_stranger_that_waits_is_sent_away(tcp: Backend) -> None:
+def test_an_unauthenticated_peer_that_waits_is_closed(tcp: Backend) -> None:
     receiver = tcp.receiver(key=KEY)
     with Rogue(receiver.endpoint) as silent, Prover(receiver.endpoint) as slow:
         slow.exchange()
@@ -166,17 +157,17 @@ def test_a_stranger_that_waits_is_sent_away(tcp: Backend) -> None:
     eventually(lambda: receiver.stats().connections == 0)
 
 
-def test_strangers_are_bounded_and_never_in_a_peers_way(core: Backend) -> None:
+def test_unauthenticated_peers_are_bounded_and_never_displace_a_peer(core: Backend) -> None:
     receiver = core.receiver(key=KEY, max_connections=8)
-    strangers = [Rogue(receiver.endpoint) for _ in range(150)]
-    works(core, receiver)
+    rogues = [Rogue(receiver.endpoint) for _ in range(150)]
+    core.still_works(receiver, key=KEY)
     assert receiver.stats().connections <= 64 + 8
-    for each in strangers:
+    for each in rogues:
         each.socket.close()
     eventually(lambda: receiver.stats().connections == 0)
 
 
-def test_peers_are_bounded_all_the_same(tcp: Backend) -> None:
+def test_peers_are_bounded_too(tcp: Backend) -> None:
     receiver = tcp.receiver(key=KEY, max_connections=2)
     peers = [Prover(receiver.endpoint) for _ in range(2)]
     for each in peers:

@@ -1,4 +1,4 @@
-"""Cancel, timeouts, a full arena and closing: on every backend."""
+"""Cancel, timeouts, a full arena, gone routers and closing, over each link."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ import numpy as np
 import pytest
 
 from tests.eventually import eventually
-from tests.transport.conftest import IDENTITY, Backend, ended
-from vllm_tetri.transport.native import SlotState, Status, TransferState
+from tests.transport.conftest import IDENTITY, Backend, empty, ended
+from vllm_tetri.transport.native import Arena, SlotState, Status, TransferState
 
 ONE = np.array([0], np.int32)
-
-
-def empty(receiver: Any) -> bool:
-    stats = receiver.stats()
-    return (stats.arena_used_bytes, stats.quarantined_bytes, stats.slots) == (0, 0, 0)
 
 
 def quiesces(transfer: Any) -> bool:
     return bool(eventually(lambda: transfer.quiesced, 2.0))
 
 
-def test_sender_cancels_while_filling(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
-    cache = backend.cache(seed=1)
+def test_sender_cancels_while_filling(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
     transfer.write(cache.layout, 0, ONE)
     eventually(lambda: receiver.find("t"))
@@ -47,8 +42,8 @@ def test_sender_cancels_while_filling(backend: Backend) -> None:
     assert receiver.find("t") is None
 
 
-def test_sender_cancels_before_the_answer(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
+def test_sender_cancels_before_the_answer(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
     for index in range(20):
         sender.open(receiver.endpoint, f"t{index}", 4, 512).cancel()
     assert sender.send(receiver.endpoint, b"after", 5.0) == Status.OK
@@ -57,19 +52,19 @@ def test_sender_cancels_before_the_answer(backend: Backend) -> None:
     assert sender.stats().transfers == 0
 
 
-def test_cancel_after_done_changes_nothing(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
-    cache = backend.cache(seed=1)
-    transfer = backend.push(sender, receiver, "t", cache, [1, 2])
+def test_cancel_after_done_changes_nothing(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
+    transfer = core.push(sender, receiver, "t", cache, [1, 2])
     ended(transfer)
     transfer.cancel()
     assert transfer.state == TransferState.DONE
-    assert backend.arrived(receiver, "t", cache) == cache.bytes_of([1, 2])
+    assert core.arrived(receiver, "t", cache) == cache.bytes_of([1, 2])
 
 
-def test_cancel_from_another_thread_while_large_writes_run(backend: Backend) -> None:
-    receiver, sender = backend.receiver(arena_bytes=64 << 20), backend.sender()
-    cache = backend.cache(4, 128, 65536, seed=1)
+def test_cancel_from_another_thread_while_large_writes_run(core: Backend) -> None:
+    receiver, sender = core.receiver(arena_bytes=64 << 20), core.sender()
+    cache = core.cache(4, 128, 65536, seed=1)
     ids = np.arange(128, dtype=np.int32)
     for index in range(8):
         transfer = sender.open(receiver.endpoint, f"t{index}", 128, cache.layout.block_bytes)
@@ -78,14 +73,14 @@ def test_cancel_from_another_thread_while_large_writes_run(backend: Backend) -> 
         transfer.cancel()
         assert quiesces(transfer)
     eventually(lambda: empty(receiver))
-    good = backend.push(sender, receiver, "good", cache, ids)
+    good = core.push(sender, receiver, "good", cache, ids)
     assert ended(good) == TransferState.DONE, good.error
-    assert backend.arrived(receiver, "good", cache) == cache.bytes_of(ids)
+    assert core.arrived(receiver, "good", cache) == cache.bytes_of(ids)
 
 
-def test_receiver_cancels_while_filling_and_refuses_the_name(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
-    cache = backend.cache(seed=1)
+def test_receiver_cancels_while_filling_and_refuses_the_name(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
     transfer.write(cache.layout, 0, ONE)
     eventually(lambda: receiver.find("t"))
@@ -101,31 +96,31 @@ def test_receiver_cancels_while_filling_and_refuses_the_name(backend: Backend) -
     assert "cancelled it before" in again.error
 
 
-def test_receiver_cancels_before_anything_was_opened(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
+def test_receiver_cancels_before_anything_was_opened(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
     receiver.cancel("t")
     transfer = sender.open(receiver.endpoint, "t", 4, 512)
     assert ended(transfer) == TransferState.FAILED
     assert transfer.status == Status.REFUSED
 
 
-def test_a_cancelled_name_is_accepted_again_after_fill_timeout(backend: Backend) -> None:
-    receiver, sender = backend.receiver(fill_timeout_s=0.2), backend.sender()
+def test_a_cancelled_name_is_accepted_again_after_fill_timeout(core: Backend) -> None:
+    receiver, sender = core.receiver(fill_timeout_s=0.2), core.sender()
     receiver.cancel("t")
-    cache = backend.cache(seed=1)
+    cache = core.cache(seed=1)
 
     def accepted() -> bool:
-        transfer = backend.push(sender, receiver, "t", cache, [1])
+        transfer = core.push(sender, receiver, "t", cache, [1])
         return bool(ended(transfer) == TransferState.DONE)
 
     eventually(accepted)
 
 
-def test_receiver_cancels_what_arrived_but_never_what_is_taken(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
-    cache = backend.cache(seed=1)
+def test_receiver_cancels_what_arrived_but_never_what_is_taken(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
     for name in ("a", "b"):
-        ended(backend.push(sender, receiver, name, cache, [1]))
+        ended(core.push(sender, receiver, name, cache, [1]))
     receiver.take("b")
     receiver.cancel("a")
     receiver.cancel("b")
@@ -135,32 +130,32 @@ def test_receiver_cancels_what_arrived_but_never_what_is_taken(backend: Backend)
     assert empty(receiver)
 
 
-def test_a_full_arena_is_an_answer_and_has_room_again_later(backend: Backend) -> None:
-    receiver, sender = backend.receiver(arena_bytes=64 << 10), backend.sender()
-    cache = backend.cache(1, 16, 4096, seed=1)
-    first = backend.push(sender, receiver, "a", cache, range(12))
+def test_a_full_arena_is_an_answer_and_has_room_again_later(core: Backend) -> None:
+    receiver, sender = core.receiver(arena_bytes=64 << 10), core.sender()
+    cache = core.cache(1, 16, 4096, seed=1)
+    first = core.push(sender, receiver, "a", cache, range(12))
     assert ended(first) == TransferState.DONE
-    second = backend.push(sender, receiver, "b", cache, range(8))
+    second = core.push(sender, receiver, "b", cache, range(8))
     assert ended(second) == TransferState.FAILED
     assert second.status == Status.FULL
     assert "no room" in second.error
     assert receiver.find("b") is None
     assert receiver.stats().refused_full == 1
-    backend.arrived(receiver, "a", cache)
-    third = backend.push(sender, receiver, "b", cache, range(8))
+    core.arrived(receiver, "a", cache)
+    third = core.push(sender, receiver, "b", cache, range(8))
     assert ended(third) == TransferState.DONE
 
 
-def test_a_transfer_larger_than_the_arena_is_refused_for_good(backend: Backend) -> None:
-    receiver, sender = backend.receiver(arena_bytes=8192), backend.sender()
+def test_a_transfer_larger_than_the_arena_is_refused_for_good(core: Backend) -> None:
+    receiver, sender = core.receiver(arena_bytes=8192), core.sender()
     transfer = sender.open(receiver.endpoint, "t", 3, 4096)
     assert ended(transfer) == TransferState.FAILED
     assert transfer.status == Status.REFUSED
     assert "arena_bytes" in transfer.error
 
 
-def test_the_same_name_cannot_be_open_twice(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
+def test_the_same_name_cannot_be_open_twice(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
     first = sender.open(receiver.endpoint, "t", 1, 512)
     eventually(lambda: receiver.find("t"))
     second = sender.open(receiver.endpoint, "t", 1, 512)
@@ -171,9 +166,9 @@ def test_the_same_name_cannot_be_open_twice(backend: Backend) -> None:
     first.cancel()
 
 
-def test_filling_without_progress_ends(backend: Backend) -> None:
-    receiver, sender = backend.receiver(fill_timeout_s=0.2), backend.sender()
-    cache = backend.cache(seed=1)
+def test_filling_without_progress_ends(core: Backend) -> None:
+    receiver, sender = core.receiver(fill_timeout_s=0.2), core.sender()
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
     transfer.write(cache.layout, 0, ONE)
     eventually(lambda: receiver.find("t"))
@@ -188,9 +183,9 @@ def test_filling_without_progress_ends(backend: Backend) -> None:
     eventually(lambda: receiver.find("t") is None or receiver.find("t").state == SlotState.FAILED)
 
 
-def test_filling_with_progress_goes_on(backend: Backend) -> None:
-    receiver, sender = backend.receiver(fill_timeout_s=0.4), backend.sender()
-    cache = backend.cache(seed=1)
+def test_filling_with_progress_goes_on(core: Backend) -> None:
+    receiver, sender = core.receiver(fill_timeout_s=0.4), core.sender()
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 12, cache.layout.block_bytes)
     for block in range(12):
         assert transfer.write(cache.layout, block, np.array([block], np.int32)) == Status.OK
@@ -199,11 +194,11 @@ def test_filling_with_progress_goes_on(backend: Backend) -> None:
     assert ended(transfer) == TransferState.DONE, transfer.error
 
 
-def test_arrived_but_not_taken_ends(backend: Backend) -> None:
-    receiver, sender = backend.receiver(hold_timeout_s=0.2), backend.sender()
-    cache = backend.cache(seed=1)
-    ended(backend.push(sender, receiver, "t", cache, [1]))
-    ended(backend.push(sender, receiver, "pinned", cache, [1]))
+def test_arrived_but_not_taken_ends(core: Backend) -> None:
+    receiver, sender = core.receiver(hold_timeout_s=0.2), core.sender()
+    cache = core.cache(seed=1)
+    ended(core.push(sender, receiver, "t", cache, [1]))
+    ended(core.push(sender, receiver, "pinned", cache, [1]))
     assert receiver.take("pinned") is not None
     eventually(lambda: receiver.stats().expired == 1)
     assert receiver.take("t") is None
@@ -214,20 +209,20 @@ def test_arrived_but_not_taken_ends(backend: Backend) -> None:
     eventually(lambda: receiver.find("t") is None)
 
 
-def test_a_claimed_slot_is_this_sides_own_until_it_is_released(backend: Backend) -> None:
-    receiver, sender = backend.receiver(arena_bytes=8 * 4096, hold_timeout_s=0.1), backend.sender()
-    cache, back = backend.cache(2, 16, 2048, seed=1), backend.cache(2, 16, 2048)
+def test_a_claimed_slot_is_this_sides_own_until_it_is_released(core: Backend) -> None:
+    receiver, sender = core.receiver(arena_bytes=8 * 4096, hold_timeout_s=0.1), core.sender()
+    cache, back = core.cache(2, 16, 2048, seed=1), core.cache(2, 16, 2048)
     slot = receiver.claim("own", 3, cache.layout.block_bytes, 2)
     assert (slot.state, slot.num_blocks, slot.num_ranks) == (SlotState.TAKEN, 3, 2)
     assert receiver.claim("own", 1, 4096) is None
     assert receiver.claim("more", 3, 4096) is None
     assert receiver.claim("", 1, 4096) is None
     assert receiver.claim("none", 0, 4096) is None
-    assert ended(backend.push(sender, receiver, "own", cache, [1])) == TransferState.FAILED
-    refused = backend.push(sender, receiver, "big", cache, [1, 2, 3])
+    assert ended(core.push(sender, receiver, "own", cache, [1])) == TransferState.FAILED
+    refused = core.push(sender, receiver, "big", cache, [1, 2, 3])
     assert ended(refused) == TransferState.FAILED
     assert refused.status == Status.FULL
-    arena = backend.module.Arena(receiver.segment)
+    arena = Arena(receiver.segment)
     second_rank = slot.offset + slot.rank_bytes
     arena.save(second_rank, 0, cache.layout, np.array([5, 1, 9], np.int32))
     receiver.cancel("own")
@@ -251,9 +246,9 @@ def test_a_claimed_slot_is_this_sides_own_until_it_is_released(backend: Backend)
     receiver.release("own")
 
 
-def test_finish_with_missing_blocks_fails_and_names_one(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
-    cache = backend.cache(seed=1)
+def test_finish_with_missing_blocks_fails_and_names_one(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 3, cache.layout.block_bytes)
     transfer.write(cache.layout, 0, ONE)
     transfer.write(cache.layout, 2, ONE)
@@ -264,20 +259,20 @@ def test_finish_with_missing_blocks_fails_and_names_one(backend: Backend) -> Non
     eventually(lambda: empty(receiver))
 
 
-def test_too_many_queued_blocks_fail_the_transfer(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender(max_queued_blocks=8)
-    cache = backend.cache(seed=1)
+def test_too_many_queued_blocks_fail_the_transfer(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender(max_queued_blocks=8)
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 9, cache.layout.block_bytes)
     assert transfer.write(cache.layout, 0, np.arange(9, dtype=np.int32)) == Status.FULL
     assert (transfer.state, transfer.status) == (TransferState.FAILED, Status.FULL)
     eventually(lambda: empty(receiver))
-    other = backend.push(sender, receiver, "u", cache, range(8))
+    other = core.push(sender, receiver, "u", cache, range(8))
     assert ended(other) == TransferState.DONE
 
 
-def test_identity_that_differs_is_refused_key_by_key(backend: Backend) -> None:
-    receiver = backend.receiver(identity=IDENTITY | {"block_size": "128", "isa": "avx2"})
-    sender = backend.sender()
+def test_identity_that_differs_is_refused_key_by_key(core: Backend) -> None:
+    receiver = core.receiver(identity=IDENTITY | {"block_size": "128", "isa": "avx2"})
+    sender = core.sender()
     transfer = sender.open(receiver.endpoint, "t", 1, 512)
     assert ended(transfer) == TransferState.FAILED
     assert transfer.status == Status.REFUSED
@@ -289,9 +284,9 @@ def test_identity_that_differs_is_refused_key_by_key(backend: Backend) -> None:
     assert empty(receiver)
 
 
-def test_nobody_at_the_endpoint(backend: Backend) -> None:
-    sender = backend.sender()
-    receiver = backend.receiver()
+def test_an_endpoint_without_a_receiver(core: Backend) -> None:
+    sender = core.sender()
+    receiver = core.receiver()
     receiver.close()
     transfer = sender.open(receiver.endpoint, "t", 1, 512)
     assert ended(transfer) == TransferState.FAILED
@@ -300,9 +295,9 @@ def test_nobody_at_the_endpoint(backend: Backend) -> None:
     assert sender.send(receiver.endpoint, b"m", 5.0) == Status.PEER_LOST
 
 
-def test_sender_closes_with_work_in_flight(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
-    cache = backend.cache(seed=1)
+def test_sender_closes_with_work_in_flight(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
     transfer.write(cache.layout, 0, ONE)
     eventually(lambda: receiver.find("t"))
@@ -319,9 +314,9 @@ def test_sender_closes_with_work_in_flight(backend: Backend) -> None:
     assert sender.stats().threads == 0
 
 
-def test_receiver_closes_with_work_in_flight(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
-    cache = backend.cache(seed=1)
+def test_receiver_closes_with_work_in_flight(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
     transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
     transfer.write(cache.layout, 0, ONE)
     eventually(lambda: receiver.find("t"))
@@ -335,8 +330,8 @@ def test_receiver_closes_with_work_in_flight(backend: Backend) -> None:
     assert receiver.wait(0.0) in (True, False)
 
 
-def test_close_wakes_those_who_wait(backend: Backend) -> None:
-    receiver, sender = backend.receiver(), backend.sender()
+def test_close_wakes_those_who_wait(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
     waits = [lambda: receiver.wait(30.0), lambda: receiver.receive(30.0), lambda: sender.wait(30.0)]
     threads = [threading.Thread(target=wait) for wait in waits]
     for thread in threads:
@@ -349,6 +344,38 @@ def test_close_wakes_those_who_wait(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("options", [{"arena_bytes": 0}, {"port": 70000}, {"fill_timeout_s": 0.0}])
-def test_wrong_receiver_options_are_refused(backend: Backend, options: dict[str, float]) -> None:
+def test_wrong_receiver_options_are_refused(core: Backend, options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"arena_bytes|port|timeout"):
-        backend.receiver(**options)
+        core.receiver(**options)
+
+
+def test_slots_of_a_router_that_is_gone_fail_with_the_reason(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
+    for name in ("r/arrived", "r/kept", "r/taken", "s/other"):
+        assert ended(core.push(sender, receiver, name, cache, [1, 2])) == TransferState.DONE
+    filling = sender.open(receiver.endpoint, "r/filling", 2, cache.layout.block_bytes)
+    eventually(lambda: receiver.find("r/filling"))
+    assert receiver.take("r/taken")
+    assert (receiver.stats().filling, receiver.stats().unclaimed) == (1, 3)
+
+    receiver.abandon("r/", ["r/kept"], "its router is gone")
+
+    assert ended(filling) == TransferState.FAILED
+    assert filling.status == Status.CANCELLED
+    for name in ("r/arrived", "r/filling"):
+        assert receiver.find(name).error == "its router is gone"
+    eventually(lambda: (receiver.stats().filling, receiver.stats().unclaimed) == (0, 2))
+    for name in ("r/kept", "s/other"):
+        assert core.arrived(receiver, name, cache) == cache.bytes_of([1, 2])
+    receiver.release("r/taken")
+    eventually(lambda: empty(receiver))
+
+
+def test_a_name_that_was_abandoned_may_come_again(core: Backend) -> None:
+    receiver, sender = core.receiver(), core.sender()
+    cache = core.cache(seed=1)
+    assert ended(core.push(sender, receiver, "t", cache, [1])) == TransferState.DONE
+    receiver.abandon("", [], "its router is gone")
+    assert ended(core.push(sender, receiver, "t", cache, [2])) == TransferState.DONE
+    assert core.arrived(receiver, "t", cache) == cache.bytes_of([2])

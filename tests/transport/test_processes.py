@@ -1,4 +1,4 @@
-"""A sender in another process that is killed or stopped, and what is left behind."""
+"""A sender in another process that is killed or stopped, and what it leaves."""
 
 from __future__ import annotations
 
@@ -7,45 +7,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.eventually import eventually
-from tests.transport.conftest import Backend, ended
-from tests.transport.test_lifetimes import empty
-from vllm_tetri.errors import PeerLost, TransferError, TransferRefused, TransferTimeout
+from tests.transport.children import ROOT, child, stop
+from tests.transport.conftest import Backend, empty, ended
+from vllm_tetri.errors import TransferError
 from vllm_tetri.transport import native
 from vllm_tetri.transport.native import SlotState, Status, TransferState
-
-ROOT = Path(__file__).resolve().parents[2]
-CHILD = Path(__file__).with_name("sending_child.py")
-
-
-@contextmanager
-def child(
-    endpoint: str, link: str, key: bytes = b"", *, within: tuple[str, ...] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    command = [*within, sys.executable, str(CHILD), endpoint, link, key.hex()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "sending\n"
-            yield process
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)  # returns when it has stopped
 
 
 def test_a_killed_sender_frees_its_slot_at_once(core: Backend) -> None:
@@ -131,25 +103,23 @@ def test_a_receiver_that_stops_answering_times_out(core: Backend) -> None:
     assert later.status in (Status.PEER_LOST, Status.TIMEOUT)
 
 
-def footprint() -> tuple[int, int, set[str]]:
-    files = {path.name for path in Path("/dev/shm").glob("tetri-*")}
-    mine = Path("/proc/self")
-    return len(list((mine / "fd").iterdir())), len(list((mine / "task").iterdir())), files
-
-
 def test_nothing_is_left_after_close(core: Backend) -> None:
-    cache = core.cache(seed=1)
+    def footprint() -> list[int]:
+        return [len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task")]
+
+    cache, segments = core.cache(seed=1), []
     before = footprint()
     for index in range(5):
         receiver, sender = core.receiver(), core.sender()
+        segments.append(Path(receiver.segment))
         for name in ("a", "b"):
             core.push(sender, receiver, f"{name}{index}", cache, range(8))
         sender.open(receiver.endpoint, "open", 4, 512)
         (sender if index % 2 else receiver).close()
         (receiver if index % 2 else sender).close()
     core.closing.clear()
-    after = eventually(lambda: footprint() if footprint()[:2] == before[:2] else None)
-    assert after[2] <= before[2]
+    eventually(lambda: footprint() == before)
+    assert not [path for path in segments if path.exists()]
 
 
 def wakes(threads: set[str]) -> int:
@@ -173,19 +143,6 @@ def test_an_idle_pair_sleeps(core: Backend) -> None:
     held.cancel()
 
 
-def test_errors_of_transfers_become_exceptions(core: Backend) -> None:
-    receiver, sender = core.receiver(arena_bytes=8192), core.sender()
-    cache = core.cache(1, 4, 4096, seed=1)
-    native.wait_done(sender, core.push(sender, receiver, "a", cache, [0, 1]), 5.0)
-    with pytest.raises(TransferRefused, match="no room"):
-        native.wait_done(sender, core.push(sender, receiver, "b", cache, [0]), 5.0)
-    receiver.take("a")
-    receiver.release("a")
-    waiting = sender.open(receiver.endpoint, "c", 1, 4096)
-    with pytest.raises(TransferTimeout, match="not done after"):
-        native.wait_done(sender, waiting, 0.05)
-    receiver.close()
-    with pytest.raises(PeerLost):
-        native.wait_done(sender, waiting, 5.0)
+def test_an_arena_that_does_not_fit_is_an_error_of_this_package() -> None:
     with pytest.raises(TransferError, match="lower arena_bytes"):
         native.open_receiver(arena_bytes=1 << 45, identity={})

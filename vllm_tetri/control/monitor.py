@@ -1,45 +1,43 @@
-"""The router's end of the control channel: who is in the cluster and how loaded.
+"""The router's end of the control channel: which instances there are, and their load.
 
-A `Monitor` belongs to one event loop and is used on that loop only. Instances
-report when a view reaches them, so that all of a period's traffic falls into one
-short moment and an idle cluster sleeps in between.
+Instances report when a poll reaches them, so that all of a period's traffic falls into one short
+moment and an idle cluster sleeps in between.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import msgspec
 import zmq
 
 from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded
-from vllm_tetri.control.curve import CONTROL, Curve, Gatekeeper
 from vllm_tetri.control.membership import Membership
-from vllm_tetri.control.views import row_of
+from vllm_tetri.control.view import row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
-from vllm_tetri.secret import Secret
-from vllm_tetri.types import (
-    ClusterView,
-    Flip,
-    FlipStage,
-    InstanceId,
-    InstanceInfo,
-    InstanceView,
-    Role,
-)
+from vllm_tetri.security import CONTROL, HANDSHAKE_FAILED, Curve, Gatekeeper, Secret, is_readable
+from vllm_tetri.types import ClusterView, Flip, InstanceId, InstanceInfo, InstanceView, Role
 
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 _log = logging.getLogger(__name__)
+
+
+class RouterSide(Protocol):
+    """What a monitor needs of its router, on the event loop."""
+
+    def on_hello(self, info: InstanceInfo) -> None: ...  # it is not known to be ready
+    def on_dispatched(self, message: messages.Dispatched) -> None: ...
+    def on_cut_off(self, instance: InstanceId) -> None: ...  # it left before it had finished
+    def on_flip(self, instance: InstanceId, flip: Flip) -> None: ...  # done or rolled back
+    def num_reaching(self, instance: InstanceId) -> int: ...  # requests it has or may still get
 
 
 @dataclass(slots=True)
@@ -48,64 +46,40 @@ class MonitorCounters:
 
     received: dict[str, int] = field(default_factory=dict)  # by message name
     sent: int = 0
-    dropped: int = 0  # malformed or foreign frames, and connections that were not let in
+    dropped: int = 0  # malformed or foreign frames, and connections that were refused
     undelivered: int = 0  # the instance was gone or did not read
 
 
 class Monitor:
-    """Keeps the table of instances and broadcasts who can decode to who dispatches.
+    """Keeps the table of instances and polls them, with views for those that dispatch.
 
-    Args:
-        bind: Address to listen on, ``tcp://HOST:PORT``; port 0 takes a free one.
-        name: Name of this router in its views.
-        period_s: Seconds between two broadcasts.
-        silent_after_s: An instance that says nothing for so long is not used.
-        on_hello: Called for every instance that is not known to be ready.
-        on_dispatched: Called when a prefill instance names a decode instance.
-        on_cut_off: Called when an instance left before it had finished.
-        on_flip: Called when a flip has ended, in whatever way.
-        in_flight: Requests that an instance has or may still get from this router;
-            asked for those that leave or drain.
-        secret: What routers and instances share; nobody without it is listened to.
-
-    Raises:
-        ConfigError: The address is malformed, or needs a secret.
+    It listens at `bind`, ``tcp://HOST:PORT`` with port 0 for a free one; ConfigError if that is
+    malformed or needs a secret. An instance is not used after `silent_after_s` without a report.
+    All methods belong to one event loop.
     """
 
     def __init__(
         self,
         bind: str,
         name: str,
-        *,
+        router: RouterSide,
         period_s: float = 0.1,
         silent_after_s: float = 1.0,
-        on_hello: Callable[[InstanceInfo], None] = lambda _: None,
-        on_dispatched: Callable[[messages.Dispatched], None] = lambda _: None,
-        on_cut_off: Callable[[InstanceId], None] = lambda _: None,
-        on_flip: Callable[[InstanceId, Flip], None] = lambda *_: None,
-        in_flight: Callable[[InstanceId], int] = lambda _: 0,
         secret: Secret | None = None,
     ) -> None:
         require_guarded("--control", control_host(bind), has_secret=secret is not None)
         self._curve = None if secret is None else Curve(secret, CONTROL)
         self.counters = MonitorCounters()
-        self._bind = bind
-        self._name = name
+        self.members = Membership(silent_after_s)
+        self._bind, self._name, self._router = bind, name, router
         self._period_s = period_s
-        self._on_hello = on_hello
-        self._on_dispatched = on_dispatched
-        self._on_cut_off = on_cut_off
-        self._on_flip = on_flip
-        self._in_flight = in_flight
-        self._members = Membership(silent_after_s)
-        self._seq = 0
-        self._told_roster = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._seq = self._sent_roster = 0
+        self._opened = contextlib.ExitStack()  # what `close` closes
         self._socket: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
         self._gatekeeper: Gatekeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._due_s = 0.0  # when it fires
+        self._due_s = math.inf  # when it fires
 
     @property
     def address(self) -> str:
@@ -114,164 +88,119 @@ class Monitor:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
-        """Bind and begin to listen on the running event loop.
-
-        Raises:
-            ConfigError: The address cannot be bound.
-        """
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        """Listen on the running event loop; ConfigError if the address cannot be bound."""
+        loop, opened, context = asyncio.get_running_loop(), self._opened, zmq.Context()
+        opened.callback(context.destroy, linger=0)
+        self._socket = context.socket(zmq.ROUTER)
         _configure(self._socket, is_ipv6="[" in self._bind)
-        self._events = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._events = self._socket.get_monitor_socket(HANDSHAKE_FAILED)
+        opened.callback(self._socket.disable_monitor)
         if self._curve is not None:
-            self._gatekeeper = Gatekeeper(self._context, self._curve)
             self._curve.listen(self._socket)
+            self._gatekeeper = Gatekeeper(context, self._curve)
+            opened.callback(self._gatekeeper.close)
+            asked = self._gatekeeper.socket.fileno()
+            loop.add_reader(asked, self._gatekeeper.answer)
+            opened.callback(loop.remove_reader, asked)
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"--control {self._bind}: {error}; choose another port") from error
-        loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._drain)
-        if self._gatekeeper is not None:
-            loop.add_reader(self._gatekeeper.socket.fileno(), self._gatekeeper.answer)
-        self._begin_period()
+        opened.callback(loop.remove_reader, self._socket.fileno())
+        self._tick()
 
     def view(self) -> ClusterView:
         """Every instance that is not gone, as of now."""
-        return ClusterView(self._name, self._seq, self._members.views(time.monotonic()))
+        return ClusterView(self._name, self._seq, self.members.views(time.monotonic()))
 
     def view_of(self, instance: InstanceId) -> InstanceView | None:
-        """One instance as of now; None when it is gone."""
-        return self._members.view_of(instance, time.monotonic())
+        return self.members.view_of(instance, time.monotonic())
 
-    @property
-    def departed(self) -> dict[InstanceId, str]:
-        """Who left because it was asked to, and what a deadline cut off there."""
-        return self._members.departed
-
-    def ask_to_leave(self, instance: InstanceId, deadline_s: float | None) -> None:
-        """Tell a member to finish what it has and go, at the latest in `deadline_s`.
-
-        Raises:
-            KeyError: There is no such member.
-        """
+    def order_drain(self, instance: InstanceId, deadline_s: float | None) -> None:
+        """Tell a member to finish its requests and leave within `deadline_s`, or KeyError."""
         now = time.monotonic()
-        self._members.ask_to_leave(instance, None if deadline_s is None else now + deadline_s)
-        leave = self._members.leave_for(instance, now)
-        if leave is not None:
-            self.send(instance, leave)
+        self.members.order_drain(instance, None if deadline_s is None else now + deadline_s)
+        for order in self.members.orders_for(instance, now):
+            self.send(instance, order)
 
     def order_flip(self, instance: InstanceId, order: messages.FlipRole) -> int:
-        """Tell a member to take another role; returns the epoch of the order.
-
-        Raises:
-            KeyError: There is no such member.
-        """
-        order = self._members.order_flip(instance, order, time.monotonic())
+        """Tell a member to take another role, or KeyError; returns the epoch of the order."""
+        order = self.members.order_flip(instance, order, time.monotonic())
         self.send(instance, order)
         return order.epoch
 
-    def mark_ready(self, info: InstanceInfo) -> None:
-        """Its HTTP server answers. Ignored if the instance changed meanwhile."""
-        self._members.mark_ready(info)
-
-    def knows(self, info: InstanceInfo) -> bool:
-        """Whether exactly this instance is a member, be it silent for the moment."""
-        return self._members.is_known(info)
+    def mix(self, is_mixed: bool) -> None:
+        """Set whether any instance may compute prompts for any other from now on."""
+        self.members.mix(is_mixed)
+        if is_mixed and self._socket is not None:
+            self._poll()  # those that did not dispatch have no view yet
 
     def send(self, instance: InstanceId, message: messages.ToInstance) -> bool:
         """Queue a message; False (and counted) when the instance cannot be reached."""
-        sender = self._members.sender_of(instance)
+        sender = self.members.sender_of(instance)
         if sender is None or self._socket is None:
             self.counters.undelivered += 1
             return False
         # Sending may swallow the edge that announces an incoming frame.
         asyncio.get_running_loop().call_soon(self._drain)
-        return self._send(sender, messages.encode(message))
+        return self._send(sender, message)
 
     def close(self) -> None:
         """Stop listening and release the port. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-            assert self._socket is not None
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._socket.fileno())
-            if self._gatekeeper is not None:
-                loop.remove_reader(self._gatekeeper.socket.fileno())
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            self._socket.close(linger=0)
-            self._socket = None
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-            self._gatekeeper = None
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
+        self._opened.close()
+        self._timer = self._socket = self._events = self._gatekeeper = None
 
     def _tick(self) -> None:
         now = time.monotonic()
-        # This process was stopped, or its loop held up: what instances said meanwhile is
-        # still on its way here.
-        self._members.forgive(max(0.0, now - self._due_s), now)
-        self._begin_period()  # first: there is another one whatever happens in this
+        # After a stop of this process or its loop, reports of that time are still to come.
+        self.members.forgive(max(0.0, now - self._due_s), now)
+        # Before all else: whatever fails below, there is another period.
+        self._due_s = now + self._period_s
+        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
         if self._gatekeeper is not None:
             self._gatekeeper.answer()
         self._drain()
-        self._count_foreign()
-        self._members.forget_gone(now)
-        self._broadcast()
-
-    def _begin_period(self) -> None:
-        self._due_s = time.monotonic() + self._period_s
-        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
-
-    def _broadcast(self) -> None:
-        self._show()
-        frame = messages.encode(messages.Cue(router=self._name))
-        now = time.monotonic()
-        for sender, instance, is_ending in self._members.cued():
-            self._send(sender, self._cue(instance) if is_ending else frame)
-            for order in self._members.orders_for(instance, now):
-                self._send(sender, messages.encode(order))
+        while self._events is not None and is_readable(self._events):
+            self._events.recv_multipart()
+            self._drop("a connection that does not speak ZeroMQ, or has another secret or none")
+        self.members.forget_gone(now)
+        self._poll()
         self._drain()
 
-    def mix(self, is_mixed: bool) -> None:
-        """Whether any instance may compute prompts for any other from now on, or each in
-        its role."""
-        self._members.mix(is_mixed)
-        if is_mixed and self._socket is not None:
-            self._show()  # those who did not dispatch have no picture yet
-
-    def _show(self) -> None:
-        """To all who dispatch: who decodes."""
+    def _poll(self) -> None:
         self._seq += 1
-        dispatchers = self._members.dispatchers()
-        if dispatchers:
-            frame = messages.encode(self._picture())
-            for sender in dispatchers:
-                self._send(sender, frame)
+        now = time.monotonic()
+        recipients = self.members.recipients()
+        plain = messages.Poll(self._name, self._seq)
+        informed = self._with_views(now) if any(each.dispatches for each in recipients) else plain
+        polls = ((plain, messages.encode(plain)), (informed, messages.encode(informed)))
+        for each in recipients:
+            poll, frame = polls[each.dispatches]
+            if each.is_ending:
+                in_flight = self._router.num_reaching(each.instance)
+                frame = messages.encode(msgspec.structs.replace(poll, in_flight=in_flight))
+            self._send(each.sender, frame)
+            for order in self.members.orders_for(each.instance, now):
+                self._send(each.sender, order)
 
-    def _picture(self) -> messages.View | messages.Loads:
-        """Who decodes; only what is new while the same instances are there."""
-        roster = self._members.roster
-        views = self._members.views(time.monotonic())
-        is_mixed = self._members.is_mixed
-        decoders = tuple(each for each in views if is_mixed or each.info.role is not Role.PREFILL)
-        if roster == self._told_roster:
-            return messages.Loads(roster, self._seq, [row_of(each) for each in decoders])
-        self._told_roster = roster
-        return messages.View(ClusterView(self._name, self._seq, decoders), roster)
-
-    def _cue(self, instance: InstanceId) -> bytes:
-        return messages.encode(messages.Cue(self._in_flight(instance), self._name))
+    def _with_views(self, now: float) -> messages.Poll:
+        """The instances that decode; only their loads while the roster stays the same."""
+        views, roster = self.members.views(now), self.members.roster
+        if not self.members.is_mixed:
+            views = tuple(each for each in views if each.info.role is not Role.PREFILL)
+        if roster == self._sent_roster:
+            return messages.Poll(self._name, self._seq, roster, delta=[*map(row_of, views)])
+        self._sent_roster = roster
+        return messages.Poll(self._name, self._seq, roster, view=views)
 
     def _drain(self) -> None:
         # ZeroMQ signals an edge, so read until nothing is left or ask to be called again.
         for _ in range(_MAX_DRAIN):
-            if self._socket is None or not _is_readable(self._socket):
+            if self._socket is None or not is_readable(self._socket):
                 return
             parts = self._socket.recv_multipart()
             try:
@@ -287,70 +216,62 @@ class Monitor:
     def _take(self, sender: bytes, message: messages.ToRouter) -> None:
         name = type(message).__name__
         self.counters.received[name] = self.counters.received.get(name, 0) + 1
-        now = time.monotonic()
         match message:
             case messages.Hello(info=info):
-                self._greet(sender, info, now)
+                self._on_hello(sender, info)
             case messages.LoadReport():
-                self._note(sender, message, now)
+                self._on_report(sender, message)
             case messages.Flipped():
-                self._advertise(sender, message)
-            case messages.Left():
-                self._part(sender, message)
+                self._on_flipped(sender, message)
+            case messages.Goodbye(instance=instance, cut_off=cut_off):
+                if self.members.left(sender, message) and message.was_asked:
+                    _log.info("%s has left; cut off: %s", instance, cut_off or "nothing")
+                    if cut_off:
+                        self._router.on_cut_off(instance)
             case messages.Dispatched():
-                if self._members.is_member(sender):
-                    self._on_dispatched(message)
+                if self.members.is_member(sender):
+                    self._router.on_dispatched(message)
                 else:
-                    self._introduce(sender)
+                    self._ask_for_hello(sender)
 
-    def _greet(self, sender: bytes, info: InstanceInfo, now: float) -> None:
+    def _on_hello(self, sender: bytes, info: InstanceInfo) -> None:
         try:
-            replaced = self._members.join(sender, info, now)
+            replaced = self.members.join(sender, info, time.monotonic())
         except ProtocolError as error:
             self._drop(str(error))
-            self._send(sender, messages.encode(messages.Refused(str(error))))
+            self._send(sender, messages.Refused(str(error)))
             return
         if replaced is not None:
             _log.warning("%s was replaced by process %d", info.id, info.pid)
             reason = f"process {info.pid} joined as {info.id}; give every instance its own name"
-            self._send(replaced, messages.encode(messages.Refused(reason)))
-        if not self._members.is_ready(info):
-            self._on_hello(info)
+            self._send(replaced, messages.Refused(reason))
+        if not self.members.is_ready(info):
+            self._router.on_hello(info)
 
-    def _note(self, sender: bytes, report: messages.LoadReport, now: float) -> None:
-        is_own = self._members.sender_of(report.instance) == sender
-        has_reported, was = self._members.newest_flip(report.instance)
-        if not self._members.report(sender, report, now):
-            self._introduce(sender)
-        flip = report.flip
-        if is_own and has_reported and flip is not None and has_ended(flip):
-            is_known = was is not None and was.epoch == flip.epoch and has_ended(was)
-            if not is_known:
-                self._on_flip(report.instance, flip)
-        elif is_own and flip is not None and flip.stage is FlipStage.DONE:
-            # It does not know yet that it is known: something got lost.
-            self._send(sender, messages.encode(messages.Advertised(flip.epoch, now)))
+    def _on_report(self, sender: bytes, report: messages.LoadReport) -> None:
+        now = time.monotonic()
+        found = self.members.report(sender, report, now)
+        if not found.is_welcome:
+            self._ask_for_hello(sender)
+        if found.ended is not None:
+            self._router.on_flip(report.instance, found.ended)
+        if found.uncommitted is not None:
+            self._send(sender, messages.RoleCommitted(found.uncommitted.epoch, now))
 
-    def _advertise(self, sender: bytes, message: messages.Flipped) -> None:
-        if not self._members.flipped(sender, message):
-            self._introduce(sender)
+    def _on_flipped(self, sender: bytes, message: messages.Flipped) -> None:
+        if not self.members.flipped(sender, message):
+            self._ask_for_hello(sender)
             return
         _log.info("%s has the role %s now", message.instance, message.role)
-        self._show()
-        self._send(sender, messages.encode(messages.Advertised(message.epoch, time.monotonic())))
+        self._poll()
+        self._send(sender, messages.RoleCommitted(message.epoch, time.monotonic()))
 
-    def _part(self, sender: bytes, message: messages.Left) -> None:
-        if self._members.left(sender, message) and message.was_asked:
-            left_over = f"; cut off: {message.cut_off}" if message.cut_off else ""
-            _log.info("%s has left%s", message.instance, left_over)
-            if message.cut_off:
-                self._on_cut_off(message.instance)
+    def _ask_for_hello(self, sender: bytes) -> None:
+        if not self.members.was_replaced(sender):
+            self._send(sender, messages.WhoAreYou(self._name))
 
-    def _introduce(self, sender: bytes) -> None:
-        if not self._members.was_replaced(sender):
-            self._send(sender, messages.encode(messages.Introduce(self._name)))
-
-    def _send(self, sender: bytes, frame: bytes) -> bool:
+    def _send(self, sender: bytes, message: messages.ToInstance | bytes) -> bool:
+        frame = message if isinstance(message, bytes) else messages.encode(message)
         try:
             assert self._socket is not None
             self._socket.send_multipart((sender, frame), zmq.NOBLOCK)
@@ -360,24 +281,10 @@ class Monitor:
         self.counters.sent += 1
         return True
 
-    def _count_foreign(self) -> None:
-        while self._events is not None and _is_readable(self._events):
-            self._events.recv_multipart()
-            self._drop("a connection that does not speak ZeroMQ, or has another secret or none")
-
     def _drop(self, why: str) -> None:
         self.counters.dropped += 1
         if self.counters.dropped == 1:
-            _log.warning("dropped something on the control port: %s (later ones are counted)", why)
-
-
-def has_ended(flip: Flip) -> bool:
-    """Whether nothing about it changes any more."""
-    return flip.stage is FlipStage.ROLLED_BACK or flip.commit_s > 0
-
-
-def _is_readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+            _log.warning("the control port dropped %s (later ones are only counted)", why)
 
 
 def _configure(socket: zmq.Socket[bytes], *, is_ipv6: bool) -> None:

@@ -1,14 +1,17 @@
-"""Every vLLM name that the engine side touches, and what it relies on.
+"""Every vLLM name that the engine side uses, and the contract that it relies on.
 
-Public or documented: `KVConnectorBase_V1` and its metadata classes,
-`SupportsHMA`, `KVTransferConfig`, the `vllm.general_plugins` group,
-`--scheduler-cls`, `--middleware`. Private: everything else below. Contract
-tests (`tests/engine/test_contract.py`) fix the signatures and attributes.
+Public or documented: `KVConnectorBase_V1` and its metadata classes, `SupportsHMA`,
+`KVTransferConfig`, the `vllm.general_plugins` group, `--scheduler-cls`, `--middleware`.
+Everything else is private. `require_contract` compares the tables below with the vLLM that
+is installed when an engine starts; `tests/engine/test_contract.py` also reads vLLM's source.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -21,7 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -33,39 +40,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-__all__ = [
-    "AsyncScheduler",
-    "CachedRequestState",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "FullAttentionSpec",
-    "KVCacheConfig",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorRole",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "LogprobsLists",
-    "MLAAttentionSpec",
-    "NewRequestData",
-    "PauseState",
-    "Request",
-    "RequestQueue",
-    "RequestStatus",
-    "SamplingParams",
-    "Scheduler",
-    "SchedulerOutput",
-    "SupportsHMA",
-    "UniProcExecutor",
-    "get_hash_fn_by_name",
-    "get_kv_transfer_group",
-    "get_request_block_hasher",
-    "has_kv_transfer_group",
-    "share_logging",
-]
+from vllm_tetri.errors import UnsupportedError
+
+
+def is_cpu() -> bool:
+    """Whether vLLM computes on the CPU."""
+    return bool(current_platform.is_cpu())
 
 
 def share_logging() -> None:
@@ -76,13 +59,53 @@ def share_logging() -> None:
     ours.propagate = theirs.propagate
 
 
+# Parameters of functions and methods that are called or overridden, beside `self`.
+SIGNATURES: dict[Any, str] = {
+    EngineArgs.add_cli_args: "parser",
+    Scheduler.schedule: "throttle_prefills",
+    Scheduler.update_from_output: "scheduler_output model_runner_output",
+    Scheduler.get_request_counts: "",
+    Scheduler.has_requests: "",
+    Scheduler.add_request: "request",
+    Scheduler.finish_requests: "request_ids finished_status",
+    Scheduler.reset_prefix_cache: "reset_running_requests reset_connector",
+    Scheduler.set_pause_state: "pause_state",
+    Scheduler._reserve_prefill_lookahead: "request num_computed_tokens num_new_tokens",
+    Scheduler._handle_blocked_waiting_request: "request",
+    Scheduler._preempt_request: "request timestamp drop_stale_output",
+    StructuredOutputManager.accept_tokens: "request new_token_ids",
+    Request.append_output_token_ids: "token_ids",
+    Request.is_finished: "",
+    KVCacheManager.get_computed_blocks: "request",
+    KVCacheManager.get_block_ids: "request_id",
+    BlockPool.get_num_free_blocks: "",
+    get_request_block_hasher: "hash_block_size caching_hash_fn",
+    UniProcExecutor._init_executor: "",
+    KVConnectorBase_V1.__init__: "vllm_config role kv_cache_config",
+    KVConnectorBase_V1.register_kv_caches: "kv_caches",
+    KVConnectorBase_V1.get_handshake_metadata: "",
+    KVConnectorBase_V1.handle_preemptions: "kv_connector_metadata",
+    KVConnectorBase_V1.bind_connector_metadata: "connector_metadata",
+    KVConnectorBase_V1.start_load_kv: "forward_context kwargs",
+    KVConnectorBase_V1.get_transfer_results: "finished_req_ids",
+    KVConnectorBase_V1.get_block_ids_with_load_errors: "",
+    KVConnectorBase_V1.build_connector_worker_meta: "",
+    KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware: "metadata",
+    KVConnectorBase_V1.get_num_new_matched_tokens: "request num_computed_tokens",
+    KVConnectorBase_V1.get_loaded_kv_cache_group_ids: "request",
+    KVConnectorBase_V1.update_state_after_alloc: "request blocks num_external_tokens",
+    KVConnectorBase_V1.build_connector_meta: "scheduler_output",
+    KVConnectorBase_V1.update_connector_output: "connector_output",
+    KVConnectorBase_V1.request_finished: "request block_ids",
+    KVConnectorBase_V1.shutdown: "",
+}
 # Attributes of `Scheduler` that we read (R) or set (W).
 SCHEDULER_ATTRIBUTES = (
     "requests",  # R: dict of request id to Request
     "running",  # R, W: list of Request; decodes are moved before prompts
     "waiting",  # W: our RequestQueue, once, before the first request
     "finished_req_ids",  # R: ended since the last step
-    "kv_holding_waiting",  # R: requests whose KV is loaded beside the steps
+    "kv_holding_waiting",  # R: requests whose KV is loaded in the background
     "needs_kv_cache_zeroing",  # R
     "block_size",  # R
     "max_num_active_reqs",  # R
@@ -105,16 +128,46 @@ REQUEST_ATTRIBUTES = (
     "max_tokens",  # W: 1 on the prefill side
     "num_prompt_tokens",  # R
     "prompt_token_ids",  # R
-    "skip_reading_prefix_cache",  # W: False where our context counts as loaded
     "num_computed_tokens",  # R
     "num_output_tokens",  # R
     "num_output_placeholders",  # R: outputs of steps under way
     "num_tokens",  # R
     "all_token_ids",  # R
-    "append_output_token_ids",  # R: given tokens, before the request is queued
+    "append_output_token_ids",  # R: prior output, before the request is queued
     "sampling_params",  # R
     "structured_output_request",  # R: .grammar, None until it is compiled
-    "skip_reading_prefix_cache",  # W
+    "skip_reading_prefix_cache",  # R, W: True where prior output follows the prompt
     "num_preemptions",  # R
     "status",  # R
 )
+
+
+def require_contract(scheduler: Scheduler) -> None:
+    """Compare the tables above with the vLLM that is installed.
+
+    Raises:
+        UnsupportedError: Something that this package relies on is missing or has other
+            parameters; the message names all of it.
+    """
+    broken = [*_broken_signatures(), *_missing_attributes(scheduler)]
+    if broken:
+        raise UnsupportedError(
+            f"--role does not fit this build of vLLM: {'; '.join(broken)}. Install the vLLM "
+            "release that this version of vllm-tetri supports, or leave --role out."
+        )
+
+
+def _broken_signatures() -> Iterator[str]:
+    for function, expected in SIGNATURES.items():
+        names = [name for name in inspect.signature(function).parameters if name != "self"]
+        if names != expected.split():
+            yield f"{function.__qualname__} takes ({', '.join(names)})"
+
+
+def _missing_attributes(scheduler: Scheduler) -> Iterator[str]:
+    for name in SCHEDULER_ATTRIBUTES:
+        if not hasattr(scheduler, name):
+            yield f"Scheduler.{name} is missing"
+    for name in REQUEST_ATTRIBUTES:
+        if not hasattr(Request, name) and name not in Request.__init__.__code__.co_names:
+            yield f"Request.{name} is missing"

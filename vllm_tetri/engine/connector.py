@@ -1,13 +1,13 @@
 """The KV connector that vLLM loads: thin, one half per process role.
 
-The scheduler half lives in the engine process and owns an `Instance` (receive
-arena, control agent, outbox, inbox). The worker half lives where the KV tensors
-are and owns a `KVWorker`. With one worker in the engine process both halves
-exist side by side.
+The scheduler half lives in the engine process and owns an `Endpoint` (receive arena,
+control agent, send and receive side). The worker half lives where the KV tensors are and
+owns a `KVWorker`. With one worker in the engine process both halves exist there.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,14 +28,14 @@ from vllm_tetri.engine.compat import (
     has_kv_transfer_group,
     share_logging,
 )
-from vllm_tetri.engine.identity import identity_of, require_carriable
-from vllm_tetri.engine.injection import make_runner_inject
-from vllm_tetri.engine.instance import Instance
-from vllm_tetri.engine.roles import CONFIG_KEY
+from vllm_tetri.engine.continuation import teach_v1_runner
+from vllm_tetri.engine.endpoint import Endpoint
+from vllm_tetri.engine.roles import CONFIG_KEY, identity_of, require_transferable
 from vllm_tetri.engine.step import StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
-from vllm_tetri.handover import to_params
-from vllm_tetri.kv.mover import mover_for
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams, from_params, to_params
+from vllm_tetri.transport.cuda import mover_for
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.outputs import KVConnectorOutput
 
+logger = logging.getLogger(__name__)
+
 
 class TetriConnector(KVConnectorBase_V1, SupportsHMA):
-    """Pushes prefilled KV to a decode instance and loads what was pushed here."""
+    """Pushes prefilled KV to decode instances and loads KV that was pushed here."""
 
     def __init__(
         self,
@@ -55,116 +57,117 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         share_logging()
-        require_carriable(vllm_config, kv_cache_config)
+        require_transferable(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._tetri = decode_config(extra[CONFIG_KEY])
         self._cache_config = kv_cache_config
-        self._worker: KVWorker | None = None
+        self.worker: KVWorker | None = None
         self._shape: WorkerShape | None = None
-        self._instance: Instance | None = None
+        self._endpoint: Endpoint | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._instance = Instance(self._tetri, vllm_config)
+            self._endpoint = Endpoint(self._tetri, vllm_config)
 
     # -- worker half --------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tp_group
 
-        make_runner_inject()
+        teach_v1_runner()
         tensors = list(kv_caches.values())
         group = get_tp_group()
         mover = mover_for(tensors, self._cache_config.num_blocks)
         identity = identity_of(self._vllm_config, self._cache_config, tensors)
         self._shape = WorkerShape(identity, mover.block_bytes, group.world_size)
-        self._worker = KVWorker(
+        worker = KVWorker(
             config=self._tetri,
             identity=identity,
             mover=mover,
             rank=group.rank_in_group,
             num_ranks=group.world_size,
         )
+        self.set_worker(worker)
+
+    def set_worker(self, worker: KVWorker) -> None:
+        """Execute the orders of steps by this worker from now on."""
+        self.worker = worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._shape
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMeta)
-        if self._worker is not None:
-            self._worker.stop_preempted(kv_connector_metadata)
-            self._worker.save(kv_connector_metadata)
+        if self.worker is not None:
+            self.worker.stop_preempted(kv_connector_metadata)
+            self.worker.save_preempted(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMeta)
-        if self._worker is not None:
-            self._worker.begin_step(connector_metadata)
+        if self.worker is not None:
+            self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMeta)
-        if self._worker is not None:
-            self._worker.load(meta)
+        if self.worker is not None:
+            self.worker.load(meta)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete, or ordered by an event, before the forward pass."""
+        """Do nothing: loads are complete, or ordered by an event, before the forward pass."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks leave by chunk, not by layer."""
+        """Do nothing: blocks are sent by chunk, not by layer."""
 
     def wait_for_save(self) -> None:
-        """A block is pushed in the step after the one that completed it."""
+        """Do nothing: a block is pushed in the step after the one that completed it."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
+        if self.worker is None:
             return KVConnectorTransferResults()
         meta = self._get_connector_metadata()
         assert isinstance(meta, StepMeta)
-        self._worker.push_tails(meta)
+        self.worker.push_tails(meta)
         if meta.is_empty:
-            self._worker.wait_for_sent()
-        loaded, failed = self._worker.take_background_loads()
+            self.worker.wait_for_sent()
+        loaded, failed = self.worker.take_background_loads()
         return KVConnectorTransferResults(
-            finished_sending=self._worker.take_sent(),
+            finished_sending=self.worker.take_sent(),
             finished_recving=loaded | failed,
             failed_recving=failed,
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks() if self._worker is not None else set()
+        return self.worker.take_failed_blocks() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_report() if self._worker is not None else None
+        return self.worker.take_report() if self.worker is not None else None
 
     # -- scheduler half -----------------------------------------------------
 
     @property
-    def instance(self) -> Instance:
-        """The scheduler half's state; only there."""
-        assert self._instance is not None
-        return self._instance
+    def endpoint(self) -> Endpoint:
+        """The state of the scheduler half; there is none in the worker half."""
+        assert self._endpoint is not None
+        return self._endpoint
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         shape = next(iter(metadata.values()))
         assert isinstance(shape, WorkerShape)
-        self.instance.start(shape)
-        if self.instance.profiling is None:
-            self.instance.join()
-
-    def on_new_request(self, request: Request) -> None:
-        self.instance.add(request)
+        self.endpoint.start(shape)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self.instance.profiling is not None:
-            loaded_tokens = self.instance.profiling.loaded_tokens(request.request_id)
-            if loaded_tokens is not None:
-                return loaded_tokens, False
-        return self.instance.match(request, num_computed_tokens)
+        num_tokens, is_background = self.endpoint.match(request, num_computed_tokens)
+        if num_tokens is None:
+            return None, is_background
+        missing_tokens = request.num_tokens - 1 - num_computed_tokens - num_tokens
+        is_admitted = self.endpoint.scheduler.admits(request, missing_tokens)
+        return (num_tokens if is_admitted else None), is_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._cache_config.transfer_group_ids
@@ -173,39 +176,35 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         block_ids = blocks.get_block_ids()[0]
-        self.instance.inbox.admitted(request, block_ids, num_external_tokens)
-        self.instance.swap.admitted(request, block_ids, num_external_tokens)
+        self.endpoint.receives.admitted(request, block_ids, num_external_tokens)
+        self.endpoint.preempted.admitted(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        inbox, swap = self.instance.inbox, self.instance.swap
-        meta = StepMeta(loads=inbox.take_loads() + swap.take_loads(), saves=swap.take_saves())
-        self.instance.outbox.fill(meta, scheduler_output)
+        receives, preempted = self.endpoint.receives, self.endpoint.preempted
+        loads = receives.take_loads() + preempted.take_loads()
+        meta = StepMeta(loads=loads, saves=preempted.take_saves())
+        self.endpoint.sends.fill(meta, scheduler_output)
         meta.is_empty = not scheduler_output.total_num_scheduled_tokens
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        report = connector_output.kv_connector_worker_meta
+        endpoint, report = self.endpoint, connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self.instance.inbox.report(report)
-            self.instance.outbox.report(report)
-            self.instance.swap.report(report)
-        if connector_output.finished_sending:
-            # vLLM asserts on an id that it does not hold; never hand it one.
-            outbox = self.instance.outbox
-            connector_output.finished_sending &= outbox.freeable(connector_output.finished_sending)
-            for request_id in connector_output.finished_sending:
-                self.instance.outbox.sent(request_id)
+            endpoint.receives.report(report)
+            endpoint.sends.report(report)
+            endpoint.preempted.report(report)
+        if sent := connector_output.finished_sending:
+            # vLLM asserts on an id that it does not hold; never return one.
+            connector_output.finished_sending = endpoint.sends.take_freeable(sent)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.instance.inbox.finished(request)
-        self.instance.swap.forget(request)
-        must_stay, prefilled = self.instance.outbox.finished(request, block_ids)
-        self._tell_at_once()
+        must_stay, prefilled = self.endpoint.finish(request, block_ids)
+        self._send_notes()
         if prefilled is None:
-            self.instance.count_finished(request)
-        self.instance.ended(request)
+            self.endpoint.scheduler.record_decoded(request)
+        self.endpoint.forget(request)
         return must_stay, to_params(prefilled) if prefilled is not None else None
 
     def request_finished_all_groups(
@@ -213,16 +212,30 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
 
-    def _tell_at_once(self) -> None:
-        """Notes need not wait for the next step if the worker is in this process."""
+    def _send_notes(self) -> None:
+        """Send notes before the next step if the worker is in this process."""
         if has_kv_transfer_group():
             other = get_kv_transfer_group()
-            if isinstance(other, TetriConnector) and other._worker is not None:
-                for endpoint, note in self.instance.outbox.take_notes():
-                    other._worker.tell(endpoint, note)
+            if isinstance(other, TetriConnector) and other.worker is not None:
+                for endpoint, note in self.endpoint.sends.take_notes():
+                    other.worker.send_note(endpoint, note)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        if self._instance is not None:
-            self._instance.close()
+        if self.worker is not None:
+            self.worker.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+
+def params_of(request: Request) -> PrefillParams | DecodeParams | None:
+    """Return the transfer parameters of a new request; without valid ones it is aggregated."""
+    try:
+        params = from_params(request.kv_transfer_params)
+    except ProtocolError as error:
+        params, request.kv_transfer_params = None, None
+        logger.warning(
+            "request %s is served by this instance alone, since its transfer parameters are "
+            "invalid: %s. Check that routers and instances run the same version of vllm-tetri.",
+            request.request_id, error,
+        )  # fmt: skip
+    return None if isinstance(params, Prefilled) else params

@@ -1,154 +1,241 @@
-"""The numbers of an `InstanceLoad`, read from a live scheduler.
+"""The load report of an instance, and a check for leaks at rest.
 
-Called from the agent thread: it only reads, and copies a container in one C
-call (atomic under the GIL) before it iterates.
+Runs on the agent's thread: it only reads, and copies a container in one C call (atomic
+under the GIL) before it iterates.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import time
+from typing import Any, Protocol
 
 import psutil
 
-from vllm_tetri.engine.admission import Answers
-from vllm_tetri.engine.audit import Counts
-from vllm_tetri.engine.compat import Request, Scheduler
-from vllm_tetri.engine.own import is_own
-from vllm_tetri.policy.lengths import HEAVY_TOKENS, End
-from vllm_tetri.transport.native import ReceiverStats
-from vllm_tetri.types import InstanceLoad
+from vllm_tetri.control.agent import Agent
+from vllm_tetri.engine.chunk_size import is_dummy
+from vllm_tetri.engine.compat import KVCacheManager, Request
+from vllm_tetri.engine.continuation import Continuations
+from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.engine.pacing import StepClock
+from vllm_tetri.engine.prediction import LengthsStore, Predictions
+from vllm_tetri.engine.preempted import PreemptedKV
+from vllm_tetri.engine.queue import PrefillQueue
+from vllm_tetri.engine.receive import ReceiveSide
+from vllm_tetri.engine.send import SendSide
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, OutputLengths
+from vllm_tetri.policy.queue import DecodeGate
+from vllm_tetri.policy.role import DRAINS, Work
+from vllm_tetri.transport.native import Receiver
+from vllm_tetri.types import InstanceLoad, Role
 
-if TYPE_CHECKING:
-    from vllm_tetri.engine.instance import Instance
+logger = logging.getLogger(__name__)
 
-
-def read_load(
-    scheduler: Scheduler,
-    instance: Instance,
-    *,
-    arena: ReceiverStats,
-    dropped_messages: int,
-    cpu_s: float,
-    leftovers: tuple[str, ...],
-) -> InstanceLoad:
-    """A consistent enough picture for placement; counters are exact at rest."""
-    # What the instance sends to itself is nobody's load.
-    requests = [each for each in list(scheduler.requests.values()) if not is_own(each.request_id)]
-    running = [each for each in list(scheduler.running) if not is_own(each.request_id)]
-    pool = scheduler.kv_cache_manager.block_pool
-    gate = instance.gate  # the engine may exchange it meanwhile
-    outbox, inbox, injections = instance.outbox, instance.inbox, instance.injections
-    decodes = [each for each in requests if each.request_id not in outbox]
-    lengths = [
-        (each.num_output_tokens, expected_tokens(each, instance.answers)) for each in decodes
-    ]
-    heavy = sum(total > HEAVY_TOKENS for _, total in lengths)
-    blocks_total = pool.num_gpu_blocks - 1  # one is vLLM's null block
-    return InstanceLoad(
-        running=len(running),
-        waiting=scheduler.get_request_counts()[1] - scheduler.waiting.num_own,
-        held=arena.slots,
-        queued_prefill_tokens=sum(
-            remaining_prompt_tokens(each)
-            for each in requests
-            if each.request_id not in inbox and each.request_id not in instance.swap
-        ),
-        blocks_used=blocks_total - pool.get_num_free_blocks(),
-        blocks_total=blocks_total,
-        arena_used_bytes=arena.arena_used_bytes,
-        arena_total_bytes=arena.arena_total_bytes,
-        heavy=heavy,
-        light=len(decodes) - heavy,
-        remaining_tokens=sum(total - produced for produced, total in lengths),
-        reserved_blocks=gate.reserved_blocks if gate is not None and running else 0,
-        step_s=instance.step_s,
-        prefills_done=outbox.prefills_done,
-        decodes_done=instance.decodes_done,
-        chunks_done=outbox.chunks_done,
-        prompt_tokens_done=instance.steps.prompt_tokens_done,
-        answer_tokens_done=instance.steps.answer_tokens_done,
-        prefill_tokens_per_s=instance.steps.prefill_tokens_per_s,
-        decode_base_s=instance.steps.decode_base_s,
-        decode_request_s=instance.steps.decode_request_s,
-        cost=instance.steps.cost,
-        context_tokens=sum(each.num_computed_tokens for each in decodes),
-        chunk_tokens=instance.chunk_tokens,
-        handover_s=outbox.handovers.base_s,
-        handover_token_s=outbox.handovers.token_s,
-        kv_bytes_sent=outbox.sent_bytes,
-        kv_bytes_received=inbox.loaded_bytes,
-        kv_loads_failed=inbox.loads_failed,
-        injected=injections.num_injected if injections else 0,
-        recomputed=sum(injections.refused.values()) if injections else 0,
-        dropped_messages=dropped_messages,
-        preemptions=instance.preemptions,
-        swapped_out=instance.swap.swapped_out,
-        swapped_in=instance.swap.swapped_in,
-        preemptions_recomputed=instance.swap.recomputed,
-        flips=instance.num_flips,
-        cpu_s=cpu_s,
-        threads=threading.active_count(),
-        predictions_made=instance.predictions.tally.made,
-        predictions_missed=instance.predictions.missed,
-        predictions_refused=instance.predictions.tally.refused,
-        predictions_failed=instance.predictions.tally.failed,
-        bucket_tokens=instance.bucket_tokens(),
-        leftovers=leftovers,
-    )
+# A leak has to be there in two reports: one alone may be taken in the middle of a step.
+LEAK_PATIENCE_S = 0.1
+# What another process has a part in may take a round trip longer to go.
+SHARED_LEAK_PATIENCE_S = 1.0
+_UNCLAIMED = "received KV transfers without a request"
+_QUARANTINED = "arena bytes whose writer does not respond"
+SHARED_LEAKS = (_UNCLAIMED, _QUARANTINED)
 
 
-def count(scheduler: Scheduler, instance: Instance, arena: ReceiverStats) -> Counts:
-    """What the audit looks at: nothing else while there is a request. One that comes or
-    ends meanwhile may be seen by halves, but not by two calls."""
-    unfinished = _num_unfinished(scheduler)
-    if unfinished:
-        return Counts(unfinished=unfinished)
-    outbox, inbox = instance.outbox, instance.inbox
-    injections, gate = instance.injections, instance.gate
-    pool, waiting = scheduler.kv_cache_manager.block_pool, scheduler.waiting
-    counts = Counts(
-        finished=_num_finished(scheduler),
-        blocks=pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        hand_overs=len(outbox),
-        arrivals=len(inbox),
-        swapped=len(instance.swap),
-        taken_slots=arena.slots - arena.filling - arena.unclaimed - arena.quarantined,
-        unclaimed_slots=arena.unclaimed,
-        quarantined_bytes=arena.quarantined_bytes,
-        injections=injections.num_open if injections is not None else 0,
-        answers=instance.answers.num_predicted,
-        predictions=instance.predictions.num_asked,
-        queued=len(waiting) - waiting.num_own + waiting.prompts.num_started,
-        undecided=instance.num_undecided,
-        promised=gate.num_known if gate is not None else 0,
-    )
-    return replace(counts, unfinished=_num_unfinished(scheduler))
+class SchedulerState(Protocol):
+    """What `engine.scheduler` owns and the rest of the engine reads."""
+
+    requests: dict[str, Request]
+    running: list[Request]
+    waiting: PrefillQueue
+    kv_cache_manager: KVCacheManager
+    gate: DecodeGate | None  # the admission policy of decodes; None admits as vLLM does
+    lengths: OutputLengths
+    continuations: Continuations
+    clock: StepClock
+    chunk_tokens: int  # most prompt tokens of a step
+    preemptions: int  # how often a request lost its blocks
+    decodes_done: int  # requests decoded here that ended
+
+    def get_request_counts(self) -> tuple[int, int]: ...
+    def admits(self, request: Request, missing_tokens: int) -> bool: ...
+    def record_decoded(self, request: Request) -> None: ...
 
 
-def _num_unfinished(scheduler: Scheduler) -> int:
-    # Its own ones come with steps that others wait for, so they count too.
-    return sum(not each.is_finished() for each in list(scheduler.requests.values()))
+class Members(Protocol):
+    """What `engine.endpoint` owns and the load report reads."""
+
+    receiver: Receiver
+    agent: Agent
+    dispatcher: Dispatcher
+    sends: SendSide
+    receives: ReceiveSide
+    preempted: PreemptedKV
+    predictions: Predictions
+    lengths_store: LengthsStore
 
 
-def _num_finished(scheduler: Scheduler) -> int:
-    return sum(each.is_finished() for each in list(scheduler.requests.values()))
+class LoadReader:
+    """Reads the numbers of one instance. Used by the agent's thread."""
+
+    def __init__(self, scheduler: SchedulerState, members: Members) -> None:
+        self._scheduler = scheduler
+        self._members = members
+        self._cpu = _CpuClock()
+        self._leaking_since: dict[str, float] = {}
+        self._leaks: tuple[str, ...] = ()
+
+    def read(self) -> InstanceLoad:
+        """Return the numbers of a report; counters are exact at rest."""
+        scheduler, members = self._scheduler, self._members
+        agent, arena = members.agent, members.receiver.stats()
+        sends, receives, preempted = members.sends, members.receives, members.preempted
+        predictions, continuations = members.predictions, scheduler.continuations
+        gate = scheduler.gate  # the engine may replace it meanwhile
+        requests = [
+            one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
+        ]
+        running = [one for one in list(scheduler.running) if not is_dummy(one.request_id)]
+        decodes = [each for each in requests if each.request_id not in sends]
+        total_tokens = [self._total_tokens(each) for each in decodes]
+        heavy = sum(total > HEAVY_TOKENS for total in total_tokens)
+        fit, tally = scheduler.clock.fit, predictions.tally
+        return InstanceLoad(
+            running=len(running),
+            waiting=scheduler.get_request_counts()[1] - scheduler.waiting.num_dummy,
+            held=arena.slots,
+            queued_prefill_tokens=sum(map(self._queued_tokens, requests)),
+            blocks_used=self._used_blocks(),
+            blocks_total=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+            arena_used_bytes=arena.arena_used_bytes,
+            arena_total_bytes=arena.arena_total_bytes,
+            heavy=heavy,
+            light=len(decodes) - heavy,
+            remaining_tokens=sum(total_tokens) - sum(each.num_output_tokens for each in decodes),
+            reserved_blocks=gate.reserved_blocks if gate is not None and running else 0,
+            step_s=scheduler.clock.step_s,
+            prefills_done=sends.prefills_done,
+            decodes_done=scheduler.decodes_done,
+            chunks_done=sends.chunks_done,
+            prompt_tokens_done=fit.prompt_tokens_done,
+            output_tokens_done=fit.output_tokens_done,
+            cost=fit.cost,
+            context_tokens=sum(each.num_computed_tokens for each in decodes),
+            chunk_tokens=scheduler.chunk_tokens,
+            handover_s=sends.handovers.base_s,
+            handover_token_s=sends.handovers.token_s,
+            kv_bytes_sent=sends.sent_bytes,
+            kv_bytes_received=receives.loaded_bytes,
+            kv_loads_failed=receives.loads_failed,
+            continued=continuations.num_continued,
+            recomputed=sum(continuations.refused.values()),
+            dropped_messages=agent.dropped_messages,
+            preemptions=scheduler.preemptions,
+            swapped_out=preempted.swapped_out,
+            swapped_in=preempted.swapped_in,
+            preemptions_recomputed=preempted.recomputed,
+            flips=agent.num_flips,
+            cpu_s=self._cpu.read_s(),
+            threads=threading.active_count(),
+            predictions_made=tally.made,
+            predictions_missed=predictions.missed,
+            predictions_refused=tally.refused,
+            predictions_failed=tally.failed,
+            bucket_tokens=members.lengths_store.lengths.bucket_tokens(),
+            leftovers=self._lasting_leaks(time.monotonic()),
+        )
+
+    def _queued_tokens(self, request: Request) -> int:
+        name, members = request.request_id, self._members
+        if name in members.receives or name in members.preempted:
+            return 0
+        return max(0, request.num_prompt_tokens - request.num_computed_tokens)
+
+    def _total_tokens(self, request: Request) -> int:
+        return self._scheduler.lengths.total_tokens(
+            request, End.EXPECTED, produced_tokens=request.num_output_tokens
+        )
+
+    def _used_blocks(self) -> int:
+        pool: Any = self._scheduler.kv_cache_manager.block_pool
+        used: int = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
+        return used
+
+    def unfinished(self, role: Role) -> str:
+        """Return the work of a role that is left, in words; empty when there is none."""
+        requests = sum(
+            not is_dummy(each.request_id) and not each.is_finished()
+            for each in list(self._scheduler.requests.values())
+        )
+        slots = self._members.receiver.stats().slots
+        sends = len(self._members.sends)
+        counts = {Work.REQUESTS: requests, Work.HAND_OVERS: sends, Work.TRANSFERS: slots}
+        left = [work for work in counts if counts[work] and work in DRAINS[role]]
+        return ", ".join(f"{counts[work]} {work}" for work in left)
+
+    # -- leaks ------------------------------------------------------------------
+
+    def leaks(self) -> dict[str, int]:
+        """Return what is held although no request is left; nothing while there is one. KV under
+        way keeps blocks or a slot: both end with their transfer and are no leaks."""
+        scheduler, members = self._scheduler, self._members
+        if self._num_unfinished():
+            return {}
+        finished = sum(each.is_finished() for each in list(scheduler.requests.values()))
+        num_receives, num_preempted = len(members.receives), len(members.preempted)
+        used = len(members.sends) + num_receives  # transfers and loads that use blocks
+        arena, gate, waiting = members.receiver.stats(), scheduler.gate, scheduler.waiting
+        own_slots = arena.slots - arena.filling - arena.unclaimed - arena.quarantined
+        found = {
+            "finished requests whose blocks nothing uses": finished - used,
+            "transfers without a request": used - finished,
+            "KV blocks": 0 if finished else self._used_blocks(),
+            "arena slots": own_slots - num_preempted - num_receives,
+            "saved preempted requests": num_preempted,
+            "continued requests": scheduler.continuations.num_open,
+            "received predictions": scheduler.lengths.num_received,
+            "pending predictions": members.predictions.num_asked,
+            "queued prompts": len(waiting) - waiting.num_dummy + waiting.prompts.num_started,
+            "prompts without a decode instance": members.dispatcher.num_held,
+            "requests known to admission": gate.num_known if gate is not None else 0,
+            _UNCLAIMED: arena.unclaimed,
+            _QUARANTINED: arena.quarantined_bytes,
+        }
+        if self._num_unfinished():  # one came meanwhile
+            return {}
+        return {what: number for what, number in found.items() if number > 0}
+
+    def _num_unfinished(self) -> int:
+        return sum(not each.is_finished() for each in list(self._scheduler.requests.values()))
+
+    def _lasting_leaks(self, now: float) -> tuple[str, ...]:
+        """Return the leaks that last; log when they change."""
+        if not self._scheduler.requests:
+            self._members.receives.tidy()
+        found, since = self.leaks(), self._leaking_since
+        self._leaking_since = {what: since.get(what, now) for what in found}
+        lasting = tuple(
+            f"{number} {what}"
+            for what, number in found.items()
+            if now - self._leaking_since[what]
+            >= (SHARED_LEAK_PATIENCE_S if what in SHARED_LEAKS else LEAK_PATIENCE_S)
+        )
+        if lasting == self._leaks or not (lasting or (not found and not self._num_unfinished())):
+            return self._leaks
+        self._leaks = lasting
+        if lasting:
+            logger.warning(
+                "leak: no request is left, but this instance still holds %s. It continues to "
+                "serve; restart it if the numbers grow, and report the log.",
+                ", ".join(lasting),
+            )
+        else:
+            logger.info("leak: all of it is released now")
+        return lasting
 
 
-def remaining_prompt_tokens(request: Request) -> int:
-    """Prompt tokens that no step has computed yet."""
-    return max(0, request.num_prompt_tokens - request.num_computed_tokens)
-
-
-def expected_tokens(request: Request, answers: Answers) -> int:
-    """Tokens of its whole answer, more than it has."""
-    return answers.total_tokens(request, End.EXPECTED, produced_tokens=request.num_output_tokens)
-
-
-class CpuClock:
-    """CPU seconds of this engine process and of the API server above it."""
+class _CpuClock:
+    """CPU seconds of this engine process and of the API server that started it."""
 
     def __init__(self) -> None:
         own = psutil.Process()

@@ -1,23 +1,42 @@
-"""Entry point of vLLM's `vllm.general_plugins` group.
+"""Entry point of vLLM's `vllm.general_plugins` group, and the options that it adds.
 
-vLLM calls `register` in every process, some of them short-lived, so it must be
-cheap, idempotent and free of threads and sockets. Its effects are that the
-argument parsers of `vllm serve` learn `--role` and `--tetri-*` (without `--role` the
-parsed arguments are untouched), and that what we log is seen beside vLLM's own.
+vLLM calls `register` in every process, some of them short-lived, so it is cheap, idempotent
+and free of threads and sockets. The argument parsers of `vllm serve` learn `--role` and
+`--tetri-*`; without `--role` the parsed arguments are untouched. `vllm_tetri.config` has the
+table of options. An option that is not given leaves no attribute, so that it can come from
+the file given with `--tetri-config`, then from `--tetri-preset`, then from `TetriConfig`.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from vllm_tetri.config import (
+    PRESETS,
+    allowed_values,
+    file_key_of,
+    option_of,
+    options,
+    parse_size,
+)
+from vllm_tetri.errors import ConfigError, TetriError
+from vllm_tetri.types import Role
+
 _MARK = "_tetri_registered"
+# vLLM prints the group with this title for `--help=role`.
+GROUP = "Role"
 
 
 def register() -> None:
     """Teach vLLM's argument parsers our options (seams: `EngineArgs.add_cli_args`)."""
-    # As if ours were one of vLLM's loggers: its level, its handlers, its format.
+    # Our loggers take level, handlers and format from vLLM's.
     logging.getLogger("vllm_tetri").parent = logging.getLogger("vllm")
     from vllm.engine import arg_utils
 
@@ -26,8 +45,6 @@ def register() -> None:
         return
 
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        from vllm_tetri.engine.options import add_options
-
         parser = stock(parser)
         add_options(parser)
         _expand_after_parsing(parser)
@@ -47,13 +64,123 @@ def _expand_after_parsing(parser: argparse.ArgumentParser) -> None:
 
     def parse_and_expand(*args: Any, **kwargs: Any) -> Any:
         from vllm_tetri.engine.roles import expand_role
-        from vllm_tetri.errors import TetriError
 
         namespace, rest = parse_known_args(*args, **kwargs)
         try:
-            expand_role(namespace)
+            expand_role(namespace, given_options)
         except TetriError as error:
             parser.error(str(error))
         return namespace, rest
 
     parser.parse_known_args = parse_and_expand  # type: ignore[method-assign]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add our group to one of vLLM's parsers."""
+    group = parser.add_argument_group(
+        GROUP, "Disaggregated prefill and decode (vllm-tetri). Without --role, none has an effect."
+    )
+    group.add_argument(
+        "--role",
+        choices=[role.value for role in Role],
+        default=None,
+        help="serve as a prefill or decode instance of a cluster, or as both",
+    )
+    group.add_argument(
+        "--tetri-config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML or JSON file with the options below, without their tetri- prefix",
+    )
+    group.add_argument(
+        "--tetri-preset",
+        choices=tuple(PRESETS),
+        default=argparse.SUPPRESS,
+        help="paper: pad chunks, send KV once per request, dispatch by the lowest ratio of heavy "
+        "to light decodes and reserve the lower end of a predicted length, as the paper does; "
+        "other options still count (default: none)",
+    )
+    for name, option in options().items():
+        kind: dict[str, Any] = {"type": _parser(name), "metavar": option.unit}
+        if option.choices:
+            kind = {"choices": option.choices}
+        group.add_argument(
+            option.flag,
+            dest="tetri_" + name,
+            default=argparse.SUPPRESS,
+            help=f"{option.text} (default: {option.default})",
+            **kind,
+        )
+
+
+def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Return what the user set: by preset, overridden by the file, then by the command line.
+
+    Raises:
+        ConfigError: The file cannot be read, is not a mapping or has an unknown key.
+    """
+    path = getattr(namespace, "tetri_config", None)
+    given = _read_file(path) if path else {}
+    for name in ("preset", *options()):
+        value = getattr(namespace, "tetri_" + name, None)
+        if value is not None:
+            given[name] = value
+    preset = given.pop("preset", "none")
+    if preset not in PRESETS:
+        raise ConfigError(f"--tetri-preset {preset}: must be {' or '.join(PRESETS)}")
+    given = PRESETS[preset] | given
+    if isinstance(given.get("control"), str):
+        given["control"] = [part.strip() for part in given["control"].split(",") if part.strip()]
+    return given
+
+
+def _parser(name: str) -> Callable[[str], Any]:
+    """Return the function that reads the value of an option from the command line."""
+    if name.endswith("_bytes"):
+        return _checked(parse_size)
+    if name == "chunk_size":
+        return _checked(lambda text: text if text == "auto" else int(text), name)
+    if options()[name].unit == "SECONDS":
+        return _checked(float, name)
+    if options()[name].unit in ("N", "PROMPTS", "TOKENS"):
+        return _checked(int, name)
+    return str
+
+
+def _checked(convert: Callable[[str], Any], name: str = "") -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            why = f"{text!r}: must be {allowed_values(name)}" if name else str(error)
+            raise argparse.ArgumentTypeError(why) from None
+
+    return parse
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--tetri-config {path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"--tetri-config {path}: expected a mapping of option names to values")
+    fields = {file_key_of(name): name for name in ("preset", *options())}
+    given = {}
+    for key, value in raw.items():
+        name = fields.get(file_key_of(str(key)))
+        if name is None:
+            raise ConfigError(f"--tetri-config {path}: {_unknown(str(key), fields)}")
+        given[name] = value
+        if name.endswith("_bytes") and isinstance(value, str):
+            try:
+                given[name] = parse_size(value)
+            except ValueError as error:
+                raise ConfigError(f"{option_of(name)}: {error}") from error
+    return given
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(file_key_of(key), known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    return f"there is no option {key}{hint}"

@@ -1,41 +1,52 @@
-"""What is predicted of the requests that this instance has.
+"""Output lengths: predictions of requests that are here, and what outputs turned out to be.
 
-Owner: the engine thread, for which nothing here waits, except that an engine with
-nothing but unpredicted prompts sleeps until one of them may go on.
+Owner: the engine thread, for which nothing here waits, except that an engine with nothing but
+unpredicted prompts sleeps until one of them may start. A thread of `LengthsStore` writes its
+file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_tetri.config import TetriConfig, option_of
-from vllm_tetri.engine.compat import Request, SamplingParams
-from vllm_tetri.engine.own import is_own
+from vllm_tetri.engine.chunk_size import is_dummy
+from vllm_tetri.engine.compat import Request, RequestStatus, SamplingParams
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.predictor.artefact import read_about, require_whole
-from vllm_tetri.predictor.base import Ask, Predictor, Tally
+from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.predictor.base import Predictor, Query, Tally
 from vllm_tetri.predictor.client import PredictorProcess, serve_command
+from vllm_tetri.predictor.model import read_about, require_whole
 from vllm_tetri.predictor.oracle import Oracle
 from vllm_tetri.types import Prediction, Role
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = logging.getLogger(__name__)
+
 GRANULARITY_TOKENS = 200  # paper section 3.3.2
 NONE, ORACLE = "none", "oracle"
-# Sequential mode: without an answer a prompt goes on after this, unpredicted.
+# Sequential mode: a prompt without a reply of the predictor starts after this, unpredicted.
 SEQUENTIAL_WAIT_S = 1.0
+SAVE_PERIOD_S = 30.0
 _MOST_BUCKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """What a predictor's answers mean, and what they are worth remembering under."""
+    """What the replies of a predictor mean; `predictor` says which one it is."""
 
     granularity_tokens: int
     num_buckets: int
@@ -43,22 +54,16 @@ class Buckets:
 
 
 def buckets_of(config: TetriConfig, window_tokens: int) -> Buckets:
-    """The buckets of the configured predictor.
-
-    Args:
-        window_tokens: Of the target model.
+    """Return the buckets of the configured predictor for a model with this window.
 
     Raises:
-        ConfigError: There is no such artefact, or it is cut up differently.
+        ConfigError: There is no such artefact, or it has other buckets.
     """
     granularity = config.granularity
     if config.predictor in (NONE, ORACLE):
         width = granularity or GRANULARITY_TOKENS
         count = min(max(1, -(-window_tokens // width)), _MOST_BUCKETS)
-        name = config.predictor
-        if name == ORACLE and config.predictor_accuracy < 1:
-            name += f" {config.predictor_accuracy:g}"
-        return Buckets(width, count, name)
+        return Buckets(width, count, config.predictor)
     about = read_about(Path(config.predictor))
     if granularity not in (None, about.granularity_tokens):
         raise ConfigError(
@@ -69,10 +74,10 @@ def buckets_of(config: TetriConfig, window_tokens: int) -> Buckets:
 
 
 def require_predictor(config: TetriConfig) -> None:
-    """Say now what is wrong with the configured predictor.
+    """Check the configured predictor before the model is loaded.
 
     Raises:
-        ConfigError: It is missing, damaged, or cut up differently.
+        ConfigError: It is missing, damaged, or has other buckets.
     """
     buckets_of(config, window_tokens=1)
     if config.predictor not in (NONE, ORACLE):
@@ -82,11 +87,11 @@ def require_predictor(config: TetriConfig) -> None:
 def make_predictor(
     config: TetriConfig, vllm_config: VllmConfig, buckets: Buckets, role: Role
 ) -> Predictor | None:
-    """Start what the options name; a process only where prompts are computed."""
+    """Start the configured predictor; a process only where prompts are computed."""
     if config.predictor == NONE:
         return None
     if config.predictor == ORACLE:
-        return Oracle(buckets.granularity_tokens, buckets.num_buckets, config.predictor_accuracy)
+        return Oracle(buckets.granularity_tokens, buckets.num_buckets, accuracy=1.0)
     if role is Role.DECODE:
         return None
     command = serve_command(
@@ -96,7 +101,7 @@ def make_predictor(
 
 
 def _spare_cores() -> tuple[int, ...]:
-    """Cores that this instance may use and its engine is not bound to."""
+    """Return cores that this instance may use and its engine is not bound to."""
     try:
         allowed = os.sched_getaffinity(os.getppid())
     except OSError:
@@ -105,24 +110,17 @@ def _spare_cores() -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Awaited:
     deadline: float
-    is_answered: bool = False
+    has_reply: bool = False
     is_missed: bool = False
     prediction: Prediction | None = None
 
 
 class Predictions:
-    """From requests to predictions.
-
-    Args:
-        predictor: None predicts nothing.
-        is_sequential: Prompts wait for their prediction, at most `SEQUENTIAL_WAIT_S`.
-        clock: Monotonic seconds.
-
-    Attributes:
-        missed: Predictions that were not there when they were needed.
-    """
+    """Predictions of the requests of one instance; none without a predictor. With
+    `is_sequential` prompts wait for theirs, at most `SEQUENTIAL_WAIT_S`. `missed` counts those
+    that were not there when they were needed."""
 
     def __init__(
         self,
@@ -134,8 +132,12 @@ class Predictions:
         self.predictor = predictor
         self._is_sequential = is_sequential
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Awaited] = {}
         self.missed = 0
+
+    def set_predictor(self, predictor: Predictor | None) -> None:
+        """Use another predictor from now on."""
+        self.predictor = predictor
 
     @property
     def num_asked(self) -> int:
@@ -153,55 +155,55 @@ class Predictions:
         return self.predictor.tally if self.predictor is not None else Tally()
 
     def begin(self, request: Request) -> None:
-        """A prompt came in whose answer is not predicted yet."""
+        """Ask for the prediction of a new prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling_params
         if self.predictor is None or prompt is None or sampling is None:
             return
-        if is_own(request.request_id):
+        if is_dummy(request.request_id):
             return
         known_tokens = _fixed_tokens(sampling)
-        self._entries[request.request_id] = _Entry(self._clock() + SEQUENTIAL_WAIT_S)
-        self.predictor.ask(Ask(request.request_id, prompt, known_tokens))
+        self._entries[request.request_id] = _Awaited(self._clock() + SEQUENTIAL_WAIT_S)
+        self.predictor.ask(Query(request.request_id, prompt, known_tokens))
 
     def exchange(self) -> None:
-        """Send what is new, take what was answered; once per step."""
+        """Send new prompts to the predictor and take its replies; once per step."""
         if self.predictor is None:
             return
         for request_id, prediction in self.predictor.poll():
             entry = self._entries.get(request_id)
             if entry is not None:
-                entry.is_answered, entry.prediction = True, prediction
+                entry.has_reply, entry.prediction = True, prediction
 
     def get(self, request_id: str, *, is_due: bool = False) -> Prediction | None:
-        """What is known. When it `is_due` (the first chunk is done) and not there, that
-        is counted, once per request; a later answer still helps whoever asks later."""
+        """Return the prediction of a request, if there is one. If it `is_due` (the first chunk
+        is done) and missing, that is counted once; later calls may still return it."""
         entry = self._entries.get(request_id)
         if entry is None:
             return None
-        if is_due and not entry.is_answered and not entry.is_missed:
+        if is_due and not entry.has_reply and not entry.is_missed:
             self.exchange()
-            if not entry.is_answered:
+            if not entry.has_reply:
                 entry.is_missed = True
                 self.missed += 1
         return entry.prediction
 
     def holds(self, request_id: str) -> bool:
-        """Sequential mode: whether a prompt must not start yet."""
+        """Whether a prompt must still wait for its prediction (sequential mode)."""
         entry = self._entries.get(request_id)
         return (
             self.is_sequential
             and entry is not None
-            and not entry.is_answered
+            and not entry.has_reply
             and self._clock() < entry.deadline
         )
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until an answer may be there, at most `timeout_s`."""
+        """Sleep until a reply may be there, at most `timeout_s`."""
         if self.predictor is not None:
             self.predictor.wait(timeout_s)
 
     def end(self, request_id: str) -> None:
-        """The request ended; nobody needs its prediction any more."""
+        """Forget an ended request."""
         if self._entries.pop(request_id, None) is not None and self.predictor is not None:
             self.predictor.withdraw(request_id)
 
@@ -212,8 +214,113 @@ class Predictions:
 
 
 def _fixed_tokens(sampling: SamplingParams) -> int | None:
-    """How long the client made the answer: what it must have before a token that then
-    ends it, or what it may have when no token ends it."""
+    """Return the output length that the client's sampling parameters fix, if they do."""
     if sampling.ignore_eos:
         return sampling.max_tokens
     return sampling.min_tokens + 1 if sampling.min_tokens else None
+
+
+def ended_by_itself(request: Request) -> bool:
+    """Whether an ended request has all of its output; else it was aborted."""
+    return request.num_output_tokens > 0 and request.status in (
+        RequestStatus.FINISHED_STOPPED,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+    )
+
+
+def tells_length(request: Request, lengths: Lengths, predicted: Prediction | None) -> bool:
+    """Whether an ended request tells how long its output was. An aborted one does not, nor one
+    that the client's `max_tokens` cut shorter than expected; with `ignore_eos` that limit is
+    the length."""
+    if request.status is RequestStatus.FINISHED_STOPPED:
+        return True
+    if request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
+        return False
+    sampling = request.sampling_params
+    if sampling is not None and sampling.ignore_eos:
+        return True
+    return request.num_output_tokens >= lengths.total_tokens(predicted, 0, End.EXPECTED)
+
+
+def lengths_folder() -> Path:
+    """Return `${TETRI_CACHE}/lengths`, by default `~/.cache/vllm-tetri/lengths`."""
+    if own := os.environ.get("TETRI_CACHE"):
+        return Path(own) / "lengths"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "vllm-tetri" / "lengths"
+
+
+class LengthsStore:
+    """Keeps `lengths` in a JSON file from one start to the next, one file per model, predictor
+    and granularity. Deleting it only costs what was learnt. Instances that share a file
+    overwrite each other's: they see outputs of the same model.
+
+    Args:
+        folder: Where the files are; need not exist.
+        model: Name or folder of the model that generates the outputs.
+    """
+
+    def __init__(
+        self, folder: Path, model: str, buckets: Buckets, *, period_s: float = SAVE_PERIOD_S
+    ) -> None:
+        key = hashlib.sha256(json.dumps([model, *astuple(buckets)]).encode()).hexdigest()
+        self.path = folder / f"{key[:16]}.json"
+        self._period_s = period_s
+        self.lengths = self._load(buckets.num_buckets) or Lengths(
+            buckets.granularity_tokens, buckets.num_buckets
+        )
+        self._saved_s = float("-inf")
+        self._is_dirty = False
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tetri-lengths")
+
+    def _load(self, num_buckets: int) -> Lengths | None:
+        try:
+            lengths = Lengths.from_state(json.loads(self.path.read_bytes()))
+            if lengths.num_buckets != num_buckets:
+                raise ValueError(f"it has {lengths.num_buckets} buckets")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning(
+                "%s is ignored: %s. It is written anew; output lengths are learnt again.",
+                self.path, error,
+            )  # fmt: skip
+            return None
+        return lengths
+
+    def learn(self, request: Request, predicted: Prediction | None) -> None:
+        """Learn the output length of an ended request, if it tells one."""
+        if tells_length(request, self.lengths, predicted):
+            self.lengths.observe(predicted, request.num_output_tokens)
+            self.record_change(time.monotonic())
+
+    def record_change(self, now: float) -> None:
+        """Save the lengths soon, since they changed; at most once per period."""
+        self._is_dirty = True
+        if now - self._saved_s >= self._period_s:
+            self._saved_s = now
+            self._save()
+
+    def close(self) -> None:
+        """Write what was learnt since. Idempotent."""
+        if self._is_dirty:
+            self._save()
+        self._writer.shutdown()
+
+    def _save(self) -> None:
+        self._is_dirty = False
+        self._writer.submit(self._write, self.lengths.state())
+
+    def _write(self, state: dict[str, Any]) -> None:
+        """Replace the file; another instance may read or write it at the same time."""
+        name = ""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
+            with os.fdopen(handle, "wb") as file:
+                file.write(json.dumps(state).encode() + b"\n")
+            Path(name).replace(self.path)
+        except OSError as error:
+            logger.warning("output lengths cannot be saved: %s. Check its folder.", error)
+            with contextlib.suppress(OSError):
+                Path(name).unlink()

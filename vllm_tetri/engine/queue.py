@@ -1,109 +1,97 @@
-"""vLLM's waiting queue with our order behind it.
+"""vLLM's waiting queue, ordered by our policies.
 
-Owner: the engine thread. `len` is read by the agent thread.
+Owner: the engine thread. The agent's thread reads `len`.
 
-Three lanes. *First*: requests with nothing to order: KV that another instance
-computed, and whatever vLLM preempted while it was decoding. *Ordered*: prompts,
-by `policy.order`. *Last*: padding. The instance's own measurements pass before
-all of them while the queue is closed to the others.
+Three lanes. *First*: requests with nothing to order, since another instance computed their
+prompt or vLLM preempted them while they decoded. *Ordered*: prompts, by `policy.order`.
+*Last*: padding. Dummy requests that time steps go before all of them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Protocol
 
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.chunk_size import is_dummy, is_padding
 from vllm_tetri.engine.compat import Request, RequestQueue, RequestStatus
-from vllm_tetri.engine.own import is_own, is_padding
-from vllm_tetri.policy.order import PrefillPolicy, PrefillQueues
+from vllm_tetri.plugins import load_policy
+from vllm_tetri.policy.lengths import OutputLengths
+from vllm_tetri.policy.order import Order
+from vllm_tetri.policy.queue import DecodeGate, PromptEngine, PromptQueue
+
+
+class PredictionHolder(Protocol):
+    """Knows which prompts wait for their prediction."""
+
+    def holds(self, request_id: str) -> bool: ...
+
+
+class KVHolder(Protocol):
+    """Knows which requests have their KV here."""
+
+    def has_kv(self, request: Request) -> bool: ...
+
+
+class QueueEngine(PromptEngine[Request], Protocol):
+    """What the queue asks its scheduler."""
+
+    def is_arriving(self, request: Request) -> bool:
+        """Whether a request's KV comes from another instance."""
+
+    def is_gate_shut(self) -> bool:
+        """Whether only dummy requests may still start in this step."""
 
 
 class PrefillQueue(RequestQueue):
-    """What vLLM's scheduler sees as `waiting`.
+    """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; unless `is_open`
+    only dummy requests are scheduled; with `awaits_predictions` new prompts wait for `let_in`."""
 
-    Args:
-        policy: Order of prompts.
-        sched_batch: Prompts that are ordered together.
-        remaining_of: Tokens of a request that its prefix-cache hit leaves to compute.
-        blocks_of: KV blocks of its whole prompt.
-        is_arriving: Whether a request's KV comes from another instance.
-        is_shut: Whether nobody but own requests may be taken any more in this step.
-
-    Attributes:
-        is_open: Whether anything but own requests may be scheduled.
-        awaits_predictions: Whether new prompts stay aside until `let_in`.
-        room_blocks: KV blocks that the ordered prompts started in this step may need
-            until they are done; None means that vLLM's own check is enough.
-    """
-
-    def __init__(
-        self,
-        policy: PrefillPolicy,
-        sched_batch: int,
-        *,
-        remaining_of: Callable[[Request], int],
-        blocks_of: Callable[[Request], int],
-        is_arriving: Callable[[Request], bool],
-        is_shut: Callable[[], bool],
-    ) -> None:
-        self.prompts = PrefillQueues(policy, sched_batch)
+    def __init__(self, order: Order, sched_batch: int, engine: QueueEngine) -> None:
+        self.lane: PromptQueue[Request] = PromptQueue(order, sched_batch, engine)
+        self.prompts = self.lane.prompts
         self.is_open = True
         self.awaits_predictions = False
-        self.room_blocks: int | None = None
-        self._remaining_of = remaining_of
-        self._blocks_of = blocks_of
-        self._is_arriving = is_arriving
-        self._is_shut = is_shut
-        self._own: deque[Request] = deque()
+        self._engine = engine
+        self._dummies: deque[Request] = deque()
         self._first: deque[Request] = deque()
         self._unpredicted: dict[str, Request] = {}
-        self._ordered: dict[str, Request] = {}
         self._last: deque[Request] = deque()
-        self._skipped: set[str] = set()  # ordered ones that vLLM could not start
+        self._skipped: set[str] = set()  # ordered prompts that vLLM could not start
 
     # -- vLLM's interface -------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         name = request.request_id
-        if is_own(name):
-            (self._last if is_padding(name) else self._own).append(request)
-        elif self._is_arriving(request):
+        if is_dummy(name):
+            (self._last if is_padding(name) else self._dummies).append(request)
+        elif self._engine.is_arriving(request):
             self._first.append(request)
         elif self.awaits_predictions:
             self._unpredicted[name] = request
         else:
-            self._enter(request)
-
-    def _enter(self, request: Request) -> None:
-        # What the prefix cache holds by then is looked up when it is ordered.
-        name = request.request_id
-        self.prompts.remove(name)  # of an aborted one that the last step still knew
-        self.prompts.add(name, request.num_tokens, request.priority)
-        self._ordered[name] = request
+            self.lane.add(request)
 
     def peek_request(self) -> Request:
         lane = self._lane()
-        return lane[0] if lane is not None else self._next()
+        return lane[0] if lane is not None else self.lane.head()
 
     def pop_request(self) -> Request:
         lane = self._lane()
         if lane is not None:
             return lane.popleft()
-        request = self._next()
-        if self.room_blocks is not None:
-            self.room_blocks -= self._blocks_of(request)
-        return self._ordered.pop(self.prompts.start())
+        return self.lane.start()
 
     def prepend_request(self, request: Request) -> None:
-        """Skipped in this step, or preempted."""
+        """Put back a request that was skipped in this step, or preempted."""
         name = request.request_id
-        if is_own(name):
-            self._own.appendleft(request)
+        if is_dummy(name):
+            self._dummies.appendleft(request)
         elif self.prompts.is_started(name):
             is_lost = request.status is RequestStatus.PREEMPTED
-            self.prompts.put_back(name, self._remaining_of(request) if is_lost else None)
-            self._ordered[name] = request
+            self.lane.put_back(request, is_lost=is_lost)
             if not is_lost:
                 self._skipped.add(name)
         else:
@@ -114,11 +102,9 @@ class PrefillQueue(RequestQueue):
             self.prepend_request(request)
 
     def remove_request(self, request: Request) -> None:
-        self.prompts.remove(request.request_id)
-        if self._unpredicted.pop(request.request_id, None) is not None:
-            return
-        if self._ordered.pop(request.request_id, None) is None:
-            for lane in (self._own, self._first, self._last):
+        name = request.request_id
+        if self._unpredicted.pop(name, None) is None and not self.lane.discard(name):
+            for lane in (self._dummies, self._first, self._last):
                 if request in lane:
                     lane.remove(request)
 
@@ -128,18 +114,17 @@ class PrefillQueue(RequestQueue):
 
     def __bool__(self) -> bool:
         if not self.is_open:
-            return bool(self._own)
-        if self._is_shut():
-            return bool(self._own or self._last)
-        return bool(self._own or self._first or self._last) or self.may_start()
+            return bool(self._dummies)
+        if self._engine.is_gate_shut():
+            return bool(self._dummies or self._last)
+        return bool(self._dummies or self._first or self._last) or self.lane.may_start()
 
     def __len__(self) -> int:
-        lanes = (self._own, self._first, self._unpredicted, self._ordered, self._last)
-        return sum(map(len, lanes))
+        lanes = (self._dummies, self._first, self._unpredicted, self._last)
+        return sum(map(len, lanes)) + len(self.lane)
 
     def __iter__(self) -> Iterator[Request]:
-        ordered = (self._ordered[name] for name in self.prompts)
-        return chain(self._own, self._first, self._unpredicted.values(), ordered, self._last)
+        return chain(self._dummies, self._first, self._unpredicted.values(), self.lane, self._last)
 
     # -- ours -------------------------------------------------------------------
 
@@ -153,73 +138,45 @@ class PrefillQueue(RequestQueue):
         """Requests with nothing to order."""
         return len(self._first)
 
-    def count_first(self, is_ready: Callable[[Request], bool]) -> int:
-        """How many of them are ready."""
-        return sum(map(is_ready, self._first))
+    def count_first(self, holder: KVHolder) -> int:
+        """Count requests with nothing to order whose KV is here."""
+        return sum(map(holder.has_kv, self._first))
 
-    def let_in(self, holds: Callable[[str], bool]) -> None:
-        """Prompts that are not held any more may start, by arrival."""
-        for name in [name for name in self._unpredicted if not holds(name)]:
-            self._enter(self._unpredicted.pop(name))
+    def let_in(self, predictions: PredictionHolder) -> None:
+        """Let prompts start that need not wait for their prediction any more, by arrival."""
+        for name in [name for name in self._unpredicted if not predictions.holds(name)]:
+            self.lane.add(self._unpredicted.pop(name))
 
     @property
-    def num_own(self) -> int:
-        """Own requests among those that wait."""
-        return len(self._own) + len(self._last)
-
-    def _refill(self, *, is_chunk_open: bool) -> None:
-        """Order what may be ordered now."""
-        batch = self.prompts.pull(is_chunk_open=is_chunk_open)
-        if batch:
-            self.prompts.enter((name, self._remaining_of(self._ordered[name])) for name in batch)
-
-    def order_again(self) -> None:
-        """Fill up what is ordered, between two steps."""
-        self._refill(is_chunk_open=False)
-
-    def may_start(self) -> bool:
-        """Whether the next ordered prompt may start in this step."""
-        if not self._ordered or self.room_blocks is None:
-            return bool(self._ordered)
-        return self.room_blocks > 0 and self._blocks_of(self._next()) <= self.room_blocks
+    def num_dummy(self) -> int:
+        """Waiting dummy requests."""
+        return len(self._dummies) + len(self._last)
 
     def unable(self) -> set[str]:
-        """Ordered prompts that cannot start yet: their grammar is being compiled."""
+        """Return ordered prompts that cannot start yet: their grammar is being compiled."""
         self._skipped = {
             name
             for name in self._skipped
-            if (request := self._ordered.get(name)) is not None and _waits_for_grammar(request)
+            if (request := self.lane.get(name)) is not None and _waits_for_grammar(request)
         }
         return self._skipped
 
     def forget(self, request_id: str) -> None:
-        """A request ended while it was running."""
+        """Forget a request that ended while it was running."""
         self.prompts.remove(request_id)
 
     def _lane(self) -> deque[Request] | None:
-        """The lane that is next, None for the ordered prompts.
-
-        Raises:
-            IndexError: Nothing waits that may be scheduled.
-        """
-        if self._own:
-            return self._own
+        """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""
+        if self._dummies:
+            return self._dummies
         if self.is_open:
             if self._first:
                 return self._first
-            if self.may_start():
+            if self.lane.may_start():
                 return None
             if self._last:
                 return self._last
         raise IndexError("nothing to schedule")
-
-    def _next(self) -> Request:
-        name = self.prompts.head()
-        if name is None:
-            self._refill(is_chunk_open=True)
-            name = self.prompts.head()
-        assert name is not None, "every prompt that waits can be ordered"
-        return self._ordered[name]
 
 
 def _waits_for_grammar(request: Request) -> bool:
@@ -228,4 +185,19 @@ def _waits_for_grammar(request: Request) -> bool:
         request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         and asked is not None
         and asked.grammar is None
+    )
+
+
+def make_gate(
+    config: TetriConfig, lengths: OutputLengths, block_size: int, total_blocks: int
+) -> DecodeGate | None:
+    """Return the gate of the configured admission policy; greedy has none."""
+    if config.decode_policy == "greedy":
+        return None
+    return DecodeGate(
+        load_policy("admission", config.decode_policy),
+        config.reserve_end,
+        lengths=lengths,
+        block_size=block_size,
+        total_blocks=total_blocks,
     )

@@ -1,21 +1,43 @@
-"""One place that turns a role into vLLM's own options."""
+"""A role becomes vLLM's own options, or is refused with a reason.
+
+Before the model is loaded: `expand_role`, from the parsed command line. In the engine, when
+the model is known: `require_transferable` and `identity_of`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import atexit
-import logging
-from typing import Any
+import hashlib
+import ipaddress
+import json
+import math
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from vllm_tetri.config import TetriConfig, decode_config, encode_config, option_of
-from vllm_tetri.engine.options import given_options
+import torch
+import vllm
+
+from vllm_tetri import SUPPORTED_VLLM
+from vllm_tetri.config import TetriConfig, control_host, decode_config, encode_config, option_of
+from vllm_tetri.engine.compat import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    current_platform,
+    is_cpu,
+)
 from vllm_tetri.engine.prediction import require_predictor
-from vllm_tetri.engine.versions import require_supported
-from vllm_tetri.engine.window import most_chunk_tokens, require_fitting_chunk
 from vllm_tetri.errors import ConfigError, UnsupportedError
-from vllm_tetri.secret import read_secret, secret_file_of
-from vllm_tetri.transport.leftovers import sweep_segments
+from vllm_tetri.security import read_secret, secret_file_of
+from vllm_tetri.transport.segments import sweep_segments
 from vllm_tetri.types import Role
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SCHEDULER = "vllm_tetri.engine.scheduler.make_scheduler"
 CONNECTOR = "TetriConnector"
@@ -23,13 +45,14 @@ CONNECTOR_MODULE = "vllm_tetri.engine.connector"
 MIDDLEWARE = "vllm_tetri.engine.middleware.TetriMiddleware"
 EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"
 CONFIG_KEY = "tetri"
+KV_PROTOCOL = "1"
 
 # Where vLLM's prefill saturates (paper section 3.3.3 takes 512 on its GPUs).
 CPU_CHUNK_TOKENS = 256
 CHUNK_TOKENS = 512
 
-# Prompt tokens that a prefill instance takes before it answers 503: seconds of work for
-# a GPU, a few minutes for a CPU. vLLM's --max-num-queued-tokens overrides it.
+# Prompt tokens that a prefill instance queues before it responds with 503: seconds of work
+# for a GPU, a few minutes for a CPU. vLLM's --max-num-queued-tokens overrides it.
 QUEUED_TOKENS = 131_072
 
 # Options that a role decides. A user's own value contradicts the role.
@@ -37,31 +60,31 @@ OWNED = {
     "scheduler_cls": "--scheduler-cls",
     "kv_transfer_config": "--kv-transfer-config",
 }
-# Features whose KV this connector cannot carry: (attribute, is on, option).
+# Features whose KV cannot be transferred: on if true, or above 1.
 REFUSED = (
-    ("enable_lora", bool, "--enable-lora"),
-    ("speculative_config", bool, "--speculative-config"),
-    ("pipeline_parallel_size", lambda value: (value or 1) > 1, "--pipeline-parallel-size"),
-    ("data_parallel_size", lambda value: (value or 1) > 1, "--data-parallel-size"),
-    (
-        "decode_context_parallel_size",
-        lambda value: (value or 1) > 1,
-        "--decode-context-parallel-size",
-    ),
+    "enable_lora",
+    "speculative_config",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
 )
 
-_log = logging.getLogger(__name__)
+# Keys of config.json that make the window another one than its positions.
+_SCALED = ("rope_scaling", "rope_parameters")
 
 
-def expand_role(namespace: argparse.Namespace) -> None:
+def expand_role(
+    namespace: argparse.Namespace, given_options: Callable[[argparse.Namespace], dict[str, Any]]
+) -> None:
     """Set on a parsed namespace everything that follows from `--role`.
 
-    Without a role nothing is changed. Running it twice changes nothing more.
+    Without a role nothing is changed. Running it twice changes nothing more. `given_options`
+    reads the user's options from the namespace.
 
     Raises:
         ConfigError: An option of ours is wrong, given without a role, or
             contradicts one of the user's.
-        UnsupportedError: vLLM's version or an enabled feature cannot be carried.
+        UnsupportedError: vLLM's version or an enabled feature is not supported.
     """
     role = getattr(namespace, "role", None)
     if role is None:
@@ -70,37 +93,80 @@ def expand_role(namespace: argparse.Namespace) -> None:
     if getattr(namespace, "scheduler_cls", None) == SCHEDULER:
         return
 
-    import vllm
-
     require_supported(vllm.__version__)
     _refuse_conflicts(namespace, role)
-    config = config_of(namespace, Role(role))
+    config = config_of(namespace, Role(role), given_options(namespace))
     require_fitting_chunk(namespace, config)
     require_predictor(config)
     read_secret(config.secret_file)
     _bound_queue(namespace, config)
     namespace.scheduler_cls = SCHEDULER
-    namespace.kv_transfer_config = _kv_transfer_config(config)
+    namespace.kv_transfer_config = kv_transfer_config(config)
     # A new list: the argparse default is shared by all parsers.
     namespace.middleware = [*(namespace.middleware or []), MIDDLEWARE]
     _choose_executor(namespace)
-    # On Ctrl-C vLLM kills its engine process at once, so this one clears up behind it.
+    # On Ctrl-C vLLM kills its engine process at once, so this one removes its segments.
     atexit.register(sweep_segments)
 
 
-def config_of(namespace: argparse.Namespace, role: Role) -> TetriConfig:
-    """The instance configuration that a namespace asks for."""
-    given = given_options(namespace)
+def require_supported(version: str) -> None:
+    """Refuse a vLLM release (a local part such as ``+cpu`` aside) that is not supported.
+
+    Raises:
+        UnsupportedError: The release is not in `SUPPORTED_VLLM`.
+    """
+    if version.partition("+")[0] not in SUPPORTED_VLLM:
+        raise UnsupportedError(
+            f"--role needs vLLM {' or '.join(SUPPORTED_VLLM)}, this is {version}; install a "
+            "supported version, or leave --role out to run stock vLLM"
+        )
+
+
+def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) -> TetriConfig:
+    """Return the instance configuration that a namespace asks for.
+
+    Raises:
+        ConfigError: A value is wrong, or routers could not reach the default URL.
+    """
     port = getattr(namespace, "port", None) or 8000
-    host = getattr(namespace, "host", None) or "127.0.0.1"
-    reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
+    kv_host = str(given.get("host", "127.0.0.1"))
+    name = f"{role.value}-{port}"
+    if not _is_loopback(kv_host):  # other hosts have the same ports
+        name = f"{role.value}-{platform.node()}-{port}"
+    given.setdefault("instance", name)
+    is_url_given = "url" in given
+    host = getattr(namespace, "host", None) or "0.0.0.0"
+    reachable = kv_host if host in ("0.0.0.0", "::", "localhost") else host
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
-    given.setdefault("instance", f"{role.value}-{port}")
-    given.setdefault("url", f"{scheme}://{reachable}:{port}")
+    given.setdefault("url", f"{scheme}://{_in_url(reachable)}:{port}")
     given["secret_file"] = secret_file_of(given.get("secret_file"))
-    usual_tokens = CPU_CHUNK_TOKENS if _is_cpu() else CHUNK_TOKENS
+    usual_tokens = CPU_CHUNK_TOKENS if is_cpu() else CHUNK_TOKENS
     given.setdefault("chunk_size", min(usual_tokens, most_chunk_tokens(namespace)))
-    return decode_config({**given, "role": role.value})
+    config = decode_config({**given, "role": role.value})
+    if not is_url_given and _is_loopback(reachable):
+        _refuse_remote_control(config, port)
+    return config
+
+
+def _refuse_remote_control(config: TetriConfig, port: int) -> None:
+    for address in config.control:
+        if not _is_loopback(control_host(address)):
+            raise ConfigError(
+                f"--tetri-control {address} is not on this machine and cannot reach {config.url}; "
+                f"give --tetri-host ADDRESS or --tetri-url http://ADDRESS:{port} with the address "
+                "of this machine"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _refuse_orphans(namespace: argparse.Namespace) -> None:
@@ -114,8 +180,10 @@ def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
     for attribute, option in OWNED.items():
         if getattr(namespace, attribute, None) is not None:
             raise ConfigError(f"--role {role} sets {option} itself; give one of the two, not both")
-    for attribute, is_on, option in REFUSED:
-        if is_on(getattr(namespace, attribute, None)):
+    for attribute in REFUSED:
+        value = getattr(namespace, attribute, None)
+        if value is True or (value and value != 1):
+            option = "--" + attribute.replace("_", "-")
             raise UnsupportedError(
                 f"{option} cannot be combined with --role {role}: its KV cannot be handed over yet"
             )
@@ -130,7 +198,8 @@ def _bound_queue(namespace: argparse.Namespace, config: TetriConfig) -> None:
         namespace.max_num_queued_tokens = QUEUED_TOKENS
 
 
-def _kv_transfer_config(config: TetriConfig) -> Any:
+def kv_transfer_config(config: TetriConfig) -> Any:
+    """Return vLLM's configuration of our connector."""
     from vllm.config import KVTransferConfig
 
     # extra_config stays out of vLLM's compile cache key, additional_config would not.
@@ -148,14 +217,152 @@ def _choose_executor(namespace: argparse.Namespace) -> None:
     """On CPU run the worker inside the engine process: its multiprocess executor
     polls shared memory and would steal the cores that instances share."""
     if (
-        _is_cpu()
+        is_cpu()
         and getattr(namespace, "distributed_executor_backend", None) is None
         and (getattr(namespace, "tensor_parallel_size", None) or 1) == 1
     ):
         namespace.distributed_executor_backend = EXECUTOR
 
 
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
+def require_fitting_chunk(namespace: argparse.Namespace, config: TetriConfig) -> None:
+    """Refuse a chunk that no step could hold, as far as that is known before the model is
+    loaded: from the command line or a local `config.json`. The engine checks again.
 
-    return bool(current_platform.is_cpu())
+    Raises:
+        ConfigError: It is larger than the window, or on a prefill instance than
+            the `--max-num-batched-tokens` that the user gave.
+    """
+    if config.chunk_size == "auto":
+        return
+    most, why = _most(namespace, config.role)
+    if config.chunk_size > most:
+        raise ConfigError(
+            f"{option_of('chunk_size')} {config.chunk_size}: must be auto or between 1 and "
+            f"{most}, {why}"
+        )
+
+
+def most_chunk_tokens(namespace: argparse.Namespace) -> float:
+    """Return the largest chunk that `require_fitting_chunk` accepts; infinite if unknown."""
+    return _most(namespace, Role.PREFILL)[0]
+
+
+def _most(namespace: argparse.Namespace, role: Role) -> tuple[float, str]:
+    limits: list[tuple[float, str]] = [(math.inf, "")]
+    if (window := _window(namespace)) is not None:
+        limits.append((window, "the model's window"))
+    batched = getattr(namespace, "max_num_batched_tokens", None)
+    if batched is not None and role is Role.PREFILL:
+        limits.append((batched, "the given --max-num-batched-tokens"))
+    return min(limits)
+
+
+def _window(namespace: argparse.Namespace) -> int | None:
+    given = getattr(namespace, "max_model_len", None)
+    if given is not None and given > 0:  # -1 is vLLM's "auto"
+        return int(given)
+    if getattr(namespace, "hf_overrides", None):
+        return None
+    folder = getattr(namespace, "hf_config_path", None) or (
+        getattr(namespace, "model_tag", None) or getattr(namespace, "model", None)
+    )
+    return _positions(Path(str(folder)) / "config.json") if folder else None
+
+
+def _positions(file: Path) -> int | None:
+    try:
+        config: Any = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict) or any(_is_scaled(config.get(key)) for key in _SCALED):
+        return None
+    positions = config.get("max_position_embeddings")
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _is_scaled(rope: object) -> bool:
+    """Whether rotary positions are stretched; some models have it per kind of layer."""
+    if not isinstance(rope, dict):
+        return False
+    if any(map(_is_scaled, rope.values())):
+        return True
+    return rope.get("rope_type", rope.get("type", "default")) != "default"
+
+
+def identity_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tensors: list[torch.Tensor]
+) -> dict[str, str]:
+    """Return every property that changes the bytes of a block, by name: two instances must
+    agree on all of them before blocks are transferred.
+
+    The KV layout of vLLM's CPU backend is packed for the instruction set, so
+    that is a property, too.
+    """
+    model = vllm_config.model_config
+    return {
+        "protocol": KV_PROTOCOL,
+        "vllm": vllm.__version__,
+        "model": _model_digest(model.hf_config.to_json_string(use_diff=False)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": str(tensors[0].dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "block_size": str(vllm_config.cache_config.block_size),
+        "num_layers": str(len(tensors)),
+        "page_shape": "x".join(str(size) for size in tensors[0].shape[1:]),
+        "page_strides": "x".join(str(step) for step in tensors[0].stride()[1:]),
+        "layout": str(kv_cache_config.kv_cache_layout),
+        "device": tensors[0].device.type,
+        "isa": _instruction_set() if tensors[0].device.type == "cpu" else "",
+        "tensor_parallel": str(vllm_config.parallel_config.tensor_parallel_size),
+    }
+
+
+def _model_digest(config_json: str) -> str:
+    lines = [
+        line
+        for line in config_json.splitlines()
+        if not line.strip().startswith(('"_name_or_path"', '"transformers_version"'))
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _instruction_set() -> str:
+    return torch.backends.cpu.get_cpu_capability().replace(" ", "")
+
+
+def require_transferable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse a model whose KV cannot be transferred.
+
+    Raises:
+        UnsupportedError: Names the property.
+    """
+    model = vllm_config.model_config
+    reason = ""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    if model.is_multimodal_model:
+        reason = "it is multimodal"
+    elif any(isinstance(spec, MLAAttentionSpec) for spec in specs):
+        reason = "it uses multi-head latent attention (MLA)"
+    elif len(groups) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "no KV cache"
+        reason = f"its KV cache is hybrid ({len(groups)} groups: {kinds})"
+    elif vllm_config.lora_config is not None:
+        reason = "LoRA is enabled"
+    elif vllm_config.speculative_config is not None:
+        reason = "speculative decoding is enabled"
+    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
+        reason = "pipeline parallelism is enabled"
+    if reason:
+        raise UnsupportedError(
+            f"--role cannot serve {model.model}: {reason}, and that KV cannot be handed over "
+            "yet; run it without --role"
+        )
+
+
+def device_place() -> str:
+    """Return the host and what of it this engine computes on; instances with an equal value
+    share it."""
+    if is_cpu():
+        return f"{platform.node()} cores {','.join(map(str, sorted(os.sched_getaffinity(0))))}"
+    return f"{platform.node()} {current_platform.get_device_uuid(0)}"

@@ -1,14 +1,19 @@
 """What the two halves of the connector tell each other in one engine step.
 
-Scheduler half to worker half: `StepMeta`. Worker half to scheduler half:
-`WorkerReport`. Both are pickled when the executor runs workers in processes
-of their own, so they hold plain values and one NumPy array per entry.
+Scheduler half to worker half: `StepMeta`. Worker half to scheduler half: `WorkerReport`.
+Both are pickled when the executor runs workers in processes of their own, so they hold
+plain values and one NumPy array per entry. A `Note` goes from a prefill instance's worker
+to a decode instance as a message of the KV transport: it concerns one transfer and is
+wanted as early as the last block of it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,9 +22,68 @@ from vllm_tetri.engine.compat import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import PriorOutput
 from vllm_tetri.transport.native import Slot
 
 BlockIds = NDArray[np.int32]
+
+
+class Lost(msgspec.Struct, frozen=True, tag="lost"):
+    """The transfer will not be completed; a request that waits for it may stop waiting."""
+
+    transfer: str
+
+
+class FirstTokens(msgspec.Struct, frozen=True, tag="first"):
+    """Output tokens that follow the prompt whose KV the transfer carries."""
+
+    transfer: str
+    prior_output: PriorOutput
+
+
+Note = Lost | FirstTokens
+
+MAX_NOTE_BYTES = 4096
+
+_decoder: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
+
+
+def encode_note(note: Note) -> bytes:
+    """Return the bytes of a note."""
+    return msgspec.msgpack.encode(note)
+
+
+def decode_note(message: bytes) -> Note:
+    """Return the note in a message.
+
+    Raises:
+        ProtocolError: The message holds something else, or is too long.
+    """
+    if len(message) > MAX_NOTE_BYTES:
+        raise ProtocolError(f"a note of {len(message)} bytes; at most {MAX_NOTE_BYTES} are allowed")
+    try:
+        return _decoder.decode(message)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a note: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How KV is cut into blocks."""
+
+    block_tokens: int
+    rank_block_bytes: int  # one block of one rank over all layers
+    num_ranks: int  # tensor-parallel workers of this instance
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of all ranks, in bytes."""
+        return self.rank_block_bytes * self.num_ranks
+
+    def num_blocks(self, tokens: int) -> int:
+        """Return how many blocks hold the KV of `tokens`."""
+        return -(-tokens // self.block_tokens)
 
 
 @dataclass(slots=True)
@@ -47,8 +111,8 @@ class Load:
     """Copy slot blocks from `first_block` on into paged blocks `block_ids`.
 
     `offset` is rank 0's; rank r's part follows `r * rank_bytes` later. A
-    background load does not hold the step that orders it. `swapped` names the slot
-    of a preempted request that comes back; it is empty for KV that arrived.
+    background load does not delay the step that orders it. `preempted` names the slot of a
+    preempted request that is restored; it is empty for received KV.
     """
 
     request_id: str
@@ -58,7 +122,7 @@ class Load:
     first_block: int
     block_ids: BlockIds
     is_background: bool
-    swapped: str = ""
+    preempted: str = ""
 
     @classmethod
     def of(
@@ -67,13 +131,13 @@ class Load:
         segment: str,
         request_id: str,
         block_ids: list[int],
-        *,
         first_block: int,
+        *,
         is_background: bool = False,
-        is_swapped: bool = False,
+        is_preempted: bool = False,
     ) -> Load:
-        """The order to copy what a slot of `segment` holds into those of the request's
-        blocks `block_ids` that `first_block` begins."""
+        """Return the order to copy a slot of `segment` into the request's blocks
+        `block_ids`, from `first_block` on."""
         return cls(
             request_id=request_id,
             segment=segment,
@@ -82,7 +146,7 @@ class Load:
             first_block=first_block,
             block_ids=np.asarray(block_ids[first_block : slot.num_blocks], dtype=np.int32),
             is_background=is_background,
-            swapped=slot.transfer if is_swapped else "",
+            preempted=slot.transfer if is_preempted else "",
         )
 
 
@@ -102,41 +166,29 @@ class Save:
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
-    """One step's orders to the workers, executed in the order of the fields.
+    """One step's orders to the workers, executed in the order of the fields. Blocks of `stops`
+    may be gone after the step, so the worker waits until nothing reads them."""
 
-    Attributes:
-        stops: Requests whose transfer ends now; their blocks may be gone
-            after this step, so the worker waits until nothing reads them.
-        saves: Blocks to copy before this step's forward pass reuses them.
-        opens: Transfers to open.
-        writes: Blocks that earlier steps completed.
-        tails: Blocks that this step completes, pushed behind its forward pass.
-        notes: (endpoint, bytes) pairs that tell a receiver about a transfer.
-        frees: Finished requests to report once nothing reads their blocks.
-        loads: Blocks to fill before this step's forward pass.
-        is_empty: Nothing is computed in this step.
-    """
-
-    stops: list[str] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)  # requests whose transfer ends now
+    saves: list[Save] = field(default_factory=list)  # before the forward pass reuses the blocks
     opens: list[Open] = field(default_factory=list)
-    writes: list[Write] = field(default_factory=list)
-    tails: list[Write] = field(default_factory=list)
-    notes: list[tuple[str, bytes]] = field(default_factory=list)
-    frees: list[str] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    is_empty: bool = False
+    writes: list[Write] = field(default_factory=list)  # blocks that earlier steps completed
+    tails: list[Write] = field(default_factory=list)  # to be pushed after the forward pass
+    notes: list[tuple[str, bytes]] = field(default_factory=list)  # by endpoint, encoded
+    frees: list[str] = field(default_factory=list)  # to report once nothing reads their blocks
+    loads: list[Load] = field(default_factory=list)  # before the forward pass
+    is_empty: bool = False  # nothing is computed in this step
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What happened on the workers since the last report.
+    """Events on the workers since the last report.
 
     Attributes:
-        loaded: Ranks that have executed the load of a request.
-        saved: Ranks that have filled a slot of a preempted request, by its name.
-        unsaved: Ranks that could not.
-        restored: Ranks that have executed the load from such a slot.
+        loaded: Number of ranks that executed the load of a request.
+        saved: Number of ranks that filled a slot of a preempted request, by slot.
+        unsaved: Number of ranks that failed to fill it.
+        restored: Number of ranks that executed the load from it.
         failed: Why the transfer of a request failed: (status name, text).
         sent_bytes: KV bytes sent by transfers that completed.
         loaded_bytes: KV bytes copied from the arena into blocks.
@@ -155,38 +207,24 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Sum over ranks (vLLM's `KVOutputAggregator`)."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(
-            loaded=_sum(self.loaded, other.loaded),
-            saved=_sum(self.saved, other.saved),
-            unsaved=_sum(self.unsaved, other.unsaved),
-            restored=_sum(self.restored, other.restored),
-            failed={**self.failed, **other.failed},
-            sent_bytes=self.sent_bytes + other.sent_bytes,
-            loaded_bytes=self.loaded_bytes + other.loaded_bytes,
-            load_errors=self.load_errors + other.load_errors,
-        )
+        sums: dict[str, Any] = {"failed": {**self.failed, **other.failed}}
+        for name in _REPORTED - sums.keys():
+            mine, theirs = getattr(self, name), getattr(other, name)
+            is_count = isinstance(mine, int)
+            sums[name] = mine + theirs if is_count else dict(Counter(mine) + Counter(theirs))
+        return WorkerReport(**sums)
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in _REPORTED)
 
 
-def _sum(ranks: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {name: ranks.get(name, 0) + other.get(name, 0) for name in ranks.keys() | other.keys()}
-
-
-_REPORTED = tuple(each.name for each in fields(WorkerReport))
+_REPORTED = frozenset(each.name for each in fields(WorkerReport))
 
 
 @dataclass
 class WorkerShape(KVConnectorHandshakeMetadata):
-    """A worker's KV layout, told to the scheduler half after registration.
+    """A worker's KV layout, reported to the scheduler half after registration."""
 
-    Attributes:
-        identity: What a peer must agree on, value by value.
-        block_bytes: One block of one rank over all layers, in bytes.
-        num_ranks: Tensor-parallel workers of this instance.
-    """
-
-    identity: dict[str, str]
-    block_bytes: int
-    num_ranks: int
+    identity: dict[str, str]  # properties that a peer must share, by name
+    block_bytes: int  # one block of one rank over all layers
+    num_ranks: int  # tensor-parallel workers of this instance

@@ -1,8 +1,8 @@
 """Worker half of the connector: executes the orders of one step.
 
-Owner: the worker's main thread. The native sender owns its own threads; they
-never call Python. One copier thread, started on first use, does what need not be done
-inside a step; it touches only the mover and the arena.
+Owner: the worker's main thread. The native sender owns its own threads; they never call
+Python. One copier thread, started on first use, executes background copies; it touches only
+the mover and the arena.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from functools import partial
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
 from vllm_tetri.errors import TransferError
-from vllm_tetri.kv.mover import BlockMover, Gathered, pieces
-from vllm_tetri.secret import kv_key_of
+from vllm_tetri.security import kv_key_of
+from vllm_tetri.transport.blocks import BlockMover, Gathered, pieces
 from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
 
 logger = logging.getLogger(__name__)
 
-# A copy between two checks of the cancel flag takes microseconds; a writer that
-# needs longer than this to stop is stuck in a dead machine.
+# Copies check the cancel flag every few microseconds: a slower writer waits for a dead machine.
 STOP_DEADLINE_S = 5.0
-# How long a step without tokens waits for the end of a transfer. It leaves the core to
-# the API server, which is just then giving the first token away.
+# How long a step without tokens waits for a transfer and leaves the core to the API server.
 SENT_WAIT_S = 0.002
 
 
@@ -37,7 +35,7 @@ class _Sending:
     gathered: list[tuple[int, Gathered]] = field(default_factory=list)  # (first block, source)
     num_written: int = 0  # entries of `gathered` that the transfer has
     is_last: bool = False  # the request is finished: report it when DONE
-    is_finished: bool = False  # the transfer knows that nothing follows
+    is_finished: bool = False  # the transfer was told that nothing follows
     free: bool = False  # report it as soon as nothing reads its blocks
 
 
@@ -73,42 +71,45 @@ class KVWorker:
         self._failed_blocks: set[int] = set()
         self._freed_at_once: set[str] = set()
 
+    @property
+    def num_sending(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._sending)
+
     # -- before the forward pass -------------------------------------------
 
     def stop_preempted(self, meta: StepMeta) -> None:
-        """Blocks of preempted requests are about to be reused: make sure that
-        nothing reads them any more."""
-        waiting = [self._stop(request_id) for request_id in meta.stops]
-        finished = set(meta.frees)
+        """Stop transfers that read blocks of preempted requests, which are about to be reused."""
+        stopped = [name for name in meta.stops if name in self._sending]
+        for request_id in stopped:
+            self._sending[request_id].transfer.cancel()
         deadline = time.monotonic() + STOP_DEADLINE_S
-        for request_id, sending in zip(meta.stops, waiting, strict=True):
-            if sending is None or request_id in finished:
-                continue
-            while not sending.transfer.quiesced and time.monotonic() < deadline:
-                self._sender.wait(0.001)
-            self._sending.pop(request_id, None)
+        for request_id in stopped:
+            if request_id not in meta.frees:
+                transfer = self._sending.pop(request_id).transfer
+                while not transfer.quiesced and time.monotonic() < deadline:
+                    self._sender.wait(0.001)
 
-    def save(self, meta: StepMeta) -> None:
-        """Copy blocks that this step's forward pass reuses; they are free to be written
-        by any work submitted later."""
+    def save_preempted(self, meta: StepMeta) -> None:
+        """Copy blocks that this step's forward pass reuses."""
         for order in meta.saves:
             try:
                 arena = self._arena(order.segment)
                 offset = order.offset + self._rank * order.rank_bytes
                 rest = self._mover.save(arena, offset, order.block_ids)
             except (ValueError, OSError, RuntimeError):
-                logger.exception("keeping KV of a preempted request failed")
+                logger.exception("saving KV of a preempted request failed; it is computed again")
                 self._report.unsaved[order.slot] = 1
                 continue
             if rest is None:
                 self._report.saved[order.slot] = 1
             else:
-                self._saving[order.slot] = self._beside_the_steps(rest)
+                self._saving[order.slot] = self._in_background(rest)
 
     def begin_step(self, meta: StepMeta) -> None:
         """Open and feed transfers; blocks named here are complete."""
         for endpoint, note in meta.notes:
-            self.tell(endpoint, note)
+            self.send_note(endpoint, note)
         for opening in meta.opens:
             self._open(opening)
         for write in meta.writes:
@@ -117,32 +118,28 @@ class KVWorker:
             self._free(request_id)
 
     def load(self, meta: StepMeta) -> None:
-        """Fill blocks from the arena; the forward pass of this step reads those
-        of the loads that are not in the background."""
+        """Fill blocks from the arena; this step's forward pass reads those that are not
+        loaded in the background."""
         for order in meta.loads:
             if order.is_background:
-                future = self._beside_the_steps(partial(self._scatter_and_settle, order))
+                future = self._in_background(partial(self._scatter_and_settle, order))
                 self._loading[order.request_id] = order, future
             else:
                 self._load_now(order)
 
-    def _beside_the_steps(self, work: Callable[[], None]) -> Future[None]:
+    def _in_background(self, work: Callable[[], None]) -> Future[None]:
         if self._copier is None:
             self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
         return self._copier.submit(work)
 
-    def _stop(self, request_id: str) -> _Sending | None:
-        sending = self._sending.get(request_id)
-        if sending is not None:
-            sending.transfer.cancel()
-        return sending
-
-    def tell(self, endpoint: str, note: bytes) -> None:
-        """Leave a note. Queued, not waited for: the receiver may not listen."""
+    def send_note(self, endpoint: str, note: bytes) -> None:
+        """Queue a note for another instance, without waiting: it may not be listening."""
         try:
             self._sender.send(endpoint, note, 0.0)
         except ValueError:
-            logger.exception("cannot leave a note at %s", endpoint)
+            logger.exception(
+                "cannot send a message to %s; the request there waits for its timeout", endpoint
+            )
 
     def _open(self, order: Open) -> None:
         if (old := self._sending.pop(order.request_id, None)) is not None:
@@ -161,18 +158,18 @@ class KVWorker:
         if sending is None:
             return
         try:
-            self._gather(sending, order)
+            for start, piece in pieces(order.block_ids, self._mover.block_bytes):
+                gathered = self._mover.gather(piece)
+                sending.gathered.append((order.first_block + start, gathered))
         except (ValueError, RuntimeError) as error:
-            logger.exception("reading KV of %s failed", order.request_id)
+            logger.exception(
+                "reading KV of request %s failed; its transfer is cancelled", order.request_id
+            )
             sending.transfer.cancel()
             self._report.failed[order.request_id] = ("INVALID", str(error))
             return
         sending.is_last = order.is_last
         _advance(sending)
-
-    def _gather(self, sending: _Sending, order: Write) -> None:
-        for start, piece in pieces(order.block_ids, self._mover.block_bytes):
-            sending.gathered.append((order.first_block + start, self._mover.gather(piece)))
 
     def _free(self, request_id: str) -> None:
         sending = self._sending.get(request_id)
@@ -187,7 +184,9 @@ class KVWorker:
             self._scatter(order)
         except (ValueError, OSError, RuntimeError, TransferError):
             # vLLM recomputes these blocks (kv_load_failure_policy=recompute).
-            logger.exception("loading KV of %s failed", order.request_id)
+            logger.exception(
+                "loading KV of request %s failed; vLLM recomputes it", order.request_id
+            )
             self._failed_blocks.update(order.block_ids.tolist())
             self._report.load_errors += 1
         self._count_load(order)
@@ -198,13 +197,13 @@ class KVWorker:
         self._mover.scatter(arena, offset, order.first_block, order.block_ids)
 
     def _scatter_and_settle(self, order: Load) -> None:
-        """Copier thread."""
+        """Scatter and wait until the copy is done (copier thread)."""
         self._scatter(order)
         self._mover.settle()
 
     def _count_load(self, order: Load) -> None:
-        if order.swapped:
-            self._report.restored[order.swapped] = 1
+        if order.preempted:
+            self._report.restored[order.preempted] = 1
             return
         self._report.loaded_bytes += len(order.block_ids) * self._mover.block_bytes
         self._report.loaded[order.request_id] = 1
@@ -217,7 +216,7 @@ class KVWorker:
     # -- after the forward pass ---------------------------------------------
 
     def push_tails(self, meta: StepMeta) -> None:
-        """Push what this step's forward pass, done or ordered by now, completes."""
+        """Push blocks that this step's forward pass completes; it is done or ordered by now."""
         for write in meta.tails:
             self._write(write)
 
@@ -227,7 +226,7 @@ class KVWorker:
             self._sender.wait(SENT_WAIT_S)
 
     def take_sent(self) -> set[str]:
-        """Finished requests whose blocks nothing reads any more, each once."""
+        """Return finished requests whose blocks nothing reads any more, each once."""
         sent, self._freed_at_once = self._freed_at_once, set()
         for request_id, sending in list(self._sending.items()):
             _advance(sending)
@@ -246,9 +245,8 @@ class KVWorker:
         return sent
 
     def take_background_loads(self) -> tuple[set[str], set[str]]:
-        """Requests whose background load (succeeded, failed) since the last call."""
-        loaded: set[str] = set()
-        failed: set[str] = set()
+        """Return requests whose background load (succeeded, failed) since the last call."""
+        loaded, failed = set[str](), set[str]()
         for request_id, (order, future) in list(self._loading.items()):
             if not future.done():
                 continue
@@ -257,18 +255,20 @@ class KVWorker:
             if (error := future.exception()) is None:
                 loaded.add(request_id)
             else:
-                logger.error("loading KV of %s failed: %s", request_id, error)
+                logger.error(
+                    "loading KV of request %s failed: %s; vLLM recomputes it", request_id, error
+                )
                 self._report.load_errors += 1
                 failed.add(request_id)
         return loaded, failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call."""
+        """Return blocks whose load failed since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_report(self) -> WorkerReport | None:
-        """What happened since the last call; None when nothing did."""
+        """Return the events since the last call; None when there were none."""
         for slot, future in list(self._saving.items()):
             if future.done():
                 del self._saving[slot]
@@ -288,7 +288,7 @@ class KVWorker:
 
 
 def _advance(sending: _Sending) -> None:
-    """Hand over, in order, what has been gathered; staging may still be under way."""
+    """Write, in order, the blocks that are staged; staging of others may be under way."""
     if sending.num_written == len(sending.gathered) and not sending.is_last:
         return
     while sending.num_written < len(sending.gathered):

@@ -1,43 +1,59 @@
-"""A cluster on one machine, from the first child's start to the last one's end."""
+"""A cluster on one machine: every child is kept running from the first start to the end."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import signal
+import tempfile
+import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from vllm_tetri.errors import INTERRUPTED
+from vllm_tetri.errors import INTERRUPTED, ConfigError, TetriError
 from vllm_tetri.launch.display import Display
-from vllm_tetri.launch.keeper import Keeper, LaunchError
-from vllm_tetri.launch.plan import Plan, with_sharing
-from vllm_tetri.launch.sharing import best_sharing
-from vllm_tetri.policy.placement import Machine
-from vllm_tetri.router.door_options import KEY_VARIABLE
-from vllm_tetri.transport.leftovers import sweep_segments
+from vllm_tetri.launch.machine import free_port
+from vllm_tetri.launch.plan import ChildSpec, LaunchPlan
+from vllm_tetri.launch.process import ChildProcess
+from vllm_tetri.router.auth import KEY_VARIABLE, fingerprint_of
+from vllm_tetri.transport.segments import sweep_segments
 
 FAILED = 1
 JOIN_TIMEOUT_S = 60.0
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 30.0
+HEALTHY_S = 60.0
+MAX_FAILED_STARTS = 3
+USAGE_STATUS = 2
 _JOIN_PERIOD_S = 0.1
-_REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=5)
+_PROBE_PERIOD_S = 0.2
+_PROBE_TIMEOUT_S = 2.0
+_REQUEST_TIMEOUT_S = 5.0
+_TAIL_SHOWN = 15
 
 
-class Cluster:
+class LaunchError(TetriError):
+    """A cluster could not be brought up."""
+
+
+class LocalCluster:
     """The keepers of one plan, and the signals that end them."""
 
-    def __init__(self, options: argparse.Namespace, plan: Plan, machine: Machine) -> None:
-        self._options = options
+    def __init__(self, options: argparse.Namespace, plan: LaunchPlan) -> None:
+        self.options = options
+        self.display = Display([spec.name for spec in plan.specs], verbose=options.verbose)
         self._plan = plan
-        self._machine = machine
-        self._display = Display([spec.name for spec in plan.specs], verbose=options.verbose)
-        self._keepers: list[Keeper] = []
+        self._instances: list[Keeper] = []
+        self._routers: list[Keeper] = []
         self._stop = asyncio.Event()
-        self._forced = False
+        self._is_forced = False
 
     async def run(self) -> int:
         """Start everything and keep it up until a signal; the status to end with."""
@@ -45,182 +61,277 @@ class Cluster:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
         try:
-            await self._settle_sharing()
-            if self._stop.is_set():
-                self._display.stopping()
-                self._display.say("stopped")
-                return INTERRUPTED if self._forced else 0
-            return await self._keep()
+            async with aiohttp.ClientSession() as session:
+                self._instances = [Keeper(each, self, session) for each in self._plan.instances]
+                self._routers = [Keeper(each, self, session) for each in self._plan.routers]
+                return await self._watch()
         finally:
-            self._display.close()
+            self.display.close()
 
-    async def _settle_sharing(self) -> None:
-        """Decide how instances share cores, where that is open, or be told to stop."""
-        if not self._plan.is_sharing_open:
-            return
-        roles = [spec.role for spec in self._plan.specs if spec.role is not None]
-        measuring = asyncio.create_task(
-            best_sharing(roles, self._machine, self._plan.dtype, self._display.say)
-        )
-        stopping = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((measuring, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if measuring.done():
-            self._plan = with_sharing(self._plan, self._machine, measuring.result())
-        for task in (measuring, stopping):
-            task.cancel()
-        await asyncio.gather(measuring, stopping, return_exceptions=True)
+    async def was_drained(self, name: str) -> bool:
+        """Whether any router has been told to drain an instance."""
+        lists = [await router.get_json("/tetri/v1/instances") for router in self._routers]
+        return any(name in each.get("departed", ()) for each in lists)
 
-    async def _keep(self) -> int:
-        async with aiohttp.ClientSession() as session:
-            self._keepers = [
-                Keeper(
-                    spec,
-                    self._display,
-                    session,
-                    start_timeout_s=self._options.start_timeout,
-                    log_dir=self._options.log_dir,
-                    was_asked_to_leave=self._has_departed,
-                )
-                for spec in self._plan.specs
-            ]
-            return await self._watch()
+    @property
+    def _keepers(self) -> list[Keeper]:
+        return self._instances + self._routers
 
     async def _watch(self) -> int:
-        keeping = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
-        announcing = asyncio.create_task(self._announce())
+        work: list[Coroutine[Any, Any, Any]] = [self._announce()]
+        work += [keeper.run() for keeper in self._keepers]
         stopping = asyncio.create_task(self._stop.wait())
+        tasks = [stopping, *map(asyncio.create_task, work)]
+        waiting: set[asyncio.Task[Any]] = set(tasks)
         status = 0
         try:
-            waiting: set[asyncio.Task[Any]] = {announcing, stopping, *keeping}
             while not stopping.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
         except LaunchError as error:
-            self._display.close()
-            self._display.say(f"vllm-tetri: {error}")
+            self.display.close()
+            self.display.say(str(error), logging.ERROR)
             status = FAILED
         finally:
-            await self._end([announcing, stopping, *keeping])
-        return INTERRUPTED if self._forced else status
-
-    @property
-    def _routers(self) -> list[Keeper]:
-        return [keeper for keeper in self._keepers if keeper.spec.role is None]
-
-    @property
-    def _instances(self) -> list[Keeper]:
-        return [keeper for keeper in self._keepers if keeper.spec.role is not None]
-
-    async def _has_departed(self, name: str) -> bool:
-        """Whether any router has been told that an instance leaves on request."""
-        answers = [await _get_json(router, "/tetri/v1/instances") for router in self._routers]
-        return any(name in (answer or {}).get("departed", ()) for answer in answers)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._end()
+        return INTERRUPTED if self._is_forced else status
 
     async def _announce(self) -> None:
+        """Say that all is ready, as soon as every router can use every instance."""
         for keeper in self._keepers:
             await keeper.ready.wait()
         deadline = asyncio.get_running_loop().time() + JOIN_TIMEOUT_S
         for router in self._routers:
             await self._until_joined(router, deadline)
-        router, *more = self._routers
-        url = router.url
-        model = await _first_model(router) or self._options.model
-        if self._options.ready_file is not None:
-            self._write_ready_file(model)
-        also = "".join(f"  and at {each.url}/v1\n" for each in more)
+        first, *more = self._routers
+        models = (await first.get_json("/v1/models")).get("data") or [{}]
+        model = models[0].get("id") or self.options.model
+        if self.options.ready_file is not None:
+            self._write_ready_file(self.options.ready_file, model)
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-        self._display.ready(
-            f"ready in {self._display.elapsed_s:.1f} s: {url}/v1\n"
-            f"{also}"
-            f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-            f"{self._needed_by_clients()}"
-            f"    -d '{body}'\n"
-            "Ctrl-C stops everything"
-        )
-
-    def _needed_by_clients(self) -> str:
-        spec, lines = self._routers[0].spec, ""
-        if spec.key:
-            lines += f'    -H "authorization: Bearer ${KEY_VARIABLE}" \\\n'
-        if spec.certificate is not None:
-            lines += f"    --cacert {self._options.ssl_certfile} \\\n"
-        return lines
+        lines = [f"ready in {self.display.elapsed_s:.1f} s: {first.url}/v1"]
+        lines += [f"  and at {each.url}/v1" for each in more]
+        lines.append(f"  curl {first.url}/v1/chat/completions \\")
+        if first.spec.key:
+            lines.append(f'    -H "authorization: Bearer ${KEY_VARIABLE}" \\')
+        if first.spec.certificate is not None:
+            lines.append(f"    --cacert {first.spec.certificate} \\")
+        lines += [f"    -H 'content-type: application/json' -d '{body}'"]
+        self.display.ready("\n".join([*lines, "Ctrl-C stops everything"]))
 
     async def _until_joined(self, router: Keeper, deadline: float) -> None:
         """Wait until a router counts every instance as ready."""
         wanted = {keeper.spec.name for keeper in self._instances if not keeper.has_left}
         states: dict[str, str] = {}
         loop = asyncio.get_running_loop()
-        while loop.time() < deadline:
-            answer = await _get_json(router, "/tetri/v1/instances")
-            states = {row["id"]: row["state"] for row in (answer or {}).get("instances", ())}
+        while loop.time() < deadline and "refused" not in states.values():
+            rows = (await router.get_json("/tetri/v1/instances")).get("instances", ())
+            states = {row["id"]: row["state"] for row in rows}
             if all(states.get(name) == "ready" for name in wanted):
                 return
-            if "refused" in states.values():
-                break
             await asyncio.sleep(_JOIN_PERIOD_S)
-        missing = ", ".join(
+        missing = [
             f"{name} is {states.get(name, 'unknown')}"
             for name in sorted(wanted)
             if states.get(name) != "ready"
-        )
-        raise LaunchError(f"{router.spec.name} cannot use every instance: {missing}")
+        ]
+        raise LaunchError(f"{router.spec.name} cannot use every instance: {', '.join(missing)}")
 
-    def _write_ready_file(self, model: str) -> None:
+    def _write_ready_file(self, path: Path, model: str) -> None:
         content = {
             "url": self._routers[0].url,
             "model": model,
             "control": self._plan.control,
-            "secret_file": self._options.secret_file,
+            "secret_file": self.options.secret_file,
             "pid": os.getpid(),
-            "routers": [_facts(keeper) for keeper in self._routers],
-            "instances": [_facts(keeper) for keeper in self._instances],
+            "routers": [keeper.facts() for keeper in self._routers],
+            "instances": [keeper.facts() for keeper in self._instances],
         }
-        path: Path = self._options.ready_file
-        partial = path.with_name(path.name + ".partial")
         try:
-            partial.write_text(json.dumps(content) + "\n")
-            partial.replace(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                file.write(json.dumps(content) + "\n")
+            Path(file.name).replace(path)  # readers never see a part of it
         except OSError as error:
             raise LaunchError(f"--ready-file {path}: {error}") from error
 
-    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._display.stopping()
-        if not self._forced:
-            self._display.say("stopping ...")
+    async def _end(self) -> None:
+        self.display.stopping()
+        if not self._is_forced:
+            self.display.say("stopping ...")
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers))
-        if self._options.ready_file is not None:
-            self._options.ready_file.unlink(missing_ok=True)
+        if self.options.ready_file is not None:
+            self.options.ready_file.unlink(missing_ok=True)
         sweep_segments()
-        self._display.say("stopped")
+        self.display.say("stopped")
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            self._forced = True
+            self._is_forced = True
             for keeper in self._keepers:
                 keeper.kill()
         self._stop.set()
 
 
-def _facts(keeper: Keeper) -> dict[str, Any]:
-    return {"id": keeper.spec.name, "url": keeper.url, "pid": keeper.pid}
+class Keeper:
+    """Owns one child at a time and restarts it with back-off. Used by one event loop.
 
+    Attributes:
+        ready: Set while the child responds, and when it was drained.
+        has_left: The child ended because an operator drained it, and is not restarted.
+    """
 
-async def _get_json(router: Keeper, path: str) -> dict[str, Any] | None:
-    try:
-        async with router.get(path, _REQUEST_TIMEOUT) as answer:
-            content = await answer.json() if answer.status == 200 else None
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+    def __init__(
+        self, spec: ChildSpec, cluster: LocalCluster, session: aiohttp.ClientSession
+    ) -> None:
+        self.spec = spec
+        self.ready = asyncio.Event()
+        self.has_left = False
+        self._cluster = cluster
+        self._display = cluster.display
+        self._session = session
+        self._port = spec.port
+        self._start_timeout_s: float = cluster.options.start_timeout
+        log_dir: Path | None = cluster.options.log_dir
+        self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
+        self._was_ready = False
+        self._child: ChildProcess | None = None
+        self._fingerprint: bytes | None = None  # of the certificate that the child has read
+
+    @property
+    def url(self) -> str:
+        """Where the child's HTTP server is now."""
+        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        scheme = "http" if self.spec.certificate is None else "https"
+        return f"{scheme}://{host}:{self._port}"
+
+    def facts(self) -> dict[str, Any]:
+        """Facts for the ready file; the process id is the guard's, which leads the group."""
+        pid = self._child.pid if self._child else None
+        return {"id": self.spec.name, "url": self.url, "pid": pid}
+
+    async def get_json(self, path: str) -> dict[str, Any]:
+        """A JSON object from the child's HTTP server; empty when it does not respond so."""
+        try:
+            async with self._get(path, _REQUEST_TIMEOUT_S) as response:
+                content = await response.json() if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            content = None
+        return content if isinstance(content, dict) else {}
+
+    async def run(self) -> None:
+        """Keep the child running until cancelled, or until it was drained.
+
+        Raises:
+            LaunchError: The child ended repeatedly, or took too long, before it was ready once.
+        """
+        deaths = 0
+        while True:
+            ready_at = await self._start_and_watch()
+            if self.has_left:
+                return
+            if ready_at is not None and time.monotonic() - ready_at >= HEALTHY_S:
+                deaths = 0
+            deaths += 1
+            if not self._was_ready and deaths >= MAX_FAILED_STARTS:
+                raise LaunchError(self._describe(f"ended {deaths} times before it was ready"))
+            delay_s = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(deaths - 1, 10))
+            self._display.phase(self.spec.name, f"restart in {delay_s:.0f} s")
+            await asyncio.sleep(delay_s)
+
+    async def stop(self) -> None:
+        """End the child in good order. Idempotent."""
+        self.ready.clear()
+        if self._child is not None:
+            await self._child.stop()
+
+    def kill(self) -> None:
+        """End the child at once. Idempotent."""
+        if self._child is not None:
+            self._child.kill()
+
+    def _get(
+        self, path: str, timeout_s: float
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        more: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout_s)}
+        if self.spec.key:
+            more["headers"] = {"Authorization": f"Bearer {self.spec.key}"}
+        if self._fingerprint is not None:
+            # The certificate's name is not that of this machine's loopback interface.
+            more["ssl"] = aiohttp.Fingerprint(self._fingerprint)
+        return self._session.get(self.url + path, **more)
+
+    async def _start_and_watch(self) -> float | None:
+        """One life of the child; returns when it was ready, None if never."""
+        self._port = self.spec.port or free_port(self.spec.host)
+        self._display.phase(self.spec.name, "starting")
+        if self.spec.certificate is not None:  # it may have been renewed
+            with contextlib.suppress(ConfigError):  # the child says so
+                self._fingerprint = fingerprint_of(self.spec.certificate)
+        child = self._child = await ChildProcess.start(
+            self.spec, self._port, self._display, self._log_file
+        )
+        death = asyncio.create_task(child.wait())
+        readiness = asyncio.create_task(self._until_ready())
+        try:
+            await asyncio.wait(
+                (death, readiness),
+                timeout=self._start_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            ready_at = self._on_started(child, readiness, death)
+            status = await death
+        finally:
+            self.ready.clear()
+            for task in (readiness, death):
+                task.cancel()
+            await asyncio.gather(readiness, death, return_exceptions=True)
+        # vLLM also ends with status 0 when its engine died, so the router has to say.
+        self.has_left = status == 0 and await self._cluster.was_drained(self.spec.name)
+        if self.has_left:
+            self.ready.set()
+            self._display.phase(self.spec.name, "drained")
+        else:
+            self._report_death(status)
+        return ready_at
+
+    def _on_started(
+        self, child: ChildProcess, readiness: asyncio.Task[None], death: asyncio.Task[int]
+    ) -> float | None:
+        if death.done():
+            return None
+        if readiness.done():
+            self.ready.set()
+            self._was_ready = True
+            self._display.phase(self.spec.name, "ready")
+            return time.monotonic()
+        if not self._was_ready:
+            raise LaunchError(self._describe(f"was not ready after {self._start_timeout_s:.0f} s"))
+        child.kill()
         return None
-    return content if isinstance(content, dict) else None
 
+    async def _until_ready(self) -> None:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self._get(self.spec.ready_path, _PROBE_TIMEOUT_S) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(_PROBE_PERIOD_S)
 
-async def _first_model(router: Keeper) -> str | None:
-    answer = await _get_json(router, "/v1/models")
-    models = (answer or {}).get("data") or [{}]
-    name = models[0].get("id")
-    return name if isinstance(name, str) else None
+    def _report_death(self, status: int) -> None:
+        if status == USAGE_STATUS and not self._was_ready:
+            raise LaunchError(self._describe("refused its options"))
+        number = -status if status < 0 else status - 128
+        how = f"signal {number}" if number > 0 else f"exit status {status}"
+        more = ", out of memory?" if number == signal.SIGKILL else ""
+        self._display.event(self.spec.name, f"ended ({how}{more})")
+
+    def _describe(self, problem: str) -> str:
+        tail = list(self._child.tail)[-_TAIL_SHOWN:] if self._child else []
+        shown = "\n".join(f"  | {line}" for line in tail) or "  | (it printed nothing)"
+        where = f"\nits whole output is in {self._log_file}" if self._log_file else ""
+        return f"{self.spec.name} {problem}; its last lines were:\n{shown}{where}"

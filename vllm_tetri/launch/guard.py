@@ -1,6 +1,6 @@
-"""Run one command so that nothing of it outlives whoever started it.
+"""Run one command so that no process of it outlives the process that started it.
 
-``python -m vllm_tetri.launch.guard --parent PID [--nice N] [--cores 0,1]
+``python -P -m vllm_tetri.launch.guard --parent PID [--nice N] [--cores 0,1]
 [--grace S] -- COMMAND...`` stays as a small process between `up` and an
 instance. It is needed because the kernel's "kill me when my parent dies"
 reaches one process only, while an instance is a tree of processes.
@@ -9,8 +9,8 @@ reaches one process only, while an instance is a tree of processes.
   and looks at its parent once a second in case that request was lost.
 - It is a subreaper: a process of the tree whose own parent died becomes a child
   of the guard, so the whole tree can always be found.
-- On SIGTERM it passes SIGTERM to the command, which is the orderly way; what is
-  still there after the grace period is killed.
+- On SIGTERM it passes SIGTERM to the command, which is the orderly way; processes
+  that are left after the grace period are killed.
 - Should the guard itself be killed, the kernel kills the command.
 
 It ends with the command's exit status, or 128 + signal number.
@@ -25,9 +25,10 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
-from vllm_tetri.transport.leftovers import sweep_segments
+import psutil
+
+from vllm_tetri.transport.segments import sweep_segments
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -39,7 +40,7 @@ _TIDY_S = 1.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; see the module for what is promised."""
+    """Run the command; the module says what is promised."""
     parser = argparse.ArgumentParser(prog="guard")
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--nice", type=int, default=0)
@@ -72,8 +73,8 @@ class _Tree:
         while self._status is None:
             received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
             self._reap()
-            told = received is not None and received.si_signo in _TO_END
-            if told or os.getppid() != self._parent:
+            is_told = received is not None and received.si_signo in _TO_END
+            if is_told or os.getppid() != self._parent:
                 self._end_command()
                 break
         self._end_rest()
@@ -84,20 +85,22 @@ class _Tree:
 
     def _end_command(self) -> None:
         if self._status is None:
-            _signal(self._command, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._command, signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
         while self._status is None and time.monotonic() < deadline:
             signal.sigtimedwait({signal.SIGCHLD}, 0.1)
             self._reap()
 
     def _end_rest(self) -> None:
-        for kind, patience_s in ((signal.SIGTERM, _TIDY_S), (signal.SIGKILL, _TIDY_S)):
+        for kind in (signal.SIGTERM, signal.SIGKILL):
             if self._status is None and kind is signal.SIGTERM:
                 continue  # its grace is over
-            deadline = time.monotonic() + patience_s
-            for pid in descendants(os.getpid()):
-                _signal(pid, kind)
-            while descendants(os.getpid()) and time.monotonic() < deadline:
+            deadline = time.monotonic() + _TIDY_S
+            for process in _descendants():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(kind)
+            while _descendants() and time.monotonic() < deadline:
                 signal.sigtimedwait({signal.SIGCHLD}, 0.05)
                 self._reap()
 
@@ -113,24 +116,13 @@ class _Tree:
                 self._status = os.waitstatus_to_exitcode(status)
 
 
-def descendants(root: int) -> list[int]:
-    """Every live process below ``root``, from one look at /proc."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] not in "ZX":
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: list[int] = []
-    frontier = [root]
-    while frontier:
-        below = children.get(frontier.pop(), [])
-        found += below
-        frontier += below
+def _descendants() -> list[psutil.Process]:
+    """Every live process below this one."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.append(process)
     return found
 
 
@@ -153,11 +145,6 @@ def _spawn(command: list[str]) -> int:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
-
-
-def _signal(pid: int, kind: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, kind)
 
 
 if __name__ == "__main__":

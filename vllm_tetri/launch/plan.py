@@ -1,163 +1,163 @@
-"""From the options of `up` to the children it keeps."""
+"""From the options of `up` to the children that it keeps."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import yaml
+from dataclasses import dataclass, field
 
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.launch.keeper import Spec
-from vllm_tetri.launch.keys import ClusterKeys, Environment, cluster_keys
-from vllm_tetri.launch.machine import free_port, is_port_free
-from vllm_tetri.policy.placement import (
+from vllm_tetri.launch.machine import (
+    CoreSharing,
     Machine,
     Placement,
-    Sharing,
-    has_choice,
+    ServeOptions,
+    free_port,
+    is_port_free,
     kv_bytes_each,
     place,
 )
-from vllm_tetri.router.door_options import fingerprint_of, has_tls
+from vllm_tetri.router.auth import (
+    INSTANCE_KEY_VARIABLE,
+    KEY_VARIABLE,
+    fingerprint_of,
+    has_tls,
+    keys_of,
+)
+from vllm_tetri.router.command import objective_of
 from vllm_tetri.types import Mode, Role
 
-SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
-ROUTER = (sys.executable, "-m", "vllm_tetri.cli", "router")
+SERVE = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
+ROUTER = (sys.executable, "-P", "-m", "vllm_tetri.cli", "router")
 ROUTER_NAME = "router"
 HOST = "127.0.0.1"
-DEFAULT_MODE = Mode.ADAPTIVE
 MAX_PORT = 65535
 
 # `up` sets these itself; given after `--` they would contradict it.
-_OWN_OPTIONS = ("role", "tetri-instance", "tetri-control", "tetri-url", "uds",
-                "tetri-secret-file")  # fmt: skip
-_ROUTER_OPTIONS = ("port", "host", "ssl-keyfile", "ssl-certfile")
-# What routers get as `up` got it.
-_PASSED_ON = ("max_in_flight", "max_standing_wait", "flip", "flip_after", "flip_lease",
+_OWN_OPTIONS = frozenset({"role", "tetri-instance", "tetri-control", "tetri-url", "uds", "host",
+                          "tetri-secret-file", "port", "ssl-keyfile", "ssl-certfile"})  # fmt: skip
+# Options that `up` hands to its routers unchanged.
+_PASSED_ON = ("mode", "max_in_flight", "max_queue_delay", "flip", "flip_after", "flip_lease",
               "ttft_slo", "tpot_slo", "ssl_certfile", "ssl_keyfile")  # fmt: skip
-_COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc"} | {
-    "O", "O0", "O1", "O2", "O3"
-}  # fmt: skip
+_COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",
+                "optimization-level", "O", "O0", "O1", "O2", "O3"}  # fmt: skip
 _GPU_MEMORY_PART = 0.9
 
-# What vLLM's --dtype means; "auto" is bfloat16 for nearly every model on a CPU.
-_DTYPES = {"float": "float32", "float32": "float32", "half": "float16", "float16": "float16"}
+Environment = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that `up` runs; the routers come last.
+class ChildSpec:
+    """One child of `up`.
 
     Attributes:
-        specs: The children.
-        control: Where instances and routers meet, an address for every router.
-        dtype: Name of the torch dtype that instances probably compute in.
-        is_sharing_open: Whether a measurement is to decide how instances share the
-            cores; they are placed by the default until then.
+        name: Name in the cluster and before its log lines.
+        role: None for a router.
+        words: Command line, but for the port of its HTTP server.
+        ready_path: Responds with 200 as soon as the child is of use.
+        host: Address that its HTTP server binds.
+        port: Its fixed port; 0 for a free one, chosen anew at every start.
+        environment: Variables that only this child gets; secrets among them.
+        key: API key that its HTTP server asks for, if it does.
+        certificate: File of its certificate, if it speaks https.
     """
 
-    specs: tuple[Spec, ...]
+    name: str
+    role: Role | None
+    words: tuple[str, ...]
+    placement: Placement
+    ready_path: str
+    host: str = HOST
+    port: int = 0
+    environment: Environment = field(default=(), repr=False)
+    key: str = field(default="", repr=False)
+    certificate: str | None = None
+
+    def command(self, port: int) -> list[str]:
+        """The command line for a port."""
+        return [*self.words, "--port", str(port)]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """Everything that `up` runs.
+
+    Attributes:
+        control: Where instances and routers meet: one address per router, separated by commas.
+    """
+
+    instances: tuple[ChildSpec, ...]
+    routers: tuple[ChildSpec, ...]
     control: str
-    dtype: str
-    is_sharing_open: bool
 
     @property
-    def instances(self) -> tuple[Spec, ...]:
-        return tuple(spec for spec in self.specs if spec.role is not None)
-
-    @property
-    def routers(self) -> tuple[Spec, ...]:
-        return tuple(spec for spec in self.specs if spec.role is None)
+    def specs(self) -> tuple[ChildSpec, ...]:
+        """All children; the routers come last."""
+        return self.instances + self.routers
 
 
-def make_plan(options: argparse.Namespace, machine: Machine) -> Plan:
+def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions) -> LaunchPlan:
     """What to run for these options of `up` on this machine.
 
     Raises:
         ConfigError: No instance, a contradiction, too little machine, or a port in use.
     """
-    gpus_each = _gpus_each(options.tail)
-    roles = _roles(options, machine, gpus_each)
-    given = given_options(options.tail)
-    _refuse_own_options(given)
+    _refuse_own_options(serve.names)
+    roles = _roles(options, machine, serve.tensor_parallel_size)
+    sharing = CoreSharing(options.placement) if options.placement else None
+    placements = place(roles, machine, sharing, serve.tensor_parallel_size)
     ports = _router_ports(options)
     controls = _control_addresses(options.routers)
-    control = ",".join(controls)
-    keys = cluster_keys(options, given)
-    try:
-        placements = place(roles, machine, Sharing(options.placement), gpus_each=gpus_each)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    serve = [*SERVE, options.model, *options.tail]
-    if options.arena_bytes is not None:
-        serve += ["--tetri-arena-bytes", str(options.arena_bytes)]
-    if options.predictor is not None:
-        serve += ["--tetri-predictor", options.predictor]
-    serve += ["--tetri-control", control, "--host", HOST]
-    specs = [
-        _instance(
+    of_instances, of_routers = _keys(options, serve.api_keys)
+    words = [*SERVE, options.model, *options.tail]
+    words += ["--tetri-control", ",".join(controls), "--host", HOST]
+    names = [f"{role.value}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
+    instances = [
+        ChildSpec(
             name,
             role,
-            serve + _memory_options(options, given, placement, machine, len(roles)),
+            (*words, *_memory_options(serve.names, placement, machine, len(roles)),
+             "--role", role.value, "--tetri-instance", name),
             placement,
-            keys.of_instances,
+            ready_path="/health",
+            environment=of_instances,
         )
-        for name, role, placement in zip(_names(roles), roles, placements, strict=True)
-    ]
-    names = [f"{ROUTER_NAME}-{index}" for index in range(options.routers)]
+        for name, role, placement in zip(names, roles, placements, strict=True)
+    ]  # fmt: skip
+    certificate: str | None = options.ssl_certfile if has_tls(options) else None
+    if certificate is not None:
+        fingerprint_of(certificate)  # there is one
     routers = [
-        _router(name, port, address, options, keys)
-        for name, port, address in zip(
-            names if len(names) > 1 else [ROUTER_NAME], ports, controls, strict=True
+        ChildSpec(
+            f"{ROUTER_NAME}-{index}" if options.routers > 1 else ROUTER_NAME,
+            None,
+            (*ROUTER, *_router_options(options), "--control", control),
+            Placement(),
+            ready_path="/tetri/v1/instances",
+            host=options.host,
+            port=port,
+            environment=of_routers,
+            key=dict(of_routers).get(KEY_VARIABLE, "").partition("\n")[0],
+            certificate=certificate,
         )
+        for index, (port, control) in enumerate(zip(ports, controls, strict=True))
     ]
-    return Plan(
-        (*specs, *routers),
-        control,
-        _DTYPES.get(_value(options.tail, "--dtype"), "bfloat16"),
-        has_choice(roles, machine, Sharing(options.placement)),
-    )
+    return LaunchPlan(tuple(instances), tuple(routers), ",".join(controls))
 
 
-def with_sharing(plan: Plan, machine: Machine, sharing: Sharing) -> Plan:
-    """The plan with its instances placed anew, on a CPU host."""
-    roles = [spec.role for spec in plan.instances if spec.role is not None]
-    placed = [
-        replace(spec, placement=placement)
-        for spec, placement in zip(plan.instances, place(roles, machine, sharing), strict=True)
-    ]
-    return replace(plan, specs=(*placed, *plan.routers), is_sharing_open=False)
-
-
-def given_options(tail: Sequence[str]) -> set[str]:
-    """Names of the options for `vllm serve` that the user gave, also in a
-    ``--config`` file, without dashes in front and with dashes inside."""
-    names = set()
-    for index, word in enumerate(tail):
-        if not word.startswith("-"):
-            continue
-        name, _, value = word.lstrip("-").partition("=")
-        names.add(name.replace("_", "-"))
-        if name == "config":
-            names |= _names_in_file(value or "".join(tail[index + 1 : index + 2]))
-    return names
-
-
-def _names_in_file(path: str) -> set[str]:
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {error}") from error
-    return {str(key).replace("_", "-") for key in content} if isinstance(content, dict) else set()
+def _refuse_own_options(names: frozenset[str]) -> None:
+    for name in names & _OWN_OPTIONS:
+        raise ConfigError(
+            f"--{name} cannot be given after --: `up` sets it for every instance; options of the "
+            "router come before the --"
+        )
 
 
 def _roles(options: argparse.Namespace, machine: Machine, gpus_each: int) -> list[Role]:
-    """A role for every instance: what was given, or what suits the mode and the machine."""
+    """A role for every instance: as given, or as it suits the mode and the machine."""
     mode, prefill, decode, both = Mode(options.mode), options.prefill, options.decode, options.both
     if mode is not Mode.SPLIT and prefill is decode is both is None:
         return [Role.BOTH] * max(1, len(machine.gpus) // gpus_each)
@@ -172,144 +172,75 @@ def _roles(options: argparse.Namespace, machine: Machine, gpus_each: int) -> lis
     return [*[Role.PREFILL] * prefill, *[Role.DECODE] * decode, *[Role.BOTH] * (both or 0)]
 
 
-def _refuse_own_options(given: set[str]) -> None:
-    for name in (*_OWN_OPTIONS, *_ROUTER_OPTIONS):
-        if name in given:
-            where = (
-                "`up` itself takes it, before the --"
-                if name in _ROUTER_OPTIONS
-                else "`up` sets it for every instance"
-            )
-            raise ConfigError(f"--{name} cannot be given after --; {where}")
-
-
 def _router_ports(options: argparse.Namespace) -> list[int]:
     """The given port and those that follow it, one for every router; or free ones."""
     if not options.port:
         return _free_ports(options.routers, options.host)
     ports = [options.port + index for index in range(options.routers)]
     for port in ports:
-        if not (port <= MAX_PORT and is_port_free(port, options.host)):
-            what = "is in use" if port <= MAX_PORT else "is none"
-            raise ConfigError(f"port {port} of {options.host} {what}; choose another with --port")
+        if not 0 < port <= MAX_PORT or not is_port_free(port, options.host):
+            why = "is in use" if 0 < port <= MAX_PORT else "does not exist"
+            raise ConfigError(f"port {port} of {options.host} {why}; choose another with --port")
     return ports
 
 
 def _control_addresses(number: int) -> list[str]:
-    """The default address first, so that instances started by hand find a router;
-    another one when that is taken by a second cluster on this machine."""
+    """The default address first, so that instances started by hand find a router; other
+    addresses when a second cluster on this machine has taken it."""
     port = int(DEFAULT_CONTROL.rpartition(":")[2])
     ports = [port, *_free_ports(number - 1, HOST)] if is_port_free(port, HOST) else []
     return [f"tcp://{HOST}:{port}" for port in ports or _free_ports(number, HOST)]
 
 
 def _free_ports(number: int, host: str) -> list[int]:
-    ports: list[int] = []
+    ports: set[int] = set()
     while len(ports) < number:
-        port = free_port(host)
-        if port not in ports:
-            ports.append(port)
-    return ports
-
-
-def _gpus_each(tail: Sequence[str]) -> int:
-    number = _value(tail, "-tp", "--tensor-parallel-size")
-    return int(number) if number.isdecimal() and int(number) > 0 else 1
-
-
-def _value(tail: Sequence[str], *names: str) -> str:
-    """What follows the first of these options; nothing where none was given."""
-    for index, word in enumerate(tail):
-        name, _, value = word.partition("=")
-        if name.replace("_", "-") in names:
-            return value or "".join(tail[index + 1 : index + 2])
-    return ""
+        ports.add(free_port(host))
+    return sorted(ports)
 
 
 def _memory_options(
-    options: argparse.Namespace,
-    given: set[str],
-    placement: Placement,
-    machine: Machine,
-    instances: int,
+    given: frozenset[str], placement: Placement, machine: Machine, instances: int
 ) -> list[str]:
     words: list[str] = []
-    if options.kv_bytes is not None:
-        words += ["--kv-cache-memory-bytes", str(options.kv_bytes)]
-    if placement.gpu_sharers:
-        if placement.gpu_sharers > 1 and "gpu-memory-utilization" not in given:
-            part = _GPU_MEMORY_PART / placement.gpu_sharers
-            words += ["--gpu-memory-utilization", f"{part:.3f}"]
+    if placement.gpu_sharers > 1 and "gpu-memory-utilization" not in given:
+        part = _GPU_MEMORY_PART / placement.gpu_sharers
+        words += ["--gpu-memory-utilization", f"{part:.3f}"]
+    if machine.gpus:
         return words
-    if options.kv_bytes is None and "kv-cache-memory-bytes" not in given:
+    if "kv-cache-memory-bytes" not in given:
         words += ["--kv-cache-memory-bytes", str(kv_bytes_each(instances, machine))]
     # Compiling triples the start and gains nothing worth it on a CPU.
-    if not given & _COMPILATION:
-        words.append("--enforce-eager")
+    return words if given & _COMPILATION else [*words, "--enforce-eager"]
+
+
+def _router_options(options: argparse.Namespace) -> list[str]:
+    objective_of(options)  # there is one if there must be one
+    words = ["--host", options.host, *(["--refuse-late"] if options.refuse_late else [])]
+    for name in _PASSED_ON:
+        value = getattr(options, name)
+        if value is not None:
+            words += ["--" + name.replace("_", "-"), str(value)]
     return words
 
 
-def _names(roles: Sequence[Role]) -> list[str]:
-    counts = dict.fromkeys(Role, 0)
-    names = []
-    for role in roles:
-        names.append(f"{role.value}-{counts[role]}")
-        counts[role] += 1
-    return names
+def _keys(
+    options: argparse.Namespace, in_command: tuple[str, ...]
+) -> tuple[Environment, Environment]:
+    """Variables with API keys: those of instances, and those of routers. They are not in a
+    command, because every user of this machine may read that.
 
+    Instances get a key of their own, new at each start: their ports are on the loopback
+    interface, which is open to every user of this machine. The router also asks clients for
+    keys that were meant for instances only: else it would open instances to all.
 
-def _instance(
-    name: str,
-    role: Role,
-    serve: list[str],
-    placement: Placement,
-    environment: Environment,
-) -> Spec:
-    words = [*serve, "--role", role.value, "--tetri-instance", name]
-    return Spec(
-        name,
-        role,
-        _with_port(words),
-        placement,
-        ready_path="/health",
-        host=HOST,
-        environment=environment,
-    )
-
-
-def _router(
-    name: str, port: int, control: str, options: argparse.Namespace, keys: ClusterKeys
-) -> Spec:
-    words = [*ROUTER, "--host", options.host, "--control", control, "--mode", options.mode]
-    if options.refuse_late:
-        if options.ttft_slo is None and options.tpot_slo is None:
-            raise ConfigError("--refuse-late needs --ttft-slo or --tpot-slo: what is late?")
-        words.append("--refuse-late")
-    for option in _PASSED_ON:
-        value = getattr(options, option)
-        if value is not None:
-            words += ["--" + option.replace("_", "-"), str(value)]
-    return Spec(
-        name,
-        None,
-        _with_port(words),
-        Placement(),
-        ready_path="/tetri/v1/instances",
-        host=options.host,
-        port=port,
-        environment=keys.of_router,
-        key=next(iter(keys.clients), ""),
-        certificate=_certificate(options),
-    )
-
-
-def _certificate(options: argparse.Namespace) -> str | None:
-    if not has_tls(options):
-        return None
-    path: str = options.ssl_certfile
-    fingerprint_of(path)  # there is one
-    return path
-
-
-def _with_port(words: list[str]) -> Callable[[int], list[str]]:
-    return lambda port: [*words, "--port", str(port)]
+    Args:
+        in_command: Keys among the options for `vllm serve`.
+    """
+    clients = keys_of(options) or in_command
+    if not clients:
+        return (), ()
+    own = os.environ.get(INSTANCE_KEY_VARIABLE) or secrets.token_urlsafe(32)
+    key = in_command[0] if in_command else own
+    of_routers = ((KEY_VARIABLE, "\n".join(clients)), (INSTANCE_KEY_VARIABLE, key))
+    return () if in_command else ((KEY_VARIABLE, key),), of_routers

@@ -1,15 +1,23 @@
-"""Whole or split, and where: decided for every request by what it would cost. Pure.
+"""Aggregated or split, and where: decided for every request by what it would cost. Pure.
 
-Of all pairs of a site for the prompt and one for the answer, mostly the same one, the pair
-is taken for which least is waited: by the request (time to first token, then the answer)
-and by the others there (`policy.site`). Waiting for the first token counts more the
-shorter it is against the whole, so that both grow little in proportion. A hand-over costs
-what hand-overs cost; on top, splitting must be better by a margin that shrinks as step times
-become known, so that requests do not flap between choices that are as good. Where objectives
-are given, places that are expected to keep them come before those that are not.
+Costs are seconds that requests wait, the own one and others, priced by each instance's own
+steps:
 
-The paper always splits; its loss on heavy prompts with light answers (HPLD) comes from
-that. Mooncake prefills short prompts inline, Splitwise mixes in a pool when it must.
+- A prompt waits for those queued before it and is computed in chunks, each together with a step
+  of the instance's decodes. These wait for it in turn.
+- An output takes one step per token, longer the more decodes and prompts there are. The others'
+  steps become longer by what it adds.
+- Instances on one device (cores or a GPU that they share) slow each other down.
+
+Of all pairs of an instance for the prompt and one for the output, mostly the same one, the pair
+with the least cost is taken. Waiting for the first token counts more the shorter it is against
+the whole, so that both grow little in proportion. A hand-over costs what hand-overs cost; on
+top, splitting must be better by a margin that shrinks as step times become known, so that
+requests do not flap between equal choices. Where objectives are given, pairs that are expected
+to keep them come before those that are not.
+
+The paper always splits; its loss on heavy prompts with light outputs (HPLD) comes from that.
+Mooncake prefills short prompts inline, Splitwise mixes in a pool when it must.
 """
 
 from __future__ import annotations
@@ -20,215 +28,240 @@ from itertools import islice
 from math import inf
 from random import Random
 
-from vllm_tetri.policy.site import Ask, Site
+from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need
 from vllm_tetri.types import InstanceId, Role
 
-# What relative growth of the time to the first token counts, if that of the whole time
-# counts 1. Simulated between 0.1 and 1; less makes first tokens late, more makes answers slow.
+# Weight of the relative growth of the time to the first token, if that of the whole time has 1.
+# Simulated between 0.1 and 1; less makes first tokens late, more makes outputs slow.
 _FIRST_TOKEN_PART = 0.3
-_MOST_WEIGHT = 50.0
-_LEAST_S = 1e-6
-# By so much of its cost must a hand-over be better: what steps cost is a guess, or known.
+_MAX_WEIGHT = 50.0
+_MIN_S = 1e-6
+# Part of the cost by which splitting must be better: with guessed step times, and known ones.
 _MARGIN_GUESSED, _MARGIN_KNOWN = 0.25, 0.05
-# With more sites than this, looks at those that were best for the last view, and at some
-# at random.
+# With more instances than this, only those that were best for the view and random ones count.
 _ALL = 8
 _PROBES = 2
-# Beyond its objective a second counts so much more.
+# Weight of a second beyond its objective.
 _LATE_WEIGHT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What clients were promised, in seconds; infinite where nothing was.
+    """Latencies that clients were promised, in seconds; infinite where nothing was."""
 
-    Attributes:
-        ttft_s: Until the first token.
-        tpot_s: Per token behind it, in the mean.
-    """
-
-    ttft_s: float = inf
-    tpot_s: float = inf
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request goes, and why.
-
-    Attributes:
-        prompt: Instance that computes its prompt.
-        answer: Instance that writes its answer, as far as is known now.
-        ttft_s: Expected.
-        tpot_s: Expected.
-        cost_s: What is waited for it, all together.
-        reason: For the decision log; never parsed.
-        waits: Whether its first token waits for others there.
-        shares: Whether its answer shares steps with others there.
-        confidence: How well the steps of both are known.
-    """
-
-    prompt: InstanceId
-    answer: InstanceId
-    ttft_s: float
-    tpot_s: float
-    cost_s: float
-    reason: str
-    waits: bool = True
-    shares: bool = True
-    confidence: float = 1.0
-
-    @property
-    def is_split(self) -> bool:
-        return self.prompt != self.answer
+    ttft_s: float = inf  # time to the first token
+    tpot_s: float = inf  # mean time per token after it
 
 
 NO_OBJECTIVE = Objective()
 
 
-class Candidates:
-    """The sites worth looking at for requests of one model, chosen once per view.
+@dataclass(frozen=True, slots=True)
+class PricedRoute:
+    """Where a request goes, and why."""
 
-    Prompts may go anywhere. Answers go to prefill instances only if there is nobody else:
-    that these are free of decodes is what makes them quick.
+    prefill: InstanceId  # computes its prompt
+    decode: InstanceId  # writes its output, as far as is known now
+    ttft_s: float  # expected, as is `tpot_s`
+    tpot_s: float
+    cost_s: float  # waiting for it, all together
+    reason: str  # for the decision log; never parsed
+    waits: bool = True  # whether its first token waits for other requests
+    shares: bool = True  # whether its output shares steps with other requests
+    confidence: float = 1.0  # how well the steps of both instances are known
+
+    @property
+    def is_split(self) -> bool:
+        return self.prefill != self.decode
+
+
+# -- what a prompt and an output cost on one instance ---------------------------------------
+
+
+def token_s(row: InstanceRow, prompt_tokens: float) -> float:
+    """Return the time per token of a prompt, decodes and the step's base aside."""
+    return row.cost.prompt_s + prompt_tokens / 2 * row.cost.context_s
+
+
+def ttft_s(row: InstanceRow, prompt_tokens: float) -> float:
+    """Return the time to the first token of a prompt that arrives now."""
+    tokens = row.queued_tokens + prompt_tokens
+    step_s = row.cost.base_s + row.decodes * row.request_s  # without prompts
+    steps = -(-tokens // row.chunk_tokens)
+    if row.decodes:
+        steps += 0.5  # what is left of the one that runs
+    alone_s = tokens * token_s(row, prompt_tokens) + steps * step_s
+    return alone_s * (1 + row.busy_others)
+
+
+def prefill_harm_s(row: InstanceRow, prompt_tokens: float) -> float:
+    """Return how long the decodes on its device wait for a prompt, all together."""
+    if not (row.decodes or row.others):
+        return 0.0
+    steps = prompt_tokens / row.chunk_tokens
+    present = min(1.0, row.left_tokens / max(1.0, steps)) if row.decodes else 1.0
+    waiting = row.decodes * present + row.others
+    return waiting * prompt_tokens * token_s(row, prompt_tokens)
+
+
+def tpot_s(row: InstanceRow, context_tokens: float) -> float:
+    """Return the time per token of one more output of that context, prompts counted in."""
+    own_s = row.cost.request_s + context_tokens * row.cost.token_s
+    step_s = row.cost.base_s + row.decodes * row.request_s + own_s
+    return step_s * (1 + row.busy_others) / (1 - row.prompt_share)
+
+
+def decode_harm_s(row: InstanceRow, need: Need) -> float:
+    """Return how long the decodes on its device wait for one more output."""
+    if not (row.decodes or row.others):
+        return 0.0
+    context = need.prompt_tokens + need.output_tokens / 2
+    own_s = row.cost.request_s + context * row.cost.token_s
+    harm_s = 0.0
+    if row.decodes:
+        harm_s = row.decodes * min(need.output_tokens, row.left_tokens) * own_s
+    if row.others:
+        own_s += 0.0 if row.decodes else row.cost.base_s
+        harm_s += row.others * need.output_tokens * own_s
+    return harm_s / (1 - row.prompt_share)
+
+
+def transfer_s(row: InstanceRow, prompt_tokens: float) -> float:
+    """Return the time for KV that leaves when a prompt is done: that of its last chunk."""
+    return min(prompt_tokens, row.chunk_tokens) * row.view.load.handover_token_s
+
+
+def hand_over_s(row: InstanceRow, prompt_tokens: float) -> float:
+    """Return the time until a prompt that is done goes on somewhere else."""
+    return row.view.load.handover_s + transfer_s(row, prompt_tokens)
+
+
+# -- candidates ------------------------------------------------------------------------------
+
+
+class PriceCandidates:
+    """The instances worth pricing for requests of one model, chosen once per view.
+
+    Prompts may go anywhere. Outputs go to prefill instances only if there is no other: that
+    these are free of decodes is what makes them quick.
 
     Args:
-        usual: What requests are like; orders the sites where there are many.
-        rng: Source of probes.
-        spares_prefill: Whether prefill instances are kept free of answers.
+        usual: What requests are like; orders the instances where there are many.
+        spares_prefill: Whether prefill instances are kept free of outputs.
         spares_decode: Whether decode instances are kept free of prompts.
-        is_alone: Whether nobody else decides by the same view.
+        is_alone: Whether this is the only one that decides by the same view.
     """
 
     def __init__(
         self,
-        sites: Sequence[Site],
-        usual: Ask,
+        state: ClusterState,
+        rows: Sequence[InstanceRow],
+        usual: Need,
         rng: Random,
         *,
         spares_prefill: bool = True,
         spares_decode: bool = False,
         is_alone: bool = True,
     ) -> None:
-        self._rng = rng
-        self._is_alone = is_alone
-        self._all = sites
-        self._prompts = [
-            site for site in sites if site.role is not Role.DECODE or not spares_decode
-        ]
-        self._answers = [
-            site for site in sites if site.role is not Role.PREFILL or not spares_prefill
-        ]
-        self._answer_price_s = lambda site: _written(site, usual)[1]
-        # Only the first ones need an order; who is not alone draws, and does without.
-        if is_alone and len(self._prompts) > _ALL:
-            self._prompts.sort(key=lambda site: site.ttft_s(usual.prompt_tokens))
-        if is_alone and len(self._answers) > _ALL:
-            self._answers.sort(key=self._answer_price_s)
+        self._state, self._rng, self._is_alone, self._all = state, rng, is_alone, rows
+        self._prefill = [row for row in rows if row.role is not Role.DECODE or not spares_decode]
+        self._decode = [row for row in rows if row.role is not Role.PREFILL or not spares_prefill]
+        self._price_s = lambda row: _decode_cost(row, usual)[1]
+        # Only the first ones need an order; with several deciders all are drawn.
+        if is_alone and len(self._prefill) > _ALL:
+            self._prefill.sort(key=lambda row: ttft_s(row, usual.prompt_tokens))
+        if is_alone and len(self._decode) > _ALL:
+            self._decode.sort(key=self._price_s)
 
-    def prompts(self, taken: Collection[InstanceId]) -> list[Site]:
-        """Where a prompt may go."""
-        return self._some_of(self._prompts, taken)
+    def prefill(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
+        """Return instances for a prompt."""
+        return self._some_of(self._prefill, taken)
 
-    def answers(self, taken: Collection[InstanceId]) -> list[Site]:
-        """Where an answer may go."""
-        return self._some_of(self._answers, taken)
+    def decode(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
+        """Return instances for an output."""
+        return self._some_of(self._decode, taken)
 
-    def all_answers(self, taken: Collection[InstanceId]) -> list[Site]:
-        """Everywhere an answer may go, the best for the last view first; slow among many."""
-        found = [site for site in self._answers if site.id not in taken]
-        found = found or [site for site in self._all if site.id not in taken]
-        return sorted(found, key=self._answer_price_s)
+    def all_decode(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
+        """Return all instances for an output, the best for the view first; slow among many."""
+        found = [row for row in self._decode if row.id not in taken]
+        found = found or [row for row in self._all if row.id not in taken]
+        return sorted(map(self._state.row, found), key=self._price_s)
 
-    def _some_of(self, sites: Sequence[Site], taken: Collection[InstanceId]) -> list[Site]:
-        for each in (sites, self._all):
-            found = some_of(each, taken, self._rng, is_alone=self._is_alone)
-            if found:
-                return found
-        return []
+    def _some_of(
+        self, rows: Sequence[InstanceRow], taken: Collection[InstanceId]
+    ) -> list[InstanceRow]:
+        found = self._drawn(rows, taken) or self._drawn(self._all, taken)
+        return [self._state.row(row) for row in found]
 
-
-def some_of(
-    ordered: Sequence[Site], taken: Collection[InstanceId], rng: Random, *, is_alone: bool
-) -> list[Site]:
-    """Of few sites all, of many the first ones and some at random. Who decides by the same
-    view as others takes only random ones: the first would be the first for all of them."""
-    if len(ordered) <= _ALL:
-        return [site for site in ordered if site.id not in taken]
-    found: list[Site] = []
-    if is_alone:
-        found = list(islice((site for site in ordered if site.id not in taken), _PROBES))
-    for _ in range(2 * _PROBES - len(found)):
-        site = ordered[int(rng.random() * len(ordered))]
-        if site.id not in taken and site not in found:
-            found.append(site)
-    return found or [site for site in ordered if site.id not in taken][:1]
+    def _drawn(
+        self, ordered: Sequence[InstanceRow], taken: Collection[InstanceId]
+    ) -> list[InstanceRow]:
+        """All candidates if few; otherwise the best and random ones. With several deciders on
+        the same view random ones only, since the best would be the best for all of them."""
+        if len(ordered) <= _ALL:
+            return [row for row in ordered if row.id not in taken]
+        found: list[InstanceRow] = []
+        if self._is_alone:
+            found = list(islice((row for row in ordered if row.id not in taken), _PROBES))
+        for _ in range(2 * _PROBES - len(found)):
+            row = ordered[int(self._rng.random() * len(ordered))]
+            if row.id not in taken and row not in found:
+                found.append(row)
+        return found or [row for row in ordered if row.id not in taken][:1]
 
 
-def choose_place(
-    candidates: Candidates,
-    ask: Ask,
+# -- choices ---------------------------------------------------------------------------------
+
+
+def price_route(
+    candidates: PriceCandidates,
+    need: Need,
     *,
     may_split: bool,
     prefers_split: bool = False,
     objective: Objective = NO_OBJECTIVE,
     taken: Collection[InstanceId] = (),
-) -> Place | None:
-    """Where a request goes, or None if nobody can take it. Microseconds, however many
-    instances there are.
-
-    Args:
-        may_split: Whether two instances may share it.
-        prefers_split: Whether they do wherever two can, whatever it costs.
-        taken: Instances that cannot have it.
-    """
-    prompts, answers = candidates.prompts(taken), candidates.answers(taken)
-    if not answers:
+) -> PricedRoute | None:
+    """Choose where a request goes; None if no instance but the `taken` ones can have it. Takes
+    microseconds, however many instances there are. If it may be split, `prefers_split` does so
+    wherever two instances can, whatever it costs."""
+    prefills, decodes = candidates.prefill(taken), candidates.decode(taken)
+    if not decodes:
         return None
-    written = [_written(site, ask, objective) for site in answers]
-    everyone = {*prompts, *answers}
-    ttfts = {site.id: site.ttft_s(ask.prompt_tokens) for site in everyone}
-    weight = _first_token_weight(min(ttfts.values()), min(written)[0] * ask.answer_tokens)
-    costs = {
-        site.id: _prompt_cost(site, ask, ttfts[site.id], weight, objective) for site in everyone
-    }
-    wholes = [costs[site.id] + each[1] for site, each in zip(answers, written, strict=True)]
-    whole_s = min(wholes)
-    index = wholes.index(whole_s)
-    whole, tpot_s, against = answers[index], written[index][0], f"of {len(ttfts)}"
-    if may_split and ttfts.keys() != {whole.id}:
-        prompt, index, pair_s = _best_pair(prompts, answers, costs, written, ask)
-        is_better = pair_s < whole_s * (1 - _margin(whole))
-        if prompt is not None and (is_better or prefers_split):
-            answer, tpot_s = answers[index], written[index][0]
-            against = f"whole on {whole.id} {whole_s:.3g}"
-            return _place(prompt, answer, ttfts[prompt.id], tpot_s, pair_s, against)
-        if prompt is not None:
-            against = f"split over {prompt.id} and {answers[index].id} {pair_s:.3g}"
-    return _place(whole, whole, ttfts[whole.id], tpot_s, whole_s, against)
+    written = [_decode_cost(row, need, objective) for row in decodes]
+    rows = {*prefills, *decodes}
+    ttfts = {row.id: ttft_s(row, need.prompt_tokens) for row in rows}
+    weight = _first_token_weight(min(ttfts.values()), min(written)[0] * need.output_tokens)
+    costs = {row.id: _prefill_cost(row, need, ttfts[row.id], weight, objective) for row in rows}
+    sums = [costs[row.id] + each[1] for row, each in zip(decodes, written, strict=True)]
+    one_s = min(sums)
+    index = sums.index(one_s)
+    one, one_tpot_s, against = decodes[index], written[index][0], f"of {len(ttfts)}"
+    if may_split and ttfts.keys() != {one.id}:
+        prefill, index, pair_s = _best_pair(prefills, decodes, costs, written, need)
+        is_better = pair_s < one_s * (1 - _margin(one))
+        if prefill is not None and (is_better or prefers_split):
+            against = f"aggregated on {one.id} {one_s:.3g}"
+            decode, tpot = decodes[index], written[index][0]
+            return _priced(prefill, decode, ttfts[prefill.id], tpot, pair_s, against)
+        if prefill is not None:
+            against = f"split over {prefill.id} and {decodes[index].id} {pair_s:.3g}"
+    return _priced(one, one, ttfts[one.id], one_tpot_s, one_s, against)
 
 
-def choose_answer(
-    sites: Iterable[Site], ask: Ask, *, at: Site | None
+def price_decode(
+    rows: Iterable[InstanceRow], need: Need, *, at: InstanceRow | None
 ) -> tuple[InstanceId, str] | None:
-    """Where the answer goes now that part of the prompt is computed: the choice is made
-    again with what is known by now, the predicted length above all.
-
-    Args:
-        sites: Those that have room for it.
-        at: Where the prompt is, if it may stay there.
-
-    Returns:
-        The instance and the reason; None if there is nobody.
-    """
-    best, best_s = None, inf
-    for site in sites:
-        if at is None or site.id != at.id:
-            answer_s = _written(site, ask)[1]
-            if answer_s < best_s:
-                best, best_s = site, answer_s
+    """Choose among `rows` with capacity where the output is written, now that part of the prompt
+    is computed and its length is predicted. It may stay `at` the instance that has the prompt.
+    Returns the instance and the reason; None if there is none."""
+    others = [row for row in rows if at is None or row.id != at.id]
+    costs = [_decode_cost(row, need)[1] for row in others]
+    best_s = min(costs, default=inf)
+    best = others[costs.index(best_s)] if costs else None
     if at is not None:
-        stay_s = _written(at, ask)[1]
-        moved_s = best_s + at.transfer_s(ask.prompt_tokens)  # a second leg is needed anyway
+        stay_s = _decode_cost(at, need)[1]
+        moved_s = best_s + transfer_s(at, need.prompt_tokens)  # there is a decode request anyway
         if best is None or moved_s >= stay_s * (1 - _margin(at)):
             return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"
         return best.id, f"goes: {moved_s:.3g} s, here {stay_s:.3g}"
@@ -236,74 +269,82 @@ def choose_answer(
 
 
 def _best_pair(
-    prompts: list[Site],
-    answers: list[Site],
+    prefills: list[InstanceRow],
+    decodes: list[InstanceRow],
     costs: dict[InstanceId, float],
     written: list[tuple[float, float]],
-    ask: Ask,
-) -> tuple[Site | None, int, float]:
-    """Two sites between which KV may travel: the first, the other's place in `answers`, and
-    what they cost together."""
-    best, best_index, least_s = None, 0, inf
-    order = sorted(range(len(answers)), key=lambda index: written[index][1])
-    for prompt in prompts:
-        prompt_s = costs[prompt.id] + prompt.hand_over_s(ask.prompt_tokens)
-        if ask.prompt_tokens > prompt.free_tokens:
-            prompt_s += _room_s(prompt, ask.prompt_tokens, prompt.tpot_s(ask.prompt_tokens))
+    need: Need,
+) -> tuple[InstanceRow | None, int, float]:
+    """Find two instances between which KV may travel: the first, the other's place in
+    `decodes`, and their cost together."""
+    best, best_index, best_s = None, 0, inf
+    order = sorted(range(len(decodes)), key=lambda index: written[index][1])
+    for row in prefills:
+        prefill_s = costs[row.id] + hand_over_s(row, need.prompt_tokens)
+        if need.prompt_tokens > row.free_tokens:
+            prefill_s += _capacity_s(row, need.prompt_tokens, tpot_s(row, need.prompt_tokens))
         for index in order:
-            answer = answers[index]
-            if answer is not prompt and answer.key == prompt.key:
-                if prompt_s + written[index][1] < least_s:
-                    best, best_index, least_s = prompt, index, prompt_s + written[index][1]
+            if decodes[index] is not row and decodes[index].key == row.key:
+                if prefill_s + written[index][1] < best_s:
+                    best, best_index, best_s = row, index, prefill_s + written[index][1]
                 break
-    return best, best_index, least_s
+    return best, best_index, best_s
 
 
-def _first_token_weight(ttft_s: float, answer_s: float) -> float:
-    """What a second before the first token counts, if one of the answer counts 1: both
-    waits count in proportion to what they would be at best."""
-    ttft_s = max(ttft_s, _LEAST_S)
-    return 1 + min(_MOST_WEIGHT, _FIRST_TOKEN_PART * (ttft_s + answer_s) / ttft_s)
+def _first_token_weight(first_s: float, output_s: float) -> float:
+    """Weight of a second before the first token, if one of the output has 1: both waits count
+    in proportion to what they would be at best."""
+    first_s = max(first_s, _MIN_S)
+    return 1 + min(_MAX_WEIGHT, _FIRST_TOKEN_PART * (first_s + output_s) / first_s)
 
 
-def _prompt_cost(site: Site, ask: Ask, ttft_s: float, weight: float, objective: Objective) -> float:
-    cost_s = weight * ttft_s + site.prompt_harm_s(ask.prompt_tokens)
-    if ttft_s > objective.ttft_s:
-        cost_s += _LATE_WEIGHT * (ttft_s - objective.ttft_s)
+def _prefill_cost(
+    row: InstanceRow, need: Need, first_s: float, weight: float, objective: Objective
+) -> float:
+    cost_s = weight * first_s + prefill_harm_s(row, need.prompt_tokens)
+    if first_s > objective.ttft_s:
+        cost_s += _LATE_WEIGHT * (first_s - objective.ttft_s)
     return cost_s
 
 
-def _written(site: Site, ask: Ask, objective: Objective = NO_OBJECTIVE) -> tuple[float, float]:
-    """An answer's seconds per token, and what it costs."""
-    tokens = ask.answer_tokens
-    tpot_s = site.tpot_s(ask.prompt_tokens + tokens / 2)
-    cost_s = tokens * tpot_s + site.answer_harm_s(ask)
-    if tpot_s > objective.tpot_s:
-        cost_s += _LATE_WEIGHT * tokens * (tpot_s - objective.tpot_s)
-    return tpot_s, cost_s + _room_s(site, ask.prompt_tokens + tokens, tpot_s)
+def _decode_cost(
+    row: InstanceRow, need: Need, objective: Objective = NO_OBJECTIVE
+) -> tuple[float, float]:
+    """Return an output's time per token, and its cost."""
+    tokens = max(1.0, need.output_tokens)
+    each_s = tpot_s(row, need.prompt_tokens + tokens / 2)
+    cost_s = tokens * each_s + decode_harm_s(row, need)
+    if each_s > objective.tpot_s:
+        cost_s += _LATE_WEIGHT * tokens * (each_s - objective.tpot_s)
+    return each_s, cost_s + _capacity_s(row, need.prompt_tokens + tokens, each_s)
 
 
-def _room_s(site: Site, tokens: float, tpot_s: float) -> float:
-    """Until others there have ended whose KV is in the way of so many tokens."""
-    missing_tokens = tokens - site.free_tokens
-    return min(site.left_tokens, missing_tokens) * tpot_s if missing_tokens > 0 else 0.0
+def _capacity_s(row: InstanceRow, tokens: float, each_s: float) -> float:
+    """Return the time until requests have ended whose KV is in the way of that many tokens."""
+    missing_tokens = tokens - row.free_tokens
+    return min(row.left_tokens, missing_tokens) * each_s if missing_tokens > 0 else 0.0
 
 
-def _margin(site: Site) -> float:
-    return _MARGIN_KNOWN + (1 - site.cost.confidence) * (_MARGIN_GUESSED - _MARGIN_KNOWN)
+def _margin(row: InstanceRow) -> float:
+    return _MARGIN_KNOWN + (1 - row.cost.confidence) * (_MARGIN_GUESSED - _MARGIN_KNOWN)
 
 
-def _place(
-    prompt: Site, answer: Site, ttft_s: float, tpot_s: float, cost_s: float, against: str
-) -> Place:
-    word = "whole" if prompt is answer else "split"
+def _priced(
+    prefill: InstanceRow,
+    decode: InstanceRow,
+    first_s: float,
+    each_s: float,
+    cost_s: float,
+    against: str,
+) -> PricedRoute:
+    word = "aggregated" if prefill is decode else "split"
     reason = (
-        f"{word}: costs {cost_s:.3g} s, {against}; first token in {ttft_s:.3g} s, "
-        f"then {tpot_s * 1e3:.3g} ms each"
+        f"{word}: costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
+        f"then {each_s * 1e3:.3g} ms each"
     )
-    return Place(
-        prompt.id, answer.id, ttft_s, tpot_s, cost_s, reason,
-        waits=prompt.queued_tokens > 0 or prompt.decodes > 0,
-        shares=answer.decodes > 0 or answer.prompt_share > 0,
-        confidence=min(prompt.cost.confidence, answer.cost.confidence),
+    return PricedRoute(
+        prefill.id, decode.id, first_s, each_s, cost_s, reason,
+        waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
+        shares=decode.decodes > 0 or decode.prompt_share > 0,
+        confidence=min(prefill.cost.confidence, decode.cost.confidence),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Flips for balance: what both roles have to do over the next seconds, foretold.
+"""Flips for balance: a forecast of what both roles have to do over the next seconds. Pure.
 
 It counts how many requests will be in the system: as things are, with one more prefill
 instance, and with one more decode instance. It goes by what comes, what is left to do and
@@ -7,12 +7,85 @@ how fast instances are, and flips when that saves a good part of them, and has f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, inf, sqrt
+from statistics import fmean
 
-from vllm_tetri.policy.watch_group import OTHER, ROLES, FlipOrder, Group, Look
-from vllm_tetri.types import InstanceId, InstanceLoad, InstanceView, Role
+from vllm_tetri.types import (
+    ClusterView,
+    FlipStage,
+    InstanceId,
+    InstanceLoad,
+    InstanceState,
+    InstanceView,
+    Role,
+)
+
+ROLLED_BACK_S = 60.0  # for this long an instance whose flip failed is left alone
+ROLES = (Role.PREFILL, Role.DECODE)
+OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+
+
+@dataclass(frozen=True, slots=True)
+class FlipOrder:
+    """An instance's next role. With `now` it takes new-role work at once while it finishes
+    old-role work; `reason` is short, with the numbers that decided."""
+
+    instance: InstanceId
+    role: Role
+    now: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Outcome of one look; `explanation` says why there is an order, or none."""
+
+    order: FlipOrder | None
+    explanation: str
+
+
+class Group:
+    """The instances of one model in one view."""
+
+    def __init__(self, view: ClusterView, model: str) -> None:
+        self.all = [each for each in view.instances if each.info.models[0] == model]
+        ready = [each for each in self.all if each.state is InstanceState.READY]
+        self.ready = {role: [each for each in ready if each.info.role is role] for role in ROLES}
+        self.flipping = [each.info.id for each in self.all if _is_flipping(each)]
+
+    @property
+    def counts(self) -> dict[Role, int]:
+        return {role: len(self.ready[role]) for role in ROLES}
+
+    def able(self, role: Role) -> list[InstanceView]:
+        """List the instances that may give a role up."""
+        if len(self.ready[role]) < 2:
+            return []
+        return [
+            each
+            for each in self.ready[role]
+            if each.flip is None
+            or each.flip.stage is not FlipStage.ROLLED_BACK
+            or each.flip.age_s + each.age_s >= ROLLED_BACK_S
+        ]
+
+    def last_flip_s(self) -> float:
+        """Return the seconds since any of them got anywhere with a flip."""
+        ages = (each.flip.age_s + each.age_s for each in self.all if each.flip is not None)
+        return min(ages, default=inf)
+
+    def __str__(self) -> str:
+        return f"{self.counts[Role.PREFILL]} prefill, {self.counts[Role.DECODE]} decode"
+
+
+def _is_flipping(one: InstanceView) -> bool:
+    """With `now` it is ready all the while."""
+    if one.state is InstanceState.READY:
+        return one.flip is not None and one.flip.is_under_way
+    return one.state is InstanceState.FLIPPING
+
 
 # Found by simulating swings between Azure's code and conversation traces.
 HORIZON_S = 40.0  # about as long as a phase lasts; 10 s undervalues what a flip pays later
@@ -22,7 +95,7 @@ GAIN = 0.2  # part of the requests to be saved: less is within the error of the 
 LEAST_GAIN = 0.5  # requests to be saved: what goes on below is not worth a flip
 LASTING_S = 1.0  # the time of a long prompt: what is over by then needs no flip
 COOL_DOWN_S = 5.0  # until the loads show what the last flip did
-_STEPS = 10  # of a forecast; twice as many foretell the same
+_STEPS = 10  # of a forecast; twice as many give the same
 
 
 class Balance:
@@ -35,7 +108,7 @@ class Balance:
         self._wanted_since_s = 0.0
 
     def look(self, group: Group, now: float) -> Look:
-        self._flow.saw(group.all, now)
+        self._flow.add(group.all, now)
         forecast = _forecast(group, self._flow)
         if forecast is None:
             return self._no(f"{group}; too little is known yet")
@@ -47,7 +120,7 @@ class Balance:
             if group.able(OTHER[role])
         }
         if not saved:
-            return self._no(f"{seen}; nobody may flip")
+            return self._no(f"{seen}; no instance may flip")
         role = max(saved, key=lambda each: saved[each])
         needed = max(LEAST_GAIN, GAIN * min(stay, forecast.most_saved(role)))
         says = f"{seen}; one more for {role} leaves {stay - saved[role]:.1f} of {stay:.1f} requests"
@@ -60,7 +133,7 @@ class Balance:
         if group.last_flip_s() < COOL_DOWN_S:
             return Look(None, f"{says}, but the last flip was {group.last_flip_s():.1f} s ago")
         # At once: waiting for the last decode keeps an instance from both roles for as
-        # long as the longest answer takes, which in simulation costs more than it saves.
+        # long as the longest output takes, which in simulation costs more than it saves.
         one = min(group.able(OTHER[role]), key=_work_left)
         return Look(FlipOrder(one.info.id, role, now=True, reason=says), says)
 
@@ -70,26 +143,25 @@ class Balance:
 
 
 class _Flow:
-    """What comes for the instances of one model, the newest counting most.
-
-    What came for one of them is what it did and what its backlog grew by.
-    """
+    """What comes for the instances of one model, with a memory of `RATE_S`: what each of them did
+    and what its backlog grew by."""
 
     def __init__(self) -> None:
         self._loads: dict[InstanceId, InstanceLoad] = {}
         self._at_s = -inf
         self._seen_s = 0.0
         self._tokens = 0.0  # prompt tokens that came
-        self._answer_tokens = 0.0  # tokens of answers that came
+        self._output_tokens = 0.0  # tokens of outputs that came
         self._done_tokens = 0.0  # prompt tokens that were computed
         self._done = 0.0  # prompts that were
 
-    def saw(self, instances: Iterable[InstanceView], now: float) -> None:
+    def add(self, instances: Iterable[InstanceView], now: float) -> None:
+        """Add what a view shows to the sums."""
         passed_s = now - self._at_s
         kept = exp(-passed_s / RATE_S)
         self._seen_s = kept * self._seen_s + (passed_s if self._loads else 0.0)
         self._tokens *= kept
-        self._answer_tokens *= kept
+        self._output_tokens *= kept
         self._done_tokens *= kept
         self._done *= kept
         # One that has not reported yet has counters of 0, which do not grow to what they are.
@@ -98,17 +170,17 @@ class _Flow:
         }
         for id_, load in loads.items():
             before = self._loads.get(id_)
-            if before is not None and not _has_restarted(before, load):
-                self._add(before, load)
+            if before is None:
+                continue
+            tokens = load.prompt_tokens_done - before.prompt_tokens_done
+            output_tokens = load.output_tokens_done - before.output_tokens_done
+            if tokens < 0 or output_tokens < 0:
+                continue  # it was started again
+            self._done += load.prefills_done - before.prefills_done
+            self._done_tokens += tokens
+            self._tokens += tokens + load.queued_prefill_tokens - before.queued_prefill_tokens
+            self._output_tokens += output_tokens + load.remaining_tokens - before.remaining_tokens
         self._loads, self._at_s = loads, now
-
-    def _add(self, before: InstanceLoad, load: InstanceLoad) -> None:
-        tokens = load.prompt_tokens_done - before.prompt_tokens_done
-        answer_tokens = load.answer_tokens_done - before.answer_tokens_done
-        self._done += load.prefills_done - before.prefills_done
-        self._done_tokens += tokens
-        self._tokens += tokens + load.queued_prefill_tokens - before.queued_prefill_tokens
-        self._answer_tokens += answer_tokens + load.remaining_tokens - before.remaining_tokens
 
     @property
     def is_known(self) -> bool:
@@ -116,13 +188,13 @@ class _Flow:
 
     @property
     def prompt_tokens(self) -> float:
-        """Of a prompt."""
+        """Mean length of a prompt."""
         return max(1.0, self._done_tokens / self._done)
 
     @property
-    def answer_tokens(self) -> float:
-        """Of an answer."""
-        return max(1.0, self._answer_tokens / self._done)
+    def output_tokens(self) -> float:
+        """Mean length of an output."""
+        return max(1.0, self._output_tokens / self._done)
 
     @property
     def tokens_per_s(self) -> float:
@@ -132,30 +204,20 @@ class _Flow:
 
 @dataclass(frozen=True, slots=True)
 class _Forecast:
-    """What comes and what there is to do for one model, counted in average requests.
+    """What comes and what there is to do for one model, counted in average requests."""
 
-    Attributes:
-        per_s: Requests that come.
-        queued: Prompts to be computed.
-        decoding: Answers to be written.
-        prefills_per_s: Prompts that one busy instance computes.
-        decodes_per_s: Answers that one instance writes with endlessly many at a time.
-        half: With how many at a time it writes half as many.
-        most: For how many it has KV blocks.
-    """
-
-    per_s: float
-    queued: float
-    decoding: float
-    prefills_per_s: float
-    decodes_per_s: float
-    half: float
-    most: float
+    per_s: float  # requests that come
+    queued: float  # prompts to be computed
+    decoding: float  # outputs to be written
+    prefills_per_s: float  # prompts that one busy instance computes
+    decodes_per_s: float  # outputs that one instance writes with endlessly many at a time
+    half: float  # with how many at a time it writes half as many
+    most: float  # for how many it has KV blocks
 
     def requests(self, counts: Mapping[Role, int]) -> float:
-        """How many there are in the system until the horizon, on average.
+        """Return how many there are in the system until the horizon, on average.
 
-        Both roles are fluid queues, one behind the other. A prefill instance is busy for
+        Both roles are fluid queues, one after the other. A prefill instance is busy for
         x/(1+x) of the time with x requests on average (M/M/1), and a decode instance
         writes in proportion to n/(half+n), as a step takes base + n · each.
         """
@@ -165,23 +227,23 @@ class _Forecast:
         for _ in range(_STEPS):
             prompts = queued + self.per_s * step_s
             queued = _left(prompts, prefills * self.prefills_per_s * step_s, prefills)
-            answers = decoding + prompts - queued
+            outputs = decoding + prompts - queued
             decoding = max(
-                _left(answers, decodes * self.decodes_per_s * step_s, decodes * self.half),
-                answers - decodes * self._full_per_s * step_s,
+                _left(outputs, decodes * self.decodes_per_s * step_s, decodes * self.half),
+                outputs - decodes * self._full_per_s * step_s,
             )
             total += queued + decoding
         return total / _STEPS
 
     def most_saved(self, role: Role) -> float:
-        """How many fewer there are on average if one more with a role is never without
+        """Return how many fewer there are on average if one more with a role is never without
         work."""
         per_s = self.prefills_per_s if role is Role.PREFILL else self._full_per_s
         return per_s * HORIZON_S / 2
 
     @property
     def _full_per_s(self) -> float:
-        """Answers that a decode instance writes with its KV blocks full."""
+        """Outputs that a decode instance writes with its KV blocks full."""
         return self.decodes_per_s * self.most / (self.half + self.most)
 
     def __str__(self) -> str:
@@ -191,28 +253,31 @@ class _Forecast:
 
 
 def _left(there: float, most: float, half: float) -> float:
-    """What is left of some requests after a step that ends most · x / (half + x) of them
+    """Return what is left of some requests after a step that ends most · x / (half + x) of them
     if x are left."""
     excess = there - most - half
     return (excess + sqrt(excess * excess + 4 * there * half)) / 2
 
 
 def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
-    """None while too little is known of what comes, or nobody knows how fast it is."""
+    """Forecast one model; None while too little is known of what comes, or how fast its
+    instances are."""
     ready = [*group.ready[Role.PREFILL], *group.ready[Role.DECODE]]
     loads = [each.load for each in ready]
-    # Who decodes computes ends of prompts at most, which says little of prefill.
-    own = [each.load for each in group.ready[Role.PREFILL]]
-    tokens_per_s = _mean([load.prefill_tokens_per_s for load in own]) or _mean(
-        [load.prefill_tokens_per_s for load in loads]
-    )
-    known = [load for load in loads if load.decode_base_s > 0 or load.decode_request_s > 0]
-    if not (flow.is_known and tokens_per_s > 0 and known):
+    costs = [load.cost for load in loads if load.cost.is_known and load.output_tokens_done > 0]
+    if not (flow.is_known and costs):
         return None
-    prompt, answer = flow.prompt_tokens, flow.answer_tokens
-    base_s = sum(load.decode_base_s for load in known) / len(known)
-    request_s = max(1e-6, sum(load.decode_request_s for load in known) / len(known))
-    kv_tokens = _mean([each.load.blocks_total * each.info.block_size for each in ready])
+    prompt, output = flow.prompt_tokens, flow.output_tokens
+    # Decode instances compute the ends of prompts at most, which says little about prefill.
+    own = [each.load for each in group.ready[Role.PREFILL]]
+    tokens_per_s = _mean(_prefill_tokens_per_s(load, prompt) for load in own) or _mean(
+        _prefill_tokens_per_s(load, prompt) for load in loads
+    )
+    if tokens_per_s <= 0:
+        return None
+    context = prompt + output / 2
+    request_s = max(1e-6, fmean(cost.request_s + context * cost.token_s for cost in costs))
+    kv_tokens = _mean(each.load.blocks_total * each.info.block_size for each in ready)
     return _Forecast(
         per_s=flow.tokens_per_s / prompt,
         # No more than there are: averages are off while the mix changes.
@@ -221,25 +286,27 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
             sum(load.running + load.waiting for load in loads),
         ),
         decoding=min(
-            sum(load.remaining_tokens for load in loads) / answer,
+            sum(load.remaining_tokens for load in loads) / output,
             sum(load.heavy + load.light for load in loads),
         ),
         prefills_per_s=tokens_per_s / prompt,
-        decodes_per_s=1 / (request_s * answer),
-        half=base_s / request_s,
-        most=max(1.0, kv_tokens / (prompt + answer)),
+        decodes_per_s=1 / (request_s * output),
+        half=fmean(cost.base_s for cost in costs) / request_s,
+        most=max(1.0, kv_tokens / (prompt + output)),
     )
+
+
+def _prefill_tokens_per_s(load: InstanceLoad, prompt_tokens: float) -> float:
+    """Return how many prompt tokens full steps compute in a second, 0 before the first one."""
+    if load.prompt_tokens_done == 0:
+        return 0.0
+    chunk_tokens = load.chunk_tokens or prompt_tokens
+    seconds = load.cost.step_s(0, 0, chunk_tokens, prompt_tokens / 2)
+    return chunk_tokens / seconds if seconds > 0 else 0.0
 
 
 def _one_more(counts: Mapping[Role, int], role: Role) -> dict[Role, int]:
     return {role: counts[role] + 1, OTHER[role]: counts[OTHER[role]] - 1}
-
-
-def _has_restarted(before: InstanceLoad, after: InstanceLoad) -> bool:
-    return (
-        after.prompt_tokens_done < before.prompt_tokens_done
-        or after.answer_tokens_done < before.answer_tokens_done
-    )
 
 
 def _work_left(one: InstanceView) -> tuple[int, InstanceId]:
@@ -248,7 +315,7 @@ def _work_left(one: InstanceView) -> tuple[int, InstanceId]:
     return (load.queued_prefill_tokens if is_prefill else load.remaining_tokens), one.info.id
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Of those that are known, which is more than 0."""
+def _mean(values: Iterable[float]) -> float:
+    """Mean of the known values, which are above 0; 0 if there is none."""
     known = [value for value in values if value > 0]
-    return sum(known) / len(known) if known else 0.0
+    return fmean(known) if known else 0.0

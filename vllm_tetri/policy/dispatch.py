@@ -1,223 +1,332 @@
-"""Pick the decode instance that takes over a prefilled request (paper section 3.3.4).
+"""Pick the decode instance that takes over a prefilled request (paper section 3.3.4). Pure.
 
 Every prefill instance decides alone, on loads that are a report period old.
 
-- An instance has *room* (the paper's α) if its free blocks, less those it keeps for
-  running requests, hold the prompt and the predicted answer, and its arena the KV.
+- An instance has *capacity* (the paper's α) if its free blocks, less those that it keeps for
+  running requests, hold the prompt and the predicted output, and its arena the KV.
 - Two of those are drawn at random, and the one with fewer decodes of the request's own kind,
-  heavy or light, takes it; equals are told apart by the tokens that all decodes are expected
-  to write yet, then by free blocks. That evens out heavy decodes, which is what the paper is
-  after. Its own measure, the lowest heavy:light ratio, does not see how many there are:
-  10:10 looks better than 5:4, so requests pile up where light ones are. It is
-  `power-of-two-ratio`.
-- Nobody has room: the choice is the one with the most free arena, and it says so. The
+  heavy or light, takes it; ties go by the output that all decodes are expected to write yet,
+  then by free blocks. That evens out heavy decodes, which is what the paper is after. Its own
+  measure, the lowest heavy:light ratio, does not see how many there are: 10:10 looks better
+  than 5:4, so requests pile up where light ones are. It is `power-of-two-ratio`.
+- If none has capacity the choice is the one with the most free arena, and it says so. The
   caller may hold the request for a report period first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import chain
 from math import inf
 from random import Random
+from typing import Protocol
 
-from vllm_tetri.policy.peers import Need, OwnDispatches, Peer, Peers, free_blocks, free_bytes
-from vllm_tetri.types import InstanceId
+from vllm_tetri.policy.adaptive import PriceCandidates, price_decode
+from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need, Takers
+from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.types import InstanceId, InstanceInfo, Prediction, Role
 
-_DRAWS = 8  # for one probe; with fewer hits, all that may have room are looked at
-
-
-class DispatchPolicy(StrEnum):
-    """Who among those with room gets a request."""
-
-    POWER_OF_TWO = "power-of-two"
-    POWER_OF_TWO_RATIO = "power-of-two-ratio"  # the paper's measure
-    RANDOM = "random"
-    ROUND_ROBIN = "round-robin"
-    LEAST_LOADED = "least-loaded"  # fewest decodes
-    IMBALANCE = "imbalance"  # heavy decodes always to the same: the paper's Figure 19
+# A decode instance has KV at once, but knows the request only when its prompt is done.
+GRACE_S = 0.5
+AVOID_S = 10.0  # an endpoint that was not reached is left alone for this long
+_MAX_ENDPOINTS = 1024
+_DRAWS = 8  # for one probe; with fewer hits all that may have capacity are looked at
+# Orders instances where there are many; the request itself decides among the first.
+_USUAL = Need(512, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Where a request's KV goes.
-
-    Attributes:
-        reason: For the decision log; never parsed.
-        has_room: Whether the instance can hold the whole request as far as is known.
-            False: nobody can.
-    """
+    """Where a request's KV goes."""
 
     instance: InstanceId
     kv_endpoint: str
-    reason: str
-    has_room: bool = True
+    reason: str  # for the decision log; never parsed
+    has_capacity: bool = True  # for the whole request as far as is known; else none has
 
 
-def choose_decode(
-    peers: Peers,
-    *,
-    need: Need,
-    refused: Collection[InstanceId] = (),
-    own: OwnDispatches,
-    policy: DispatchPolicy = DispatchPolicy.POWER_OF_TWO,
-    rng: Random,
-) -> Dispatch | None:
-    """The decode instance for one request. Takes microseconds however many there are,
-    `least-loaded` excepted.
-
-    Args:
-        peers: Who could take it.
-        refused: Instances that already said no to this request.
-        own: What was sent to whom since.
-        rng: Source of the probes.
-
-    Returns:
-        The choice, to be noted in `own` if it is followed; None when nobody is there who
-        could take the KV at all.
-    """
-    search = _Search(peers, need, refused, own, rng)
-    if not search.among:
-        return None
-    roomy = _CHOICES[policy](search)
-    if roomy:
-        best = roomy[0]
-        reason = f"{policy.value}: {best.heavy}:{best.light} heavy:light"
-        return Dispatch(best.id, best.kv_endpoint, reason)
-    best = search.freest()
-    reason = f"none of {len(search.among)} has room: most free arena"
-    return Dispatch(best.id, best.kv_endpoint, reason, has_room=False)
-
-
-def roomy(peer: Peer, peers: Peers, need: Need, own: OwnDispatches) -> Peer | None:
-    """The peer with our own dispatches on top, if it has room even then."""
-    peer = own.on_top(peer, peers.block_size)
-    has_blocks = peer.free_blocks >= -(-need.total_tokens // peers.block_size)
-    return peer if has_blocks and peer.free_bytes >= need.num_bytes else None
-
-
-class _Search:
-    """Looking for room for one request."""
+class DecodeCandidates:
+    """The decode instances that could take over one request."""
 
     def __init__(
         self,
-        peers: Peers,
+        state: ClusterState,
+        takers: Takers,
+        me: InstanceInfo,
         need: Need,
         refused: Collection[InstanceId],
-        own: OwnDispatches,
         rng: Random,
     ) -> None:
-        self.need = need
-        self.own = own
-        self.rng = rng
-        self._peers = peers
-        self._refused = refused
-        self._num_blocks = -(-need.total_tokens // peers.block_size)
-        self.among = peers.others
-        if all(peer.id in refused for peer in peers.others):
-            self.among = [peer for peer in peers.me if peer.id not in refused]
+        self._state, self._takers, self._rng = state, takers, rng
+        self._need = need
+        self._refused = {*refused, me.id}
+        self._last: list[InstanceRow] | None = None  # `me`, if there is no other candidate
+        if all(row.id in self._refused for row in takers.decode):
+            self._refused = set(refused)
+            is_able = me.role is Role.BOTH and me.id not in refused
+            self._last = [row for row in takers.decode if is_able and row.id == me.id]
 
-    def roomy(self, peer: Peer) -> Peer | None:
-        """The peer with our own dispatches on top, if it has room even then."""
-        if peer.id in self._refused:
-            return None
-        return roomy(peer, self._peers, self.need, self.own)
+    @property
+    def rows(self) -> Sequence[InstanceRow]:
+        """Instances that can take KV, by name, refused ones included; empty if none is left."""
+        return self._takers.decode if self._last is None else self._last
 
-    def drawn(self, num: int) -> list[Peer]:
-        """So many with room, at random; fewer only if there are not so many."""
-        maybe, start = self._maybe_roomy()
-        if len(maybe) - start > num * _DRAWS:
-            found: dict[InstanceId, Peer] = {}
+    def draw(self, num: int) -> list[InstanceRow]:
+        """Draw candidates with capacity at random; fewer only if there are fewer."""
+        rows, start = self._maybe_able()
+        if len(rows) - start > num * _DRAWS:
+            found: dict[InstanceId, InstanceRow] = {}
             for _ in range(num * _DRAWS):
-                peer = self.roomy(maybe[self.rng.randrange(start, len(maybe))])
-                if peer is not None:
-                    found[peer.id] = peer
+                row = self._able(rows[self._rng.randrange(start, len(rows))])
+                if row is not None:
+                    found[row.id] = row
                     if len(found) == num:
                         return list(found.values())
-        able = list(self.all_roomy(maybe[start:]))
-        return self.rng.sample(able, k=min(num, len(able)))
+        able = self._all_able(rows[start:])
+        return self._rng.sample(able, k=min(num, len(able)))
 
-    def all_roomy(self, among: Sequence[Peer]) -> Iterator[Peer]:
-        """Those with room."""
-        blocks, bytes_ = self._num_blocks, self.need.num_bytes
-        maybe = [each for each in among if each.free_blocks >= blocks and each.free_bytes >= bytes_]
-        return (peer for each in maybe if (peer := self.roomy(each)) is not None)
+    def with_capacity(self) -> list[InstanceRow]:
+        """List all candidates with capacity, by name; slow among many."""
+        return self._all_able(self.rows)
 
-    def first_roomy(self, place: int) -> list[Peer]:
-        """The first with room in order of names, from a place on and around."""
-        place %= len(self.among)
-        for each in chain(self.among[place:], self.among[:place]):
-            peer = self.roomy(each)
-            if peer is not None:
-                return [peer]
-        return []
-
-    def freest(self) -> Peer:
-        """The one with the most free arena, whether that is enough or not."""
-        if self.among is not self._peers.others:
-            return self.among[0]
-        best: Peer | None = None
-        for each in reversed(self._peers.by_bytes):
-            if best is not None and each.free_bytes <= best.free_bytes:
-                break  # our own dispatches only take from it
-            if each.id not in self._refused:
-                peer = self.own.on_top(each, self._peers.block_size)
-                best = peer if best is None or peer.free_bytes > best.free_bytes else best
-        assert best is not None, "somebody did not refuse"
+    def most_arena(self) -> InstanceRow:
+        """Return the candidate with the most free arena, whether that is enough or not."""
+        if self._last is not None:
+            return self._state.row(self._last[0])
+        best: InstanceRow | None = None
+        for base in reversed(self._takers.by_bytes):
+            if best is not None and base.free_bytes <= best.free_bytes:
+                break  # what was sent only takes from it
+            if base.id not in self._refused:
+                row = self._state.row(base)
+                best = row if best is None or row.free_bytes > best.free_bytes else best
+        assert best is not None, "there is a candidate"
         return best
 
-    def _maybe_roomy(self) -> tuple[list[Peer], int]:
-        """All with room and as few others as is easily known: a list, and where in it
-        they start."""
-        if self.among is not self._peers.others:
-            return self.among, 0
-        by_blocks, by_bytes = self._peers.by_blocks, self._peers.by_bytes
-        blocks_at = bisect_left(by_blocks, self._num_blocks, key=free_blocks)
-        bytes_at = bisect_left(by_bytes, self.need.num_bytes, key=free_bytes)
-        return (by_blocks, blocks_at) if blocks_at >= bytes_at else (by_bytes, bytes_at)
+    def _able(self, base: InstanceRow) -> InstanceRow | None:
+        row = self._state.row(base)
+        return row if row.id not in self._refused and row.has_capacity(self._need) else None
+
+    def _all_able(self, rows: Sequence[InstanceRow]) -> list[InstanceRow]:
+        return [row for base in rows if (row := self._able(base)) is not None]
+
+    def _maybe_able(self) -> tuple[Sequence[InstanceRow], int]:
+        """Find a list with all candidates with capacity and as few others as is easily known,
+        and where in it they start."""
+        if self._last is not None:
+            return self._last, 0
+        takers, need = self._takers, self._need
+        blocks = -(-need.total_tokens // takers.decode[0].block_size)
+        blocks_at = bisect_left(takers.by_blocks, blocks, key=lambda row: row.base_blocks)
+        bytes_at = bisect_left(takers.by_bytes, need.num_bytes, key=lambda row: row.free_bytes)
+        if blocks_at >= bytes_at:
+            return takers.by_blocks, blocks_at
+        return takers.by_bytes, bytes_at
 
 
-def _of_two(search: _Search) -> list[Peer]:
-    is_heavy = search.need.is_heavy
+class DispatchPolicy(Protocol):
+    """Chooses which of the candidates decodes a request."""
 
-    def decodes(peer: Peer) -> tuple[int, int, int]:
-        own = peer.heavy if is_heavy else peer.light
-        return own, peer.remaining_tokens, -peer.free_blocks
-
-    return sorted(search.drawn(2), key=decodes)
+    def __call__(self, candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
+        """Return a candidate with capacity, or None if there is none."""
 
 
-def _of_two_by_ratio(search: _Search) -> list[Peer]:
-    is_heavy = search.need.is_heavy
+def power_of_two(candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
+    """Take, of two candidates at random, the one with fewer decodes of the request's kind."""
 
-    def interference(peer: Peer) -> tuple[float, int, int, int]:
-        heavy, light = peer.heavy + is_heavy, peer.light + (not is_heavy)
-        ratio = heavy / light if light else inf
-        return ratio, heavy, light, -peer.free_blocks
+    def decodes(row: InstanceRow) -> tuple[float, float, float]:
+        return (row.heavy if need.is_heavy else row.light), row.remaining_tokens, -row.free_blocks
 
-    return sorted(search.drawn(2), key=interference)
+    return min(candidates.draw(2), key=decodes, default=None)
 
 
-def _least_loaded(search: _Search) -> list[Peer]:
-    def decodes(peer: Peer) -> tuple[int, int]:
-        return peer.heavy + peer.light, -peer.free_blocks
+def power_of_two_ratio(candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
+    """Take, of two candidates at random, the one with the lower heavy:light ratio (the paper)."""
 
-    return sorted(search.all_roomy(search.among), key=decodes)
+    def interference(row: InstanceRow) -> tuple[float, ...]:
+        heavy, light = row.heavy + need.is_heavy, row.light + (not need.is_heavy)
+        return (heavy / light if light else inf), heavy, light, -row.free_blocks
+
+    return min(candidates.draw(2), key=interference, default=None)
 
 
-def _imbalance(search: _Search) -> list[Peer]:
-    return search.first_roomy(0) if search.need.is_heavy else search.drawn(1)
-
-
-_CHOICES: dict[DispatchPolicy, Callable[[_Search], list[Peer]]] = {
-    DispatchPolicy.POWER_OF_TWO: _of_two,
-    DispatchPolicy.POWER_OF_TWO_RATIO: _of_two_by_ratio,
-    DispatchPolicy.RANDOM: lambda search: search.drawn(1),
-    DispatchPolicy.ROUND_ROBIN: lambda search: search.first_roomy(search.own.num_sent),
-    DispatchPolicy.LEAST_LOADED: _least_loaded,
-    DispatchPolicy.IMBALANCE: _imbalance,
+DISPATCHES: dict[str, DispatchPolicy] = {
+    "power-of-two": power_of_two,
+    "power-of-two-ratio": power_of_two_ratio,
 }
-"""Per policy those with room that it looked at, the choice first."""
+
+
+def choose_decode(
+    state: ClusterState,
+    me: InstanceInfo,
+    *,
+    need: Need,
+    refused: Collection[InstanceId] = (),
+    policy: DispatchPolicy,
+    rng: Random,
+) -> Dispatch | None:
+    """Choose the decode instance for one request of the prefill instance `me`, itself only as a
+    last choice when its role is `both`. Takes microseconds.
+
+    Returns:
+        The choice, to be recorded if it is followed; None when no instance could take the KV.
+    """
+    candidates = DecodeCandidates(state, state.table.takers(me), me, need, refused, rng)
+    if not candidates.rows:
+        return None
+    best = policy(candidates, need)
+    if best is not None:
+        return Dispatch(best.id, best.kv_endpoint, f"{best.heavy}:{best.light} heavy:light")
+    best = candidates.most_arena()
+    reason = f"none of {len(candidates.rows)} has capacity: most free arena"
+    return Dispatch(best.id, best.kv_endpoint, reason, has_capacity=False)
+
+
+class DecodeDispatcher:
+    """Chooses decode instances for the prefill instance `me`. Owner: one thread.
+
+    Args:
+        lengths: What outputs turned out to be here; used until decode instances report.
+        end: Which end of a predicted bucket is reserved.
+        patience_s: How long a request may be held while no instance has capacity.
+    """
+
+    def __init__(
+        self,
+        me: InstanceInfo,
+        policy: DispatchPolicy,
+        *,
+        lengths: Lengths,
+        end: End,
+        patience_s: float,
+        rng: Random,
+    ) -> None:
+        self.me = me
+        self._policy, self._lengths, self._end = policy, lengths, end
+        self._patience_s, self._rng = patience_s, rng
+        self._state = ClusterState(GRACE_S)
+        self._bucket_tokens: list[float] = []
+        self._candidates: PriceCandidates | None = None
+        self._held: dict[str, float] = {}  # since when, by request
+        # A network can be cut between two instances only, which no view shows.
+        self._avoid_until_s: dict[str, float] = {}
+
+    def act_as(self, me: InstanceInfo) -> None:
+        """Go on with another role."""
+        self.me = me
+
+    def observe(self, table: ClusterTable) -> None:
+        """Take over the table of the newest view."""
+        if table is not self._state.table:
+            self._state.observe(table)
+            self._candidates = None
+            self._bucket_tokens = table.bucket_tokens(self._lengths.num_buckets)
+
+    def choose(
+        self, request_id: str, need: Need, refused: frozenset[InstanceId], now: float,
+        *, may_wait: bool,
+    ) -> Dispatch | None:  # fmt: skip
+        """Choose where a request's KV goes that the `refused` instances did not take. If no
+        instance has capacity and the caller retries after the next chunk (`may_wait`), returns
+        None for up to `patience_s` (paper section 3.3.4 leaves this open)."""
+        unreachable = self._unreachable(now)
+        dispatch = self._choose_decode(need, refused | unreachable)
+        if dispatch is None and unreachable:
+            dispatch = self._choose_decode(need, refused)
+        if dispatch is None:
+            return None
+        may_wait = may_wait and not dispatch.has_capacity
+        if may_wait and now - self._held.setdefault(request_id, now) < self._patience_s:
+            return None
+        self._record(dispatch, need, now)
+        return dispatch
+
+    def choose_anywhere(
+        self, request_id: str, need: Need, refused: frozenset[InstanceId], now: float,
+        *, may_wait: bool,
+    ) -> Dispatch | None:  # fmt: skip
+        """Choose for a request that any instance may decode, this one included, by what it
+        costs; see `choose`."""
+        state, me = self._state, self.me
+        candidates = self._price_candidates()
+        without = refused | self._unreachable(now)
+        able = [row for row in candidates.decode(without) if row.has_capacity(need)]
+        if not able:
+            others = candidates.all_decode(without)
+            able = [row for row in others if row.has_capacity(need)][:1]
+        here = next((row for row in able if row.id == me.id), None)
+        if here is None and me.role is not Role.PREFILL and me.id not in refused:
+            here = state.get(me.id)
+            here = here if here is not None and here.has_capacity(need) else None
+        chosen = price_decode(able, need, at=here)
+        if chosen is None:
+            if may_wait or me.id in refused or not me.kv_endpoint:
+                return self.choose(request_id, need, refused, now, may_wait=may_wait)
+            # The prompt can stay where it is: this instance knows itself.
+            reason = "adaptive: no instance has capacity, so it stays"
+            return Dispatch(me.id, me.kv_endpoint, reason, has_capacity=False)
+        instance, reason = chosen
+        endpoint = state.table.by_id[instance].kv_endpoint
+        dispatch = Dispatch(instance, endpoint, f"adaptive: {reason}")
+        self._record(dispatch, need, now)
+        return dispatch
+
+    def _choose_decode(self, need: Need, refused: frozenset[InstanceId]) -> Dispatch | None:
+        return choose_decode(
+            self._state, self.me, need=need, refused=refused, policy=self._policy, rng=self._rng
+        )
+
+    def _record(self, dispatch: Dispatch, need: Need, now: float) -> None:
+        self._state.record_sent(None, dispatch.instance, need, now)
+        if dispatch.kv_endpoint in self._avoid_until_s:  # the next ones wait for its result
+            self._avoid_until_s[dispatch.kv_endpoint] = now + AVOID_S
+
+    def _price_candidates(self) -> PriceCandidates:
+        if self._candidates is None:
+            rows = self._state.table.takers(self.me).all
+            self._candidates = PriceCandidates(self._state, rows, _USUAL, self._rng, is_alone=False)
+        return self._candidates
+
+    def record_transfer(self, endpoint: str, now: float, *, was_reached: bool) -> None:
+        """Record whether a transfer reached its endpoint; one that it did not is avoided while
+        there are others. An instance that is started again has another endpoint."""
+        self._avoid_until_s.pop(endpoint, None)
+        if not was_reached:
+            self._avoid_until_s[endpoint] = now + AVOID_S
+            if len(self._avoid_until_s) > _MAX_ENDPOINTS:
+                del self._avoid_until_s[next(iter(self._avoid_until_s))]
+
+    def _unreachable(self, now: float) -> frozenset[InstanceId]:
+        avoided = {endpoint for endpoint, until in self._avoid_until_s.items() if now < until}
+        rows = self._state.table.by_id.items() if avoided else ()
+        return frozenset(name for name, row in rows if row.kv_endpoint in avoided)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that ended."""
+        self._held.pop(request_id, None)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for an instance with capacity (any thread)."""
+        return len(self._held)
+
+    def need(
+        self, prompt_tokens: int, predicted: Prediction | None, *, num_bytes: int, max_tokens: int
+    ) -> Need:
+        """Work out what a request will take where it is decoded: `num_bytes` of the receive arena,
+        and at most the output that client and window allow (the prefill request's limit is 1)."""
+        expected_tokens = reserved_tokens = self._expected_tokens(predicted)
+        if predicted is not None and self._end is not End.EXPECTED:
+            reserved_tokens = self._lengths.total_tokens(predicted, 0, self._end)
+        expected_tokens = min(expected_tokens, max_tokens)
+        return Need(prompt_tokens, expected_tokens, num_bytes, min(reserved_tokens, max_tokens))
+
+    def _expected_tokens(self, predicted: Prediction | None) -> int:
+        """Expected output: reported by decode instances, else learnt here."""
+        known = self._bucket_tokens
+        if predicted is None and known:
+            return round(known[-1])
+        if predicted is not None and predicted.num_buckets == len(known) - 1:
+            return round(known[predicted.bucket])
+        return self._lengths.total_tokens(predicted, 0, End.EXPECTED)

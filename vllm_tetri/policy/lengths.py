@@ -1,15 +1,15 @@
-"""How long an answer will be, given what was predicted and what it has already.
+"""How long an output will be, given what was predicted and what it has already.
 
-A predictor names a bucket (paper section 3.3.2); what answers of that bucket turned
+A predictor names a bucket (paper section 3.3.2); what outputs of that bucket turned
 out to be is learnt here and tells how many tokens to expect (docs/policies.md).
 
-- One histogram per predicted bucket, one over all answers for those without a
+- One histogram per predicted bucket, one over all outputs for those without a
   prediction. Counts are halved when a histogram is full, so it forgets.
 - Before anything was seen, a bucket is uniform over its tokens, the last one (which is
-  open) goes on for one more granularity in the mean, wherever it is, and an answer
+  open) goes on for one more granularity in the mean, wherever it is, and an output
   without a prediction has a granularity of tokens in the mean. That counts as
-  `_PRIOR_ANSWERS` observed answers.
-- An answer that has outlived its bucket is in the bucket of the tokens that it has.
+  `_PRIOR_OUTPUTS` observed outputs.
+- An output that has outlived its bucket is in the bucket of the tokens that it has.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate
 from statistics import fmean
+from typing import Protocol
 
 from vllm_tetri.types import ClusterView, Prediction
 
-# An answer is heavy above this many tokens (paper section 5.1.1).
+# An output is heavy above this many tokens (paper section 5.1.1).
 HEAVY_TOKENS = 128
 _BINS_PER_BUCKET = 10
 _MAX_BINS = 640  # of one histogram, which many narrow buckets share out
-_PRIOR_ANSWERS = 4.0
-_FULL_ANSWERS = 1024.0  # of one histogram: it is halved then
+_PRIOR_OUTPUTS = 4.0
+_FULL_OUTPUTS = 1024.0  # of one histogram: it is halved then
 
 
 class End(StrEnum):
@@ -42,14 +43,9 @@ _EXPECTED, _LOWER = End.EXPECTED, End.LOWER  # an attribute of an enum is slow
 
 
 class Lengths:
-    """What answers turned out to be, per predicted bucket.
-
-    Owner: one thread. A prediction of another granularity than this one's is taken for
-    the bucket that its lower end is in.
-
-    Args:
-        granularity_tokens: Width of a bucket; the default is the paper's.
-        num_buckets: Of the predictor; the last one is open.
+    """What outputs turned out to be, per predicted bucket of `granularity_tokens`; the last one
+    is open. Owner: one thread. The defaults are the paper's. A prediction of another granularity
+    is taken for the bucket that its lower end is in.
     """
 
     def __init__(self, granularity_tokens: int = 200, num_buckets: int = 10) -> None:
@@ -60,16 +56,14 @@ class Lengths:
         span_tokens = granularity_tokens * num_buckets
         width = max(1, granularity_tokens // _BINS_PER_BUCKET, -(-span_tokens // _MAX_BINS))
         num_bins = -(-span_tokens // width)
-        priors = [
-            range(start, start + granularity_tokens)
-            for start in range(0, span_tokens, granularity_tokens)
-        ]
-        priors[-1] = range(priors[-1].start, 0)
+        starts = range(0, span_tokens, granularity_tokens)
+        priors = [(start, start + granularity_tokens) for start in starts]
+        priors[-1] = (starts[-1], 0)
         self._all = _Histogram(num_bins, width, granularity_tokens, None)
         self._rows = [_Histogram(num_bins, width, granularity_tokens, prior) for prior in priors]
 
     def observe(self, predicted: Prediction | None, actual_tokens: int) -> None:
-        """An answer ended by itself with so many tokens."""
+        """Learn from an output that ended by itself."""
         if actual_tokens < 1:
             return
         self._all.add(actual_tokens)
@@ -77,17 +71,11 @@ class Lengths:
             self._row(predicted).add(actual_tokens)
 
     def total_tokens(self, predicted: Prediction | None, produced_tokens: int, end: End) -> int:
-        """Tokens that the whole answer is expected to have.
+        """Return the tokens that the whole output is expected to have: more than
+        `produced_tokens`, and not yet capped by `max_tokens` and window.
 
-        Without a prediction there is no bucket, and the open one has no upper end: the
-        expected length then stands for every end.
-
-        Args:
-            produced_tokens: What it has already.
-            end: `EXPECTED` is the mean of the answers that had as many.
-
-        Returns:
-            More than `produced_tokens`. The caller caps it by `max_tokens` and window.
+        `EXPECTED` is the mean of the outputs that had as many. It stands for every end without a
+        prediction, and for the upper end of the open bucket.
         """
         if predicted is None:
             return self._all.expected_tokens(produced_tokens)
@@ -100,6 +88,13 @@ class Lengths:
         if bucket + 1 >= predicted.num_buckets:
             return self._row(predicted).expected_tokens(produced_tokens)
         return (bucket + 1) * granularity
+
+    def bucket_tokens(self) -> tuple[int, ...]:
+        """Expected tokens of an output by predicted bucket, at the end without a prediction;
+        empty before any output ended (any thread)."""
+        if not self._all.num_outputs:
+            return ()
+        return tuple(row.expected_tokens(0) for row in (*self._rows, self._all))
 
     def _row(self, predicted: Prediction) -> _Histogram:
         bucket = predicted.bucket
@@ -119,52 +114,39 @@ class Lengths:
 
     @classmethod
     def from_state(cls, state: object) -> Lengths:
-        """What `state` gave.
-
-        Raises:
-            ValueError: It gave something else.
-        """
-        if not isinstance(state, dict) or set(state) != _STATE_KEYS:
+        """Return what `state` was taken from; ValueError if that is something else."""
+        keys = "granularity_tokens", "num_buckets", "all", "rows"
+        if not isinstance(state, dict) or set(state) != set(keys):
             raise ValueError("not a state of lengths")
-        granularity, num_buckets, rows = map(
-            state.get, ("granularity_tokens", "num_buckets", "rows")
-        )
+        granularity, num_buckets, everything, rows = map(state.get, keys)
         if type(granularity) is not int or not 0 < granularity < _TOO_MANY:
             raise ValueError(f"not a state of lengths: granularity {granularity!r}")
         if not isinstance(rows, list) or not rows or len(rows) != num_buckets:
             raise ValueError("not a state of lengths: rows do not match the buckets")
         lengths = cls(granularity, len(rows))
-        lengths._all.load(state["all"])
+        lengths._all.load(everything)
         for histogram, row in zip(lengths._rows, rows, strict=True):
             histogram.load(row)
         return lengths
 
 
-_STATE_KEYS = {"granularity_tokens", "num_buckets", "all", "rows"}
 _TOO_MANY = 1e9
 
 
 class _Histogram:
-    """Lengths of answers in bins, the last of which is open, and the prior.
-
-    Args:
-        prior: The tokens of a bucket; only its start counts if it is empty: an open
-            one. None for no bucket.
-    """
+    """Lengths of outputs in bins, and the prior of a bucket (see `_prior_tokens`). Outputs that
+    are longer than the last bin are summed up."""
 
     def __init__(
-        self, num_bins: int, width_tokens: int, granularity_tokens: int, prior: range | None
+        self, num_bins: int, width_tokens: int, granularity_tokens: int, bucket: _Bucket | None
     ) -> None:
         self._width_tokens = width_tokens
         self._granularity_tokens = granularity_tokens
-        span = None if prior is None else (prior.start, prior.stop)
-        self._prior_tokens = _prior_table(num_bins, width_tokens, granularity_tokens, span)
-        self._prior_round = _rounded(self._prior_tokens)
-        self._middle_tokens = _middles(num_bins, width_tokens)
+        self._prior_tokens = _prior_table(num_bins, width_tokens, granularity_tokens, bucket)
         self._counts = [0.0] * num_bins
-        self._used_bins = 0  # no answer is in a later one
-        self._beyond = [0.0, 0.0]  # answers beyond the bins, and their tokens
-        self._num_answers = 0.0
+        self._used_bins = 0  # no output is in a later one
+        self._beyond = [0.0, 0.0]  # outputs beyond the bins, and their tokens
+        self.num_outputs = 0.0
         self._table: list[int] = []  # expected tokens by bin of what is there
         self._rest_tokens = 0  # expected beyond the bins, on top of what is there
 
@@ -177,11 +159,11 @@ class _Histogram:
             self._beyond[0] += 1.0
             self._beyond[1] += num_tokens
             self._used_bins = len(self._counts)
-        self._num_answers += 1.0
-        if self._num_answers >= _FULL_ANSWERS:
+        self.num_outputs += 1.0
+        if self.num_outputs >= _FULL_OUTPUTS:
             self._counts = [count / 2 for count in self._counts]
             self._beyond = [value / 2 for value in self._beyond]
-            self._num_answers /= 2
+            self.num_outputs /= 2
         self._table = []
 
     def expected_tokens(self, produced_tokens: int) -> int:
@@ -193,36 +175,29 @@ class _Histogram:
         return expected if expected > produced_tokens else produced_tokens + 1
 
     def _tabulate(self) -> list[int]:
-        """Mean of answers at least as long as the start of each bin, the prior's among them.
-
-        Behind the last bin with an answer that is the prior alone.
-        """
+        """Tabulate the mean of outputs at least as long as the start of each bin, the prior's
+        among them. After the last bin with an output that is the prior alone."""
         used, (num_beyond, beyond_tokens) = self._used_bins, self._beyond
-        counts = self._counts[:used]
-        sums = [count * middle for count, middle in zip(counts, self._middle_tokens, strict=False)]
-        answers = list(accumulate(reversed(counts), initial=num_beyond))
+        counts, middle = self._counts[:used], (self._width_tokens - 1) / 2
+        sums = [count * (bin_ * self._width_tokens + middle) for bin_, count in enumerate(counts)]
+        outputs = list(accumulate(reversed(counts), initial=num_beyond))
         tokens = list(accumulate(reversed(sums), initial=beyond_tokens))
         table = self._table = [
-            round((_PRIOR_ANSWERS * prior_tokens + its_tokens) / (_PRIOR_ANSWERS + its_answers))
-            for prior_tokens, its_tokens, its_answers in zip(
-                self._prior_tokens, reversed(tokens), reversed(answers), strict=False
+            round((_PRIOR_OUTPUTS * prior + its_tokens) / (_PRIOR_OUTPUTS + its_outputs))
+            for prior, its_tokens, its_outputs in zip(
+                self._prior_tokens, tokens[:0:-1], outputs[:0:-1], strict=False
             )
         ]
-        del table[used:]
-        table += self._prior_round[used:]
+        table += map(round, self._prior_tokens[used:])
         end_tokens = len(self._counts) * self._width_tokens
         excess_tokens = max(0.0, beyond_tokens - num_beyond * end_tokens)
-        self._rest_tokens = max(
-            1,
-            round(
-                (_PRIOR_ANSWERS * self._granularity_tokens + excess_tokens)
-                / (_PRIOR_ANSWERS + num_beyond)
-            ),
-        )
+        prior_tokens = _PRIOR_OUTPUTS * self._granularity_tokens
+        rest_tokens = (prior_tokens + excess_tokens) / (_PRIOR_OUTPUTS + num_beyond)
+        self._rest_tokens = max(1, round(rest_tokens))
         return table
 
     def state(self) -> list[float]:
-        """Counts, then answers and tokens beyond them."""
+        """Return the counts, then outputs and tokens beyond them."""
         return [*self._counts, *self._beyond]
 
     def load(self, state: object) -> None:
@@ -233,52 +208,103 @@ class _Histogram:
         values = [float(value) for value in state]
         self._counts, self._beyond = values[:-2], values[-2:]
         self._used_bins = len(values) - 2
-        self._num_answers = sum(self._counts) + self._beyond[0]
+        self.num_outputs = sum(self._counts) + self._beyond[0]
         self._table = []
 
 
-@lru_cache(maxsize=256)
-def _middles(num_bins: int, width_tokens: int) -> tuple[float, ...]:
-    """What stands for an answer of each bin."""
-    return tuple(bin_ * width_tokens + (width_tokens - 1) / 2 for bin_ in range(num_bins))
+_Bucket = tuple[int, int]  # its first token, and the first one after it; 0 if it is open
 
 
 @lru_cache(maxsize=256)
 def _prior_table(
-    num_bins: int, width_tokens: int, granularity_tokens: int, span: tuple[int, int] | None
+    num_bins: int, width_tokens: int, granularity_tokens: int, bucket: _Bucket | None
 ) -> tuple[float, ...]:
-    """`_prior_tokens` at the start of each bin; empty ranges are all equal, so none is a key."""
-    prior = None if span is None else range(*span)
-    return tuple(
-        _prior_tokens(bin_ * width_tokens, granularity_tokens, prior) for bin_ in range(num_bins)
-    )
+    """Tabulate `_prior_tokens` at the start of each bin."""
+    starts = range(0, num_bins * width_tokens, width_tokens)
+    return tuple(_prior_tokens(start, granularity_tokens, bucket) for start in starts)
 
 
-@lru_cache(maxsize=256)
-def _rounded(tokens: tuple[float, ...]) -> tuple[int, ...]:
-    return tuple(map(round, tokens))
-
-
-def _prior_tokens(produced_tokens: int, granularity: int, prior: range | None) -> float:
-    """Mean before anything was seen, of answers of at least `produced_tokens`."""
-    if prior is None:
-        return produced_tokens + granularity
-    if not prior and produced_tokens >= prior.start:  # geometric: it has no memory
-        return produced_tokens + granularity
-    if not prior:
-        return prior.start + granularity
-    if produced_tokens < prior.stop:
-        return (max(prior.start, produced_tokens) + prior.stop - 1) / 2
-    end_tokens = (produced_tokens // granularity + 1) * granularity
-    return (produced_tokens + end_tokens - 1) / 2
+def _prior_tokens(produced_tokens: int, granularity: int, bucket: _Bucket | None) -> float:
+    """Mean before any output was seen, of outputs of at least `produced_tokens`. It is geometric,
+    and so without a memory, without a bucket and in an open one; uniform in any other."""
+    start, stop = bucket or (0, 0)
+    if not stop:
+        return max(start, produced_tokens) + granularity
+    if produced_tokens >= stop:  # it has outlived its bucket
+        start, stop = 0, (produced_tokens // granularity + 1) * granularity
+    return (max(start, produced_tokens) + stop - 1) / 2
 
 
 def reported_tokens(view: ClusterView, num_buckets: int) -> list[float]:
-    """What instances report of answers by predicted bucket, then without a prediction: means
-    over those that have seen answers end, empty if none has."""
+    """Return the output tokens that instances report by predicted bucket, then without a
+    prediction: means over those that have seen outputs end, empty if none has."""
     rows = [
         each.load.bucket_tokens
         for each in view.instances
         if len(each.load.bucket_tokens) == num_buckets + 1
     ]
     return [fmean(column) for column in zip(*rows, strict=True)]
+
+
+class RequestView(Protocol):
+    """What policies read of a request; vLLM's `Request` and the simulator's fit as they are."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...  # prompt and output so far
+    @property
+    def num_computed_tokens(self) -> int: ...  # tokens whose KV is computed
+    @property
+    def num_output_tokens(self) -> int: ...  # so far
+    @property
+    def num_output_placeholders(self) -> int: ...  # sampled by a step under way
+    @property
+    def max_tokens(self) -> int: ...  # bound on the output of this instance
+    @property
+    def priority(self) -> int: ...  # the smaller, the earlier it is computed
+
+
+class PredictionSource(Protocol):
+    """Where the predictions of requests come from that began on this instance."""
+
+    def get(self, request_id: str, /) -> Prediction | None:
+        """Return the prediction of a request, if there is one by now."""
+
+
+class OutputLengths:
+    """How long the outputs of one instance's requests will be: those that began here and those
+    that came with a prediction. `window` is the longest prompt plus output, in tokens."""
+
+    def __init__(self, lengths: Lengths, predictions: PredictionSource, window: int) -> None:
+        self._lengths = lengths
+        self._predictions = predictions
+        self._window = window
+        self._received: dict[str, Prediction] = {}
+
+    @property
+    def num_received(self) -> int:
+        """Requests that came with a prediction (any thread)."""
+        return len(self._received)
+
+    def add(self, request_id: str, predicted: Prediction) -> None:
+        """Keep the prediction with which a request came from another instance."""
+        self._received[request_id] = predicted
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that ended."""
+        self._received.pop(request_id, None)
+
+    def predicted(self, request_id: str) -> Prediction | None:
+        """Return what is predicted of a request, here or where it began (any thread)."""
+        return self._received.get(request_id) or self._predictions.get(request_id)
+
+    def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
+        """Return the tokens of the whole output, given that it has `produced_tokens`: more than
+        those, and no more than `max_tokens` and the window allow (any thread)."""
+        predicted = self.predicted(request.request_id)
+        total_tokens = self._lengths.total_tokens(predicted, produced_tokens, end)
+        most_tokens = min(request.max_tokens, self._window - request.num_prompt_tokens)
+        return max(produced_tokens + 1, min(total_tokens, most_tokens))

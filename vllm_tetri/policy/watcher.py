@@ -1,104 +1,182 @@
 """Which instance flips its role, and when: the transition watcher (paper section 3.5).
 
-It looks at views and orders at most one flip at a look. Every policy keeps to the same
-rules: instances of one model flip among each other, only ready ones do, one at a time,
-and a role never loses its last ready one. Instances that do both never flip and stand in
-for nobody. When the last flips were is read from the view: other routers may have
-ordered them, or this one before it was started anew.
+Every policy orders at most one flip at a time and keeps to the same rules: instances of one
+model flip among each other, only ready ones do, and a role never loses its last ready instance.
+Instances that do both never flip and stand in for none. When the last flips were is read from
+the view: other routers may have ordered them.
 
-`balance` goes by what is foretold for both roles (`policy.balance`); `idle` and `threshold`
-are the paper's and flip what had nothing, or little, to do (`policy.rest`).
+`balance` goes by a forecast for both roles (`policy.balance`); `idle` and `threshold` are the
+paper's and flip instances that had nothing, or little, to do.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from enum import StrEnum
 from math import inf
 from typing import Protocol
 
-from vllm_tetri.policy.balance import Balance
-from vllm_tetri.policy.rest import Rest
-from vllm_tetri.policy.watch_group import Group, Look
-from vllm_tetri.types import ClusterView
+from vllm_tetri.policy.balance import OTHER, ROLES, Balance, FlipOrder, Group, Look
+from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceView, Role
 
 ORDER_SEEN_S = 2.0  # by then a report shows an order, or it was lost
 LOW_LOAD = 0.1  # of `threshold`: the paper's example
+_PARTS = 20  # of the time that is looked back
 
 
 class WatchPolicy(StrEnum):
     """What makes an instance flip."""
 
-    BALANCE = "balance"  # what is foretold for both roles
+    BALANCE = "balance"  # a forecast for both roles
     THRESHOLD = "threshold"  # little to do for a while
     IDLE = "idle"  # nothing to do for a while
-    OFF = "off"  # nobody watches
+    OFF = "off"  # no watcher
+
+
+class Rest:
+    """Flips what had work for less than `limit` of the last `after_s` seconds, or none at
+    all, if no instance of the other role had as little.
+
+    The paper leaves open what a load of 10 % is. Here it is the part of its time that an
+    instance had any work, queued or running, since that means the same for both roles.
+    Time between two looks counts if there was work at its end or was done in it.
+    """
+
+    def __init__(self, after_s: float, limit: float) -> None:
+        self._after_s = after_s
+        self._limit = limit
+        self._times: dict[tuple[InstanceId, Role], _BusyTime] = {}
+
+    def look(self, group: Group, now: float) -> Look:
+        before, self._times = self._times, {}
+        for each in (*group.ready[Role.PREFILL], *group.ready[Role.DECODE]):
+            key = each.info.id, each.info.role
+            self._times[key] = before.get(key) or _BusyTime(self._after_s)
+            self._times[key].add(each.load, now)
+        rested = [
+            (self._part(each), each.info.id, role)
+            for role in ROLES
+            for each in group.able(role)
+            if self._is_low(each) and self._times[each.info.id, role].is_full
+        ]
+        least = ", ".join(self._least(group, role) for role in ROLES if group.ready[role])
+        seen = f"{group}; least busy in the last {self._after_s:g} s: {least or 'none'}"
+        if not rested:
+            return Look(None, f"{seen}; no instance that may flip had little to do for that time")
+        part, id_, role = min(rested)
+        other = OTHER[role]
+        if not self._is_short(group, other):
+            return Look(None, f"{seen}; {other} has little to do too")
+        reason = f"{id_} was busy {part:.0%} of the last {self._after_s:g} s"
+        return Look(FlipOrder(id_, other, now=False, reason=reason), f"{seen}; {id_} flips")
+
+    def _least(self, group: Group, role: Role) -> str:
+        part, id_ = min((self._part(each), each.info.id) for each in group.ready[role])
+        return f"{id_} {part:.0%}"
+
+    def _is_short(self, group: Group, role: Role) -> bool:
+        """Whether all with a role have had work, and some have it right now. Otherwise two
+        roles with one instance at rest each would swap these again and again."""
+        others = group.ready[role]
+        has_work = any(_has_work(each.load) for each in others)
+        return has_work and not any(self._is_low(each) for each in others)
+
+    def _part(self, one: InstanceView) -> float:
+        return self._times[one.info.id, one.info.role].part
+
+    def _is_low(self, one: InstanceView) -> bool:
+        part = self._part(one)
+        return part < self._limit or part == 0
+
+
+class _BusyTime:
+    """The part of the last `window_s` in which an instance had work; `is_full` once it was
+    watched for that long."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._parts: deque[tuple[float, float]] = deque()  # seconds, and busy ones of them
+        self._newest_s = self._newest_busy_s = 0.0
+        self._load: InstanceLoad | None = None
+        self._at_s = 0.0
+        self.part = 0.0
+        self.is_full = False
+
+    def add(self, load: InstanceLoad, now: float) -> None:
+        before, passed_s = self._load, now - self._at_s
+        self._load, self._at_s = load, now
+        if before is None:
+            return
+        has_advanced = (load.prompt_tokens_done, load.output_tokens_done) != (
+            before.prompt_tokens_done, before.output_tokens_done,
+        )  # fmt: skip
+        self._newest_s += passed_s
+        self._newest_busy_s += passed_s * (has_advanced or _has_work(load))
+        total_s = self._newest_s + sum(each_s for each_s, _ in self._parts)
+        while self._parts and total_s - self._parts[0][0] >= self._window_s:
+            total_s -= self._parts.popleft()[0]
+        busy_s = self._newest_busy_s + sum(each_s for _, each_s in self._parts)
+        self.part = busy_s / total_s if total_s > 0 else 0.0
+        self.is_full = total_s >= self._window_s
+        if self._newest_s >= self._window_s / _PARTS:
+            self._parts.append((self._newest_s, self._newest_busy_s))
+            self._newest_s = self._newest_busy_s = 0.0
+
+
+def _has_work(load: InstanceLoad) -> bool:
+    return any((load.running, load.waiting, load.held, load.queued_prefill_tokens))
 
 
 class Watcher(Protocol):
     """Decides on flips."""
 
     def look(self, view: ClusterView, now: float) -> Look:
-        """What to do about the newest view. To be asked several times a second, with
-        times that only grow; it remembers what it saw."""
+        """Decide on the newest view. Called several times a second, with times that only grow;
+        what earlier views showed is remembered."""
 
 
 def make_watcher(policy: WatchPolicy, *, after_s: float = 60.0) -> Watcher:
-    """A watcher that has seen nothing yet.
-
-    Args:
-        policy: What makes an instance flip.
-        after_s: How long `idle` and `threshold` watch before they say so.
+    """Make a watcher; `idle` and `threshold` watch for `after_s` before they order a flip.
 
     Raises:
-        ValueError: With `off` nobody watches.
+        ValueError: `off` has no watcher.
     """
     if policy is WatchPolicy.OFF:
-        raise ValueError("nobody watches with off")
-    return _Watcher(policy, after_s)
+        raise ValueError("the policy off has no watcher")
+    return _ModelsWatcher(policy, after_s)
 
 
-class _ModelWatch(Protocol):
-    """A policy that watches the instances of one model."""
-
-    def look(self, group: Group, now: float) -> Look: ...
-
-
-class _Watcher:
-    """One watch per model, and what they have in common."""
+class _ModelsWatcher:
+    """A watch for each model, and what they have in common."""
 
     def __init__(self, policy: WatchPolicy, after_s: float) -> None:
         self._policy = policy
         self._after_s = after_s
-        self._watches: dict[str, _ModelWatch] = {}
+        self._watches: dict[str, Balance | Rest] = {}
         self._ordered_s: dict[str, float] = {}
 
     def look(self, view: ClusterView, now: float) -> Look:
-        groups = {model: Group(view, model) for model in sorted(_models(view))}
-        self._watches = {model: self._watches.get(model) or self._new() for model in groups}
+        models = sorted({each.info.models[0] for each in view.instances})
+        self._watches = {model: self._watches.get(model) or self._new() for model in models}
         order, explanations = None, []
-        for model, group in groups.items():
-            look = self._held_back(model, group, self._watches[model].look(group, now), now)
+        for model, watch in self._watches.items():
+            group = Group(view, model)
+            look = self._held_back(model, group, watch.look(group, now), now)
             explanations.append(f"{model}: {look.explanation}")
             if order is None and look.order is not None:
                 order = look.order
                 self._ordered_s[model] = now
         return Look(order, "; ".join(explanations) or "no instance is there")
 
-    def _new(self) -> _ModelWatch:
+    def _new(self) -> Balance | Rest:
         if self._policy is WatchPolicy.BALANCE:
             return Balance()
         return Rest(self._after_s, LOW_LOAD if self._policy is WatchPolicy.THRESHOLD else 0.0)
 
     def _held_back(self, model: str, group: Group, look: Look, now: float) -> Look:
-        """The same, without the order while another flip is under way."""
-        if look.order is None:
-            return look
-        if group.flipping:
+        """Drop the order of a look while another flip is under way."""
+        if look.order is not None and group.flipping:
             return Look(None, f"{look.explanation}, but {group.flipping[0]} is flipping")
-        if now - self._ordered_s.get(model, -inf) < ORDER_SEEN_S:
+        if look.order is not None and now - self._ordered_s.get(model, -inf) < ORDER_SEEN_S:
             return Look(None, f"{look.explanation}, but an order is on its way")
         return look
-
-
-def _models(view: ClusterView) -> set[str]:
-    return {each.info.models[0] for each in view.instances}

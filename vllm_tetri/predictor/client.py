@@ -1,102 +1,97 @@
 """The engine's end of a predictor process: starts it, asks it, outlives it.
 
-The engine thread owns the socket and never waits. One thread starts the process,
-sleeps until it ends, and starts it again.
+The engine thread owns the sockets and never waits. One thread starts the process, sleeps until it
+ends, and starts it again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import secrets
+import select
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import zmq
+import msgspec
 
-from vllm_tetri.control.curve import Curve
-from vllm_tetri.errors import ProtocolError
-from vllm_tetri.predictor.base import Ask, Tally
-from vllm_tetri.predictor.protocol import (
-    CHANNEL,
-    MAX_FRAME_BYTES,
-    QUEUE_PROMPTS,
-    Asks,
-    Prompt,
-    decode_answers,
+from vllm_tetri.predictor.base import Query, Tally
+from vllm_tetri.predictor.server import (
+    MAX_PACKET_BYTES,
+    Submitted,
+    Withdrawn,
+    decode_replies,
     encode,
     shortened,
 )
-from vllm_tetri.predictor.server import SECRET_VARIABLE
-from vllm_tetri.secret import Secret
 from vllm_tetri.types import Prediction
 
+# Prompts that may wait for a predictor; the next one is refused at once. At the rate of a small
+# encoder on one core, more could not be predicted before their first chunk is done.
+QUEUE_PROMPTS = 256
 _CLOSE_S = 3.0
-_RECONNECT_MS = 50
 # Between two starts of a process that keeps ending: doubled each time, up to the longest.
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-_STEADY_S = 30.0  # a process that lived so long did start
-
-Command = Callable[[str], Sequence[str]]
-"""From an ``ipc://`` address to the command that serves there."""
+_STEADY_S = 30.0  # a process that lived for this time did start
 
 _log = logging.getLogger(__name__)
 
 
 class PredictorProcess:
-    """A `Predictor` that is a child process. Used by one thread.
+    """A `Predictor` that is a child process (`server`), started by `command`. Used by one thread.
 
-    Args:
-        command: What to start.
-        granularity_tokens: Width of the buckets that it names.
-        num_buckets: How many there are; another one counts as a failure.
+    A bucket outside of `num_buckets` counts as a failure. A process that ends is started again
+    after `pause_s`, then after twice the time, up to a minute.
     """
 
-    def __init__(self, command: Command, granularity_tokens: int, num_buckets: int) -> None:
-        self._granularity_tokens = granularity_tokens
-        self._num_buckets = num_buckets
-        # No file (Linux): nothing is left behind, however anybody ends. Every user of this
-        # machine can see and open that, so both ends must hold a secret of their own.
-        secret = Secret.make()
-        address = f"ipc://@tetri-predictor-{os.getpid()}-{secrets.token_hex(8)}"
+    def __init__(
+        self,
+        command: Sequence[str],
+        granularity_tokens: int,
+        num_buckets: int,
+        pause_s: float = _FIRST_PAUSE_S,
+    ) -> None:
+        self._granularity_tokens, self._num_buckets = granularity_tokens, num_buckets
         self.tally = Tally()
-        self._numbers: dict[str, int] = {}  # asked and without an answer
+        self._numbers: dict[str, int] = {}  # asked, and without a reply
         self._names: dict[int, str] = {}
         self._last = 0
-        self._new: dict[int, Prompt] = {}  # not sent yet
+        self._new: dict[int, Query] = {}  # not sent yet
         self._withdrawn: list[int] = []
-        self._nothing: list[str] = []  # to be told that there will be no answer
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up while it is away
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        Curve(secret, CHANNEL).call(self._socket)
-        self._socket.connect(address)
-        self._keeper = _Keeper(command(address), secret)
-        self._num_deaths = 0
+        self._found: list[tuple[str, Prediction | None]] = []
+        self._channel: socket.socket | None = None
+        self._is_serving = False  # its model is loaded, and it lives
+        self._command, self._pause_s = command, pause_s
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # a process is started, or all is stopped
+        self._process: subprocess.Popen[bytes] | None = None
+        self._new_channels: deque[socket.socket] = deque()  # to the newest process
+        # The kernel ends the process with the thread that started it: this one.
+        self._keeper = threading.Thread(target=self._keep, name="tetri-predictor", daemon=True)
+        self._keeper.start()
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
-        return self._keeper.pid
+        """Process id; None while there is no process."""
+        return process.pid if (process := self._process) is not None else None
 
-    def ask(self, ask: Ask) -> None:
-        self.withdraw(ask.name)  # of a request that had this name before
+    def ask(self, query: Query) -> None:
+        self.withdraw(query.name)  # a former request may have had this name
         if len(self._numbers) >= QUEUE_PROMPTS:
             self.tally.refused += 1
-            self._nothing.append(ask.name)
+            self._found.append((query.name, None))
             return
         self._last += 1
-        self._numbers[ask.name] = self._last
-        self._names[self._last] = ask.name
-        self._new[self._last] = Prompt(self._last, shortened(ask.token_ids))
+        self._numbers[query.name] = self._last
+        self._names[self._last] = query.name
+        self._new[self._last] = query
 
     def withdraw(self, name: str) -> None:
         number = self._numbers.pop(name, None)
@@ -106,149 +101,141 @@ class PredictorProcess:
                 self._withdrawn.append(number)
 
     def poll(self) -> list[tuple[str, Prediction | None]]:
-        found: list[tuple[str, Prediction | None]] = []
-        if self._numbers:
-            self._receive(found)
-            self._notice_death()
-        if self._new or self._withdrawn:
+        self._take_channel()
+        if self._numbers or self._withdrawn:
+            self._receive()
             self._send()
-        if self._nothing:
-            found += [(name, None) for name in self._nothing]
-            self._nothing = []
+        found, self._found = self._found, []
         return found
 
     def wait(self, timeout_s: float) -> None:
-        self._socket.poll(max(1, round(timeout_s * 1000)))
+        if self._channel is None or not self._is_serving:
+            time.sleep(min(timeout_s, 0.05))
+            return
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        poller.poll(max(1, round(timeout_s * 1000)))
 
-    def _receive(self, found: list[tuple[str, Prediction | None]]) -> None:
-        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    def _take_channel(self) -> None:
+        while self._new_channels:
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = self._new_channels.popleft()
+            self._lose_process()
+
+    def _receive(self) -> None:
+        while self._channel is not None:
             try:
-                answers = decode_answers(self._socket.recv(zmq.NOBLOCK))
-            except (ProtocolError, zmq.Again) as error:
-                _log.warning("dropped an answer of the predictor: %s", error)
-                continue
-            for number, bucket in answers.buckets:
-                if not 0 <= bucket < self._num_buckets:
+                replies = decode_replies(self._channel.recv(MAX_PACKET_BYTES))
+            except BlockingIOError:
+                return
+            except (ConnectionError, msgspec.DecodeError):  # it ended, so the packet is empty
+                self._lose_process()
+                return
+            self._is_serving = True
+            for number, bucket in replies.buckets:
+                if bucket is None or not 0 <= bucket < self._num_buckets:
                     self._fail([number])
                 elif (name := self._forget(number)) is not None:
                     self.tally.made += 1
                     prediction = Prediction(bucket, self._num_buckets, self._granularity_tokens)
-                    found.append((name, prediction))
-            self._fail(answers.failed)
-            for number in answers.refused:
-                if (name := self._forget(number)) is not None:
-                    self.tally.refused += 1
-                    self._nothing.append(name)
-
-    def _notice_death(self) -> None:
-        """What a process was asked died with it."""
-        if self._keeper.num_deaths != self._num_deaths:
-            self._num_deaths = self._keeper.num_deaths
-            self._fail([number for number in self._names if number not in self._new])
+                    self._found.append((name, prediction))
 
     def _send(self) -> None:
-        asks = Asks(list(self._new.values()), self._withdrawn)
-        self._new, self._withdrawn = {}, []
+        if not self._is_serving or self._channel is None:
+            self._fail(list(self._new))
+            self._withdrawn.clear()
+            return
         try:
-            self._socket.send(encode(asks), zmq.NOBLOCK)
-        except zmq.Again:  # not there, or it does not read
-            self._fail([prompt.number for prompt in asks.prompts])
+            while self._withdrawn:
+                self._channel.send(encode(Withdrawn(self._withdrawn[-1])))
+                self._withdrawn.pop()
+            for number, query in list(self._new.items()):
+                self._channel.send(encode(Submitted(number, shortened(query.token_ids))))
+                del self._new[number]
+        except BlockingIOError:  # it computes a batch; the rest follows with the next poll
+            pass
+        except ConnectionError:
+            self._lose_process()
 
-    def _fail(self, numbers: Sequence[int]) -> None:
+    def _lose_process(self) -> None:
+        """Fail the prompts that were sent: they died with the process."""
+        self._is_serving = False
+        self._withdrawn.clear()
+        self._fail([number for number in self._names if number not in self._new])
+
+    def _fail(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             if (name := self._forget(number)) is not None:
                 self.tally.failed += 1
-                self._nothing.append(name)
+                self._found.append((name, None))
 
     def _forget(self, number: int) -> str | None:
+        self._new.pop(number, None)
         name = self._names.pop(number, None)
         if name is not None:
             del self._numbers[name]
         return name
 
     def close(self) -> None:
-        self._keeper.close()
-        if not self._socket.closed:
-            self._socket.close()
-            self._context.term()
-
-
-class _Keeper:
-    """Runs a command again whenever it ends, until closed. Any thread may read."""
-
-    def __init__(self, command: Sequence[str], secret: Secret) -> None:
-        self._command = command
-        self._secret = secret
-        self._stop = threading.Event()
-        self._lock = threading.Lock()  # a process is started, or all is stopped
-        self._process: subprocess.Popen[bytes] | None = None
-        self.num_deaths = 0
-        # The kernel ends the process with the thread that started it: this one.
-        self._thread = threading.Thread(target=self._run, name="tetri-predictor", daemon=True)
-        self._thread.start()
-
-    @property
-    def pid(self) -> int | None:
-        process = self._process
-        return process.pid if process is not None else None
-
-    def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            started = time.monotonic()
-            try:
-                status = self._run_once()
-            except OSError as error:  # no memory, say, or no process left
-                ending = f"could not be started ({error})"
-            else:
-                ending = f"ended with status {status}"
-                self.num_deaths += 1
-            if self._stop.is_set():
-                return
-            if time.monotonic() - started > _STEADY_S:
-                pause_s = _FIRST_PAUSE_S
-            _log.warning("the length predictor %s; it is started again in %.1f s", ending, pause_s)
-            if self._stop.wait(pause_s):
-                return
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _run_once(self) -> int:
-        """Its exit status; 0 without a process once it was stopped."""
-        with self._lock:
-            if self._stop.is_set():
-                return 0
-            process = self._process = subprocess.Popen(
-                [*self._command, "--parent", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    SECRET_VARIABLE: self._secret.text,  # others cannot read it, as they can argv
-                },
-                start_new_session=True,  # Ctrl-C is for the engine, which ends it
-            )
-        status = process.wait()
-        self._process = None
-        return status
-
-    def close(self) -> None:
-        """End the process. Idempotent."""
         with self._lock:
             self._stop.set()
             process = self._process
         if process is not None:
             process.kill()  # it holds nothing that could be lost
-        self._thread.join(_CLOSE_S)
+        self._keeper.join(_CLOSE_S)
+        self._take_channel()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    # The keeper's thread.
+
+    def _keep(self) -> None:
+        pause_s = self._pause_s
+        while True:
+            started = time.monotonic()
+            try:
+                ending = f"ended with status {self._run_once()}"
+            except OSError as error:  # no memory, say, or no process left
+                ending = f"could not be started ({error})"
+            if self._stop.is_set():
+                return
+            if time.monotonic() - started > _STEADY_S:
+                pause_s = self._pause_s
+            _log.warning("the length predictor %s; it starts again in %.1f s", ending, pause_s)
+            if self._stop.wait(pause_s):
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _run_once(self) -> int:
+        """Return the exit status; 0 without a process once it was stopped."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with self._lock, theirs, contextlib.ExitStack() as stack:
+            stack.callback(ours.close)
+            if self._stop.is_set():
+                return 0
+            words = ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
+            process = self._process = subprocess.Popen(
+                [*self._command, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the engine, which ends it
+            )
+            stack.pop_all()
+        ours.setblocking(False)
+        with contextlib.suppress(IndexError):  # the engine thread may take it meanwhile
+            self._new_channels.pop().close()
+        self._new_channels.append(ours)
+        status = process.wait()
+        self._process = None
+        return status
 
 
-def serve_command(folder: Path, tokenizer: str, cores: Sequence[int] = ()) -> Command:
-    """Starts `vllm-tetri predictor serve` for an artefact, on all cores that this
-    process may use or on some of them."""
-
-    def command(address: str) -> list[str]:
-        words = [sys.executable, "-m", "vllm_tetri.cli", "predictor", "serve", str(folder)]
-        words += ["--address", address, "--tokenizer", tokenizer]
-        return [*words, "--cores", ",".join(map(str, cores))] if cores else words
-
-    return command
+def serve_command(folder: Path, tokenizer: str, cores: Sequence[int] = ()) -> list[str]:
+    """Serve an artefact, on all cores that this process may use or on some of them."""
+    words = [sys.executable, "-P", "-m", "vllm_tetri.predictor.server", str(folder)]
+    words += ["--tokenizer", tokenizer]
+    return [*words, "--cores", ",".join(map(str, cores))] if cores else words

@@ -1,71 +1,85 @@
-"""The loop of a predictor process: take prompts, batch them, answer."""
+"""The process of a length predictor: take prompts from an instance, batch them, reply.
+
+An instance starts it (`client`) and holds the other end of its socket pair, which no other process
+can open. Prompts come as the target model's tokens; they are turned back into text here.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import ctypes
 import logging
 import os
+import signal
+import socket
+import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
-import zmq
+import msgspec
 
-from vllm_tetri.control.curve import Curve, Gatekeeper
-from vllm_tetri.errors import ConfigError, ProtocolError
-from vllm_tetri.predictor.protocol import (
-    CHANNEL,
-    MAX_FRAME_BYTES,
-    QUEUE_PROMPTS,
-    Answers,
-    Asks,
-    Prompt,
-    decode_asks,
-    encode,
-)
-from vllm_tetri.secret import Secret
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.logs import configure_logging
+from vllm_tetri.predictor.model import load
 
-SECRET_VARIABLE = "TETRI_PREDICTOR_SECRET"
-# Paper section 3.3.2: prompts are padded to the longest of their batch, and those
-# beyond this run alone.
+NICE = 5
+MAX_PACKET_BYTES = 64 << 10
+# Paper section 3.3.2: prompts are padded to the longest of their batch; longer ones run alone.
 CUTTING_TOKENS = 512
-# A batch is one forward pass that nobody interrupts, so it should not take long.
+# A batch is one forward pass that cannot be interrupted, so it should not take long.
 BATCH_PROMPTS = 16
 BATCH_TOKENS = 2048
+_END_TOKENS = 2048  # of a prompt travel: a predictor's window keeps its head and tail
+_PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
 
 
-def given_secret() -> Secret | None:
-    """What the instance that started this process wants to be asked for; taken out of the
-    environment.
+class Submitted(msgspec.Struct, frozen=True, tag=True):
+    """Instance → predictor: a prompt; `number` names it in the reply."""
 
-    Raises:
-        ConfigError: It is none.
-    """
-    text = os.environ.pop(SECRET_VARIABLE, "")
-    try:
-        return Secret.from_text(text) if text else None
-    except ValueError as error:
-        raise ConfigError(f"{SECRET_VARIABLE}: {error}") from error
+    number: int
+    token_ids: list[int]
 
 
-class Model(Protocol):
+class Withdrawn(msgspec.Struct, frozen=True, tag=True):
+    """Instance → predictor: the request of this prompt has ended."""
+
+    number: int
+
+
+class Replies(msgspec.Struct, frozen=True, tag=True):
+    """Predictor → instance: the bucket of each prompt, None if it failed. The first is empty and
+    means that the model is loaded."""
+
+    buckets: list[tuple[int, int | None]] = []
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_replies = msgspec.msgpack.Decoder(Replies).decode
+_decode_queries = msgspec.msgpack.Decoder(Submitted | Withdrawn).decode
+
+
+def shortened(token_ids: Sequence[int]) -> list[int]:
+    """The part of a prompt that travels: all of it, or its two ends."""
+    if len(token_ids) <= 2 * _END_TOKENS:
+        return list(token_ids)
+    return [*token_ids[:_END_TOKENS], *token_ids[-_END_TOKENS:]]
+
+
+class Classifier(Protocol):
     """What is served; prompts go in as the target's tokens, buckets come out."""
 
-    def encode(self, token_ids: Sequence[int]) -> list[int]:
-        """A prompt in the model's own tokens, no more than its window."""
-
-    def classify(self, batch: Sequence[Sequence[int]]) -> list[int]:
-        """One bucket per encoded prompt, in one forward pass."""
+    def encode(self, token_ids: Sequence[int]) -> list[int]: ...  # to its own tokens
+    def classify(self, batch: Sequence[Sequence[int]]) -> list[int]: ...  # in one forward pass
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(NamedTuple):
     """A prompt that waits for its batch."""
 
-    client: bytes
     number: int
     tokens: list[int]
 
@@ -83,121 +97,110 @@ def take_batch(queue: deque[Queued]) -> list[Queued]:
 
 
 class Server:
-    """Answers over one socket until stopped.
+    """Replies over one socket until its other end closes."""
 
-    Args:
-        address: ``ipc://PATH``, or ``ipc://@NAME`` for a name that is no file.
-        model: What to ask.
-        secret: Nobody without it may ask. None: whoever may open the address.
-
-    Raises:
-        ConfigError: The address cannot be used.
-    """
-
-    def __init__(self, address: str, model: Model, secret: Secret | None = None) -> None:
-        self._model = model
+    def __init__(self, channel: socket.socket, classifier: Classifier) -> None:
+        self._channel = channel
+        self._classifier = classifier
         self._queue: deque[Queued] = deque()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._gatekeeper: Gatekeeper | None = None
-        if secret is not None:
-            curve = Curve(secret, CHANNEL)
-            self._gatekeeper = Gatekeeper(self._context, curve)
-            curve.listen(self._socket)
-        self._wake, self._wake_end = os.pipe()
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._close()
-            raise ConfigError(f"--address {address}: {error}") from error
-
-    def stop(self) -> None:
-        """Let `run` return, after the batch that is being computed (any thread)."""
-        os.write(self._wake_end, b"\0")
 
     def run(self) -> None:
-        """Answer until `stop`."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        if self._gatekeeper is not None:
-            poller.register(self._gatekeeper.socket, zmq.POLLIN)
-        try:
+        """Serve; the instance bounds the number of its prompts, and so the queue."""
+        with contextlib.suppress(EOFError, ConnectionError):
+            self._channel.send(encode(Replies()))
             while True:
-                ready = dict(poller.poll(0 if self._queue else None))
-                if self._wake in ready:
-                    return
-                if self._gatekeeper is not None:
-                    self._gatekeeper.answer()
-                if self._socket in ready:
-                    self._drain()
+                for packet in self._packets():
+                    self._take(packet)
                 if self._queue:
-                    self._answer(take_batch(self._queue))
-        finally:
-            self._close()
+                    self._channel.send(encode(self._classify(take_batch(self._queue))))
 
-    def _drain(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            while True:
-                client, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-                try:
-                    if len(parts) != 1:
-                        raise ProtocolError(f"{len(parts)} parts instead of one")
-                    self._take(client, decode_asks(parts[0]))
-                except ProtocolError as error:
-                    _log.warning("dropped a frame: %s", error)
+    def _packets(self) -> Iterator[bytes]:
+        """All packets that are there; waits for one when there is nothing else to do."""
+        flags = socket.MSG_DONTWAIT if self._queue else 0
+        with contextlib.suppress(BlockingIOError):
+            while packet := self._channel.recv(MAX_PACKET_BYTES, flags):
+                yield packet
+                flags = socket.MSG_DONTWAIT
+            raise EOFError
 
-    def _take(self, client: bytes, asks: Asks) -> None:
-        if asks.withdrawn:
-            gone = set(asks.withdrawn)
-            kept = [
-                each for each in self._queue if each.client != client or each.number not in gone
-            ]
-            self._queue = deque(kept)
-        refused: list[int] = []
-        failed: list[int] = []
-        for prompt in asks.prompts:
-            if len(self._queue) >= QUEUE_PROMPTS:
-                refused.append(prompt.number)
-            elif (queued := self._encoded(client, prompt)) is not None:
-                self._queue.append(queued)
-            else:
-                failed.append(prompt.number)
-        if refused or failed:
-            self._send(client, Answers(refused=refused, failed=failed))
-
-    def _encoded(self, client: bytes, prompt: Prompt) -> Queued | None:
+    def _take(self, packet: bytes) -> None:
         try:
-            return Queued(client, prompt.number, self._model.encode(prompt.token_ids))
-        except Exception:  # whatever a tokenizer makes of strange ids, others must not suffer
-            _log.exception("a prompt of %d tokens cannot be read", len(prompt.token_ids))
-            return None
-
-    def _answer(self, batch: list[Queued]) -> None:
+            query = _decode_queries(packet)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            _log.warning("dropped a packet of %d bytes: %s", len(packet), error)
+            return
+        if isinstance(query, Withdrawn):
+            self._queue = deque(each for each in self._queue if each.number != query.number)
+            return
         try:
-            buckets = self._model.classify([each.tokens for each in batch])
+            self._queue.append(Queued(query.number, self._classifier.encode(query.token_ids)))
+        except Exception:  # whatever a tokenizer makes of strange ids
+            _log.exception("a prompt of %d tokens cannot be read", len(query.token_ids))
+            self._channel.send(encode(Replies([(query.number, None)])))
+
+    def _classify(self, batch: list[Queued]) -> Replies:
+        try:
+            buckets = self._classifier.classify([each.tokens for each in batch])
         except Exception:
             _log.exception("a batch of %d prompts failed", len(batch))
-            buckets = None
-        for client in dict.fromkeys(each.client for each in batch):
-            mine = [index for index, each in enumerate(batch) if each.client == client]
-            numbers = [batch[index].number for index in mine]
-            if buckets is None:
-                self._send(client, Answers(failed=numbers))
-            else:
-                found = [(batch[index].number, buckets[index]) for index in mine]
-                self._send(client, Answers(buckets=found))
+            return Replies([(each.number, None) for each in batch])
+        return Replies([(each.number, bucket) for each, bucket in zip(batch, buckets, strict=True)])
 
-    def _send(self, client: bytes, answers: Answers) -> None:
-        with contextlib.suppress(zmq.Again):  # it is gone, or does not read
-            self._socket.send_multipart([client, encode(answers)], zmq.NOBLOCK)
 
-    def _close(self) -> None:
-        self._socket.close()
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-        self._context.term()
-        os.close(self._wake)
-        os.close(self._wake_end)
+class _TextClassifier:
+    """A trained predictor, with the target's tokenizer in front of it."""
+
+    def __init__(self, folder: Path, tokenizer: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._artefact = load(folder)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"tokenizer {tokenizer}: {str(error).splitlines()[0]}") from error
+
+    def encode(self, token_ids: Sequence[int]) -> list[int]:
+        # Special tokens stay: the artefact knows the chat template by them.
+        text = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return self._artefact.encode(str(text))
+
+    def classify(self, batch: Sequence[Sequence[int]]) -> list[int]:
+        return [prediction.bucket for prediction in self._artefact.predict(batch)]
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel end this process with its parent; ConfigError if that has ended already."""
+    with contextlib.suppress(AttributeError):  # not Linux: the end of the socket ends `run`
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise ConfigError(f"the instance with process id {parent} has ended")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Serve a folder that the recipe in ``examples/predictor`` wrote; `client` starts this."""
+    parser = argparse.ArgumentParser(prog="predictor")
+    parser.add_argument("artefact", type=Path)
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--cores", default="")
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--parent", type=int)
+    parser.add_argument("--nice", type=int, default=NICE)
+    options = parser.parse_args(words)
+    try:
+        configure_logging()
+        if options.parent is not None:
+            end_with(options.parent)
+        if options.cores:
+            os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
+        os.nice(options.nice)
+        classifier = _TextClassifier(options.artefact, options.tokenizer)
+    except ConfigError as error:
+        _log.error("%s", error)
+        return 2
+    with socket.socket(fileno=options.socket) as channel:
+        Server(channel, classifier).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,14 @@
-"""The routes of the door. Thin: everything that decides is elsewhere."""
+"""The HTTP routes of the router. Decisions are made elsewhere; docs/api.md lists the routes.
+
+Routes that are never split are proxied to one instance. Bodies are passed on unchanged, but for
+hand-over parameters, which only the router may set, and so are responses, errors included.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,52 +16,85 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from vllm_tetri.router.answers import Refusal
-from vllm_tetri.router.call import CHAT, COMPLETIONS, parse_call
-from vllm_tetri.router.flips import DEADLINE_S
-from vllm_tetri.router.inflow import VISIT, Inflow, Visit
-from vllm_tetri.router.json_body import decode_order
-from vllm_tetri.router.keys import Keys
-from vllm_tetri.router.limits import Limits
-from vllm_tetri.router.metrics import LOAD_COUNTERS, LOAD_GAUGES
-from vllm_tetri.router.passthrough import Passthrough
-from vllm_tetri.router.routes import add_whole_routes
-from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.types import Flip, InstanceId, InstanceState, InstanceView, Mode, Role
-
-MAX_DEADLINE_S = 86_400.0
-_DOCUMENTED = (
-    *LOAD_GAUGES,
-    "prefills_done",
-    "decodes_done",
-    "preemptions",
-    "flips",
-    "cpu_s",
+from vllm_tetri.messages import FlipRole
+from vllm_tetri.router.auth import Keys, Limits, Unauthorized
+from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.metrics import LOAD_NUMBERS
+from vllm_tetri.router.request import (
+    CHAT,
+    COMPLETIONS,
+    ProxyRules,
+    decode_order,
+    parse_request,
 )
-# Beyond the documented shape: who did what.
-_OTHERS = (
-    "reserved_blocks",
-    "step_s",
-    "remaining_tokens",
-    *LOAD_COUNTERS,
-    "chunks_done",
-    "prompt_tokens_done",
-    "answer_tokens_done",
-    "prefill_tokens_per_s",
-    "decode_base_s",
-    "decode_request_s",
-    "cost",
-    "context_tokens",
-    "chunk_tokens",
-    "handover_s",
-    "handover_token_s",
-    "kv_bytes_sent",
-    "kv_bytes_received",
-    "kv_loads_failed",
-    "leftovers",
+from vllm_tetri.router.scheduler import GlobalScheduler
+from vllm_tetri.router.server import INCOMING, BodyReader, Incoming
+from vllm_tetri.types import (
+    FLIP_DEADLINE_S,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    Mode,
+    Role,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
+
+_log = logging.getLogger(__name__)
+
+# fmt: off
+_GENERATION = (
+    "/v1/messages", "/v1/chat/completions/batch", "/v1/systemone", "/cohere/v2/chat",
+    "/generative_scoring", "/inference/v1/generate",
+)
+_POOLING = (
+    "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
+    "/v1/rerank", "/v2/rerank",
+)
+_AUDIO = ("/v1/audio/transcriptions", "/v1/audio/translations")  # forms, not JSON
+_TEXT = (
+    "/tokenize", "/detokenize", "/v1/messages/count_tokens",
+    "/v1/chat/completions/render", "/v1/chat/completions/derender",
+    "/v1/completions/render", "/v1/completions/derender",
+    "/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render",
+)
+# These act on the one instance that they are sent to, or report on it.
+_ONE_ONLY = (
+    "/load", "/kv_event_sources", "/server_info", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter", "/start_profile", "/stop_profile", "/reset_prefix_cache",
+    "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/sleep", "/wake_up",
+    "/is_sleeping", "/release_kv_cache_memory", "/scale_elastic_ep", "/is_scaling_elastic_ep",
+    "/abort_requests", "/inference/v1/abort_requests",
+)
+# fmt: on
+_FACTS = ("/version", "/tokenizer_info")
+_RESPONSES = "/v1/responses"
+_RESPONSE = _RESPONSES + "/{response_id:[A-Za-z0-9._:-]{1,256}}"
+_STORED = ProxyRules(is_stored=True)
+_NO_TOKENS = ProxyRules(generates=False)
+_NO_BODY = ProxyRules(generates=False, has_body=False)  # some are open to every client
+# Method, path and rules of every proxied route.
+PROXIED: tuple[tuple[str, str, ProxyRules], ...] = (
+    *(("POST", path, ProxyRules()) for path in (*_GENERATION, *_POOLING)),
+    *(("POST", path, ProxyRules(has_json=False)) for path in _AUDIO),
+    *(("POST", path, _NO_TOKENS) for path in _TEXT),
+    *(("GET", path, _NO_BODY) for path in _FACTS),
+    ("POST", _RESPONSES, _STORED),
+    ("GET", _RESPONSE, _STORED),
+    ("POST", _RESPONSE + "/cancel", _STORED),
+)
+# Routes of vLLM that the router does not serve, and why.
+NOT_PROXIED = {
+    **dict.fromkeys(
+        _ONE_ONLY,
+        "this route concerns one instance; ask that instance itself "
+        "(GET /tetri/v1/instances lists their addresses)",
+    ),
+    "/v1/realtime": "WebSockets are not relayed; connect to an instance itself "
+    "(GET /tetri/v1/instances lists their addresses)",
+    "/invocations": "this route may stand for any other; use the one that you mean",
+}
 
 
 class ModeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,74 +103,83 @@ class ModeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Mode
 
 
-class LeaveOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of `POST /tetri/v1/instances/{id}/leave`, all of it optional."""
+class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /tetri/v1/instances/{id}/drain`, all of it optional."""
 
     force: bool = False
-    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)] | None = None
+    deadline_s: Deadline = None
 
 
-class FlipOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /tetri/v1/instances/{id}/flip`."""
 
     role: Role
     now: bool = False
-    deadline_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)] | None = DEADLINE_S
+    deadline_s: Deadline = FLIP_DEADLINE_S
     force: bool = False
     reason: Annotated[str, msgspec.Meta(max_length=200)] = "ordered"
 
 
-_log = logging.getLogger(__name__)
+def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.Application:
+    """Build the application around a scheduler, which it starts and closes."""
+    bodies = BodyReader(limits)
+    routes = _Routes(scheduler, bodies)
+    app = web.Application(middlewares=[_shape_errors, _guard(keys, bodies)])
+    app.add_routes([
+        web.post(CHAT, routes.generate),
+        web.post(COMPLETIONS, routes.generate),
+        web.get("/v1/models", routes.models),
+        web.get("/health", routes.health),
+        web.get("/ping", routes.health),
+        web.post("/ping", routes.health),
+        web.get("/metrics", routes.metrics),
+        web.get("/tetri/v1/instances", routes.instances),
+        web.post("/tetri/v1/instances/{id}/drain", routes.drain),
+        web.post("/tetri/v1/instances/{id}/flip", routes.flip),
+        web.get("/tetri/v1/requests", routes.requests),
+        web.get("/tetri/v1/mode", routes.mode),
+        web.post("/tetri/v1/mode", routes.set_mode),
+    ])  # fmt: skip
+    for method, path, rules in PROXIED:
+        more = {"allow_head": False} if method == "GET" else {}
+        app.add_routes([web.route(method, path, routes.proxy(rules), **more)])
+    app.add_routes([web.route("*", path, _refuse) for path in NOT_PROXIED])
 
-
-def build_app(
-    scheduler: GlobalScheduler, *, keys: Keys | None = None, limits: Limits | None = None
-) -> web.Application:
-    """The application around a scheduler, which it starts and closes. For a `Listener`.
-
-    Args:
-        keys: Who may ask; None lets everybody in.
-    """
-    inflow = Inflow(limits or Limits())
-    door = _Door(scheduler, inflow)
-    app = web.Application(middlewares=[_shape_errors, _guard(keys or Keys(), inflow)])
-    app.router.add_post(CHAT, door.generate)
-    app.router.add_post(COMPLETIONS, door.generate)
-    app.router.add_get("/v1/models", door.models)
-    app.router.add_get("/health", door.health)
-    app.router.add_get("/ping", door.health)
-    app.router.add_post("/ping", door.health)
-    app.router.add_get("/metrics", door.metrics)
-    app.router.add_get("/tetri/v1/instances", door.instances)
-    app.router.add_post("/tetri/v1/instances/{id}/leave", door.leave)
-    app.router.add_post("/tetri/v1/instances/{id}/flip", door.flip)
-    app.router.add_get("/tetri/v1/requests", door.requests)
-    app.router.add_get("/tetri/v1/mode", door.mode)
-    app.router.add_post("/tetri/v1/mode", door.set_mode)
-    add_whole_routes(app.router, Passthrough(scheduler, inflow))
-
-    async def start(_: web.Application) -> None:
+    async def run(_: web.Application) -> AsyncIterator[None]:
         await scheduler.start()
-
-    async def close(_: web.Application) -> None:
+        yield
         await scheduler.close()
 
-    app.on_startup.append(start)
-    app.on_cleanup.append(close)
+    app.cleanup_ctx.append(run)
     return app
 
 
-class _Door:
-    def __init__(self, scheduler: GlobalScheduler, inflow: Inflow) -> None:
+class _Routes:
+    def __init__(self, scheduler: GlobalScheduler, bodies: BodyReader) -> None:
         self._scheduler = scheduler
-        self._inflow = inflow
+        self._bodies = bodies
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        party = request[VISIT].party
-        self._scheduler.shares.check_room(party)  # before the body comes
-        raw = await self._inflow.read(request)
-        call = parse_call(request.path, raw, request.headers, party=party)
-        return await self._scheduler.serve(call, request)
+        client = request[INCOMING].client
+        self._scheduler.shares.check(client)  # before the body comes
+        raw = await self._bodies.read(request)
+        parsed = parse_request(request.path, raw, request.headers, client=client)
+        return await self._scheduler.serve(parsed, request)
+
+    def proxy(self, rules: ProxyRules) -> Handler:
+        """Return the handler of a route that is never split."""
+
+        async def serve(http: web.Request) -> web.StreamResponse:
+            client = http[INCOMING].client
+            self._scheduler.shares.check(client)  # before the body is read
+            raw = await self._bodies.read(http) if rules.has_body else b""
+            target = http.rel_url.raw_path_qs
+            request = parse_request(
+                target, raw, http.headers, client=client, method=http.method, rules=rules
+            )
+            return await self._scheduler.serve(request, http)
+
+        return serve
 
     async def models(self, _: web.Request) -> web.Response:
         data = [
@@ -146,12 +192,12 @@ class _Door:
                 "parent": None,
                 "max_model_len": info.max_model_len,
             }
-            for name, info in sorted(self._scheduler.models().items())
+            for name, info in sorted(self._scheduler.placer.models().items())
         ]
         return _json({"object": "list", "data": data})
 
     async def health(self, _: web.Request) -> web.Response:
-        if not self._scheduler.models():
+        if not self._scheduler.placer.models():
             raise Refusal(503, "no instance is ready")
         return web.Response()
 
@@ -165,52 +211,57 @@ class _Door:
         monitor = self._scheduler.monitor
         workers = self._scheduler.table.workers()
         rows = [_plain_instance(each, workers[each.info.id]) for each in monitor.view().instances]
-        answer = {"instances": rows, "departed": monitor.departed}
-        watcher = self._scheduler.flips.newest.explanation
-        return _json({**answer, "watcher": watcher, "mode": self._scheduler.mode})
+        return _json(
+            {
+                "instances": rows,
+                "departed": monitor.members.departed,
+                "watcher": self._scheduler.flips.explanation,
+                "mode": self._scheduler.mode,
+            }
+        )
 
-    async def leave(self, request: web.Request) -> web.Response:
+    async def drain(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])
-        raw = await self._inflow.read(request)
-        order = decode_order(raw or b"{}", LeaveOrder, "order to leave")
-        self._scheduler.leave(name, force=order.force, deadline_s=order.deadline_s)
-        return _json({"id": name, "state": InstanceState.LEAVING}, status=202)
+        raw = await self._bodies.read(request)
+        order = decode_order(raw or b"{}", DrainOrder, "order to drain")
+        self._scheduler.drain(name, force=order.force, deadline_s=order.deadline_s)
+        return _json({"id": name, "state": InstanceState.DRAINING}, status=202)
 
     async def flip(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])
-        order = decode_order(await self._inflow.read(request), FlipOrder, "order to flip")
+        order = decode_order(await self._bodies.read(request), FlipBody, "order to flip")
         ordered = self._scheduler.flips.order(
             name,
-            order.role,
-            is_now=order.now,
-            deadline_s=order.deadline_s,
+            FlipRole(0, order.role, order.now, order.deadline_s, order.reason),
             force=order.force,
-            reason=order.reason,
         )
         one = self._scheduler.monitor.view_of(name)
-        state = one.state if one is not None else InstanceState.SILENT
         flip = one.flip if one is not None else None
         is_under_way = ordered.is_new or (flip is not None and flip.is_under_way)
-        said = {
+        content = {
             "id": name,
             "role": order.role,
             "epoch": ordered.epoch,
-            "state": state,
+            "state": one.state if one is not None else InstanceState.SILENT,
             "is_new": ordered.is_new,
             "is_under_way": is_under_way,
         }
-        return _json(said, status=202 if is_under_way else 200)
+        return _json(content, status=202 if is_under_way else 200)
 
     async def mode(self, _: web.Request) -> web.Response:
         return _json({"mode": self._scheduler.mode})
 
     async def set_mode(self, request: web.Request) -> web.Response:
-        order = decode_order(await self._inflow.read(request), ModeOrder, "mode")
+        order = decode_order(await self._bodies.read(request), ModeOrder, "mode")
         self._scheduler.set_mode(order.mode)
         return _json({"mode": self._scheduler.mode})
 
     async def requests(self, _: web.Request) -> web.Response:
         return _json(self._scheduler.table.plain(time.monotonic()))
+
+
+async def _refuse(http: web.Request) -> web.StreamResponse:
+    raise Refusal(404, f"{http.method} {http.path}: {NOT_PROXIED[http.path]}")
 
 
 @web.middleware
@@ -223,28 +274,32 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if error.status < 400:
             raise
         words = f"{request.method} {request.path}: {error.reason}"
-        answer = Refusal(error.status, words).response()
+        response = Refusal(error.status, words).response()
         if "Allow" in error.headers:
-            answer.headers["Allow"] = error.headers["Allow"]
-        return answer
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
     except ConnectionResetError:
-        return web.Response(status=499)  # the client left; nobody reads this
+        return web.Response(status=499)  # the client has left and does not read it
     except Exception:
         _log.exception("%s %s failed", request.method, request.path)
-        return Refusal(500, "the router failed; its log says why").response()
+        return Refusal(500, "the router failed; see its log").response()
 
 
-def _guard(keys: Keys, inflow: Inflow) -> Middleware:
-    """Lets in who may ask, and what is not too much."""
+def _guard(keys: Keys, bodies: BodyReader) -> Middleware:
+    """Reject requests without a known key, and announced bodies that are too large."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        visit = request[VISIT] = Visit(keys.party_of(request.path, request.headers))
-        inflow.expect(request)
+        try:
+            incoming = Incoming(keys.client_of(request.path, request.headers))
+        except Unauthorized as error:
+            raise Refusal(401, str(error), code="invalid_api_key") from error
+        request[INCOMING] = incoming
+        bodies.check_announced(request)
         try:
             return await handler(request)
         finally:
-            inflow.let_go(visit)
+            bodies.release(incoming)
 
     return guard
 
@@ -257,17 +312,11 @@ def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:
         "role": each.info.role,
         "state": each.state,
         "age_s": round(each.age_s, 3),
-        **{name: load[name] for name in _DOCUMENTED},
         "seq": each.seq,
         "in_flight": in_flight,
-        **{name: load[name] for name in _OTHERS},
-        "flip": None if each.flip is None else _plain_flip(each.flip),
+        **{number.field: load[number.field] for number in LOAD_NUMBERS},
+        "flip": each.flip and {**asdict(each.flip), "age_s": round(each.flip.age_s, 3)},
     }
-
-
-def _plain_flip(flip: Flip) -> dict[str, Any]:
-    plain = asdict(flip)
-    return {**plain, "age_s": round(flip.age_s, 3)}
 
 
 def _json(value: object, *, status: int = 200) -> web.Response:

@@ -1,4 +1,7 @@
-"""``vllm-tetri router``."""
+"""``vllm-tetri router``.
+
+`up` takes some of its options from here, so the server is imported only where it runs.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,21 @@ import signal
 import ssl
 import sys
 from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvloop
-
-from vllm_tetri.config import DEFAULT_CONTROL
+from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE, MAX_IN_FLIGHT_EACH
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.logs import add_log_option, configure_logging
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.policy.watcher import Watcher, WatchPolicy, make_watcher
-from vllm_tetri.router.app import build_app
-from vllm_tetri.router.door_options import (
-    add_door_options,
-    add_tls_options,
-    instance_key_of,
-    keys_of,
-    tls_of,
-)
-from vllm_tetri.router.keys import Keys
-from vllm_tetri.router.lease_option import HELP as LEASE_HELP
-from vllm_tetri.router.lease_option import lease_of
-from vllm_tetri.router.limits import Limits
-from vllm_tetri.router.listener import Listener
-from vllm_tetri.router.scheduler import MAX_IN_FLIGHT_EACH, GlobalScheduler
-from vllm_tetri.secret import VARIABLE, read_secret, secret_file_of
+from vllm_tetri.policy.overload import MOST_S, PATIENCE_S
+from vllm_tetri.policy.watcher import WatchPolicy, make_watcher
+from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, keys_of, tls_of
+from vllm_tetri.security import VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode
+
+if TYPE_CHECKING:
+    from vllm_tetri.router.scheduler import GlobalScheduler
 
 _STOP_S = 5.0
 _OTHER_FILES = 256
@@ -40,224 +35,194 @@ _OTHER_FILES = 256
 _log = logging.getLogger(__name__)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    parser.add_argument("--host", default="127.0.0.1", help="address for clients (%(default)s)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port for clients, 0 for a free one (%(default)s)"
-    )
-    parser.add_argument(
-        "--control",
-        default=DEFAULT_CONTROL,
-        metavar="tcp://HOST:PORT",
-        help="address for instances; other than loopback only with --secret-file (%(default)s)",
-    )
-    parser.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="secret that all processes of the cluster share, as `vllm-tetri secret` makes it; "
-        f"instances without it are not listened to (that of {VARIABLE}, else none)",
-    )
-    parser.add_argument(
-        "--first-byte-timeout",
-        type=_positive,
-        default=300.0,
-        metavar="SECONDS",
-        help="longest wait for an instance's answer to begin (%(default)s)",
-    )
-    parser.add_argument(
-        "--silent-after",
-        type=_positive,
-        default=1.0,
-        metavar="SECONDS",
-        help="an instance that reports nothing for so long is not used (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-in-flight",
-        type=_count,
-        default=MAX_IN_FLIGHT_EACH,
-        metavar="N",
-        help="most requests that one instance gets at a time; more go to the next, or are "
-        "answered with 503 (%(default)s)",
-    )
-    parser.add_argument(
-        "--resume-anywhere",
-        action="store_true",
-        help="let a stream whose instance died go on also on one of another device, dtype or "
-        "version, where its text may differ from there on; without, it ends with an error "
-        "when there is no other",
-    )
-    parser.add_argument(
-        "--max-connections",
-        type=_count,
-        default=Limits().connections,
-        metavar="N",
-        help="most connections of clients at a time; the next one is answered with 503 "
-        "(%(default)s)",
-    )
-    parser.add_argument(
-        "--max-body-bytes",
-        type=_count,
-        default=Limits().body_bytes,
-        metavar="BYTES",
-        help="longest body of a request; a longer one is answered with 413 (%(default)s)",
-    )
-    add_door_options(parser)
-    add_tls_options(parser)
-    add_mode_options(parser)
-    add_watcher_options(parser)
-
-
-def add_mode_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say how requests are served, and what clients are promised."""
-    parser.add_argument(
-        "--mode",
-        choices=[mode.value for mode in Mode],
-        default=Mode.SPLIT.value,
-        help="prompt and answer on two instances (split), each request on one (whole), or "
-        "whichever is expected to make all wait least, decided for every request (adaptive); "
-        "`vllm-tetri mode` changes it (%(default)s)",
-    )
-    parser.add_argument(
-        "--ttft-slo",
-        type=_positive,
-        default=inf,
-        metavar="SECONDS",
-        help="longest time to the first token that clients are promised; adaptive requests "
-        "go where it is kept (no promise)",
-    )
-    parser.add_argument(
-        "--tpot-slo",
-        type=_positive,
-        default=inf,
-        metavar="SECONDS",
-        help="longest mean time per token after the first, likewise (no promise)",
-    )
-    parser.add_argument(
-        "--refuse-late",
-        action="store_true",
-        help="answer requests that are expected to miss --ttft-slo or --tpot-slo with 429 and "
-        "Retry-After at once, instead of late",
-    )
-
-
-def add_watcher_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say when instances change role."""
-    parser.add_argument(
-        "--flip",
-        choices=[policy.value for policy in WatchPolicy],
-        default=WatchPolicy.BALANCE.value,
-        help="when an instance changes role: when prompts and answers are out of balance, when "
-        "it had little (threshold) or nothing (idle) to do, or when told to (%(default)s)",
-    )
-    parser.add_argument(
-        "--flip-after",
-        type=_positive,
-        default=60.0,
-        metavar="SECONDS",
-        help="how long an instance must have had little or nothing to do (%(default)s)",
-    )
-    parser.add_argument(
-        "--flip-dry-run", action="store_true", help="only log which instance would change role"
-    )
-    parser.add_argument(
-        "--flip-lease",
-        metavar="FILE|kubernetes:NAME",
-        help=LEASE_HELP,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        keys, tls = keys_of(args), tls_of(args)
-        limits = Limits(
-            connections=args.max_connections,
-            body_bytes=args.max_body_bytes,
-            bodies_bytes=max(Limits().bodies_bytes, 4 * args.max_body_bytes),
-        )
-        scheduler = GlobalScheduler(
-            args.control,
-            first_byte_s=args.first_byte_timeout,
-            silent_after_s=args.silent_after,
-            max_in_flight_each=args.max_in_flight,
-            num_parties=Keys(keys).num_parties,
-            max_standing_wait_s=args.max_standing_wait,
-            authorization=instance_key_of(keys),
-            watcher=_watcher(args),
-            is_watcher_dry=args.flip_dry_run,
-            mode=Mode(args.mode),
-            objective=_objective(args),
-            refuses_late=args.refuse_late,
-            secret=read_secret(secret_file_of(args.secret_file)),
-            lease=lease_of(args.flip_lease),
-            resumes_anywhere=args.resume_anywhere,
-        )
-        _allow_files(limits.connections)
-        uvloop.run(_serve(scheduler, Keys(keys), limits, args.host, args.port, tls))
-    except (ConfigError, OSError) as error:
-        print(f"vllm-tetri router: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _objective(args: argparse.Namespace) -> Objective:
-    if args.refuse_late and args.ttft_slo == args.tpot_slo == inf:
-        raise ConfigError("--refuse-late needs --ttft-slo or --tpot-slo: what is late?")
-    return Objective(args.ttft_slo, args.tpot_slo)
-
-
-def _watcher(args: argparse.Namespace) -> Watcher | None:
-    policy = WatchPolicy(args.flip)
-    return None if policy is WatchPolicy.OFF else make_watcher(policy, after_s=args.flip_after)
-
-
-async def _serve(
-    scheduler: GlobalScheduler,
-    keys: Keys,
-    limits: Limits,
-    host: str,
-    port: int,
-    tls: ssl.SSLContext | None,
-) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    app = build_app(scheduler, keys=keys, limits=limits)
-    listener = Listener(app, limits, stop_s=_STOP_S)
-    await listener.open(host, port, tls)
-    try:
-        scheme = "http" if tls is None else "https"
-        instances = scheduler.monitor.address
-        _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
-        await stop.wait()
-        _log.info("stopping")
-    finally:
-        await listener.close()
-
-
-def _allow_files(num_connections: int) -> None:
-    """A connection is a file, and each request in flight has one or two to instances. What
-    is allowed by default is often 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3 * num_connections + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Parse a positive number of seconds."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Parse a positive number."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def _delay(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    add, limits = parser.add_argument, Limits()
+    # fmt: off
+    add("--host", default="127.0.0.1", help="address for clients (default: %(default)s)")
+    add("--port", type=int, default=8000,
+        help="port for clients, 0 for any free one (default: %(default)s)")
+    add("--control", default=DEFAULT_CONTROL, metavar="tcp://HOST:PORT",
+        help="address for instances; one that is not loopback needs --secret-file "
+        "(default: %(default)s)")
+    add("--secret-file", metavar="FILE",
+        help="secret that all processes of the cluster share, as `vllm-tetri secret` makes it; "
+        f"instances without it cannot join (default: the file that {VARIABLE} names, else none)")
+    add("--first-byte-timeout", type=positive, default=300.0, metavar="SECONDS",
+        help="time until an instance's response must begin (default: %(default)s)")
+    add("--silent-after", type=positive, default=1.0, metavar="SECONDS",
+        help="seconds without a load report before an instance is taken out of rotation "
+        "(default: %(default)s)")
+    add("--resume-anywhere", action="store_true",
+        help="continue a broken stream also on an instance of another device, dtype or version, "
+        "where the text may differ from there on; without this option the stream ends with an "
+        "error if there is no other instance")
+    add("--flip-dry-run", action="store_true", help="only log which instance would change role")
+    add("--flip-lease", metavar="FILE|kubernetes:NAME",
+        help="how several routers agree which of them flips roles, the same for all: on one host a "
+        "file in a folder that only you may write to, in Kubernetes a Lease object of the pod's "
+        "namespace (default: this router decides alone)")
+    add("--max-connections", type=count, default=limits.connections, metavar="N",
+        help="client connections at a time; the next one gets 503 (default: %(default)s)")
+    add("--max-body-bytes", type=count, default=limits.body_bytes, metavar="BYTES",
+        help="size of a request's body; a larger one gets 413 (default: %(default)s)")
+    add("--ssl-ca-certs", metavar="FILE", help="authorities of clients' certificates, PEM")
+    add("--ssl-cert-reqs", type=int, choices=[each.value for each in ssl.VerifyMode],
+        default=ssl.CERT_NONE.value,
+        help="whether clients need a certificate: no (0), optional (1), required (2); "
+        "needs --ssl-ca-certs (default: %(default)s)")
+    add("--ssl-ciphers", metavar="LIST", help="cipher suites of TLS 1.2, as OpenSSL lists them")
+    # fmt: on
+    add_serving_options(parser)
+
+
+def add_serving_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `up` has as well, and hands on to its routers."""
+    add = parser.add_argument
+    # fmt: off
+    add("--mode", choices=[mode.value for mode in Mode], default=DEFAULT_MODE.value,
+        help="prefill and decode on two instances (split), each request on one (whole), or "
+        "decided per request by the estimated delay of all (adaptive); `vllm-tetri mode` changes "
+        "it (default: %(default)s)")
+    add("--ttft-slo", type=positive, default=inf, metavar="SECONDS",
+        help="promised time to first token; mode adaptive prefers placements that keep it "
+        "(default: no promise)")
+    add("--tpot-slo", type=positive, default=inf, metavar="SECONDS",
+        help="promised mean time per output token after the first (default: no promise)")
+    add("--refuse-late", action="store_true",
+        help="reject requests that are expected to miss --ttft-slo or --tpot-slo with 429 and "
+        "Retry-After, instead of serving them late")
+    add("--flip", choices=[policy.value for policy in WatchPolicy],
+        default=WatchPolicy.BALANCE.value,
+        help="when an instance changes role: when prefill and decode load are out of balance "
+        "(balance), when it had little (threshold) or nothing (idle) to do, or by order only (off) "
+        "(default: %(default)s)")
+    add("--flip-after", type=positive, default=60.0, metavar="SECONDS",
+        help="time that an instance must have had little or nothing to do, with threshold and idle "
+        "(default: %(default)s)")
+    add("--max-in-flight", type=count, default=MAX_IN_FLIGHT_EACH, metavar="N",
+        help="requests that one instance gets at a time; more go to another instance, or are "
+        "rejected with 503 (default: %(default)s)")
+    add("--max-queue-delay", type=_delay, default=MOST_S, metavar="SECONDS",
+        help="when the prompts queued at an instance have exceeded this delay for "
+        f"{PATIENCE_S:g} s, send new requests elsewhere, or reject them with 503 and Retry-After; "
+        "0 disables (default: %(default)s)")
+    add("--api-key", nargs="+", action="extend", metavar="KEY",
+        help="keys that clients may present as `Authorization: Bearer KEY`. Other users of this "
+        "machine can read them in the list of processes: prefer --api-key-file, or the environment "
+        f"variable {KEY_VARIABLE}, which is used if neither option is given (default: no key)")
+    add("--api-key-file", type=Path, metavar="FILE",
+        help="file with such keys, one per line; lines that begin with # are skipped")
+    add("--ssl-certfile", metavar="FILE", help="certificate for https, PEM (default: plain http)")
+    add("--ssl-keyfile", metavar="FILE",
+        help="private key of the certificate, PEM (default: the one in --ssl-certfile)")
+    # fmt: on
+    add_log_option(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    import uvloop
+
+    from vllm_tetri.router.flips import lease_of
+    from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
+
+    try:
+        configure_logging(options.log_level)
+        secrets, tls, policy = keys_of(options), tls_of(options), WatchPolicy(options.flip)
+        limits = Limits(
+            connections=options.max_connections,
+            body_bytes=options.max_body_bytes,
+            bodies_bytes=max(Limits().bodies_bytes, 4 * options.max_body_bytes),
+        )
+        keys, is_off = Keys(secrets), policy is WatchPolicy.OFF
+        config = RouterConfig(
+            control=options.control,
+            first_byte_s=options.first_byte_timeout,
+            silent_after_s=options.silent_after,
+            max_in_flight_each=options.max_in_flight,
+            num_clients=keys.num_clients,
+            max_queue_delay_s=options.max_queue_delay,
+            authorization=instance_key_of(secrets),
+            watcher=None if is_off else make_watcher(policy, after_s=options.flip_after),
+            is_watcher_dry=options.flip_dry_run,
+            mode=Mode(options.mode),
+            objective=objective_of(options),
+            refuses_late=options.refuse_late,
+            secret=read_secret(secret_file_of(options.secret_file)),
+            lease=lease_of(options.flip_lease),
+            resumes_anywhere=options.resume_anywhere,
+        )
+        scheduler = GlobalScheduler(config)
+        _allow_files(limits.connections)
+        uvloop.run(_serve(scheduler, keys, limits, (options.host, options.port), tls))
+    except (ConfigError, OSError) as error:
+        print(f"vllm-tetri router: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def objective_of(options: argparse.Namespace) -> Objective:
+    """Return what clients are promised; ConfigError if `--refuse-late` has no target."""
+    if options.refuse_late and options.ttft_slo == options.tpot_slo == inf:
+        raise ConfigError("--refuse-late needs a target: give --ttft-slo or --tpot-slo")
+    return Objective(options.ttft_slo, options.tpot_slo)
+
+
+async def _serve(
+    scheduler: GlobalScheduler,
+    keys: Keys,
+    limits: Limits,
+    address: tuple[str, int],
+    tls: ssl.SSLContext | None,
+) -> None:
+    from vllm_tetri.router.app import build_app
+    from vllm_tetri.router.server import Listener
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listener = Listener(build_app(scheduler, keys=keys, limits=limits), limits, stop_s=_STOP_S)
+    await listener.open(*address, tls)
+    try:
+        scheme = "http" if tls is None else "https"
+        instances = scheduler.monitor.address
+        _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
+        await stop.wait()
+        _log.info("stopping: requests in flight have %g s to end", _STOP_S)
+    finally:
+        await listener.close()
+
+
+def _allow_files(num_connections: int) -> None:
+    """Raise the limit of open files, often 1,024: every connection needs one, and every
+    request in flight one or two more for its instances."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3 * num_connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

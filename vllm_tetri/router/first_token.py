@@ -1,27 +1,26 @@
-"""The answer of the first leg: one token, as a whole OpenAI answer.
+"""The prefill response: one token, as a complete OpenAI response.
 
-Where a client waits for a stream, its events are made from that answer as vLLM's
-servers make them (vLLM: `chat_completion_stream_generator`,
-`completion_stream_generator`), keys and their order included.
+For a client that streams, events are made from it as vLLM's servers make them (vLLM:
+`chat_completion_stream_generator`, `completion_stream_generator`), keys and their order
+included.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import FIELD, Prefilled, attempt_names, from_params
-from vllm_tetri.router.answers import NO_JSON, event
-from vllm_tetri.router.shown import Shown
+from vllm_tetri.messages import PrefillEnding
+from vllm_tetri.router.errors import DONE, JSON_ERRORS, event
 from vllm_tetri.types import TransferId
 
-DONE = b"data: [DONE]\n\n"
 _BROKEN_CHARACTER = "\ufffd"
-# Parts of a chat message that are not its text.
+# Parts of a chat message that are not text.
 _OTHER_PARTS = ("reasoning", "tool_calls", "function_call", "refusal", "audio")
 
 _log = logging.getLogger(__name__)
@@ -29,25 +28,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """What leg 1 answered.
+    """A prefill response."""
 
-    Attributes:
-        answer: The OpenAI answer.
-        choice: Its only choice.
-        prefilled: What the prefill instance says of the hand-over.
-        is_chat: Which of the two APIs it belongs to.
-    """
-
-    answer: dict[str, Any]
-    choice: dict[str, Any]
+    response: dict[str, Any]  # as OpenAI's
+    choice: dict[str, Any]  # its only one
     prefilled: Prefilled
-    is_chat: bool
+    is_chat: bool  # of the chat API, else of the completions API
 
     @property
     def is_last(self) -> bool:
-        """Whether the answer ends with it.
+        """Whether the output ends with this token.
 
-        A stop string is seen by the API server only: what it says of the end tells.
+        Only the API server sees a stop string, so its finish reason counts as well.
         """
         return (
             self.prefilled.is_final
@@ -57,7 +49,7 @@ class FirstToken:
 
     @property
     def text(self) -> str | None:
-        """The token's text; None when it is something else than plain text."""
+        """The token's text; None if it is something else than plain text."""
         text: Any = self.choice.get("text")
         if self.is_chat:
             message = self.choice.get("message")
@@ -67,37 +59,41 @@ class FirstToken:
         return text if isinstance(text, str) else None
 
     @property
-    def is_whole_text(self) -> bool:
-        """Whether its text can stand alone: not a part of a character, not nothing."""
+    def is_complete_text(self) -> bool:
+        """Whether the text can be sent alone: not empty, and not a part of a character."""
         return bool(self.text) and _BROKEN_CHARACTER not in (self.text or "")
 
-    def shown(self, created: int) -> Shown:
-        """What a client has seen that was shown it at that time, in seconds since 1970."""
-        given = self.prefilled.given
-        ids = tuple(given.token_ids) if given is not None else ()
-        return Shown(self.is_chat, created, self.text or "", ids)
+    @property
+    def token_ids(self) -> list[int]:
+        """The token id, as far as it is known."""
+        prior_output = self.prefilled.prior_output
+        return list(prior_output.token_ids) if prior_output is not None else []
 
-    def whole(self) -> bytes:
-        """The answer of a request that is not streamed and ends here."""
-        return msgspec.json.encode({**self.answer, FIELD: None})
+    def with_prompt(self, ending: PrefillEnding | None) -> FirstToken:
+        """Add the prompt's token ids of the last chunk's message, which are sent only once."""
+        prefilled = self.prefilled
+        if prefilled.prompt_token_ids or ending is None or ending.digest != prefilled.digest:
+            return self
+        ids = ending.prompt_token_ids
+        return replace(self, prefilled=msgspec.structs.replace(prefilled, prompt_token_ids=ids))
+
+    def complete_response(self) -> bytes:
+        """Encode the response to a request that is not streamed and ends here."""
+        return msgspec.json.encode({**self.response, FIELD: None})
 
     def opening(self, created: int, *, counts_each: bool = False) -> bytes:
-        """Events that show the token as the beginning of a stream.
-
-        Args:
-            created: Their time, in seconds since 1970.
-            counts_each: Whether every event has the usage so far.
-        """
+        """Encode the events of a stream that begins with this token, created at a time in
+        seconds since 1970; each has the usage so far if that is wanted."""
         return self._events(created, self._piece(), counts_each=counts_each)
 
-    def whole_stream(self, *, wants_usage: bool, counts_each: bool = False) -> bytes:
-        """Every event of a stream that ends with this token."""
-        created, piece = self.answer["created"], self._piece(is_last=True)
-        ending = {"system_fingerprint": self.answer.get("system_fingerprint")}
+    def complete_stream(self, *, wants_usage: bool, counts_each: bool = False) -> bytes:
+        """Encode all events of a stream that ends with this token."""
+        created, piece = self.response["created"], self._piece(is_last=True)
+        ending = {"system_fingerprint": self.response.get("system_fingerprint")}
         if not wants_usage:
             ending = _without_nulls(ending)
             return self._events(created, piece, counts_each=False, **ending) + DONE
-        usage = {"usage": self.answer["usage"], **ending, "metrics": self.answer.get("metrics")}
+        usage = {"usage": self.response["usage"], **ending, "metrics": self.response.get("metrics")}
         return (
             self._events(created, piece, counts_each=counts_each)
             + event(_without_nulls({**self._chunk(created, []), **usage}))
@@ -107,7 +103,7 @@ class FirstToken:
     def _events(
         self, created: int, piece: dict[str, Any], *, counts_each: bool, **more: Any
     ) -> bytes:
-        """The token's event, and before it what a chat begins with."""
+        """Encode the token's event, after the first event of a chat."""
         counted = self._usage(1) if counts_each else {}
         text = event({**self._chunk(created, [piece]), **counted, **more})
         if not self.is_chat:
@@ -115,11 +111,11 @@ class FirstToken:
         delta = {"role": self.choice["message"]["role"], "content": ""}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         counted = self._usage(0) if counts_each else {}
-        prompt = {key: self.answer.get(key) for key in ("prompt_token_ids", "prompt_text")}
+        prompt = {key: self.response.get(key) for key in ("prompt_token_ids", "prompt_text")}
         return event({**self._chunk(created, [choice]), **counted, **prompt}) + text
 
     def _usage(self, num_tokens: int) -> dict[str, Any]:
-        prompt_tokens = self.answer["usage"]["prompt_tokens"]
+        prompt_tokens = self.response["usage"]["prompt_tokens"]
         usage = {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + num_tokens,
@@ -130,10 +126,10 @@ class FirstToken:
 
     def _chunk(self, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.answer["id"],
+            "id": self.response["id"],
             "object": "chat.completion.chunk" if self.is_chat else "text_completion",
             "created": created,
-            "model": self.answer["model"],
+            "model": self.response["model"],
             "choices": choices,
         }
 
@@ -153,16 +149,18 @@ class FirstToken:
 
 
 def read_first_token(body: bytes, transfer: TransferId, *, is_chat: bool) -> FirstToken | None:
-    """The answer of leg 1; None when it does not belong to this transfer or cannot be read."""
+    """Decode a prefill response; None if it cannot be read or belongs to another transfer."""
     try:
-        answer: Any = msgspec.json.decode(body)
-        leg = from_params(answer[FIELD])
-        if not isinstance(leg, Prefilled) or leg.transfer not in attempt_names(transfer):
+        response: Any = msgspec.json.decode(body)
+        params = from_params(response[FIELD])
+        if not isinstance(params, Prefilled) or params.transfer not in attempt_names(transfer):
             return None
-        choice = (answer.get("choices") or [{}])[0]
-        return FirstToken(answer, choice, leg, is_chat) if isinstance(choice, dict) else None
-    except (*NO_JSON, ProtocolError, LookupError, TypeError) as error:
-        _log.warning("a prefill answer cannot be read: %r", error)
+        choice = (response.get("choices") or [{}])[0]
+        return FirstToken(response, choice, params, is_chat) if isinstance(choice, dict) else None
+    except (*JSON_ERRORS, ProtocolError, LookupError, TypeError) as error:
+        _log.warning(
+            "prefill response cannot be read, so the request is prefilled again: %r", error
+        )
         return None
 
 

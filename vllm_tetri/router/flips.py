@@ -1,32 +1,173 @@
-"""Roles that change while the cluster serves: orders from operators and from the watcher."""
+"""Orders to flip, those of operators and of the watcher, and the lease of the one router whose
+watcher may order.
+
+`Lease.hold` takes or keeps the lease and returns its epoch. Epochs only grow from one holder to
+the next, and orders carry them, so that instances ignore what a former holder sent late.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
+import os
+import stat
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from msgspec.structs import replace
 
 from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.errors import ConfigError
 from vllm_tetri.messages import FlipRole
-from vllm_tetri.policy.leaving import why_needed
-from vllm_tetri.policy.watch_group import Look
+from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.watcher import Watcher
-from vllm_tetri.router.answers import Refusal
-from vllm_tetri.router.lease import Lease
-from vllm_tetri.types import ClusterView, FlipStage, InstanceId, InstanceState, InstanceView, Role
+from vllm_tetri.router.errors import Refusal
+from vllm_tetri.types import (
+    FLIP_DEADLINE_S,
+    ClusterView,
+    FlipStage,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    Role,
+)
 
-DEADLINE_S = 60.0
 _LOOK_S = 0.25
 _WATCHER = "watcher: "
+_KUBERNETES = "kubernetes:"
+_MOST_DIGITS = 20
+_WRITABLE_BY_OTHERS = 0o022
 
 _log = logging.getLogger(__name__)
 
 
+class Lease(Protocol):
+    """The right to flip roles. Used on the event loop."""
+
+    @property
+    def why_not(self) -> str:
+        """Why `hold` returns None, for operators."""
+
+    def hold(self) -> int | None:
+        """Take or keep it, before every decision. Never waits.
+
+        Returns:
+            The epoch under which this router decides; None while another one does.
+        """
+
+    def close(self) -> None:
+        """Decide no more, and give the lease back. Idempotent."""
+
+    async def wait_closed(self) -> None:
+        """Wait until another router can take it, for some seconds at most."""
+
+
+class FileLease:
+    """A lease among the routers of one host: the lock of a file.
+
+    The kernel releases the lock when its holder ends, however it ends. A holder that is
+    suspended keeps it, and no router flips roles then. Owner: the event loop; nothing waits.
+
+    Args:
+        path: The file; created if missing, and never removed.
+
+    Raises:
+        ConfigError: It cannot be created, belongs to another user, or other users may write
+            to its folder.
+    """
+
+    why_not = "another router flips roles: it holds the lease"
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = -1
+        self._epoch = 0
+        _require_private(Path(path).absolute().parent)
+        self._reopen()
+
+    def hold(self) -> int | None:
+        try:
+            if self._is_replaced():
+                self._reopen()
+            if self._epoch == 0:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._epoch = self._next_epoch()
+        except (OSError, ConfigError):  # locked by another router, or unusable now
+            return None
+        return self._epoch
+
+    def close(self) -> None:
+        self._epoch = 0
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    async def wait_closed(self) -> None:
+        """Return at once."""
+
+    def _reopen(self) -> None:
+        self.close()
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self._file = os.open(self._path, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--flip-lease {self._path}: {error.strerror}") from error
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            self.close()
+            raise ConfigError(f"--flip-lease {self._path}: it is not a file of this user")
+
+    def _is_replaced(self) -> bool:
+        """Return whether the path names another file by now, or none."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._file >= 0:
+                return not os.path.samestat(Path(self._path).stat(), os.fstat(self._file))
+        return True
+
+    def _next_epoch(self) -> int:
+        """Return an epoch higher than all before: by the clock, in case the file was lost."""
+        text = os.pread(self._file, _MOST_DIGITS, 0)
+        last = int(text) if text.isdigit() else 0
+        epoch = max(last + 1, int(time.time()))
+        os.pwrite(self._file, b"%020d" % epoch, 0)
+        return epoch
+
+
+def _require_private(folder: Path) -> None:
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"--flip-lease: folder {folder}: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
+        raise ConfigError(
+            f"--flip-lease: folder {folder} can be changed by other users; make a private one: "
+            "`mkdir -m 700 FOLDER`"
+        )
+
+
+def lease_of(text: str | None) -> Lease | None:
+    """Make the lease that `--flip-lease` names; ConfigError if it cannot be used here."""
+    if not text:
+        return None
+    if text.startswith(_KUBERNETES):
+        try:  # slow to import, and an extra
+            from vllm_tetri.router.kube_lease import KubeLease, LeaseObject
+        except ImportError as error:
+            raise ConfigError(
+                f"--flip-lease {text} needs kubernetes-asyncio: "
+                f"pip install 'vllm-tetri[kubernetes]' ({error})"
+            ) from error
+        return KubeLease(LeaseObject(text.removeprefix(_KUBERNETES)))
+    return FileLease(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """What came of an order: whether there was anything to do, and its epoch."""
+    """The result of an order: whether there was anything to do, and its epoch."""
 
     is_new: bool
     epoch: int
@@ -36,41 +177,46 @@ class Flips:
     """Orders flips of this router's instances. Owner: the event loop.
 
     Args:
-        watcher: Decides when to flip; None leaves it to operators.
-        is_dry: Only say what the watcher would do.
-        lease: Makes this router's watcher the only one that orders flips; operators may
-            always. Without one it rests as soon as instances have several routers. Closed
-            with this.
-
-    Attributes:
-        are_roles_needed: Whether requests are split by role; else the watcher rests, and any
-            instance stands in for any other.
+        watcher: Decides when to flip; without it, only operators flip roles.
+        is_dry: Only log what the watcher would do.
+        lease: Closed with this object. Without one, the watcher is inactive as soon as instances
+            have several routers; operators may order flips at any router.
     """
 
     def __init__(
-        self,
-        monitor: Monitor,
-        watcher: Watcher | None,
-        *,
-        is_dry: bool,
-        lease: Lease | None = None,
+        self, monitor: Monitor, watcher: Watcher | None, *, is_dry: bool, lease: Lease | None = None
     ) -> None:
         self._lease = lease
         self._monitor = monitor
         self._watcher = watcher
         self._is_dry = is_dry
         self._task: asyncio.Task[None] | None = None
-        self._said: tuple[InstanceId, Role] | None = None
-        self.are_roles_needed = True
-        self.newest = Look(None, "nobody watches: roles change by order only")
+        self._logged: tuple[InstanceId, Role] | None = None
+        self._are_roles_needed = True
+        self._explanation = "off: roles change by order only"
+
+    @property
+    def explanation(self) -> str:
+        """Why the watcher did what it did last, for operators."""
+        return self._explanation
+
+    @property
+    def are_roles_needed(self) -> bool:
+        """Whether requests are split by role. Else the watcher is inactive, and any instance
+        can take over from any other."""
+        return self._are_roles_needed
+
+    def set_roles_needed(self, are_needed: bool) -> None:
+        """Set whether requests are split by role."""
+        self._are_roles_needed = are_needed
 
     def start(self) -> None:
-        """Begin to watch, on the running event loop."""
+        """Start the watcher on the running event loop."""
         if self._watcher is not None:
             self._task = asyncio.get_running_loop().create_task(self._watch(self._watcher))
 
     async def close(self) -> None:
-        """Stop watching and let another router watch. Idempotent."""
+        """Stop the watcher and give the lease back. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -80,19 +226,9 @@ class Flips:
             self._lease.close()
             await self._lease.wait_closed()
 
-    def order(
-        self,
-        instance: InstanceId,
-        role: Role,
-        *,
-        is_now: bool = False,
-        deadline_s: float | None = DEADLINE_S,
-        force: bool = False,
-        reason: str,
-        lease: int = 0,
-    ) -> Ordered:
-        """Have an instance take a role; its present one calls off a flip under way. `lease`
-        is the epoch under which the watcher wants it, 0 for operators.
+    def order(self, instance: InstanceId, order: FlipRole, *, force: bool = False) -> Ordered:
+        """Order an instance to take a role; its current role cancels a flip under way. The
+        epoch of the order is set here.
 
         Raises:
             Refusal: 404 if there is no such instance; 409 if it cannot flip now, or the
@@ -102,25 +238,29 @@ class Flips:
         if one is None:
             raise Refusal(404, f"there is no instance {instance!r}")
         if one.state is InstanceState.SILENT:
-            raise Refusal(409, f"{instance} is silent and cannot flip")
-        under_way = _under_way(one)
-        is_hurried = is_now and one.flip is not None and one.flip.stage is FlipStage.DRAINING
+            raise Refusal(409, f"{instance} has stopped reporting and cannot flip")
+        role, is_now, flip = order.role, order.is_now, one.flip
+        under_way = flip.target if flip is not None and flip.is_under_way else None
+        is_hurried = is_now and flip is not None and flip.stage is FlipStage.DRAINING
         if role is (under_way or one.info.role) and not is_hurried:
-            return Ordered(is_new=False, epoch=one.flip.epoch if one.flip else 0)
-        if role is not one.info.role:  # else it calls off what is under way
-            if role is not under_way:
-                _require_able(one, under_way)
+            return Ordered(is_new=False, epoch=flip.epoch if flip else 0)
+        if role is not one.info.role:  # else it cancels the flip under way
+            if under_way not in (None, role):
+                hint = f"wait, or order {one.info.role} to cancel it"
+                raise Refusal(409, f"{instance} is about to become {under_way}; {hint}")
+            if under_way is None and one.state is not InstanceState.READY:
+                raise Refusal(409, f"{instance} is {one.state} and cannot flip")
             view = self._monitor.view()
             why = self._why_needed(view, one, becomes=role)
             if why and not force:
-                raise Refusal(409, f'{why}; {{"force": true}} flips it all the same')
-            # Without anybody who stands in for it while it would drain, it does not.
+                raise Refusal(409, f'{why}; {{"force": true}} flips it nevertheless')
+            # If no other instance can take over while it drains, it does not drain.
             is_now = is_now or bool(self._why_needed(view, one))
-        order = FlipRole(0, role, is_now, deadline_s, reason, lease)
+        order = replace(order, is_now=is_now)
         return Ordered(is_new=True, epoch=self._monitor.order_flip(instance, order))
 
     def _why_needed(self, view: ClusterView, one: InstanceView, becomes: Role | None = None) -> str:
-        return why_needed(view, one, becomes=becomes, are_roles_needed=self.are_roles_needed)
+        return why_needed(view, one, becomes=becomes, are_roles_needed=self._are_roles_needed)
 
     async def _watch(self, watcher: Watcher) -> None:
         while True:
@@ -128,33 +268,30 @@ class Flips:
             try:
                 self._look(watcher)
             except Exception:
-                _log.exception("the watcher failed; it goes on")
+                _log.exception("the watcher failed; it will try again in %g s", _LOOK_S)
 
     def _look(self, watcher: Watcher) -> None:
-        if not self.are_roles_needed:
-            self.newest = Look(None, "nobody watches: requests are not split by role now")
+        if not self._are_roles_needed:
+            self._explanation = "inactive: requests are not split by role in this mode"
             return
         view = self._monitor.view()
         lease = self._hold(view)
         if lease is None:
             return
-        self.newest = look = watcher.look(view, time.monotonic())
-        order = look.order
+        look = watcher.look(view, time.monotonic())
+        self._explanation, order = look.explanation, look.order
         if order is None:
             return
         words = f"{order.instance} to {order.role}{' now' if order.now else ''}: {order.reason}"
         if self._is_dry:
-            if (order.instance, order.role) != self._said:
+            if (order.instance, order.role) != self._logged:
                 _log.info("%swould flip %s", _WATCHER, words)
-            self._said = order.instance, order.role
+            self._logged = order.instance, order.role
             return
         try:
+            reason = _WATCHER + order.reason
             self.order(
-                order.instance,
-                order.role,
-                is_now=order.now,
-                reason=_WATCHER + order.reason,
-                lease=lease,
+                order.instance, FlipRole(0, order.role, order.now, FLIP_DEADLINE_S, reason, lease)
             )
         except Refusal as refusal:
             _log.info("%scannot flip %s: %s", _WATCHER, words, refusal)
@@ -162,31 +299,16 @@ class Flips:
             _log.info("%sflips %s", _WATCHER, words)
 
     def _hold(self, view: ClusterView) -> int | None:
-        """Under which epoch this router decides, 0 without a lease; None when it does not."""
+        """Return the epoch under which this router decides, 0 without a lease; None when it
+        must not."""
         if self._lease is not None:
             lease = self._lease.hold()
             if lease is None:
-                self.newest = Look(None, self._lease.why_not)
+                self._explanation = self._lease.why_not
             return lease
         if any(each.info.num_routers > 1 for each in view.instances):
-            why = "instances have several routers, and this one has no --flip-lease"
-            self.newest = Look(None, f"nobody watches: {why}")
+            self._explanation = (
+                "inactive: instances have several routers, and this one has no --flip-lease"
+            )
             return None
         return 0
-
-
-def _under_way(one: InstanceView) -> Role | None:
-    """The role that it is about to have."""
-    flip = one.flip
-    return flip.target if flip is not None and flip.is_under_way else None
-
-
-def _require_able(one: InstanceView, under_way: Role | None) -> None:
-    name = one.info.id
-    if under_way is not None:
-        raise Refusal(
-            409,
-            f"{name} is about to become {under_way}; wait, or order {one.info.role} to call it off",
-        )
-    if one.state is not InstanceState.READY:
-        raise Refusal(409, f"{name} is {one.state} and cannot flip")

@@ -1,4 +1,7 @@
-"""Streams of instances on their way to one client, who sees a single one."""
+"""The road of a request: place, prefill, decode (sent early), stream, resume.
+
+Only this module retries: it knows whether the client waits, and what it has received.
+"""
 
 from __future__ import annotations
 
@@ -6,242 +9,375 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 
 from aiohttp import web
 
-from vllm_tetri.policy.lifecycle import Event
-from vllm_tetri.router.answers import LegFailed, Refusal
-from vllm_tetri.router.call import CHAT, Call
-from vllm_tetri.router.first_token import FirstToken
-from vllm_tetri.router.hooks import Hooks
-from vllm_tetri.router.outlet import Outlet
-from vllm_tetri.router.record import Record, Unprovable
-from vllm_tetri.router.shown import Shown
-from vllm_tetri.router.splice import Splice, SpliceMismatch, SpliceRefused
+from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
+from vllm_tetri.messages import Dispatched
+from vllm_tetri.policy.route import Event, Phase, Route, Split
+from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
+from vllm_tetri.router.first_token import FirstToken, read_first_token
+from vllm_tetri.router.http_client import HttpResponse
+from vllm_tetri.router.request import CHAT, ApiRequest
+from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
+from vllm_tetri.router.retry import Attempts, Scheduler
+from vllm_tetri.router.stream import NotStored, Output
 from vllm_tetri.router.table import Entry
-from vllm_tetri.router.upstream import Upstream
-from vllm_tetri.router.wire import Answer, WireError
-from vllm_tetri.types import InstanceInfo
+from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
+
+# How long a decode instance at its limit is asked again. Its arena holds the KV meanwhile
+# (--tetri-hold-timeout).
+DECODE_PATIENCE_S = 10.0
+_FIRST_WAIT_S = 0.02
+_LONGEST_WAIT_S = 0.5
+_PLACE_AGAIN_S = 0.25  # between attempts to find an instance that can resume a stream
+_EarlyResponse = asyncio.Task[HttpResponse | None]
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Break:
-    """A stream that broke off. `at_s` is the monotonic time at which that was noticed."""
-
-    instance: str
-    at_s: float
-
-
 class Relay:
-    """What goes to one client, and what it has got. Owner: the request's task.
-
-    Args:
-        call: What the client asked for.
-        entry: The request in the table.
-        outlet: The client's end.
-        upstream: Connections to the instances.
-        hooks: Is told what happens.
-        computed: Told that an instance has computed the prompt of a stream.
+    """Serves one request. Used once, by one task.
 
     Attributes:
-        first: The token that the client got, or gets, before leg 2 answers, if any.
-        is_unsent: Whether that is still to be sent, along with the next leg.
+        route: How the request was served, for metrics: none, split, whole, fallback, passed.
     """
 
     def __init__(
-        self,
-        *,
-        call: Call,
-        entry: Entry,
-        outlet: Outlet,
-        upstream: Upstream,
-        hooks: Hooks,
-        computed: Callable[[InstanceInfo], None],
+        self, request: ApiRequest, entry: Entry, http: web.Request, scheduler: Scheduler
     ) -> None:
-        self._call = call
-        self._entry = entry
-        self._outlet = outlet
-        self._upstream = upstream
-        self._hooks = hooks
-        self._computed = computed
-        self._created = 0
-        self._record: Record | None = None
-        self._break: _Break | None = None
-        self.first: FirstToken | None = None
-        self.is_unsent = False
+        self._request, self._entry = request, entry
+        self._scheduler, self._metrics = scheduler, scheduler.metrics
+        self._headers = {**request.headers, "X-Request-Id": entry.id}
+        self._output = Output(request, entry, http, scheduler)
+        self._attempts = Attempts(request, entry, scheduler)
+        self._at_limit: set[InstanceId] = set()
+        self._skipped_models: set[str] = set()
+        self._early: _EarlyResponse | None = None
+        self._first: FirstToken | None = None  # from prefill
+        self._writer: InstanceInfo | None = None  # of what the client receives
+        self.route = "none" if request.rules is None else "passed"
 
     @property
-    def has_shown(self) -> bool:
-        """Whether the client has got something, or is about to."""
-        return self.first is not None or self._outlet.has_begun
+    def is_migratable(self) -> bool:
+        """Whether the client has received something that another instance can continue."""
+        return self._output.has_content
 
-    def show(self, first: FirstToken) -> None:
-        """Let the client have the first token; it is sent along with the next leg."""
-        self.first, self.is_unsent = first, True
-        self._created = int(time.time())
-        self._record = self._new_record()
-        self._record.show(first, self._created)
-
-    async def send_first(self) -> None:
-        """Send the token that is to be shown."""
-        assert self.first is not None
-        self.is_unsent = False
-        await asyncio.sleep(0)  # the leg goes first
-        self._entry.first_byte_s = time.monotonic()
-        self._entry.generated = 1
-        response = await self._outlet.begin()
-        counts_each = self._call.wants_usage_each
-        await response.write(self.first.opening(self._created, counts_each=counts_each))
-
-    def shown(self) -> Shown:
-        """All that the client has got.
-
-        Raises:
-            Unprovable: Another instance could not go on behind it for sure.
-        """
-        if self._record is None:
-            raise Unprovable("only one choice of plain text is")
-        return self._record.shown()
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """Of the prompt, as far as the instances told them; read `shown` first."""
-        return self._record.prompt_token_ids if self._record is not None else []
-
-    def note_break(self, error: LegFailed) -> None:
-        """The stream broke off, or the leg that was to go on behind it did."""
-        if self._break is None:
-            self._break = _Break(error.instance, time.monotonic())
-
-    def broke_off(self, why: str) -> Refusal:
-        """What the client is told of a stream that does not go on."""
-        self._hooks.faults.broke("unprovable")
-        where = self._break.instance if self._break is not None else "?"
-        return Refusal(502, f"instance {where} broke off in the middle of the answer; {why}")
-
-    def begin(self) -> None:
-        """The answer's bytes are there."""
-        self._entry.on(Event.ANSWERING)
-        if self._entry.first_byte_s is None:
-            self._entry.first_byte_s = time.monotonic()
-
-    async def pass_on(self, instance: InstanceInfo, response: Answer) -> web.StreamResponse:
-        """Relay one stream; behind what the client has got, if that is something.
-
-        Raises:
-            LegFailed: It broke off, or did not begin.
-            LegBusy: The instance has no room.
-            Refusal: It does not go on behind what the client has got.
-        """
-        if not self.has_shown:
-            return await self._pass_all(instance, response)
+    async def serve(self) -> web.StreamResponse:
+        """Serve the request; raises `Refusal` if no instance could and the client has no byte."""
         try:
-            return await self._pass_behind(instance, response, Splice(self.shown()))
-        except Unprovable as error:
-            raise self.broke_off(str(error)) from error
-        except SpliceRefused as error:
-            raise LegFailed(instance.id, str(error)) from error
-        except SpliceMismatch as error:
-            if self._break is None:
-                self._hooks.first_token("mismatch")
-            else:
-                self._hooks.faults.broke("mismatch")
-            raise Refusal(
-                502, f"instance {instance.id} answered something else: {error}"
-            ) from error
+            return await self._try_until_served()
+        except Refusal as refusal:
+            if not self._output.has_begun:
+                if self._output.fallback is not None:
+                    return self._output.fallback
+                raise
+            _log.warning("request %s: %s", self._entry.id, refusal)
+            self._entry.on(Event.FAIL)
+            return await self._output.break_off(refusal)
+        finally:
+            self._drop_transfer()
 
-    async def end(self) -> web.StreamResponse:
-        """Write the rest of an answer that is over but for formalities."""
-        assert self._record is not None
-        answer = await self._outlet.begin()
-        num_tokens = self._entry.prompt_tokens or len(self._record.prompt_token_ids)
-        wants_usage = self._call.wants_usage
-        await answer.write(self._record.ending(num_tokens, wants_usage=wants_usage))
-        await answer.write_eof()
-        self._note_resumed()
-        return answer
+    async def _try_until_served(self) -> web.StreamResponse:
+        may_split = self._request.is_splittable
+        while True:
+            try:
+                return await self._attempt(may_split)
+            except InstanceAtLimit as error:
+                self._scheduler.record_at_limit(error.instance)
+                self._at_limit.add(error.instance)
+            except InstanceFailed as error:
+                self._output.record_break(error)
+                has_output = self._output.has_content
+                await self._attempts.record_failure(error, has_output=has_output)
+            except _Recompute as error:
+                _log.info("request %s: one instance computes it again: %s", self._entry.id, error)
+                self._metrics.fallbacks.labels(str(error)).inc()
+                may_split = False
+            except _NoInstance:
+                raise self._attempts.refusal(has_output=self._output.has_content) from None
+            except NotStored as error:
+                self._skipped_models.update(error.models)
+            may_split = may_split and self._entry.phase is Phase.PREFILLING
+            self._drop_transfer()
 
-    async def _pass_all(self, instance: InstanceInfo, response: Answer) -> web.StreamResponse:
-        chunk = await self._upstream.first_chunk(instance, response)
-        is_good = response.status == 200
-        if is_good:
-            self._computed(instance)
-        self.begin()
-        is_recorded = is_good and self._call.is_recorded(instance)
-        record = self._record = self._new_record() if is_recorded else None
-        response.is_movable = is_recorded
-        answer = await self._outlet.begin(response.status, response.headers["content-type"])
-        read, write = response.read_some, answer.write
+    async def _attempt(self, may_split: bool) -> web.StreamResponse:
+        if self._output.has_content:
+            return await self._resume()
+        route, instance = self._place(may_split, self._attempts.excluded())
+        if isinstance(route, Split):
+            self.route = "split"
+            return await self._prefill(instance, route)
+        if self._request.rules is None:
+            is_first = self.route in ("none", "whole") and not self._attempts.num_failures
+            self.route = "whole" if is_first else "fallback"
+        return await self._aggregated(instance, route.reason)
+
+    # Place.
+    def _place(
+        self, may_split: bool, excluded: frozenset[InstanceId]
+    ) -> tuple[Route, InstanceInfo]:
+        is_fresh, anywhere = not self._output.has_content, self._scheduler.resumes_anywhere
+        gone: set[InstanceId] = set()  # the snapshot may be older than what `info` knows
+        while True:
+            route = self._scheduler.placer.place(
+                self._request,
+                may_split=may_split,
+                excluded=excluded | gone,
+                at_limit=frozenset(self._at_limit),
+                is_new=self._entry.phase is Phase.ARRIVED,
+                skipped_models=self._skipped_models,
+            )
+            if route is None:
+                raise _NoInstance
+            target = route.prefill if isinstance(route, Split) else route.instance
+            instance = self._scheduler.info(target)
+            if instance is not None and (
+                is_fresh or may_resume(self._request, instance, self._writer, anywhere=anywhere)
+            ):
+                return route, instance
+            gone.add(target)
+
+    # Prefill.
+    async def _prefill(self, instance: InstanceInfo, route: Split) -> web.StreamResponse:
+        request, entry = self._request, self._entry
+        transfer, last_chunk = entry.send_prefill(instance.id, route.reason)
+        self._scheduler.placer.record_sent(instance.id, request)
+        self._early = asyncio.create_task(self._decode_early(last_chunk))
+        params = PrefillParams(transfer, entry.id, anywhere=route.anywhere)
         try:
-            while chunk:
-                events = chunk if record is None else record.feed(chunk)
-                if events:
-                    self._entry.generated += events.count(b"\n\n")
-                    await write(events)
-                if record is not None and record.trouble:
-                    await self._judge(instance, record, answer)
-                chunk = await read()
-        except WireError as error:
-            raise LegFailed(instance.id, f"connection lost: {error}") from error
-        return await self._finish(instance, record, answer)
+            response = await self._send(instance, request.prefill_body(params))
+        except InstanceAtLimit:
+            entry.take_transfer()  # no instance knows it
+            raise
+        try:
+            body = await self._scheduler.upstream.body(instance, response)
+        finally:
+            response.close()
+        if response.status != 200 and request.is_streamed:
+            # vLLM reports an error of the engine as an event of a stream of status 200: the
+            # same instance sends it as it does to its own clients.
+            self._drop_transfer()
+            return await self._aggregated(instance, route.reason)
+        if response.status != 200:
+            return self._output.respond(response.status, response.content_type, body)
+        first = read_first_token(body, transfer, is_chat=request.path == CHAT)
+        if first is None:
+            raise _Recompute("no_transfer")
+        ending = last_chunk.result().ending if last_chunk.done() else None
+        self._first = first = first.with_prompt(ending)
+        prefilled = first.prefilled
+        entry.finish_prefill(prefilled.num_tokens)
+        self._scheduler.placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
+        if first.is_last:
+            return await self._end_at_prefill(first, instance)
+        if prefilled.decode:
+            return await self._decode(first, last_chunk)
+        _log.info("request %s: no hand-over: %s", entry.id, prefilled.reason)
+        if request.has_choices or prefilled.prior_output is None:
+            raise _Recompute("no_decode_instance")
+        self._metrics.fallbacks.labels("no_decode_instance").inc()
+        self._drop_transfer()
+        return await self._continue_elsewhere(first)
 
-    async def _pass_behind(
-        self, instance: InstanceInfo, response: Answer, splice: Splice
+    async def _end_at_prefill(
+        self, first: FirstToken, instance: InstanceInfo
     ) -> web.StreamResponse:
-        record = self._record
-        assert record is not None  # or nobody would know what was shown
-        response.is_movable = True
-        record.begin_leg()
-        answer = await self._outlet.begin()
-        chunk = await self._upstream.first_chunk(instance, response)
-        has_begun = False
-        try:
-            while True:
-                events = record.feed(splice.feed(chunk) if chunk else splice.finish())
-                if events:
-                    if not has_begun:
-                        has_begun = True
-                        self.begin()
-                        self._note_resumed()
-                    self._entry.generated += events.count(b"\n\n")
-                    await answer.write(events)
-                if record.trouble:
-                    await self._judge(instance, record, answer)
-                if not chunk:
-                    return await self._finish(instance, record, answer)
-                chunk = await response.read_some()
-        except WireError as error:
-            raise LegFailed(instance.id, f"connection lost: {error}") from error
+        """The first token is the last, so the prefill response is the output."""
+        request = self._request
+        if request.has_choices:
+            raise _Recompute("choices_that_end_at_once")
+        is_text = request.is_text and first.text is not None
+        if request.is_streamed and (not is_text or request.is_parsed_by(instance)):
+            raise _Recompute("structured_and_ends_at_once")
+        if first.prefilled.is_final and first.prefilled.num_chunks <= 1:
+            self._entry.take_transfer()  # it was never opened
+        self._drop_transfer()
+        self._entry.end_at_prefill()
+        self._metrics.first_tokens.labels("last").inc()
+        if request.is_streamed:
+            events = first.complete_stream(
+                wants_usage=request.wants_usage, counts_each=request.wants_usage_each
+            )
+            return await self._output.stream_events(events)
+        self._entry.begin_output()
+        return self._output.respond(200, "application/json", first.complete_response())
 
-    async def _finish(
-        self, instance: InstanceInfo, record: Record | None, answer: web.StreamResponse
+    # Decode, which is sent early: HTTP, parsing and the way into the decode engine take
+    # milliseconds that the last chunk of the prompt hides.
+    async def _decode_early(self, last_chunk: asyncio.Future[Dispatched]) -> HttpResponse | None:
+        message = await last_chunk
+        ending, instance = message.ending, self._scheduler.info(message.decode)
+        if ending is None or instance is None or not self._request.may_decode_early:
+            return None
+        params = DecodeParams(
+            ending.transfer, ending.digest, predicted=message.predicted, is_early=True
+        )
+        body = self._request.decode_body(params, ending.prompt_token_ids, instance)
+        return await self._send(instance, body)
+
+    async def _decode(
+        self, first: FirstToken, last_chunk: asyncio.Future[Dispatched]
     ) -> web.StreamResponse:
-        if record is not None and not record.is_whole:
-            raise LegFailed(instance.id, "its stream ended too early")
-        await answer.write_eof()
-        return answer
+        """Send the decode request to where the KV is, unless it was sent early."""
+        entry, prefilled = self._entry, first.prefilled
+        entry.hand_over(prefilled.decode)
+        instance = self._scheduler.info(prefilled.decode)
+        if instance is None:
+            raise InstanceFailed(prefilled.decode, "has the KV but is not in use", status=503)
+        prior = None if self._request.has_choices else prefilled.prior_output
+        params = DecodeParams(prefilled.transfer, prefilled.digest, prior, prefilled.predicted)
+        body = partial(self._request.decode_body, params, prefilled.prompt_token_ids, instance)
+        self._writer = instance
+        self._show_first(first, instance)
+        early = self._take_early(last_chunk, prefilled)
+        response = await self._receive_patiently(instance, body, early)
+        if response.status == 200 and not entry.is_over:
+            entry.take_transfer()  # the decode instance consumed it
+        return response
 
-    async def _judge(
-        self, instance: InstanceInfo, record: Record, answer: web.StreamResponse
-    ) -> None:
-        """An error in the stream: the request's, or that of an engine that died."""
-        if record.is_given_up:
-            raise LegFailed(instance.id, "gave the request up")
-        if not await self._upstream.is_alive(instance):
-            raise LegFailed(instance.id, "its engine died")
-        trouble, record.trouble = record.trouble, b""
-        record.is_whole = True
-        await answer.write(trouble)
+    def _take_early(
+        self, last_chunk: asyncio.Future[Dispatched], prefilled: Prefilled
+    ) -> _EarlyResponse | None:
+        """Return the early decode request if it went to where the KV is, else cancel it."""
+        message = last_chunk.result() if last_chunk.done() else None
+        ending = message.ending if message is not None else None
+        if message is None or ending is None:
+            return None
+        if (ending.transfer, message.decode) == (prefilled.transfer, prefilled.decode):
+            early, self._early = self._early, None
+            return early
+        self._drop_early()  # it went elsewhere
+        return None
 
-    def _note_resumed(self) -> None:
-        broken, self._break = self._break, None
-        if broken is not None:
-            gap_s = time.monotonic() - broken.at_s
-            _log.info("request %s goes on after %.3f s", self._entry.id, gap_s)
-            self._hooks.faults.resumed(gap_s)
+    async def _receive_patiently(
+        self, instance: InstanceInfo, body: Callable[[], bytes], early: _EarlyResponse | None
+    ) -> web.StreamResponse:
+        """Receive the output of a decode instance. One at its limit has the KV nevertheless,
+        so it is asked again."""
 
-    def _new_record(self) -> Record:
-        return Record(is_chat=self._call.path == CHAT, hides_ids=not self._call.shows_ids)
+        async def send() -> HttpResponse:
+            response = await arrived(early) if early is not None else None
+            return response or await self._send(instance, body())
+
+        wait_s, give_up_s = _FIRST_WAIT_S, time.monotonic() + DECODE_PATIENCE_S
+        while True:
+            try:
+                return await self._output.receive(instance, send())
+            except InstanceAtLimit as error:
+                if time.monotonic() + wait_s > give_up_s:
+                    raise
+                self._scheduler.record_at_limit(error.instance)
+            await asyncio.sleep(wait_s)
+            wait_s, early = min(2 * wait_s, _LONGEST_WAIT_S), None
+
+    def _show_first(self, first: FirstToken, instance: InstanceInfo) -> None:
+        """Let the client have the first token now if `instance` surely continues it."""
+        request, prior = self._request, first.prefilled.prior_output
+        if request.has_choices or prior is None:
+            return
+        is_early = first.is_complete_text and surely_continues(request, prior, instance)
+        self._metrics.first_tokens.labels("early" if is_early else "with_second").inc()
+        if is_early:
+            self._output.show(first)
+
+    # Resume.
+    async def _resume(self) -> web.StreamResponse:
+        """Another instance continues what the client has received."""
+        received = self._output.received()
+        if received.is_over:
+            return await self._output.end()
+        self._metrics.fallbacks.labels("decode_failed").inc()
+        instance = await self._wait_for_instance()
+        self.route = "fallback"
+        ids = self._output.prompt_token_ids
+        body = resume_body(self._request, received, self._first, ids, instance)
+        return await self._aggregated(instance, None, body)
+
+    async def _wait_for_instance(self) -> InstanceInfo:
+        """Wait for an instance that can continue: another one, else the same if it is back."""
+        while True:
+            for excluded in (self._attempts.excluded(), self._attempts.just_excluded()):
+                with suppress(_NoInstance, NoCapacity):
+                    return self._place(False, excluded)[1]
+            if self._attempts.are_over:
+                raise _NoInstance
+            await asyncio.sleep(_PLACE_AGAIN_S)
+            self._at_limit.clear()
+
+    async def _continue_elsewhere(self, first: FirstToken) -> web.StreamResponse:
+        """Without a hand-over, an instance computes the prompt again and continues the token."""
+        _, instance = self._place(False, self._attempts.excluded())
+        self.route = "fallback"
+        prefilled, no_transfer = first.prefilled, TransferId("")
+        params = DecodeParams(
+            no_transfer, prefilled.digest, prefilled.prior_output, prefilled.predicted
+        )
+        self._show_first(first, instance)
+        body = self._request.decode_body(params, prefilled.prompt_token_ids, instance)
+        return await self._aggregated(instance, None, body)
+
+    # Aggregated.
+    async def _aggregated(
+        self, instance: InstanceInfo, reason: str | None, body: bytes | None = None
+    ) -> web.StreamResponse:
+        """Send the request to one instance, which does both phases; without a reason if it
+        continues an output, without a body the client's."""
+        self._entry.send_aggregated(instance.id, reason)
+        self._writer = instance
+        self._scheduler.placer.record_sent(instance.id, self._request)
+        if body is None:
+            body = self._request.aggregated_body(instance)
+        return await self._output.receive(instance, self._send(instance, body))
+
+    async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
+        """Send a request to an instance and wait for the head of its response."""
+        self._attempts.record_sent(instance)
+        request, upstream = self._request, self._scheduler.upstream
+        headers, is_checked = self._headers, request.rules is None
+        return await upstream.send(
+            instance, request.method, request.path, body, headers, self, is_checked=is_checked
+        )
+
+    def _drop_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            _abandon(early)
+
+    def _drop_transfer(self) -> None:
+        """Cancel the early decode request and the KV transfer, if there are any."""
+        self._drop_early()
+        entry = self._entry
+        if (transfer := entry.take_transfer()) is not None:
+            self._scheduler.cancel_transfer(transfer, entry.prefill, frozenset(entry.dispatched))
+
+
+class _Recompute(Exception):
+    """One instance must compute the request from the start; the client has received nothing."""
+
+
+class _NoInstance(Exception):
+    """No instance is in use that has not failed this request already."""
+
+
+async def arrived(early: _EarlyResponse) -> HttpResponse | None:
+    """Wait for an early response, which is closed if the caller is cancelled."""
+    try:
+        return await early
+    except asyncio.CancelledError:
+        _abandon(early)  # it may have its response at this moment
+        raise
+
+
+def _abandon(early: _EarlyResponse) -> None:
+    """Cancel an early request, and close its response if it has come already."""
+    early.cancel()
+    early.add_done_callback(_close_response)
+
+
+def _close_response(early: _EarlyResponse) -> None:
+    response = early.result() if not early.cancelled() and early.exception() is None else None
+    if response is not None:
+        response.close()

@@ -7,172 +7,109 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import replace
-from random import Random
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
+from vllm_tetri.config import MAX_IN_FLIGHT_EACH
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import CancelTransfer, Dispatched, TransferLost
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
-from vllm_tetri.policy.backpressure import PrefillSpeeds, retry_after_s
-from vllm_tetri.policy.leaving import why_needed
-from vllm_tetri.policy.lifecycle import Event, Phase
-from vllm_tetri.policy.route import Full, Route, Split, Submissions, Whole, choose_route
-from vllm_tetri.policy.standing import MOST_S, StandingQueues
+from vllm_tetri.policy.overload import MOST_S
+from vllm_tetri.policy.role import why_needed
+from vllm_tetri.policy.route import Event, Phase
 from vllm_tetri.policy.watcher import Watcher
-from vllm_tetri.router.answers import NoRoom, Refusal
-from vllm_tetri.router.call import Call
-from vllm_tetri.router.deaths import Deaths
-from vllm_tetri.router.flips import Flips
-from vllm_tetri.router.hooks import Hooks
-from vllm_tetri.router.job import Job
-from vllm_tetri.router.lease import Lease
+from vllm_tetri.router.errors import NoCapacity, Refusal
+from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.metrics import Metrics
-from vllm_tetri.router.placing import Placing
-from vllm_tetri.router.probe import Probes
-from vllm_tetri.router.quarantine import Quarantine
-from vllm_tetri.router.shares import Shares
-from vllm_tetri.router.table import Entry, RequestTable
-from vllm_tetri.router.upstream import Upstream
-from vllm_tetri.secret import Secret
-from vllm_tetri.types import (
-    Flip,
-    InstanceId,
-    InstanceInfo,
-    InstanceState,
-    Mode,
-    TransferId,
-)
+from vllm_tetri.router.placement import Placer
+from vllm_tetri.router.relay import Relay
+from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.router.retry import PoisonFilter
+from vllm_tetri.router.table import RequestTable, Shares
+from vllm_tetri.router.upstream import Liveness, Upstream
+from vllm_tetri.security import Secret
+from vllm_tetri.types import Flip, InstanceId, InstanceInfo, InstanceState, Mode, TransferId
 
 MAX_IN_FLIGHT = 4096
-# Several times what a GPU decodes at once; what waits beyond that is better refused.
-MAX_IN_FLIGHT_EACH = 1024
-# An instance that is silent for so many times `silent_after_s` is given up: what it has goes
-# on elsewhere.
+# Multiple of `silent_after_s` after which the requests of a silent instance fail.
 GIVE_UP_AFTER = 3
-# May answer what it has.
-_IN_USE = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.LEAVING)
+# States in which in-flight requests may finish.
+_IN_USE = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.DRAINING)
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Settings of a router; times in seconds."""
+
+    control: str  # address to bind for instances
+    first_byte_s: float = 300.0  # longest wait for the next byte of an instance's response
+    period_s: float = 0.1  # between two broadcasts
+    silent_after_s: float = 1.0  # without a report an instance gets no new requests after this
+    max_in_flight: int = MAX_IN_FLIGHT
+    max_in_flight_each: int = MAX_IN_FLIGHT_EACH  # at one instance
+    num_clients: int = 1  # clients (API keys) that share both limits
+    max_queue_delay_s: float = MOST_S  # longest wait in a persistent queue; 0 sets no bound
+    authorization: str | None = None  # header for instances; "": none, None: the client's
+    watcher: Watcher | None = None  # decides flips; None leaves them to operators
+    is_watcher_dry: bool = False  # only log the watcher's decisions
+    mode: Mode = Mode.SPLIT  # how requests are served that two instances could share
+    objective: Objective = NO_OBJECTIVE  # promised latencies
+    refuses_late: bool = False  # refuse requests that are expected to miss them
+    secret: Secret | None = None  # shared by routers and instances
+    lease: Lease | None = None  # elects the one router whose watcher orders flips
+    resumes_anywhere: bool = False  # a broken stream may resume where its text may differ
+
+
 class GlobalScheduler:
-    """Owns the control socket, the connections to instances and the request table.
+    """Owns the control socket, the connections to instances and the request table."""
 
-    Args:
-        control: Address to bind for instances.
-        first_byte_s: Longest wait for an instance's answer to begin, in seconds.
-        period_s: Seconds between two broadcasts.
-        silent_after_s: An instance that says nothing for so long is not used.
-        max_in_flight: Most requests at a time.
-        max_in_flight_each: Most requests that one instance gets at a time.
-        num_parties: How many clients there can be, to share both between.
-        max_standing_wait_s: Longest wait in a queue that stands; 0 bounds it by nothing.
-        authorization: Header for instances; empty for none, None for the client's own.
-        watcher: Decides when instances change role; None leaves it to operators.
-        is_watcher_dry: Only say what it would do.
-        mode: How requests are served that two instances could share.
-        objective: What clients are promised.
-        refuses_late: Refuse requests that are expected to miss it.
-        secret: What routers and instances share.
-        lease: Makes this router's watcher the only one that orders flips.
-        resumes_anywhere: A stream that broke may go on where its text may differ.
-    """
-
-    def __init__(
-        self,
-        control: str,
-        *,
-        first_byte_s: float = 300.0,
-        period_s: float = 0.1,
-        silent_after_s: float = 1.0,
-        max_in_flight: int = MAX_IN_FLIGHT,
-        max_in_flight_each: int = MAX_IN_FLIGHT_EACH,
-        num_parties: int = 1,
-        max_standing_wait_s: float = MOST_S,
-        authorization: str | None = None,
-        watcher: Watcher | None = None,
-        is_watcher_dry: bool = False,
-        mode: Mode = Mode.SPLIT,
-        objective: Objective = NO_OBJECTIVE,
-        refuses_late: bool = False,
-        secret: Secret | None = None,
-        lease: Lease | None = None,
-        resumes_anywhere: bool = False,
-    ) -> None:
-        # Another one with every start: instances give up what a router leaves behind.
+    def __init__(self, config: RouterConfig) -> None:
+        # A new name with every start: instances drop the requests of a router that is gone.
         name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
+        self._config = config
+        self.resumes_anywhere = config.resumes_anywhere
         self.table = RequestTable(name)
         self.shares = Shares(
             self.table,
-            most=max_in_flight,
-            most_each=max_in_flight_each,
-            num_parties=num_parties,
+            limit=config.max_in_flight,
+            limit_each=config.max_in_flight_each,
+            num_clients=config.num_clients,
         )
-        self._authorization = authorization
         self.monitor = Monitor(
-            control,
+            config.control,
             name,
-            period_s=period_s,
-            silent_after_s=silent_after_s,
-            on_hello=self._on_hello,
-            on_dispatched=self._on_dispatched,
-            on_cut_off=self._on_cut_off,
-            on_flip=self._on_flip,
-            in_flight=self.table.num_reaching,
-            secret=secret,
+            self,
+            period_s=config.period_s,
+            silent_after_s=config.silent_after_s,
+            secret=config.secret,
         )
-        self.metrics = Metrics(
-            view=self.monitor.view,
-            counters=self.monitor.counters,
-            in_flight=self.table.__len__,
-            workers=self.table.workers,
+        self.metrics = Metrics()
+        self.metrics.add_state(self.monitor, self.table)
+        self.flips = Flips(
+            self.monitor, config.watcher, is_dry=config.is_watcher_dry, lease=config.lease
         )
-        self.flips = Flips(self.monitor, watcher, is_dry=is_watcher_dry, lease=lease)
-        self._placing = Placing(
-            self.monitor.view, objective=objective, refuses_late=refuses_late, rng=Random()
+        self.placer = Placer(
+            self.monitor.view,
+            self.shares,
+            objective=config.objective,
+            refuses_late=config.refuses_late,
+            max_queue_delay_s=config.max_queue_delay_s,
         )
-        self.set_mode(mode)
-        self._first_byte_s = first_byte_s
-        self._give_up_s = GIVE_UP_AFTER * silent_after_s
-        self._quarantine = Quarantine(self._has_crashed, self.metrics.faults)
-        self._submissions = Submissions()
-        self._speeds = PrefillSpeeds()
-        self._standing = StandingQueues(max_standing_wait_s)
-        self._hooks = Hooks(
-            route=self._route,
-            info=self._info,
-            submitted=self._submitted,
-            prefilled=self._prefilled,
-            busy=self.note_busy,
-            no_room=self.no_room,
-            cancel=self._cancel,
-            fell_back=self.metrics.fell_back,
-            first_token=self.metrics.first_token,
-            faults=self.metrics.faults,
-            quarantine=self._quarantine,
-            resumes_anywhere=resumes_anywhere,
-        )
+        self.set_mode(config.mode)
         self._upstream: Upstream | None = None
-        self._deaths: Deaths | None = None
-        self._probes: Probes | None = None
+        self._liveness: Liveness | None = None
+        self._poison: PoisonFilter | None = None
 
     async def start(self) -> None:
-        """Bind the control port.
-
-        Raises:
-            ConfigError: It cannot be bound.
-        """
-        self._upstream = Upstream(self._first_byte_s, self._authorization)
-        self._probes = Probes(self.monitor, self._upstream)
-        self._deaths = Deaths(
-            self.monitor,
-            self._upstream,
-            self.table.workers,
-            self._on_silent,
-            after_s=self._give_up_s,
-        )
+        """Bind the control port; raises `ConfigError` if that fails."""
+        config = self._config
+        self._upstream = Upstream(config.first_byte_s, config.authorization)
+        give_up_s = GIVE_UP_AFTER * config.silent_after_s
+        self._liveness = Liveness(self.monitor, self._upstream, self.table, self, after_s=give_up_s)
+        self._poison = PoisonFilter(self._liveness, self.metrics)
         try:
             self.monitor.start()
             self.flips.start()
@@ -183,86 +120,77 @@ class GlobalScheduler:
     async def close(self) -> None:
         """Release every socket and task. Idempotent."""
         await self.flips.close()
-        await self._quarantine.close()
-        if self._deaths is not None:
-            await self._deaths.close()
+        if self._liveness is not None:
+            await self._liveness.close()
         self.monitor.close()
-        if self._probes is not None:
-            await self._probes.close()
         if self._upstream is not None:
             self._upstream.close()
 
     @property
-    def mode(self) -> Mode:
-        """How requests are served that two instances could share."""
-        return self._placing.mode
-
-    def set_mode(self, mode: Mode) -> None:
-        """Serve requests in another way from now on; those under way go on as they are."""
-        self._placing.use(mode)
-        self.monitor.mix(mode is Mode.ADAPTIVE)
-        self.flips.are_roles_needed = mode is Mode.SPLIT
-
-    @property
     def upstream(self) -> Upstream:
-        """Connections to the instances; there once started."""
+        """Connections to the instances; valid once started."""
         assert self._upstream is not None
         return self._upstream
 
-    def models(self) -> dict[str, InstanceInfo]:
-        """Every model name that a ready instance serves, and one such instance."""
-        names: dict[str, InstanceInfo] = {}
-        for each in self.monitor.view().instances:
-            if each.state is InstanceState.READY:
-                for name in each.info.models:
-                    names.setdefault(name, each.info)
-        return names
+    @property
+    def poison(self) -> PoisonFilter:
+        """Filter of requests that crash engines; valid once started."""
+        assert self._poison is not None
+        return self._poison
 
-    def leave(self, instance: InstanceId, *, force: bool, deadline_s: float | None) -> None:
-        """Tell an instance to finish what it has and go.
+    @property
+    def mode(self) -> Mode:
+        """How requests are served that two instances could share."""
+        return self.placer.mode
+
+    def set_mode(self, mode: Mode) -> None:
+        """Serve new requests in another mode; requests in flight are not affected."""
+        self.placer.use(mode)
+        self.monitor.mix(mode is Mode.ADAPTIVE)
+        self.flips.set_roles_needed(mode is Mode.SPLIT)
+
+    def drain(self, instance: InstanceId, *, force: bool, deadline_s: float | None) -> None:
+        """Drain an instance: it finishes its requests and ends.
 
         Raises:
-            Refusal: 404 if there is no such instance; 409 if the cluster needs it and
-                `force` is not set.
+            Refusal: 404, there is no such instance; 409, the cluster needs it and `force` is
+                not set.
         """
         one = self.monitor.view_of(instance)
         if one is None:
             raise Refusal(404, f"there is no instance {instance!r}")
         why = why_needed(self.monitor.view(), one, are_roles_needed=self.flips.are_roles_needed)
-        if why and not force and one.state is not InstanceState.LEAVING:
-            raise Refusal(409, f'{why}; {{"force": true}} lets it go all the same')
-        self.monitor.ask_to_leave(instance, deadline_s)
+        if why and not force and one.state is not InstanceState.DRAINING:
+            raise Refusal(409, f'{why}; send {{"force": true}} to drain it nevertheless')
+        self.monitor.order_drain(instance, deadline_s)
 
-    def note_busy(self, instance: InstanceId) -> None:
-        """An instance had no room."""
-        self.metrics.busy(instance)
-        self.shares.was_full(instance, is_counted=True)
-
-    async def serve(self, call: Call, request: web.Request) -> web.StreamResponse:
-        """Answer a request.
-
-        Raises:
-            Refusal: It cannot be served; nothing was sent to the client.
-        """
-        call = self._with_model(call)
-        assert self._upstream is not None
-        now = time.monotonic()
-        self._refuse_quarantined(call)
-        self._refuse_late(call, now)
-        entry = self.table.enter(call.request_id, now=now, sla=call.sla, party=call.party)
-        job = Job(
-            call=call, entry=entry, request=request, upstream=self._upstream, hooks=self._hooks
+    async def serve(self, request: ApiRequest, http: web.Request) -> web.StreamResponse:
+        """Serve a request; raises `Refusal` if it was not begun."""
+        self.shares.check(request.client)
+        if request.rules is None:
+            request = self._with_model(request)
+            self._refuse_poison_or_late(request)
+        entry = self.table.enter(
+            request.request_id,
+            now=time.monotonic(),
+            client=request.client,
+            is_counted=request.generates,
         )
+        relay = Relay(request, entry, http, self)
         outcome = "error"
         try:
-            answer = await job.run()
-            outcome = _conclude(entry, answer.status)
-            if outcome == "ok":
-                self._quarantine.acquit(call)
-            return answer
+            response = await relay.serve()
+            if not entry.is_over:  # else it broke off in the middle
+                is_ok = response.status < 400 and entry.phase in (Phase.DECODING, Phase.SERVING)
+                outcome = "ok" if is_ok else "rejected"
+                entry.on(Event.FINISH if is_ok else Event.FAIL)
+                if is_ok:
+                    self.poison.clear(request)
+            return response
         except Refusal as refusal:
             entry.on(Event.FAIL)
-            outcome = "busy" if isinstance(refusal, NoRoom) else "error"
+            if isinstance(refusal, NoCapacity) or refusal.status < 500:
+                outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
             return refusal.response({"x-request-id": entry.id})
         except (asyncio.CancelledError, ConnectionResetError):
             outcome = "cancelled"
@@ -271,161 +199,91 @@ class GlobalScheduler:
             raise
         finally:
             self.table.leave(entry)
-            self._count(job.route_kind, outcome, entry)
+            if request.generates:
+                self.metrics.record_request(relay.route, outcome, entry)
 
-    def _refuse_quarantined(self, call: Call) -> None:
-        try:
-            self._quarantine.check(call)
-        except Refusal:
-            self.metrics.ended("none", "quarantined", ttft_s=None, total_s=0.0)
-            raise
-
-    def _refuse_late(self, call: Call, now: float) -> None:
-        late = self._placing.late(call, now)
-        if late is not None:
-            self.metrics.ended("none", "late", ttft_s=None, total_s=0.0)
-            raise Refusal(
-                429,
-                f"{late.reason}; try again in {late.retry_after_s} s",
-                code="expected_late",
-                retry_after_s=late.retry_after_s,
-            )
-
-    def _count(self, route: str, outcome: str, entry: Entry) -> None:
-        is_streamed = entry.generated > 0 and entry.first_byte_s is not None
-        self.metrics.ended(
-            route,
-            outcome,
-            ttft_s=(entry.first_byte_s or 0.0) - entry.arrival_s if is_streamed else None,
-            total_s=time.monotonic() - entry.arrival_s,
-        )
-
-    def _with_model(self, call: Call) -> Call:
-        self.shares.check_room(call.party)
-        names = self.models()
-        if not names:
-            raise Refusal(503, "no instance is ready; try again")
-        if call.model in names:
-            return call
-        if call.model:
-            known = ", ".join(sorted(names))
-            raise Refusal(
-                404,
-                f"the model {call.model!r} does not exist; there is: {known}",
-                param="model",
-                code="model_not_found",
-            )
-        canonical = {info.models[0] for info in names.values()}
-        if len(canonical) > 1 and call.body.get("model") is None:
-            known = ", ".join(sorted(names))
-            raise Refusal(400, f"the body names no model; choose one of {known}", param="model")
-        return replace(call, model=next(iter(canonical)))
-
-    def _route(
-        self,
-        call: Call,
-        is_splittable: bool,
-        excluded: frozenset[InstanceId],
-        full: frozenset[InstanceId],
-        is_new: bool,
-    ) -> Route | Full | None:
-        now = time.monotonic()
-        crowded = self.crowded(call.party, now, is_new=is_new)
-        if self.mode is not Mode.SPLIT:
-            placed = self._placing.route(
-                call,
-                is_splittable=is_splittable,
-                excluded=excluded,
-                full=full | crowded,
-                now=now,
-            )
-            if isinstance(placed, Full):
-                for instance in self._placing.swamped:
-                    self.shares.was_full(instance, is_counted=False)
-            return placed
-        view = self.monitor.view()
-        route = choose_route(
-            view,
-            model=call.model,
-            splittable=is_splittable,
-            own_tokens=self._submissions.unreported(view, now),
-            excluded=excluded,
-            full=full,
-            crowded=crowded,
-        )
-        if isinstance(route, Split | Whole):
-            first = route.prefill if isinstance(route, Split) else route.instance
-            self._placing.sent(first, call, now)
-        return route
-
-    def crowded(self, party: str, now: float, *, is_new: bool) -> frozenset[InstanceId]:
-        """Instances that should get nothing more of a client; nothing new, that is, where
-        prompts wait for too long."""
-        crowded = self.shares.crowded(party)
-        return crowded | self.shares.crowding(party, self._full(now)) if is_new else crowded
-
-    def no_room(self, full: Full) -> NoRoom:
-        """What a client is told when all are full."""
-        view = self.monitor.view()
-        standing = self._full(time.monotonic())
-        wait_s = retry_after_s(view, full.instances, self._speeds, standing=standing)
-        return NoRoom(full.who, len(full.instances), wait_s)
-
-    def _full(self, now: float) -> frozenset[InstanceId]:
-        return self._standing.full(self.monitor.view, self._speeds, now)
-
-    def _info(self, instance: InstanceId) -> InstanceInfo | None:
+    def info(self, instance: InstanceId) -> InstanceInfo | None:
+        """Return what an instance announced, if it is in use."""
         one = self.monitor.view_of(instance)
         return one.info if one is not None and one.state in _IN_USE else None
 
-    def _submitted(self, instance: InstanceId, num_tokens: int) -> None:
-        if self.mode is Mode.SPLIT:  # the others count what they sent themselves
-            self._submissions.add(instance, num_tokens, time.monotonic())
+    def record_at_limit(self, instance: InstanceId) -> None:
+        """An instance refused a request because it is at its limit."""
+        self.metrics.busy.labels(instance).inc()
+        self.shares.record_at_limit(instance, is_counted=True)
 
-    def _prefilled(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
-        self._speeds.answered(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
-
-    def _cancel(
+    def cancel_transfer(
         self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]
     ) -> None:
-        self.metrics.cancelled()
-        # In other modes than split, now or when it was sent, any instance may have it.
+        """Tell instances to drop a KV transfer; all of them if no decode instance is known."""
+        self.metrics.cancelled.inc()
+        # In adaptive mode, now or when the request was sent, any instance may have it.
         targets = set(decodes) or {each.info.id for each in self.monitor.view().instances}
         for instance in targets | {prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))
 
-    def _on_dispatched(self, message: Dispatched) -> None:
-        if not self.table.note_dispatch(message):
-            # Chosen while it was called off, or after: this one has not been told.
-            self.monitor.send(message.decode, CancelTransfer(message.transfer))
-
-    def _on_silent(self, instance: InstanceId) -> None:
-        """What it has computed for others may not have left it."""
+    def on_unresponsive(self, instance: InstanceId) -> None:
+        """Tell decode instances that KV from this prefill instance may be lost."""
         for decode, transfer in self.table.handed_over_by(instance):
             self.monitor.send(decode, TransferLost(transfer))
 
-    def _on_cut_off(self, instance: InstanceId) -> None:
+    # Called by the monitor.
+
+    def on_dispatched(self, message: Dispatched) -> None:
+        """A prefill instance named a decode instance."""
+        if not self.table.on_dispatched(message):
+            # It was dispatched while the transfer was cancelled: this decode instance does not
+            # know that yet.
+            self.monitor.send(message.decode, CancelTransfer(message.transfer))
+
+    def on_cut_off(self, instance: InstanceId) -> None:
+        """An instance has left the cluster."""
         if self._upstream is not None:
-            self._upstream.hang_up(instance, "has left")
+            self._upstream.fail_requests(instance, "it has left the cluster")
 
-    async def _has_crashed(self, instance: InstanceInfo) -> bool:
-        return self._deaths is not None and await self._deaths.has_crashed(instance)
-
-    def _on_flip(self, instance: InstanceId, flip: Flip) -> None:
-        self.metrics.flipped(flip)
+    def on_flip(self, instance: InstanceId, flip: Flip) -> None:
+        """A flip of an instance has ended."""
+        self.metrics.record_flip(flip)
         if flip.problem:
             _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
 
-    def _on_hello(self, info: InstanceInfo) -> None:
-        if self._probes is not None:
-            self._probes.begin(info)
+    def num_reaching(self, instance: InstanceId) -> int:
+        """Count the requests that an instance has or may still get."""
+        return self.table.num_reaching(instance)
 
+    def on_hello(self, info: InstanceInfo) -> None:
+        """An instance announced itself."""
+        if self._liveness is not None:
+            self._liveness.probe(info)
 
-def _conclude(entry: Entry, status: int) -> str:
-    if entry.is_over:  # broke off in the middle
-        return "error"
-    if status < 400 and entry.phase in (Phase.DECODING, Phase.SERVING):
-        entry.on(Event.FINISH)
-        return "ok"
-    entry.on(Event.FAIL)
-    return "rejected"
+    def _with_model(self, request: ApiRequest) -> ApiRequest:
+        names = self.placer.models()
+        if not names:
+            raise Refusal(503, "no instance is ready; try again")
+        if request.model in names:
+            return request
+        known = ", ".join(sorted(names))
+        if request.model:
+            raise Refusal(
+                404,
+                f"the model {request.model!r} does not exist; there is: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        canonical = {info.models[0] for info in names.values()}
+        if len(canonical) > 1 and request.body.get("model") is None:
+            raise Refusal(400, f"the body names no model; choose one of {known}", param="model")
+        return replace(request, model=next(iter(canonical)))
+
+    def _refuse_poison_or_late(self, request: ApiRequest) -> None:
+        outcome = "poison"
+        try:
+            self.poison.check(request)
+            outcome, late = "late", self.placer.expected_late(request)
+            if late is not None:
+                wait_s = late.retry_after_s
+                message = f"{late.reason}; try again in {wait_s} s"
+                raise Refusal(429, message, code="expected_late", retry_after_s=wait_s)
+        except Refusal:
+            self.metrics.requests.labels("none", outcome).inc()
+            raise

@@ -1,49 +1,50 @@
-"""The request table of the global scheduler (paper section 3.2)."""
+"""The request table of the global scheduler (paper section 3.2), and limits on what is in it."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 import uuid
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Set
 from typing import Any
 
 from vllm_tetri.handover import prefix_of
 from vllm_tetri.messages import Dispatched
-from vllm_tetri.policy.lifecycle import ENDED, Event, Phase, advance
+from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
+from vllm_tetri.policy.route import ENDED, Event, Phase, advance
+from vllm_tetri.router.errors import Refusal
 from vllm_tetri.types import InstanceId, RequestId, TransferId
 
+_NONE = InstanceId("")
+_SHOWN = (
+    "id", "phase", "prefill", "decode", "prompt_tokens", "predicted", "generated", "reason",
+)  # fmt: skip
 
-@dataclass(slots=True)
+
 class Entry:
-    """One request. `predicted` is where the predicted bucket of its answer's length begins,
-    in tokens. `generated` counts streamed events, an early first token included; `reason`
-    says why it went where it is; times are monotonic seconds."""
+    """One request in flight. Only its methods change it; times are monotonic seconds."""
 
-    id: RequestId
-    arrival_s: float
-    sla: str
-    phase: Phase = Phase.ARRIVED
-    prefill: str = ""
-    decode: str = ""
-    router: str = ""  # whose request it is
-    transfer: TransferId | None = None
-    dispatched: set[InstanceId] = field(default_factory=set)
-    prompt_tokens: int | None = None
-    predicted: int | None = None
-    generated: int = 0
-    reason: str = ""
-    first_byte_s: float | None = None
-    on_opening: Callable[[Dispatched], None] | None = None  # told when the last chunk begins
-    party: str = ""  # who asks
-
-    def on(self, event: Event) -> None:
-        """Move to the next phase.
-
-        Raises:
-            ValueError: The event cannot happen now.
-        """
-        self.phase = advance(self.phase, event)
+    def __init__(
+        self, request_id: RequestId, table: RequestTable, *, now: float, client: str
+    ) -> None:
+        self.id = request_id
+        self.arrival_s, self.client = now, client
+        self.phase = Phase.ARRIVED
+        self.prefill = _NONE  # instance that computes the prompt; empty before it is sent
+        self.decode = _NONE  # instance that writes the output; empty before it is known
+        self.transfer: TransferId | None = None  # KV transfer that may have to be cancelled
+        self.dispatched: set[InstanceId] = set()  # decode instances that prefill named
+        # Resolved when the last chunk of the prompt begins.
+        self.last_chunk: asyncio.Future[Dispatched] | None = None
+        self.prompt_tokens: int | None = None
+        self.predicted: int | None = None  # lower end of the predicted bucket, in tokens
+        self.generated = 0  # streamed events, an early first token included
+        self.reason = ""  # why the prompt went where it went
+        self.first_byte_s: float | None = None
+        self.sent_s = now  # when the prompt was sent to an instance last
+        self._table = table
+        self._counted_at = _NONE
 
     @property
     def is_over(self) -> bool:
@@ -51,81 +52,169 @@ class Entry:
         return self.phase in ENDED
 
     @property
-    def worker(self) -> str:
+    def worker(self) -> InstanceId:
         """The instance that has the request now; empty before it is sent."""
         return self.prefill if self.phase is Phase.PREFILLING else self.decode
 
+    def on(self, event: Event) -> None:
+        """Move to the next phase; raises `ValueError` if the event cannot happen now."""
+        self.phase = advance(self.phase, event)
+        self._count()
+
+    def send_prefill(
+        self, instance: InstanceId, reason: str
+    ) -> tuple[TransferId, asyncio.Future[Dispatched]]:
+        """The prefill request goes to an instance; returns the name of its transfer, and the
+        future that resolves when the last chunk of the prompt begins."""
+        self.prefill, self.decode, self.reason = instance, _NONE, reason
+        self.on(Event.PREFILL_SENT)
+        self.sent_s = time.monotonic()
+        self.dispatched.clear()
+        self.transfer = TransferId(prefix_of(self._table.router) + uuid.uuid4().hex)
+        self.last_chunk = asyncio.get_running_loop().create_future()
+        return self.transfer, self.last_chunk
+
+    def finish_prefill(self, num_tokens: int) -> None:
+        """The prefill response came; it tells the exact length of the prompt."""
+        self.prompt_tokens, self.last_chunk = num_tokens, None
+
+    def end_at_prefill(self) -> None:
+        """The prefill response is all of the output."""
+        self.decode = self.prefill
+
+    def hand_over(self, decode: InstanceId) -> None:
+        """A decode instance has or gets the KV of the prompt."""
+        self.decode = decode
+        self.dispatched.add(decode)
+        self.on(Event.PREFILLED)
+
+    def send_aggregated(self, instance: InstanceId, reason: str | None = None) -> None:
+        """The request goes to one instance, for both phases; without a reason if it
+        continues an output that began elsewhere."""
+        if reason is not None:
+            self.prefill, self.reason = instance, reason
+        self.decode, self.last_chunk = instance, None
+        self.on(Event.WHOLE_SENT)
+        self.sent_s = time.monotonic()
+
+    def take_transfer(self) -> TransferId | None:
+        """Return the transfer; the caller sees to it from here on."""
+        taken, self.transfer = self.transfer, None
+        return taken
+
+    def begin_output(self) -> None:
+        """The first bytes of an instance's output are there."""
+        self.on(Event.ANSWERING)
+        self.record_events(0)
+
+    def record_events(self, num_events: int) -> None:
+        """The client gets events of a stream."""
+        if self.first_byte_s is None:
+            self.first_byte_s = time.monotonic()
+        self.generated += num_events
+
+    def on_dispatched(self, message: Dispatched) -> None:
+        """The prefill instance named a decode instance."""
+        self.decode = message.decode
+        self.dispatched.add(message.decode)
+        self._count()
+        if message.predicted is not None:
+            self.predicted = message.predicted.lower_tokens
+        waiting = self.last_chunk
+        if message.ending is not None and waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
     def may_reach(self, instance: InstanceId) -> bool:
-        """Whether an instance has the request, or its KV and with it maybe the rest."""
+        """Whether an instance has the request, or its KV and so maybe the rest of it."""
         is_handed_over = self.phase in (Phase.PREFILLING, Phase.HANDING_OVER)
         return instance == self.worker or (is_handed_over and instance in self.dispatched)
 
     def plain(self, now: float) -> dict[str, Any]:
-        """The entry as the outside sees it."""
-        return {
-            "id": self.id,
-            "phase": self.phase,
-            "age_s": round(now - self.arrival_s, 3),
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "prompt_tokens": self.prompt_tokens,
-            "predicted": self.predicted,
-            "generated": self.generated,
-            "reason": self.reason,
-        }
+        """Return the entry as `GET /tetri/v1/requests` shows it."""
+        age = {"age_s": round(now - self.arrival_s, 3)}
+        return {name: getattr(self, name) for name in _SHOWN} | age
+
+    def _count(self) -> None:
+        if self._counted_at != self.worker:
+            self._table.move(self, self._counted_at, self.worker)
+            self._counted_at = self.worker
 
 
 class RequestTable:
-    """Every request of one router that is in flight, by id."""
+    """Every request of one router that is in flight, by id. Owned by the event loop."""
 
     def __init__(self, router: str = "") -> None:
-        self._router = router
+        self.router = router
         self._entries: dict[RequestId, Entry] = {}
-        self._parties: Counter[str] = Counter()
+        self._clients: Counter[str] = Counter()
+        self._workers: Counter[InstanceId] = Counter()
+        self._clients_at: defaultdict[InstanceId, Counter[str]] = defaultdict(Counter)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def enter(self, wanted_id: str, *, now: float, sla: str, party: str = "") -> Entry:
-        """Begin a request; it gets the id it wants unless that is taken or empty."""
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def enter(
+        self, wanted_id: str, *, now: float, client: str = "", is_counted: bool = True
+    ) -> Entry:
+        """Begin a request; it gets the wanted id unless that is taken or empty.
+
+        One that is not counted occupies no engine.
+        """
         request = RequestId(wanted_id)
         if not request or request in self._entries:
             request = RequestId(uuid.uuid4().hex)
-        entry = Entry(request, now, sla, router=self._router, party=party)
-        self._entries[request] = entry
-        self._parties[party] += 1
+        entry = Entry(request, self, now=now, client=client)
+        if is_counted:
+            self._entries[request] = entry
+            self._clients[client] += 1
         return entry
 
     def leave(self, entry: Entry) -> None:
         """Forget a request. Idempotent."""
-        if self._entries.pop(entry.id, None) is not None:
-            self._parties[entry.party] -= 1
+        if self._entries.get(entry.id) is entry:
+            self.move(entry, entry.worker, _NONE)
+            del self._entries[entry.id]
+            self._clients[entry.client] -= 1
 
-    def num_of(self, party: str) -> int:
-        """How many requests of one client are in flight."""
-        return self._parties[party]
+    def move(self, entry: Entry, before: InstanceId, after: InstanceId) -> None:
+        """Count a request at another instance; called by entries."""
+        if self._entries.get(entry.id) is not entry:
+            return
+        for instance, change in ((before, -1), (after, 1)):
+            if not instance:
+                continue
+            clients = self._clients_at[instance]
+            self._workers[instance] += change
+            clients[entry.client] += change
+            if not clients[entry.client]:
+                del clients[entry.client]
+            if not clients:
+                del self._workers[instance], self._clients_at[instance]
 
-    def workers(self, party: str | None = None) -> Counter[str]:
-        """How many requests every instance has, of all or of one client."""
-        return Counter(
-            entry.worker
-            for entry in self._entries.values()
-            if party is None or entry.party == party
-        )
+    def num_of(self, client: str) -> int:
+        """Return the number of a client's requests in flight."""
+        return self._clients[client]
 
-    def parties_at(self, instance: InstanceId) -> Counter[str]:
-        """How many requests an instance has of every client."""
-        return Counter(entry.party for entry in self._entries.values() if entry.worker == instance)
+    def workers(self) -> Counter[InstanceId]:
+        """Return the number of requests of every instance that has any."""
+        return self._workers
+
+    def clients_at(self, instance: InstanceId) -> Counter[str]:
+        """Return the number of an instance's requests by client."""
+        return self._clients_at.get(instance, Counter())
 
     def num_reaching(self, instance: InstanceId) -> int:
-        """How many requests an instance has or may still get the rest of."""
+        """Return how many requests an instance has or may still get the rest of."""
         return sum(entry.may_reach(instance) for entry in self._entries.values())
 
     def handed_over_by(self, prefill: InstanceId) -> list[tuple[InstanceId, TransferId]]:
-        """Who is to go on with a prompt of an instance, and by which transfer; whether its
-        KV has arrived is not known here."""
+        """Return the decode instances that wait for KV of a prefill instance, and by which
+        transfer; the router does not know whether the KV has arrived."""
         return [
-            (InstanceId(entry.decode), entry.transfer)
+            (entry.decode, entry.transfer)
             for entry in self._entries.values()
             if entry.prefill == prefill
             and entry.transfer is not None
@@ -133,21 +222,81 @@ class RequestTable:
             and entry.phase is not Phase.PREFILLING
         ]
 
-    def note_dispatch(self, message: Dispatched) -> bool:
-        """The prefill instance named a decode instance. False when nobody waits for that
-        transfer here any more; those of other routers are not ours to judge."""
+    def on_dispatched(self, message: Dispatched) -> bool:
+        """A prefill instance named a decode instance; returns False if the transfer is of
+        this router and its request is gone."""
         entry = self._entries.get(message.request)
         if entry is None or entry.transfer != message.transfer:
-            return not message.transfer.startswith(prefix_of(self._router))
-        entry.decode = message.decode
-        entry.dispatched.add(message.decode)
-        if message.predicted is not None:
-            entry.predicted = message.predicted.lower_tokens
-        if message.opening is not None and entry.on_opening is not None:
-            entry.on_opening(message)
+            return not message.transfer.startswith(prefix_of(self.router))
+        entry.on_dispatched(message)
         return True
 
     def plain(self, now: float) -> dict[str, Any]:
-        """The whole table as the outside sees it."""
+        """Return the table as `GET /tetri/v1/requests` shows it."""
         requests = [entry.plain(now) for entry in self._entries.values()]
         return {"in_flight": len(requests), "requests": requests}
+
+
+class Shares:
+    """Limits of requests in flight: in all, at one instance (`limit_each`), and of one of
+    the clients that can be told apart. Owned by the event loop."""
+
+    def __init__(
+        self, table: RequestTable, *, limit: int, limit_each: int, num_clients: int
+    ) -> None:
+        self._table, self._num_clients = table, num_clients
+        self._limit, self._limit_each = limit, limit_each
+        self._matters_from = matters_from(limit_each, num_clients=num_clients)
+        self._soft_limits: dict[InstanceId, SoftLimit] = {}
+
+    def check(self, client: str) -> None:
+        """Raise `Refusal` 429 if too many requests are in flight, in all or of this client."""
+        own, taken = self._table.num_of(client), len(self._table)
+        if may_begin(own, taken, self._limit, num_clients=self._num_clients):
+            return
+        whose = f"{taken} requests" if taken >= self._limit else f"{own} requests of this key"
+        raise Refusal(429, f"{whose} are in flight; try again later", code="too_many_in_flight")
+
+    def at_limit(self, client: str) -> frozenset[InstanceId]:
+        """Return the instances that have as many requests as allowed, or as many of a client."""
+        if len(self._table) < self._matters_from and not self._soft_limits:
+            return frozenset()
+        now = time.monotonic()
+        self._expire(now)
+        return frozenset(
+            instance
+            for instance, taken in self._table.workers().items()
+            if not self._has_capacity(instance, client, taken, now)
+        )
+
+    def over_share(self, client: str, overloaded: Set[InstanceId]) -> frozenset[InstanceId]:
+        """Return the overloaded instances where a client has its fair share of the queue."""
+        if self._num_clients <= 1:
+            return frozenset(overloaded)
+        at = {instance: self._table.clients_at(instance) for instance in overloaded}
+        return frozenset(
+            instance
+            for instance, clients in at.items()
+            if not may_queue(clients[client], clients.total(), len(clients.keys() | {client}))
+        )
+
+    def record_at_limit(self, instance: InstanceId, *, is_counted: bool) -> None:
+        """An instance refused a request, which the table may count there: sets a soft limit
+        for the clients there."""
+        if self._num_clients > 1:  # a single client shares with no other
+            now = time.monotonic()
+            self._expire(now)
+            num_there = self._table.workers()[instance] - is_counted
+            self._soft_limits[instance] = SoftLimit(num_there, now)
+
+    def _has_capacity(self, instance: InstanceId, client: str, taken: int, now: float) -> bool:
+        own = self._table.clients_at(instance)[client]
+        # A client with no requests there is exempt from the soft limit.
+        soft = self._soft_limits.get(instance) if own else None
+        limit = self._limit_each if soft is None else soft.limit(self._limit_each, now)
+        return may_begin(own, taken, limit, num_clients=self._num_clients)
+
+    def _expire(self, now: float) -> None:
+        for instance, soft in list(self._soft_limits.items()):
+            if soft.is_over(now):
+                del self._soft_limits[instance]

@@ -1,72 +1,73 @@
-"""HTTP from the router to the instances: what may go wrong, and what that means."""
+"""Requests to instances over HTTP, what their failures mean, and whether instances are alive."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import Mapping
+from typing import Protocol
+from urllib.parse import urlsplit
+from weakref import WeakSet
 
-from vllm_tetri.router.answers import ERROR_EVENT, LegBusy, LegFailed, is_busy, is_busy_event
-from vllm_tetri.router.wire import Answer, Unreachable, WireError, Wires
-from vllm_tetri.types import InstanceId, InstanceInfo
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.router.errors import (
+    ERROR_EVENT,
+    InstanceAtLimit,
+    InstanceFailed,
+    is_at_limit,
+    is_at_limit_event,
+)
+from vllm_tetri.router.http_client import HttpClient, HttpError, HttpResponse, Unreachable
+from vllm_tetri.router.table import RequestTable
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
 
-_TROUBLE_S = 5.0
+_ERROR_BODY_S = 5.0
 _MAX_ERROR_BYTES = 4096
-_AT_ONCE = 0.0
-# Longest wait for an instance that failed a request to say that it is well.
-_ALIVE_S = 1.0
-_MANY_NAMES = 2048  # twice as many as there may be at a time
+_NOW = 0.0
+_ALIVE_S = 1.0  # longest wait for `/health` of an instance that failed a request
+_MAX_NAMES = 2048  # twice the number of instances that a router accepts
 _AUTHORIZATION = "authorization"
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 1.0
+_TIMEOUT_S = 5.0
+_CHECKS = 24  # liveness checks per `after_s`
+# Missed checks after which resumable streams move to another instance.
+_MIGRATION_CHECKS = _CHECKS // 2
+_GOODBYE_S = 0.3  # by then the message of an instance that ended in good order has arrived
+_REACH_S = 1.0
+_NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
+
+_log = logging.getLogger(__name__)
 
 
-Movable = Callable[[], bool]
+class Sender(Protocol):
+    """The sender of a request; knows whether another instance can take over by now."""
 
-
-def _never() -> bool:
-    return False
+    @property
+    def is_migratable(self) -> bool: ...
 
 
 class Upstream:
     """Connections to all instances. Build it on a running event loop and close it there.
 
-    Args:
-        first_byte_s: Longest wait for an instance's next byte, in seconds.
-        authorization: Header for instances; empty for none, None for the client's own.
+    `first_byte_s` is the longest wait for the next byte of an instance, in seconds.
     """
 
     def __init__(self, first_byte_s: float, authorization: str | None = None) -> None:
-        self._first_byte_s = first_byte_s
-        self._authorization = authorization
-        self._wires = Wires(first_byte_s)
-        # And whether another instance can take their place by now.
-        self._waiting: defaultdict[InstanceId, WeakKeyDictionary[asyncio.Timeout, Movable]]
-        self._waiting = defaultdict(WeakKeyDictionary)
-        self._answers: defaultdict[InstanceId, WeakSet[Answer]] = defaultdict(WeakSet)
-        self._hung_up: dict[InstanceId, str] = {}  # why
+        self._first_byte_s, self._authorization = first_byte_s, authorization
+        self._http = HttpClient(first_byte_s)
+        self._waiting: defaultdict[InstanceId, dict[asyncio.Timeout, Sender | None]]
+        self._waiting = defaultdict(dict)
+        self._responses: defaultdict[InstanceId, WeakSet[HttpResponse]] = defaultdict(WeakSet)
+        self._failures: dict[InstanceId, str] = {}  # the reason of the last one
         self._checks: dict[str, asyncio.Task[bool]] = {}
 
-    async def post(
-        self,
-        instance: InstanceInfo,
-        path: str,
-        body: bytes,
-        headers: dict[str, str],
-        is_movable: Movable = _never,
-    ) -> Answer:
-        """Send a leg and wait for the head of its answer.
-
-        Args:
-            is_movable: Whether another instance can take this one's place by now.
-
-        Raises:
-            LegFailed: No answer, or one that says that the instance is in trouble.
-            LegBusy: The instance has no room; it has not taken the request.
-        """
-        answer = await self.send(instance, "POST", path, body, headers, is_movable)
-        if answer.status >= 500:
-            raise await _trouble(instance, answer)
-        return answer
+    @property
+    def num_connections(self) -> int:
+        """Number of open connections."""
+        return len(self._http)
 
     async def send(
         self,
@@ -75,112 +76,120 @@ class Upstream:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
-        is_movable: Movable = _never,
-    ) -> Answer:
-        """Send anything and wait for the head of the answer, whatever it says.
+        sender: Sender | None = None,
+        *,
+        is_checked: bool = False,
+    ) -> HttpResponse:
+        """Send a request and wait for the head of its response, to be closed by the caller.
 
-        The caller closes the answer.
+        Args:
+            sender: Knows whether another instance can take over; None if none can.
+            is_checked: Turn error statuses of the server into errors.
 
         Raises:
-            LegFailed: No answer.
+            InstanceFailed: There is no response; checked, or one of status 5xx.
+            InstanceAtLimit: Checked, the instance is at its limit and did not take the request.
         """
         headers = self._authorized(headers)
         limit = asyncio.timeout(self._first_byte_s)
-        self._waiting[instance.id][limit] = is_movable
+        self._waiting[instance.id][limit] = sender
         try:
             async with limit:
-                answer = await self._wires.send(instance.url, method, path, body, headers)
+                response = await self._http.send(instance.url, method, path, body, headers)
         except TimeoutError as error:
-            if limit.when() == _AT_ONCE:
-                raise LegFailed(instance.id, self._hung_up[instance.id], status=503) from error
-            raise self._late(instance) from error
+            if limit.when() == _NOW:
+                raise InstanceFailed(
+                    instance.id, self._failures[instance.id], status=503
+                ) from error
+            raise self._timed_out(instance) from error
         except Unreachable as error:
-            raise LegFailed(instance.id, str(error), status=503, had_it=False) from error
-        except WireError as error:
-            raise LegFailed(instance.id, f"connection lost: {error}") from error
+            raise InstanceFailed(instance.id, str(error), status=503, had_it=False) from error
+        except HttpError as error:
+            raise InstanceFailed(instance.id, f"connection lost: {error}") from error
         finally:
             self._waiting[instance.id].pop(limit, None)
-            if len(self._answers) > _MANY_NAMES:
-                self._forget()
-        self._answers[instance.id].add(answer)
-        return answer
+            if len(self._responses) > _MAX_NAMES:
+                self._expire()
+        self._responses[instance.id].add(response)
+        if is_checked and response.status >= 500:
+            raise await _read_error(instance, response)
+        return response
 
-    def hang_up(self, instance: InstanceId, why: str, *, quiet_s: float = 0.0) -> int:
-        """Wait no longer for anything of an instance, but for what was heard of in the
-        last `quiet_s` seconds; returns for how many answers.
+    def fail_requests(
+        self,
+        instance: InstanceId,
+        why: str,
+        *,
+        quiet_s: float = 0.0,
+        only_migratable: bool = False,
+    ) -> int:
+        """Fail the requests at an instance of which no byte came in the last `quiet_s` seconds;
+        if wanted, only the streams that another instance can continue. Returns their number.
 
-        One that left before it had finished needs it, too: its server ends only when
-        nobody is connected any more.
+        Also needed when an instance ends in good order: its server waits for its connections.
         """
-        num_waiting = self._end_waiting(instance, why, lambda _: True)
-        return num_waiting + self._close(self._quiet(instance, quiet_s), why)
-
-    def move_away(self, instance: InstanceId, why: str, *, quiet_s: float) -> int:
-        """The same, but only for streams that another instance can continue."""
-        num_waiting = self._end_waiting(instance, why, lambda is_movable: is_movable())
-        movable = [each for each in self._quiet(instance, quiet_s) if each.is_movable]
-        return num_waiting + self._close(movable, why)
-
-    def _end_waiting(self, instance: InstanceId, why: str, ends: Callable[[Movable], bool]) -> int:
-        self._hung_up[instance] = why
-        waiting = list(self._waiting.get(instance, {}).items())
-        limits = [each for each, movable in waiting if not each.expired() and ends(movable)]
-        for limit in limits:
-            limit.reschedule(_AT_ONCE)
-        return len(limits)
-
-    def _quiet(self, instance: InstanceId, quiet_s: float) -> list[Answer]:
+        self._failures[instance] = why
+        waiting = [
+            limit
+            for limit, sender in self._waiting.get(instance, {}).items()
+            if not limit.expired()
+            and (not only_migratable or (sender is not None and sender.is_migratable))
+        ]
+        for limit in waiting:
+            limit.reschedule(_NOW)
         since_s = asyncio.get_running_loop().time() - quiet_s
-        return [each for each in self._answers.get(instance, ()) if each.is_quiet(since_s)]
+        quiet = [
+            each
+            for each in self._responses.get(instance, ())
+            if each.is_quiet(since_s) and (each.is_migratable or not only_migratable)
+        ]
+        for response in quiet:
+            response.close(why)
+        return len(waiting) + len(quiet)
 
-    def _close(self, answers: list[Answer], why: str) -> int:
-        for answer in answers:
-            answer.close(why)
-        return len(answers)
-
-    def _forget(self) -> None:
-        """Names of instances that nothing is known of any more."""
-        for name in [name for name, answers in self._answers.items() if not answers]:
+    def _expire(self) -> None:
+        """Drop the names of instances without requests."""
+        for name in [name for name, found in self._responses.items() if not found]:
             if not self._waiting.get(name):
                 self._waiting.pop(name, None)
-                self._hung_up.pop(name, None)
-                del self._answers[name]
+                self._failures.pop(name, None)
+                del self._responses[name]
 
-    async def first_chunk(self, instance: InstanceInfo, answer: Answer) -> bytes:
-        """The first bytes of a streamed answer; empty when it ends at once.
+    async def first_chunk(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
+        """Return the first bytes of a stream; empty when it ends at once.
 
         Raises:
-            LegFailed: The stream broke or stays silent for too long.
-            LegBusy: All it says is that the instance has no room.
+            InstanceFailed: The stream broke, or no byte came in time.
+            InstanceAtLimit: The stream says only that the instance is at its limit.
         """
         try:
             async with asyncio.timeout(self._first_byte_s):
-                chunk = await answer.read_some()
+                chunk = await response.read_some()
                 while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
-                    chunk = await answer.read_some()  # it only keeps alive
+                    chunk = await response.read_some()  # a keep-alive comment
         except TimeoutError as error:
-            raise self._late(instance) from error
-        except WireError as error:
-            raise LegFailed(instance.id, f"connection lost: {error}") from error
-        if is_busy_event(chunk):
-            raise LegBusy(instance.id)
+            raise self._timed_out(instance) from error
+        except HttpError as error:
+            raise InstanceFailed(instance.id, f"connection lost: {error}") from error
+        if is_at_limit_event(chunk):
+            raise InstanceAtLimit(instance.id)
         if chunk.startswith(ERROR_EVENT) and not await self.is_alive(instance):
-            raise LegFailed(instance.id, "its engine died")
+            raise InstanceFailed(instance.id, "its engine crashed")
         return chunk
 
-    async def body(self, instance: InstanceInfo, answer: Answer) -> bytes:
-        """All bytes of an answer.
+    async def body(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
+        """Return all bytes of a response.
 
         Raises:
-            LegFailed: The answer broke off.
+            InstanceFailed: The response broke off.
         """
         try:
-            return await answer.read()
-        except WireError as error:
-            raise LegFailed(instance.id, f"answer broke off: {error}") from error
+            return await response.read()
+        except HttpError as error:
+            raise InstanceFailed(instance.id, f"the response broke off: {error}") from error
 
     async def is_alive(self, instance: InstanceInfo) -> bool:
-        """Whether an instance that failed a request is well; asked once for all of them."""
+        """Whether an instance that failed a request is healthy; one check for all requests."""
         check = self._checks.get(instance.url)
         if check is None:
             check = asyncio.ensure_future(self.is_healthy(instance.url, _ALIVE_S))
@@ -188,25 +197,21 @@ class Upstream:
             check.add_done_callback(lambda _: self._checks.pop(instance.url, None))
         return await asyncio.shield(check)
 
-    async def is_reachable(self, instance: InstanceInfo) -> bool:
-        """Whether its host answers, whatever its processes do."""
-        return await self._wires.reaches(instance.url, _ALIVE_S)
-
     async def is_healthy(self, url: str, timeout_s: float) -> bool:
         """Whether ``/health`` answers 200."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._wires.send(url, "GET", "/health", b"", {})
-        except (WireError, TimeoutError):
+                response = await self._http.send(url, "GET", "/health", b"", {})
+        except (HttpError, TimeoutError):
             return False
-        answer.close()
-        return answer.status == 200
+        response.close()
+        return response.status == 200
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
         for check in list(self._checks.values()):
             check.cancel()
-        self._wires.close()
+        self._http.close()
 
     def _authorized(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         if self._authorization is None:
@@ -214,23 +219,162 @@ class Upstream:
         kept = {name: value for name, value in headers.items() if name.lower() != _AUTHORIZATION}
         return {**kept, _AUTHORIZATION: self._authorization} if self._authorization else kept
 
-    def _late(self, instance: InstanceInfo) -> LegFailed:
-        reason = f"no answer within {self._first_byte_s:g} s"
-        return LegFailed(instance.id, reason, status=504, is_final=True)
+    def _timed_out(self, instance: InstanceInfo) -> InstanceFailed:
+        reason = f"no byte of the response within {self._first_byte_s:g} s"
+        return InstanceFailed(instance.id, reason, status=504, is_final=True)
 
 
-async def _trouble(instance: InstanceInfo, answer: Answer) -> LegFailed | LegBusy:
+async def _read_error(
+    instance: InstanceInfo, response: HttpResponse
+) -> InstanceFailed | InstanceAtLimit:
     text = bytearray()
     try:
-        async with asyncio.timeout(_TROUBLE_S):
-            while len(text) < _MAX_ERROR_BYTES and (chunk := await answer.read_some()):
+        async with asyncio.timeout(_ERROR_BODY_S):
+            while len(text) < _MAX_ERROR_BYTES and (chunk := await response.read_some()):
                 text += chunk
-    except (WireError, TimeoutError):
+    except (HttpError, TimeoutError):
         pass
     finally:
-        answer.close()
-    if is_busy(answer.status, bytes(text)):
-        return LegBusy(instance.id)
-    status = 503 if answer.status == 503 else 502
+        response.close()
+    if is_at_limit(response.status, bytes(text)):
+        return InstanceAtLimit(instance.id)
+    status = 503 if response.status == 503 else 502
     words = text[:_MAX_ERROR_BYTES].decode(errors="replace")
-    return LegFailed(instance.id, f"HTTP {answer.status} {words}".strip(), status=status)
+    return InstanceFailed(instance.id, f"HTTP {response.status} {words}".strip(), status=status)
+
+
+class LossListener(Protocol):
+    """Learns of instances that may have lost KV: unresponsive for half of `after_s`."""
+
+    def on_unresponsive(self, instance: InstanceId) -> None: ...
+
+
+class Liveness:
+    """Probes new instances until their HTTP servers respond, and fails the requests of
+    instances that stop reporting. Owned by the event loop.
+
+    After `after_s` seconds without a report all requests of an instance fail; after half of
+    it resumable streams move, which costs one prefill each, and `listener` learns of it. Time
+    is counted in checks, so that a router that was stopped itself fails no requests.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        upstream: Upstream,
+        table: RequestTable,
+        listener: LossListener,
+        *,
+        after_s: float,
+    ) -> None:
+        self._monitor, self._upstream, self._table = monitor, upstream, table
+        self._listener, self._after_s = listener, after_s
+        self._reports: dict[InstanceId, tuple[int, int]] = {}  # process and sequence number
+        self._missed: dict[InstanceId, int] = {}
+        self._probes: dict[tuple[str, int, str], asyncio.Task[None]] = {}
+        self._crashes: dict[tuple[InstanceId, int], asyncio.Task[bool]] = {}
+        self._task = asyncio.get_running_loop().create_task(self._watch(), name="liveness")
+
+    async def close(self) -> None:
+        """Stop all checks and probes. Idempotent."""
+        tasks = (self._task, *self._crashes.values(), *self._probes.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def probe(self, info: InstanceInfo) -> None:
+        """Probe an instance until it responds, is replaced or forgotten.
+
+        A silent instance is probed on: it may be slow to start, or the router was stopped.
+        """
+        key = (info.id, info.pid, info.url)
+        if key not in self._probes:
+            task = self._probes[key] = asyncio.ensure_future(self._probe(info))
+            task.add_done_callback(lambda _: self._probes.pop(key, None))
+
+    async def _probe(self, info: InstanceInfo) -> None:
+        wait_s = _FIRST_WAIT_S
+        while self._monitor.members.is_known(info):
+            if await self._upstream.is_healthy(info.url, _TIMEOUT_S):
+                self._monitor.members.mark_ready(info)
+                return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def has_crashed(self, instance: InstanceInfo) -> bool:
+        """Whether an instance that failed a request crashed or hangs.
+
+        False if it responds, if it drains or has ended in good order, and if not even its
+        host responds: a broken network or machine is not the fault of a request.
+        """
+        process = (instance.id, instance.pid)
+        task = self._crashes.get(process)  # one check for all requests of a process
+        if task is None:
+            task = self._crashes[process] = asyncio.ensure_future(self._check_crash(instance))
+            task.add_done_callback(lambda _: self._crashes.pop(process, None))
+        return await asyncio.shield(task)
+
+    async def _check_crash(self, instance: InstanceInfo) -> bool:
+        is_alive, has_host = await asyncio.gather(
+            self._upstream.is_alive(instance), is_reachable(instance.url)
+        )
+        if is_alive or not has_host:
+            return False
+        await asyncio.sleep(_GOODBYE_S)
+        one = self._monitor.view_of(instance.id)
+        has_crashed = one is not None and one.state is not InstanceState.DRAINING
+        if has_crashed:
+            _log.error("%s (process %d) crashed or hangs", instance.id, instance.pid)
+        return has_crashed
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._after_s / _CHECKS)
+            self._check()
+
+    def _check(self) -> None:
+        views = self._monitor.view().instances
+        for each in views:
+            name, report = each.info.id, (each.info.pid, each.seq)
+            if self._reports.get(name) != report:
+                self._reports[name], self._missed[name] = report, 0
+                continue
+            self._missed[name] += 1
+            if self._missed[name] == _MIGRATION_CHECKS:
+                self._listener.on_unresponsive(name)
+            if self._missed[name] >= _MIGRATION_CHECKS and self._table.workers()[name]:
+                self._fail_requests(name, is_final=self._missed[name] >= _CHECKS)
+        for name in self._reports.keys() - {each.info.id for each in views}:
+            del self._reports[name], self._missed[name]
+
+    def _fail_requests(self, name: InstanceId, *, is_final: bool) -> None:
+        quiet_s = self._after_s if is_final else self._after_s * _MIGRATION_CHECKS / _CHECKS
+        why = f"no report for {quiet_s:g} s"
+        num_failed = self._upstream.fail_requests(
+            name, why, quiet_s=quiet_s, only_migratable=not is_final
+        )
+        if num_failed:
+            what = "requests are retried or fail" if is_final else "streams move elsewhere"
+            _log.warning("%s: %s; %d %s", name, why, num_failed, what)
+
+
+async def is_reachable(url: str, timeout_s: float = _REACH_S) -> bool:
+    """Whether the host of a server responds, if only by refusing the connection.
+
+    The host of a process that hangs does; one behind a broken network does not.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        async with asyncio.timeout(timeout_s):
+            transport, _ = await loop.create_connection(asyncio.Protocol, host, port)
+    except TimeoutError:  # ETIMEDOUT is one, too
+        return False
+    except OSError as error:
+        return error.errno not in _NO_ROUTE
+    except ValueError:
+        return True  # not an address
+    transport.abort()
+    return True

@@ -1,4 +1,4 @@
-"""A whole cluster in virtual time."""
+"""A cluster in virtual time."""
 
 from __future__ import annotations
 
@@ -8,90 +8,82 @@ from functools import partial
 from operator import attrgetter
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.policy.promise import Late
+from vllm_tetri.policy.cluster import TableMaker
+from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Split
+from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock, Tetri
 from vllm_tetri.sim.engine.instance import Instance
-from vllm_tetri.sim.engine.machines import instance_of
+from vllm_tetri.sim.engine.stock import StockInstance
 from vllm_tetri.sim.engine.tetri import TetriInstance
-from vllm_tetri.sim.job import Job, Refused, Served, served
 from vllm_tetri.sim.links import Links, Transfer
-from vllm_tetri.sim.log import Dispatched, Held, Log, Refusal, Routed
+from vllm_tetri.sim.log import DecodeChosen, Held, Log, RefusedLate, Routed
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.mode.modes import router_of
-from vllm_tetri.sim.setting import Setting
-from vllm_tetri.sim.views import Pictures
-from vllm_tetri.sim.workload import Ask
-from vllm_tetri.types import InstanceId
+from vllm_tetri.sim.modes import router_of
+from vllm_tetri.sim.request import RefusedRequest, Served, SimRequest, served
+from vllm_tetri.sim.snapshot import MODEL, SimSnapshot
+from vllm_tetri.sim.workload import RequestSpec
+from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceState, InstanceView
+
+# The class that simulates each kind of engine. Add a line for an own kind.
+ENGINES: dict[type[EngineKind], type[Instance]] = {Tetri: TetriInstance, Stock: StockInstance}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a simulation.
+    """Result of a simulation.
 
     Attributes:
-        served: Every request that was not refused, as they were given.
+        served: Requests that were not refused, in the order in which they were given.
         refused: The others.
         busy: Per instance the part of the time, from 0 s to the end, that it spent in steps.
-        num_steps: Of all instances.
-        preemptions: Of all instances.
-        end_s: When the last token came, or the last refusal.
+        num_steps, preemptions: Sums over all instances.
+        end_s: Time of the last token or refusal.
     """
 
     served: list[Served]
-    refused: list[Refused]
+    refused: list[RefusedRequest]
     busy: dict[InstanceId, float]
     num_steps: int
     preemptions: int
     end_s: float
 
 
-def simulate(setting: Setting, requests: Sequence[Ask]) -> list[Served]:
-    """What becomes of every request, as they were given; of one that is refused, nothing.
-
-    Raises:
-        ConfigError: There are none, or one does not fit into an instance.
-    """
-    return run(setting, requests).served
+def simulate(config: ClusterConfig, specs: Sequence[RequestSpec]) -> list[Served]:
+    """Return the result of every request that was not refused, in the order of `specs`; raises as
+    `run`."""
+    return run(config, specs).served
 
 
 def run(
-    setting: Setting,
-    requests: Sequence[Ask],
+    config: ClusterConfig,
+    specs: Sequence[RequestSpec],
     *,
     on_end: Callable[[], object] = lambda: None,
     log: Log | None = None,
 ) -> Outcome:
-    """The same, with figures of the instances.
-
-    Args:
-        on_end: Called after every request.
-        log: Called with every decision.
+    """Simulate; `on_end` is called after every request, and `log` with every decision.
 
     Raises:
-        ConfigError: See `simulate`.
+        ConfigError: There are no requests, or one does not fit into an instance.
     """
-    _check(setting, requests)
-    return _Simulation(setting, requests, on_end, log).run()
-
-
-def _check(setting: Setting, requests: Sequence[Ask]) -> None:
-    if not requests:
+    if not specs:
         raise ConfigError("no requests to simulate")
-    if len({ask.id for ask in requests}) < len(requests):
+    if len({spec.id for spec in specs}) < len(specs):
         raise ConfigError("two requests have the same id")
-    longest = max(ask.prompt_tokens + ask.output_tokens for ask in requests)
-    for each in setting.instances:
-        tokens = each.shape.kv_blocks * each.shape.block_size
-        if longest > tokens:
+    longest = max(spec.prompt_tokens + spec.output_tokens for spec in specs)
+    for instance in config.instances:
+        engine = instance.engine
+        if longest > engine.pool_tokens:
             raise ConfigError(
-                f"a request of {longest} tokens does not fit into the KV pool of {each.id}: "
-                f"{each.shape.kv_blocks} blocks of {each.shape.block_size} tokens"
+                f"a request of {longest} tokens does not fit into the KV pool of {instance.id}: "
+                f"{engine.kv_blocks} blocks of {engine.block_size} tokens"
             )
-        if longest > each.shape.window_tokens:
+        if longest > engine.window_tokens:
             raise ConfigError(
-                f"a request of {longest} tokens is longer than the window of {each.id}: "
-                f"{each.shape.window_tokens} tokens"
+                f"a request of {longest} tokens is longer than the window of {instance.id}: "
+                f"{engine.window_tokens} tokens"
             )
+    return _Simulation(config, specs, on_end, log).run()
 
 
 class _Simulation:
@@ -99,177 +91,188 @@ class _Simulation:
 
     def __init__(
         self,
-        setting: Setting,
-        requests: Sequence[Ask],
+        config: ClusterConfig,
+        specs: Sequence[RequestSpec],
         on_end: Callable[[], object],
         log: Log | None,
     ) -> None:
-        self._setting = setting
-        self._requests = requests
-        self._on_end = on_end
-        self._log = log
-        self._loop = Loop()
+        self.loop, self.log = Loop(), log
+        self._config, self._specs, self._on_end = config, specs, on_end
+        self._record: Log = log or (lambda _: None)
         self._instances: dict[InstanceId, Instance] = {
-            place.id: instance_of(place, self, self._loop) for place in setting.instances
+            each.id: ENGINES[type(each.engine.kind)](each, self) for each in config.instances
         }
-        for each in self._instances.values():
-            each.log = log
-        self._router = router_of(setting)
-        self._pictures = Pictures(list(self._instances.values()), setting)
-        self._picture = self._heard = self._pictures.take(0.0)
-        # All of it before the router: what it has sent is where it was sent.
-        self._front_s = max(place.shape.front_s for place in setting.instances)
-        self._num_left = len(requests)
-        self._links = None if setting.link is None else Links(setting.link, self._loop.at)
+        self._router = router_of(config)
+        self._infos = [each.info(MODEL) for each in config.instances]
+        self._loads: dict[InstanceId, InstanceLoad] = {}
+        self._num_snapshots, self._tables = 0, TableMaker()
+        self._snapshot = self._broadcast_snapshot = self._take_snapshot(0.0)
+        # The front counts before the router, so that what the router has sent has arrived.
+        self._front_s = max(each.engine.front_s for each in config.instances)
+        self._num_left = len(specs)
+        self._links = None if config.link is None else Links(config.link, self.loop.at)
         self._served: dict[int, Served] = {}
-        self._refused: list[Refused] = []
+        self._refused: list[RefusedRequest] = []
         self._end_s = 0.0
 
     def run(self) -> Outcome:
-        loop = self._loop
-        loop.at(self._setting.report_period_s, self._report)
-        in_order = sorted(self._requests, key=attrgetter("arrival_s"))
-        loop.run((ask.arrival_s, partial(self._arrive, ask)) for ask in in_order)
+        for spec in sorted(self._specs, key=attrgetter("arrival_s")):
+            self.loop.at(spec.arrival_s, partial(self._arrive, spec))
+        self.loop.at(self._config.report_period_s, self._report)
+        self.loop.run()
         self._check_rest()
         instances = list(self._instances.values())
         return Outcome(
-            served=[self._served[ask.id] for ask in self._requests if ask.id in self._served],
+            served=[self._served[spec.id] for spec in self._specs if spec.id in self._served],
             refused=self._refused,
-            busy={each.place.id: each.busy_s / (self._end_s or 1.0) for each in instances},
+            busy={each.config.id: each.busy_s / (self._end_s or 1.0) for each in instances},
             num_steps=sum(each.num_steps for each in instances),
             preemptions=sum(each.preemptions for each in instances),
             end_s=self._end_s,
         )
 
     def _check_rest(self) -> None:
-        """Nothing is left of any request."""
+        """Assert that nothing is left of any request."""
         assert not self._num_left, f"{self._num_left} requests never ended"
         for each in self._instances.values():
-            assert each.free_blocks == each.shape.kv_blocks, f"{each.place.id} keeps blocks"
+            assert each.free_blocks == each.engine.kv_blocks, f"{each.config.id} keeps blocks"
             if isinstance(each, TetriInstance):
-                assert not each.arena.used_tokens, f"{each.place.id} keeps KV"
-                assert not each.prompts.unfinished_tokens, f"{each.place.id} keeps prompts"
+                assert not each.arena.used_tokens, f"{each.config.id} keeps KV"
+                assert not each.prompts.unfinished_tokens, f"{each.config.id} keeps prompts"
 
     # -- router --------------------------------------------------------------------
 
-    def _arrive(self, ask: Ask, now: float) -> None:
+    def _arrive(self, spec: RequestSpec, now: float) -> None:
         if self._front_s:
-            self._loop.at(now + self._front_s, partial(self._route, ask))
+            self.loop.at(now + self._front_s, partial(self._route, spec))
         else:
-            self._route(ask, now)
+            self._route(spec, now)
 
-    def _route(self, ask: Ask, now: float) -> None:
-        route = self._router.route(self._picture, ask, now)
+    def _route(self, spec: RequestSpec, now: float) -> None:
+        route = self._router.route(self._snapshot, spec, now)
         if isinstance(route, Late):
-            self._refused.append(Refused(ask, route.reason))
-            if self._log is not None:
-                self._log(Refusal(ask.id, route.reason, route.retry_after_s))
+            self._refused.append(RefusedRequest(spec, route.reason))
+            self._record(RefusedLate(spec.id, route.reason, route.retry_after_s))
             self._one_less(now)
             return
-        job = Job(ask, str(ask.id))
-        job.is_split = isinstance(route, Split)
-        job.prefill = route.prefill if isinstance(route, Split) else route.instance
-        if self._log is not None:
-            self._log(Routed(job.ask.id, job.prefill, job.is_split))
-        self._instances[job.prefill].submit(job, now)
+        request = SimRequest(spec, str(spec.id))
+        request.is_split = isinstance(route, Split)
+        request.prefill = route.prefill if isinstance(route, Split) else route.instance
+        self._record(Routed(spec.id, request.prefill, request.is_split))
+        self._instances[request.prefill].submit(request, now)
 
     def _report(self, now: float) -> None:
         if not self._num_left:
             return
-        assert len(self._loop), f"{self._num_left} requests wait for nothing"
-        self._picture = self._pictures.take(now)
-        period_s = self._setting.report_period_s
-        # Instances hear of it with the router's next broadcast, half a period on average.
-        self._loop.at(now + period_s / 2, self._broadcast)
-        self._loop.at(now + period_s, self._report)
+        assert len(self.loop), f"{self._num_left} requests wait for nothing"
+        self._snapshot = self._take_snapshot(now)
+        period_s = self._config.report_period_s
+        # Instances get it with the router's next broadcast, half a period later on average.
+        self.loop.at(now + period_s / 2, self._broadcast)
+        self.loop.at(now + period_s, self._report)
+
+    def _take_snapshot(self, now: float) -> SimSnapshot:
+        """Read all reports; instances that did nothing since the last one report the same."""
+        self._num_snapshots = number = self._num_snapshots + 1
+        for each in self._instances.values():
+            if each.has_changed:
+                each.has_changed = False
+                self._loads[each.config.id] = each.load(self._config)
+        views = tuple(
+            InstanceView(info, InstanceState.READY, self._loads[info.id], 0.0, number)
+            for info in self._infos
+        )
+        return SimSnapshot(ClusterView("sim", number, views), now, self._tables)
 
     def _broadcast(self, now: float) -> None:
-        self._heard = self._picture
+        self._broadcast_snapshot = self._snapshot
 
     # -- between instances -----------------------------------------------------------
 
-    def computed(self, job: Job, now: float) -> None:
-        if job.is_split and job.decode is None:
-            self._dispatch(job, now, may_wait=True)
-        if job.is_granted and self._setting.sends_chunks:
-            self._send(job, now, is_last=False)
+    def computed(self, request: SimRequest, now: float) -> None:
+        if request.is_split and request.decode is None:
+            self._dispatch(request, now, may_wait=True)
+        if request.is_granted and self._config.sends_chunks:
+            self._send(request, now, is_last=False)
 
-    def prefilled(self, job: Job, now: float) -> bool:
-        if job.is_split and job.decode is None:
-            self._dispatch(job, now, may_wait=False)
-        if not job.is_split:
+    def prefilled(self, request: SimRequest, now: float) -> bool:
+        if request.is_split and request.decode is None:
+            self._dispatch(request, now, may_wait=False)
+        if not request.is_split:
             return False
-        if job.is_granted:
-            self._hand_over(job, now)
+        if request.is_granted:
+            self._hand_over(request, now)
         return True
 
-    def granted(self, job: Job, now: float) -> None:
-        if job.produced_tokens:
-            self._hand_over(job, now)
-        elif self._setting.sends_chunks:
-            self._send(job, now, is_last=False)
+    def granted(self, request: SimRequest, now: float) -> None:
+        if request.num_output_tokens:
+            self._hand_over(request, now)
+        elif self._config.sends_chunks:
+            self._send(request, now, is_last=False)
 
-    def _dispatch(self, job: Job, now: float, *, may_wait: bool) -> None:
-        assert job.prefill is not None
-        chosen = self._router.dispatch(job.prefill, self._heard, job.ask, now, may_wait=may_wait)
+    def _dispatch(self, request: SimRequest, now: float, *, may_wait: bool) -> None:
+        assert request.prefill is not None
+        chosen = self._router.dispatch(
+            request.prefill, self._broadcast_snapshot, request.spec, now, may_wait=may_wait
+        )
         if chosen is None and may_wait:
             return
-        if self._log is not None and chosen is not None:
-            self._log(Dispatched(job.ask.id, chosen.instance))
-        if chosen is None or chosen.instance == job.prefill:
-            job.is_split = False
+        if chosen is not None:
+            self._record(DecodeChosen(request.spec.id, chosen.instance))
+        if chosen is None or chosen.instance == request.prefill:
+            request.is_split = False
             return
-        job.decode = chosen.instance
-        self._tetri(chosen.instance).open(job)
-        if self._log is not None and not job.is_granted:
-            self._log(Held(job.ask.id, chosen.instance))
+        request.decode = chosen.instance
+        self._receiver(request).open(request)
+        if not request.is_granted:
+            self._record(Held(request.spec.id, chosen.instance))
 
-    def _hand_over(self, job: Job, now: float) -> None:
-        assert job.decode is not None
-        self._tetri(job.decode).expect(job, now)
+    def _hand_over(self, request: SimRequest, now: float) -> None:
+        self._receiver(request).expect(request, now)
         if self._links is not None:
-            self._send(job, now, is_last=True)
+            self._send(request, now, is_last=True)
             return
-        hidden_tokens = job.hidden_tokens if self._setting.sends_chunks else 0
-        exposed_tokens = job.ask.prompt_tokens - hidden_tokens
-        seconds = self._setting.handover_base_s + exposed_tokens * self._setting.handover_token_s
-        self._loop.at(now + seconds, partial(self._handed_over, job))
+        hidden_tokens = request.hidden_tokens if self._config.sends_chunks else 0
+        exposed_tokens = request.spec.prompt_tokens - hidden_tokens
+        seconds = self._config.handover_base_s + exposed_tokens * self._config.handover_token_s
+        self.loop.at(now + seconds, partial(self._handed_over, request))
 
-    def _send(self, job: Job, now: float, *, is_last: bool) -> None:
-        """Over links: what is computed of its KV and did not leave yet. A preempted prompt
-        computes some again that did."""
-        tokens = job.computed_tokens - job.sent_tokens
+    def _send(self, request: SimRequest, now: float, *, is_last: bool) -> None:
+        """Give the links the computed KV that was not sent yet. A preempted prompt computes KV
+        again that was sent."""
+        tokens = request.num_computed_tokens - request.sent_tokens
         if self._links is None or tokens <= 0:
             return
-        assert job.prefill is not None
-        if job.transfer is None:
-            assert job.decode is not None
-            job.transfer = Transfer(job.prefill, job.decode, partial(self._arrived, job))
-        job.sent_tokens += tokens
-        bytes_each = self._instances[job.prefill].shape.kv_token_bytes
-        assert bytes_each is not None, "links know what a token takes"
-        self._links.send(job.transfer, tokens * bytes_each, now, is_last=is_last)
+        assert request.prefill is not None
+        assert request.decode is not None
+        if request.transfer is None:
+            on_end = partial(self._arrived, request)
+            request.transfer = Transfer(request.prefill, request.decode, on_end)
+        request.sent_tokens += tokens
+        bytes_each = self._instances[request.prefill].engine.kv_token_bytes
+        assert bytes_each is not None, "checked by ClusterConfig"
+        self._links.send(request.transfer, tokens * bytes_each, now, is_last=is_last)
 
-    def _arrived(self, job: Job, now: float) -> None:
-        self._loop.at(now + self._setting.handover_base_s, partial(self._handed_over, job))
+    def _arrived(self, request: SimRequest, now: float) -> None:
+        self.loop.at(now + self._config.handover_base_s, partial(self._handed_over, request))
 
-    def _handed_over(self, job: Job, now: float) -> None:
-        assert job.prefill is not None
-        assert job.decode is not None
-        self._instances[job.prefill].release(job, now)
-        self._tetri(job.decode).receive(job, now)
+    def _handed_over(self, request: SimRequest, now: float) -> None:
+        assert request.prefill is not None
+        self._instances[request.prefill].release(request, now)
+        self._receiver(request).receive(request, now)
 
-    def _tetri(self, instance: InstanceId) -> TetriInstance:
-        found = self._instances[instance]
-        assert isinstance(found, TetriInstance), f"{instance} takes no KV"
+    def _receiver(self, request: SimRequest) -> TetriInstance:
+        assert request.decode is not None
+        found = self._instances[request.decode]
+        assert isinstance(found, TetriInstance), f"{request.decode} takes no KV"
         return found
 
-    def ended(self, job: Job, now: float) -> None:
-        if job.is_split and job.decode is not None and job.produced_tokens == 1:
-            self._tetri(job.decode).drop(job, now)  # the first token was the last one
-            job.decode = None
-        self._served[job.ask.id] = served(job)
-        self._router.ended(job.ask, now)
+    def ended(self, request: SimRequest, now: float) -> None:
+        if request.is_split and request.decode is not None and request.num_output_tokens == 1:
+            self._receiver(request).drop(request, now)  # the first token was the last one
+            request.decode = None
+        self._served[request.spec.id] = served(request)
+        self._router.ended(request.spec, now)
         self._one_less(now)
 
     def _one_less(self, now: float) -> None:

@@ -1,13 +1,10 @@
-"""KV on its way: how long it takes when others are on the same way.
+"""KV on its way: how long it takes when other KV is sent at the same time.
 
-Every instance has one link out and one link in, of the same bandwidth, and they do not
-disturb each other. An end gives equal parts of it to the transfers that have something to
-send there at the moment, and a transfer goes at the smaller one of its two parts; what it
-cannot use at one end is not given to others. So a transfer alone has all of the bandwidth, and
-one of n from the same sender, or to the same receiver, has an n-th of it. Pieces of a transfer
-(chunks, as they are computed) follow each other.
-
-Only virtual time passes here; who is called back says what happens then.
+Every instance has one link out and one link in, of the same bandwidth, independent of each other.
+An end gives equal parts of it to the transfers that have something to send at the moment, and a
+transfer gets the smaller of its two parts; what it cannot use is not given to others. So one of n
+transfers from the same sender, or to the same receiver, has an n-th of the bandwidth. Pieces of a
+transfer (chunks, as they are computed) follow each other.
 """
 
 from __future__ import annotations
@@ -21,24 +18,16 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.types import InstanceId
 
 _GBIT_BYTES = 1e9 / 8
-_US = 1e-6
 
 Call = Callable[[float], None]
 At = Callable[[float, Call], None]
-"""Call that then, with the time."""
+"""Schedules a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects instances.
-
-    Attributes:
-        bytes_per_s: Of every instance, out and in.
-        latency_s: Behind the last byte of every transfer.
-
-    Raises:
-        ConfigError: Nothing gets through, or before it was sent.
-    """
+    """What connects instances: the bandwidth of each, out and in, and what is added after the last
+    byte of a transfer. Raises ConfigError if a number is out of range."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -50,17 +39,14 @@ class Link:
             raise ConfigError(f"a link's latency of {self.latency_s:g} s: must be at least 0")
 
 
-# The two that the paper emulates (section 5.1): 200 Gbit/s RoCE and NVLink with 300 GB/s. It
+# The two that TetriInfer emulates (section 5.1): 200 Gbit/s RoCE and NVLink with 300 GB/s. It
 # gives no latencies.
 LINKS = {"roce": Link(200 * _GBIT_BYTES), "nvlink": Link(300e9)}
 
 
 def link(text: str) -> Link:
-    """A name in `LINKS`, or Gbit/s, or Gbit/s:µs of latency.
-
-    Raises:
-        ConfigError: It is something else, or a number makes no sense.
-    """
+    """Read a name in `LINKS`, Gbit/s, or Gbit/s:µs of latency; raises ConfigError if it is
+    something else, or out of range."""
     if text in LINKS:
         return LINKS[text]
     gbit, colon, us = text.partition(":")
@@ -71,44 +57,33 @@ def link(text: str) -> Link:
             f"link {text!r}: there are {', '.join(LINKS)}, Gbit/s, and Gbit/s:µs of latency, "
             "100:5 for example"
         ) from error
-    return Link(numbers[0] * _GBIT_BYTES, numbers[1] * _US)
+    return Link(numbers[0] * _GBIT_BYTES, numbers[1] * 1e-6)
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """KV of one request, from one instance to another. Owner: `Links`.
 
-    Args:
+    Attributes:
         on_end: Called when all of it has arrived.
+        left_bytes: Not sent at `at_s`.
+        rate: Bytes per second since then; 0 while there is nothing to send.
+        is_complete: No further piece follows.
+        plan: Number of the newest planned end; earlier ones are ignored.
     """
 
-    __slots__ = (
-        "at_s",
-        "is_whole",
-        "left_bytes",
-        "on_end",
-        "plan",
-        "rate",
-        "receiver",
-        "sender",
-    )
-
-    def __init__(self, sender: InstanceId, receiver: InstanceId, on_end: Call) -> None:
-        self.sender = sender
-        self.receiver = receiver
-        self.on_end = on_end
-        self.left_bytes = 0.0  # not sent at `at_s`
-        self.at_s = 0.0
-        self.rate = 0.0  # bytes per second since; 0 while there is nothing to send
-        self.is_whole = False  # nothing comes behind what is left
-        self.plan = 0  # counts changes of its end, so that earlier calls mean nothing
+    sender: InstanceId
+    receiver: InstanceId
+    on_end: Call
+    left_bytes: float = 0.0
+    at_s: float = 0.0
+    rate: float = 0.0
+    is_complete: bool = False
+    plan: int = 0
 
 
 class Links:
-    """The links of all instances.
-
-    Args:
-        at: How to be called at a time.
-    """
+    """The links of all instances; `at` schedules their calls."""
 
     def __init__(self, link: Link, at: At) -> None:
         self._link = link
@@ -117,12 +92,8 @@ class Links:
         self._in: dict[InstanceId, dict[Transfer, None]] = {}
 
     def send(self, transfer: Transfer, num_bytes: float, now: float, *, is_last: bool) -> None:
-        """More of it can travel: more than 0 bytes.
-
-        Args:
-            is_last: Nothing will come behind that.
-        """
-        transfer.is_whole = is_last
+        """Add a piece of more than 0 bytes to a transfer."""
+        transfer.is_complete = is_last
         if transfer.rate:
             _settle(transfer, now)
             transfer.left_bytes += num_bytes
@@ -134,7 +105,7 @@ class Links:
         self._share(transfer, now)
 
     def _share(self, changed: Transfer, now: float) -> None:
-        """One more or less is at both ends of a transfer."""
+        """Set the rates at both ends of a transfer that begins or pauses."""
         out, into = self._out[changed.sender], self._in[changed.receiver]
         for each in (*out, *(other for other in into if other.sender != changed.sender)):
             num = max(len(self._out[each.sender]), len(self._in[each.receiver]))
@@ -155,12 +126,12 @@ class Links:
         transfer.rate = 0.0
         del self._out[transfer.sender][transfer], self._in[transfer.receiver][transfer]
         self._share(transfer, now)
-        if transfer.is_whole:
+        if transfer.is_complete:
             self._at(now + self._link.latency_s, transfer.on_end)
 
 
 def _settle(transfer: Transfer, now: float) -> None:
-    """What it sent until now is sent."""
+    """Subtract what was sent until now."""
     sent_bytes = (now - transfer.at_s) * transfer.rate
     transfer.left_bytes = max(0.0, transfer.left_bytes - sent_bytes)
     transfer.at_s = now

@@ -1,8 +1,5 @@
-"""What a cluster decides, as values that can be compared with a real one's.
-
-`cluster.run(..., log=decisions.append)` tells of every decision when it is made. Requests are
-named by `Ask.id`.
-"""
+"""What a cluster decides, as values that can be compared with a real cluster's: the argument
+`log` of `cluster.run` gets every decision when it is made, with requests by `RequestSpec.id`."""
 
 from __future__ import annotations
 
@@ -14,15 +11,8 @@ from vllm_tetri.types import InstanceId
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An instance put a step together.
-
-    Attributes:
-        number: From 1, of the steps in which it computes something.
-        prompts: Requests of whose prompts it computes tokens, and how many, in order; with
-            them those that compute a lost answer again.
-        decodes: Requests that get a token otherwise, in the order of its batch.
-        preempted: Requests that lost their blocks since the step before.
-    """
+    """An instance begins its step with a number from 1: requests with the prompt tokens that are
+    computed, requests that get a token, and those preempted since the step before."""
 
     instance: InstanceId
     number: int
@@ -33,7 +23,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The router sent a request to an instance, which computes its prompt."""
+    """The router sent a request to the instance that computes its prompt."""
 
     request: int
     to: InstanceId
@@ -41,21 +31,16 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class Dispatched:
-    """A prefill instance chose where the answer to a request is written."""
+class DecodeChosen:
+    """A prefill instance chose the decode instance of a request."""
 
     request: int
     to: InstanceId
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """The router did not take a request: it would have come late, or nobody has room for it.
-
-    Attributes:
-        reason: In words.
-        retry_after_s: Whole seconds after which its client may come again; none does here.
-    """
+class RefusedLate:
+    """The router refused a request; simulated clients do not retry."""
 
     request: int
     reason: str
@@ -64,12 +49,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The arena of an instance was full when a request's KV was to come there: the KV stays
-    at the prefill instance until others have left."""
+    """KV stays at the prefill instance until the decode instance's receive arena has room."""
 
     request: int
     at: InstanceId
 
 
-Decision = Step | Routed | Refusal | Dispatched | Held
+Decision = Step | Routed | RefusedLate | DecodeChosen | Held
 Log = Callable[[Decision], object]

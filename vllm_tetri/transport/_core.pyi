@@ -1,5 +1,5 @@
-"""The C++ core on one screen. Handles own what they name; nothing here is a
-raw integer address except the one place where memory is described (`Layout`).
+"""The C++ core on one screen. Handles own what they name; only `Layout` holds raw addresses.
+Attributes are read-only.
 
 Calls marked (waits) release the GIL. C++ threads never call Python.
 """
@@ -24,10 +24,9 @@ class Status(Enum):
 class Layout:
     """One rank's paged KV cache: where page (layer, block) lives in memory.
 
-    Page (l, b) starts at bases[l] + b * block_strides[l] and is page_bytes[l]
-    long. The wire order of a transfer is block-major: block 0 all layers,
-    block 1 all layers, ... so any run of blocks is contiguous in a slot.
-    `owner` is kept alive as long as the layout (the tensors behind it).
+    Page (l, b) starts at bases[l] + b * block_strides[l] and is page_bytes[l] long. The wire
+    order of a transfer is block-major: block 0 all layers, block 1 all layers, ... so any run of
+    blocks is contiguous in a slot. The layout keeps `owner` (the tensors) alive.
     """
     def __init__(
         self,
@@ -37,12 +36,9 @@ class Layout:
         num_blocks: int,
         owner: object,
     ) -> None: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_bytes(self) -> int: ...
+    num_layers: int
+    num_blocks: int
+    block_bytes: int
 
 class SlotState(Enum):
     FILLING = 0
@@ -51,8 +47,7 @@ class SlotState(Enum):
     FAILED = 3  # `error` says why; nothing to load
 
 class Slot:
-    """A transfer's place in the arena, as the receiving side sees it. A
-    snapshot: ask `Receiver.find` again for the newest state."""
+    """A snapshot of a transfer's place in the arena; `Receiver.find` gives the newest state."""
 
     transfer: str
     state: SlotState
@@ -68,9 +63,9 @@ class ReceiverStats:
     arena_used_bytes: int  # granted, arrived, taken and quarantined slots
     quarantined_bytes: int  # cancelled, but a writer may still be writing
     slots: int
-    filling: int  # of those: being written by a sender that is connected
-    unclaimed: int  # of those: ARRIVED, and nobody has taken it
-    quarantined: int  # of those: cancelled, but a writer may still be writing
+    filling: int  # slots being written by a sender that is connected
+    unclaimed: int  # slots that are ARRIVED and not taken
+    quarantined: int  # slots that were cancelled, but a writer may still be writing
     connections: int
     threads: int
     arrived: int
@@ -78,14 +73,13 @@ class ReceiverStats:
     cancelled: int
     refused_full: int
     refused_identity: int
-    refused_strangers: int  # who did not prove that they hold the key
+    refused_unauthenticated: int  # peers without proof of the key
     bad_frames: int
     bytes_received: int
 
 class Receiver:
-    """Owns the receive arena (one shared-memory segment, pre-touched, mode
-    0600, unguessable name, unlinked on close) and the port that peers dial.
-    Thread-safe. Owns its service thread(s)."""
+    """Owns the receive arena (one shared-memory segment, pre-touched, mode 0600, unguessable
+    name, unlinked on close), the port that peers dial and a service thread. Thread-safe."""
     def __init__(
         self,
         *,
@@ -96,12 +90,10 @@ class Receiver:
         fill_timeout_s: float,  # no progress of a FILLING slot for this long: freed
         hold_timeout_s: float,  # ARRIVED but not taken for this long: freed
         max_connections: int = 256,
-        key: bytes = b"",  # 32 bytes that senders must prove to hold; empty: anybody may come
+        key: bytes = b"",  # 32 bytes that senders must prove to hold; empty: no proof
     ) -> None: ...
-    @property
-    def endpoint(self) -> str: ...  # "host:port"
-    @property
-    def segment(self) -> str: ...  # path below /dev/shm
+    endpoint: str  # "host:port"
+    segment: str  # path below /dev/shm
     def find(self, transfer: str) -> Slot | None: ...
     def wait(self, timeout_s: float) -> bool:
         """(waits) True when a slot became ARRIVED or FAILED since the last wait."""
@@ -110,26 +102,23 @@ class Receiver:
     def claim(
         self, name: str, num_blocks: int, block_bytes: int, num_ranks: int = 1
     ) -> Slot | None:
-        """A slot that this side fills itself (`Arena.save`): TAKEN from the start, so
-        it stays until it is released. None when the name is in use or there is no
-        room now; nothing else is evicted."""
+        """Take a slot that this side fills itself (`Arena.save`): TAKEN from the start, so it
+        stays until released. None when the name is in use or the arena has no room."""
     def release(self, transfer: str) -> None:
         """Give a TAKEN slot back. Idempotent."""
     def cancel(self, transfer: str) -> None:
-        """Nobody wants it: free it as soon as its writer is known to have
-        stopped, and refuse a later open of the same name for fill_timeout_s."""
+        """Free a slot as soon as its writer is known to have stopped, and refuse a later open
+        of the same name for fill_timeout_s."""
     def abandon(self, prefix: str, kept: list[str], reason: str) -> None:
-        """Nobody will take transfers whose names begin with `prefix`, but for those in `kept`:
-        their slots, where they are not TAKEN, become FAILED with this reason."""
+        """Fail slots whose names begin with `prefix`, unless TAKEN or in `kept`."""
     def receive(self, timeout_s: float) -> bytes | None:
-        """(waits) Oldest message that a peer sent with `Sender.send`; the queue
-        is bounded and drops the newest."""
+        """(waits) Oldest message from a `Sender.send`; the bounded queue drops the newest."""
     def stats(self) -> ReceiverStats: ...
     def close(self) -> None: ...  # idempotent
 
 class Arena:
-    """A mapping of a receiver's segment in this process (or in a worker
-    process beside it). Load copies out of it into paged blocks, save the other way."""
+    """A mapping of a receiver's segment, also in another process of this user. `load` copies
+    from it to paged blocks, `save` the other way."""
     def __init__(self, segment: str) -> None: ...
     def load(
         self,
@@ -139,9 +128,8 @@ class Arena:
         block_ids: NDArray[np.int32],
         threads: int = 1,
     ) -> None:
-        """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a
-        slot (offset already includes the rank) to block_ids of `layout`.
-        Raises ValueError when anything is out of range."""
+        """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a slot (offset
+        includes the rank) to block_ids of `layout`. Raises ValueError when out of range."""
     def save(
         self, slot_offset: int, first_block: int, layout: Layout, block_ids: NDArray[np.int32]
     ) -> None:
@@ -158,32 +146,26 @@ class TransferState(Enum):
 
 class Transfer:
     """One request's KV on its way to one receiver. Thread-safe."""
-    @property
-    def name(self) -> str: ...
-    @property
-    def state(self) -> TransferState: ...
-    @property
-    def status(self) -> Status: ...
-    @property
-    def error(self) -> str: ...
-    @property
-    def bytes_sent(self) -> int: ...
-    @property
-    def link(self) -> str: ...  # "shm", "tcp" or "" before the handshake
+
+    name: str
+    state: TransferState
+    status: Status
+    error: str
+    bytes_sent: int
+    link: str  # "shm", "tcp" or "" before the handshake
     @property
     def quiesced(self) -> bool:
-        """No thread reads source blocks of this transfer, now or later: the
-        blocks may be freed. True in DONE; in FAILED and CANCELLED as soon as
-        the copy under way has stopped."""
+        """Whether no thread reads source blocks now or later, so that they may be freed: in
+        DONE; in FAILED and CANCELLED as soon as the copy under way has stopped."""
     def write(self, layout: Layout, first_block: int, block_ids: NDArray[np.int32]) -> Status:
-        """Queue blocks for sending; slot blocks start at first_block. Never
-        blocks. The source must not change until `quiesced` (or DONE)."""
+        """Queue blocks for sending; slot blocks start at first_block. Never blocks. The source
+        must not change until `quiesced` (or DONE)."""
     def read(
         self, layout: Layout, first_block: int, block_ids: NDArray[np.int32], timeout_s: float
     ) -> Status:
         """(waits) Copy blocks back from the slot, ordered after earlier writes."""
     def finish(self) -> None:
-        """No more writes; DONE follows when the receiver has everything."""
+        """Announce the last write; DONE follows when the receiver has everything."""
     def cancel(self) -> None:
         """Stop; the receiver frees the slot. Idempotent, never blocks."""
 
@@ -197,8 +179,8 @@ class SenderStats:
     bytes_sent: int
 
 class Sender:
-    """Dials receivers and pushes blocks. Owns its thread(s) and connections;
-    a connection is opened on first use and closed when unused for a while."""
+    """Dials receivers and pushes blocks. Owns its threads and connections; a connection is
+    opened on first use and closed when unused for a while. Thread-safe."""
     def __init__(
         self,
         *,
@@ -210,22 +192,14 @@ class Sender:
         open_timeout_s: float = 5.0,
         io_timeout_s: float = 30.0,
         max_queued_blocks: int = 1 << 20,
-        key: bytes = b"",  # 32 bytes that receivers must prove to hold; empty: any will do
+        key: bytes = b"",  # 32 bytes that receivers must prove to hold; empty: no proof
     ) -> None: ...
     def open(self, endpoint: str, transfer: str, num_blocks: int, block_bytes: int) -> Transfer:
-        """Ask for a slot of exactly this size. Never blocks: the answer (FULL,
-        REFUSED with the difference spelled out, ...) shows in the transfer."""
+        """Ask for a slot of exactly this size. Never blocks: the result (FULL, REFUSED with the
+        difference spelled out, ...) shows in the transfer."""
     def send(self, endpoint: str, message: bytes, timeout_s: float) -> Status:
         """(waits) Deliver a small message (at most 64 KiB) to `Receiver.receive`."""
     def wait(self, timeout_s: float) -> bool:
         """(waits) True when a transfer became terminal since the last wait."""
     def stats(self) -> SenderStats: ...
     def close(self) -> None: ...  # idempotent; cancels everything
-
-def copy_blocks(
-    destination: Layout,
-    destination_ids: NDArray[np.int32],
-    source: Layout,
-    source_ids: NDArray[np.int32],
-) -> None:
-    """(waits) Copy blocks between two layouts of the same page shape."""

@@ -26,7 +26,7 @@ struct ReceiverOptions {
 struct ReceiverCounters {
   uint64_t connections = 0;  // open now
   uint64_t refused_identity = 0;
-  uint64_t refused_strangers = 0;  // who did not prove that they hold the key
+  uint64_t refused_unauthenticated = 0;  // peers without proof of the key
   uint64_t bad_frames = 0;
   uint64_t bytes_received = 0;
 };

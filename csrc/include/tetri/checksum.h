@@ -1,8 +1,8 @@
-// Tells whether bytes arrived as they left: CRC32C of every fourth 8 bytes, four times, as fast as
+// Checks that bytes arrived as they left: CRC32C of every fourth 8 bytes, four times, as fast as
 // memory where the processor has an instruction for it.
 //
 // TCP's own sum has 16 bits and is taken anew by every device on the way. This one is no secret and
-// keeps nobody out: who can write to a connection can write its sum, too.
+// authenticates nothing: an attacker who can write to a connection can write its sum, too.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ class Checksum {
   uint64_t total_ = 0;
 };
 
-// Ends a data frame, behind its bytes.
+// Ends a data frame, after its bytes.
 constexpr uint64_t kGaveUp = 0;  // the sender stopped in the middle of it: these are not the bytes
 inline uint64_t sum_of_frame(const Checksum& sum) { return std::max<uint64_t>(sum.value(), 1); }
 

@@ -1,8 +1,8 @@
 // One accepted connection of a receiver. Everything here runs on the service thread.
 //
-// With a key, the peer proves first that it holds it, and until then is a stranger. A connection
-// starts unknown, and becomes a control connection with Hello or a data connection
-// with Join. Data connections receive straight into the arena.
+// With a key, the peer proves first that it holds it; until then it is unauthenticated. A
+// connection starts unknown, and becomes a control connection with Hello or a data connection with
+// Join. Data connections receive straight into the arena.
 #pragma once
 
 #include <array>
@@ -41,9 +41,9 @@ class Connection {
   void notify(const Notice& notice, TimePoint now);
   // Answers reads that waited for data of this session to arrive.
   void serve_reads(TimePoint now);
-  // Says why and no more than that: the peer gets what is queued, then end of file.
+  // Sends the reason and closes: the peer gets what is queued, then end of file.
   void refuse(const std::string& reason, TimePoint now);
-  // Only waits for the peer to hang up from here on.
+  // Only waits for the peer to close from here on.
   void drain();
 
   int fd() const { return fd_.get(); }
@@ -51,7 +51,7 @@ class Connection {
   const WriterId& writer() const { return writer_; }
   bool is_control() const { return phase_ == Phase::kControl || phase_ == Phase::kAgreed; }
   bool writes_shared() const { return writer_.shared; }
-  bool is_stranger() const { return doorman_.has_value(); }
+  bool is_unauthenticated() const { return authenticator_.has_value(); }
   bool draining() const { return phase_ == Phase::kDraining; }
   uint64_t session_id() const { return session_; }
   bool wants_write() const { return !out_.empty(); }
@@ -83,7 +83,7 @@ class Connection {
   ArenaState& state_;
   Sessions& sessions_;
   Phase phase_ = Phase::kNew;
-  std::optional<Doorman> doorman_;  // until the peer has proved that it holds the key
+  std::optional<Authenticator> authenticator_;  // until the peer has proved that it holds the key
   WriterId writer_;
   uint64_t session_ = 0;
   TimePoint handshake_deadline_;

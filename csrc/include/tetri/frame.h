@@ -23,7 +23,7 @@ constexpr uint32_t kMaxMessageBytes = 64 << 10;
 constexpr uint32_t kMaxReadBytes = 128 << 10;  // payload of one ReadData
 constexpr uint32_t kDataChunkBytes = 512 << 10;
 constexpr size_t kDataPrefixBytes = 16;  // generation, offset
-constexpr size_t kDataSumBytes = 8;      // behind the bytes, of all before it but the header
+constexpr size_t kDataSumBytes = 8;      // after the bytes, over all before it but the header
 constexpr uint32_t kMaxRanks = 1024;
 constexpr size_t kNonceBytes = 32;
 constexpr uint32_t kProofBodyBytes = 4 + kNonceBytes;  // of a challenge and of a proof
@@ -40,7 +40,7 @@ enum class Type : uint16_t {
   kOpen,        // sender: a slot, please
   kOpened,      // receiver: granted, full or refused
   kData,        // sender, data connections only: generation, offset, bytes, checksum
-  kDone,        // sender: that was all, so many bytes
+  kDone,        // sender: that was all, with the number of bytes
   kConfirm,     // receiver: everything of this rank is here
   kCancel,      // sender: forget it; it has stopped writing
   kStop,        // receiver: this slot is no longer yours; stop writing and say so
@@ -240,7 +240,7 @@ struct Stopped {
 struct Read {
   static constexpr Type kType = Type::kRead;
   uint64_t read = 0, generation = 0, offset = 0, length = 0;
-  uint64_t after_bytes = 0;  // answer when so many bytes of this rank have arrived
+  uint64_t after_bytes = 0;  // answer when this many bytes of this rank have arrived
   template <typename F>
   void fields(F& f) {
     f(read), f(generation), f(offset), f(length), f(after_bytes);

@@ -13,7 +13,7 @@
 namespace tetri {
 
 // One rank's paged cache. Immutable after construction, so any thread may read it; the memory that
-// it describes belongs to somebody else.
+// it describes has another owner.
 class Layout {
  public:
   // Throws std::invalid_argument when the description is empty, overlaps or overflows.
@@ -70,9 +70,5 @@ class Layout {
 };
 
 using LayoutPtr = std::shared_ptr<const Layout>;
-
-// Throws std::invalid_argument when the page shapes or the numbers of ids differ.
-void copy_blocks(const Layout& destination, const std::vector<int32_t>& destination_ids,
-                 const Layout& source, const std::vector<int32_t>& source_ids);
 
 }  // namespace tetri

@@ -40,7 +40,7 @@ class Peer {
   Peer(std::shared_ptr<SenderShared> shared, Endpoint endpoint);
   ~Peer();
 
-  // False when the thread has ended or the queue of messages is full: nobody will look at it.
+  // False when the thread has ended or the queue of messages is full: it will not be sent.
   bool post(Command command);
   // Ends the thread. Its transfers must be cancelled before. Idempotent.
   void stop();

@@ -3,15 +3,14 @@
 //   sender                              receiver
 //   CHALLENGE, 32 random bytes  ---->
 //                               <----   CHALLENGE, 32 random bytes
-//   PROOF as the sender         ---->   checks it, and hangs up if it is wrong
+//   PROOF as the sender         ---->   checks it, and closes if it is wrong
 //   checks it                   <----   PROOF as the receiver
 //
 // A proof is HMAC-SHA256(key, role | sender's bytes | receiver's bytes | protocol version |
 // receiver's address). The role keeps either end from being handed its own proof, the bytes keep
-// a proof from being used twice, and the address keeps whoever listens elsewhere (at a port that a
-// dead receiver had, say) from passing both ends' frames on to each other. It says who is at the
-// other end when the connection begins, and no more than that: bytes that follow are neither
-// encrypted nor signed.
+// a proof from being replayed, and the address keeps a process that listens elsewhere (at the port
+// of a dead receiver, say) from relaying both ends' frames. The proof authenticates the beginning
+// of a connection only: bytes that follow are neither encrypted nor signed.
 #pragma once
 
 #include <array>
@@ -25,7 +24,7 @@ namespace tetri {
 
 constexpr size_t kKeyBytes = 32;
 
-// Empty, which means that nobody has to prove anything, or kKeyBytes long. Throws
+// Empty, which means that no proof is asked for, or kKeyBytes long. Throws
 // std::invalid_argument.
 const std::string& checked_key(const std::string& key);
 
@@ -42,9 +41,9 @@ void prove(ControlChannel& control, const std::string& key, const Endpoint& endp
            TimePoint deadline, int cancel_fd);
 
 // The receiver's half: takes the bytes of two small frames, and none beyond them.
-class Doorman {
+class Authenticator {
  public:
-  Doorman(std::string key, std::string address)
+  Authenticator(std::string key, std::string address)
       : key_(std::move(key)), address_(std::move(address)) {}
 
   // Whether the peer has proved itself; nothing more is to be read here then.
@@ -52,9 +51,9 @@ class Doorman {
   // Where the peer's next bytes go, and how many of them.
   uint8_t* room() { return frame_.data() + filled_; }
   size_t wants() const { return frame_.size() - filled_; }
-  // So many came. Returns what to answer, often nothing. Throws FrameError when the peer does
-  // not hold the key, in words for the peer.
-  std::string took(size_t bytes);
+  // Takes `bytes` bytes that were read into `room`. Returns what to answer, often nothing. Throws
+  // FrameError with a message for the peer when it does not hold the key.
+  std::string take(size_t bytes);
 
  private:
   std::string answer(const Frame& frame);

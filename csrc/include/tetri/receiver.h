@@ -17,7 +17,7 @@ struct ReceiverStats {
   uint64_t slots = 0, filling = 0, unclaimed = 0, quarantined = 0;
   uint64_t connections = 0, threads = 0;
   uint64_t arrived = 0, expired = 0, cancelled = 0;
-  uint64_t refused_full = 0, refused_identity = 0, refused_strangers = 0;
+  uint64_t refused_full = 0, refused_identity = 0, refused_unauthenticated = 0;
   uint64_t bad_frames = 0, bytes_received = 0;
 };
 

@@ -2,8 +2,8 @@
 //
 //   [ header 4 KiB | one ControlWord per slot | arena ............ ]
 //
-// The owner holds an exclusive flock on the file for as long as it lives, which is how `sweep`
-// knows which segments nobody owns any more.
+// The owner holds an exclusive flock on the file while it lives; `sweep` removes the segments that
+// it can lock.
 #pragma once
 
 #include <array>
@@ -65,7 +65,7 @@ class Segment {
 
 // Bytes from the kernel's generator.
 uint64_t random_u64();
-// Same on every process of one running kernel, different elsewhere.
+// Equal in every process of one running kernel, different elsewhere.
 std::string boot_id();
 
 }  // namespace tetri

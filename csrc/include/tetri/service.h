@@ -34,9 +34,9 @@ class Service : private Sessions {
   void serve(uint64_t id, uint32_t events, TimePoint now);
   void deliver_notices(TimePoint now);
   void end_overdue(TimePoint now);
-  // The peer is gone for sure: nobody writes any more.
+  // The peer is gone for sure: no writer is left.
   void remove(uint64_t id, const std::string& reason, TimePoint now);
-  // This side has had enough. Shared-memory writers keep their quarantine until they hang up.
+  // This side closes it. Slots of shared-memory writers stay in quarantine until the peer closes.
   void drop(Connection& connection, const std::string& reason, TimePoint now);
   void broke_protocol(Connection& connection, const std::string& reason, TimePoint now);
   void watch(Connection& connection);
@@ -49,7 +49,7 @@ class Service : private Sessions {
   uint64_t next_id_ = 2;  // 0 is the listener, 1 the wake event
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::unordered_map<uint64_t, uint64_t> sessions_;  // session -> control connection
-  std::set<uint64_t> strangers_;  // connections that have not proved themselves, oldest first
+  std::set<uint64_t> unauthenticated_;               // without a proof yet, oldest first
   std::unordered_map<uint64_t, bool> watching_write_;
   TimePoint accept_again_ = TimePoint::max();
   TimePoint next_sweep_ = TimePoint::max();

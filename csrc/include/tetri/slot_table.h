@@ -9,9 +9,10 @@
 // A slot that this side fills itself (`claim`) is TAKEN from the start.
 //
 // Memory of a slot that ends while a shared-memory writer may still be writing is quarantined: it
-// stays allocated, under no name, until that writer says that it stopped or its connection is gone.
+// stays allocated, under no name, until that writer reports that it stopped or its connection is
+// gone.
 //
-// Not thread-safe and without a clock: the caller locks and says what time it is.
+// Not thread-safe and without a clock: the caller locks and passes the time.
 #pragma once
 
 #include <deque>
@@ -49,7 +50,7 @@ struct WriterId {
   bool shared = false;  // writes into the segment itself
 };
 
-// What the service thread has to tell a sender.
+// What the service thread has to send to a sender.
 struct Notice {
   uint64_t connection;
   uint64_t generation;
@@ -97,12 +98,12 @@ class SlotTable {
                             uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer, TimePoint now);
-  // Ends every slot that nobody took and whose name begins with `prefix`, but for those in
+  // Ends every slot that is not TAKEN and whose name begins with `prefix`, but for those in
   // `kept`; `reason` is left as their notes.
   void abandon(const std::string& prefix, const std::unordered_set<std::string>& kept,
                const std::string& reason, TimePoint now);
 
-  // Ends what is overdue; says when to call again.
+  // Ends what is overdue; returns when to call again.
   TimePoint expire(TimePoint now);
   TimePoint next_deadline() const { return next_deadline_; }
   std::vector<Notice> take_notices();
@@ -111,7 +112,7 @@ class SlotTable {
   uint64_t total_bytes() const { return allocator_.total_bytes(); }
   uint64_t quarantined_bytes() const { return quarantined_bytes_; }
   size_t num_slots() const { return slots_.size(); }
-  // Of those: in this state, quarantined ones in none.
+  // Slots in this state; quarantined ones are in none.
   size_t num_slots(SlotState state) const;
   size_t num_quarantined() const;
   const TableCounters& counters() const { return counters_; }

@@ -45,7 +45,7 @@ struct WriteOp {
 using WriteOpPtr = std::shared_ptr<WriteOp>;
 
 // Something that a caller waits for: a read, or a message. `mutex` also guards the memory that a
-// read fills: once `abandoned`, nobody writes there any more.
+// read fills: once `abandoned`, no thread writes there any more.
 struct Ticket {
   std::mutex mutex;
   std::condition_variable changed;

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.cost import opt13b
 from vllm_tetri.sim.cost.profiles import PROFILES, profile
 from vllm_tetri.sim.cost.step_cost import Roofline, linear
-from vllm_tetri.types import StepCoefficients
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -113,35 +111,6 @@ def test_a_wrong_file_is_one_clear_error(
     assert "\n" not in str(error.value)
 
 
-# -- the paper's device ----------------------------------------------------------------------
-
-
-def test_the_papers_profile_is_what_the_fit_finds() -> None:
-    fitted = astuple(opt13b.fit())
-
-    assert astuple(opt13b.COST) == pytest.approx(fitted, rel=0.005)
-    assert profile("opt-13b-2xv100").cost is opt13b.COST
-
-
-def test_the_papers_profile_is_near_what_the_paper_states() -> None:
-    off = {each.words: each.deviation(opt13b.COST) for each in opt13b.STATEMENTS if each.is_fitted}
-
-    assert len(off) >= 7
-    assert max(abs(each) for each in off.values()) < 0.15
-
-
-def test_no_near_proportions_are_closer_to_the_statements() -> None:
-    def error(cost: StepCoefficients) -> float:
-        fitted = [each for each in opt13b.STATEMENTS if each.is_fitted]
-        return sum(opt13b.residual(each, cost) ** 2 for each in fitted)
-
-    best = opt13b.fit()
-    for name in ("request_s", "token_s", "prompt_s"):
-        for factor in (0.95, 1.05):
-            other = replace(best, **{name: getattr(best, name) * factor})
-            assert error(other) > error(best)
-
-
 def test_the_papers_pool_is_memory_less_weights() -> None:
     known = profile("opt-13b-2xv100")
 
@@ -149,19 +118,6 @@ def test_the_papers_pool_is_memory_less_weights() -> None:
     assert known.num_devices == 2
     # 0.9 of two times 32 GiB, less 25.7 GB of weights.
     assert known.kv_tokens == pytest.approx((0.9 * 64 * 2**30 - 25.7e9) / 819_200, rel=0.01)
-
-
-@pytest.mark.parametrize("name", ["opt-13b-2xv100", "roofline:llama-3-8b:h100"])
-def test_tables_in_the_documents_are_what_the_command_prints(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["sim", "profile", name]) == 0
-
-    printed = capsys.readouterr().out
-    text = (DOCS / "profiles.md").read_text(encoding="utf-8")
-    tables = [line for line in printed.splitlines() if line.startswith("|")]
-    assert len(tables) > 10
-    assert [line for line in tables if line not in text] == []
 
 
 # -- in the simulator ------------------------------------------------------------------------

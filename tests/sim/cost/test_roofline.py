@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.cost.architecture import MODELS, model
-from vllm_tetri.sim.cost.roofline import GPUS, gpu, kv_tokens, roofline
+from vllm_tetri.sim.cost.hardware import GPUS, MODELS, gpu, kv_tokens, model, roofline
 
 LLAMA, OPT = MODELS["llama-3-8b"], MODELS["opt-13b"]
 V100, H100, H200 = GPUS["v100-32g"], GPUS["h100-80g"], GPUS["h200"]

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 
-from tests.sim.builders import ask
+from tests.sim.builders import spec
 from vllm_tetri.sim.cluster import simulate
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances
 from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.cost.step_cost import Roofline, linear
-from vllm_tetri.sim.plan.layout import System
-from vllm_tetri.sim.setting import Setting, Shape, places
+from vllm_tetri.sim.plan.values import System
 from vllm_tetri.types import StepCoefficients
 
 ROOF = Roofline(
@@ -47,18 +47,6 @@ def test_a_linear_cost_is_reported_as_it_is() -> None:
     assert linear(cost) is cost
 
 
-def test_a_roofline_that_never_bends_is_found_exactly() -> None:
-    flat = Roofline(0.002, 0.01, token_s=0.0, kv_s=1e-6, attention_s=1e-8, link_s=3e-5)
-
-    found = linear(flat)
-
-    assert found.base_s == pytest.approx(0.012)
-    assert found.request_s == pytest.approx(3e-5)
-    assert found.token_s == pytest.approx(1e-6)
-    assert found.prompt_s == pytest.approx(3e-5)
-    assert found.context_s == pytest.approx(1e-8)
-
-
 @pytest.mark.parametrize("name", ["llama-3-8b:h100", "opt-13b:v100:2", "llama-3-70b:h200:4"])
 def test_what_is_reported_of_a_roofline_is_not_far_off(name: str) -> None:
     cost = profile(f"roofline:{name}").cost
@@ -76,9 +64,9 @@ def test_what_is_reported_of_a_roofline_is_not_far_off(name: str) -> None:
 
 
 def test_a_simulated_engine_takes_what_the_roofline_says() -> None:
-    setting = Setting(places(both=1, shape=Shape(cost=ROOF)), System.WHOLE)
+    config = ClusterConfig(make_instances(both=1, engine=EngineConfig(cost=ROOF)), System.WHOLE)
 
-    (served,) = simulate(setting, [ask(0, 300, 3)])
+    (served,) = simulate(config, [spec(0, 300, 3)])
 
     assert served.ttft_s == pytest.approx(ROOF.step_s(0, 0, 300, 149.5))
     assert served.jct_s - served.ttft_s == pytest.approx(
@@ -88,9 +76,9 @@ def test_a_simulated_engine_takes_what_the_roofline_says() -> None:
 
 @pytest.mark.parametrize("mode", ["adaptive", "split"])
 def test_modes_that_price_run_on_rooflines(mode: str) -> None:
-    shape = Shape(cost=ROOF, tbt_slo_s=0.03)
-    asks = [ask(number, 200, 20, number / 20) for number in range(60)]
+    engine = EngineConfig(cost=ROOF, tbt_slo_s=0.03)
+    specs = [spec(number, 200, 20, number / 20) for number in range(60)]
 
-    served = simulate(Setting(places(1, 1, shape=shape), mode), asks)
+    served = simulate(ClusterConfig(make_instances(1, 1, engine=engine), mode), specs)
 
     assert len(served) == 60

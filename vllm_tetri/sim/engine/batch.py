@@ -1,8 +1,8 @@
-"""The requests that an instance decodes, in time that does not depend on how many.
+"""The requests that an instance decodes, at a cost per step that does not depend on how many.
 
-Every step gives each of them a token, so what each has follows from how many steps were
-taken since it came. Kept are only sums: their context, who ends at which step, and how
-many need another KV block at a step (those whose tokens fill a block then).
+Every step gives each of them a token, so what each has follows from how many steps were taken
+since it joined. Kept are only sums: their context, which of them end at which step, and how many
+need another KV block at a step.
 """
 
 from __future__ import annotations
@@ -10,109 +10,102 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from vllm_tetri.sim.job import Job
+from vllm_tetri.sim.request import SimRequest
 
 
 class DecodeBatch:
     """Owner: its instance.
 
     Attributes:
-        durations: Seconds of every step so far in which somebody was decoded, and of pauses
-            before it.
-        num_steps: How many those are.
-        context_tokens: Whose KV all of them hold together.
+        durations: Seconds of every step with decodes so far, with pauses before it.
+        num_steps: Number of those.
+        context_tokens: Tokens of KV that all requests hold together.
     """
 
     def __init__(self, block_size: int) -> None:
         self.durations: array[float] = array("d")
         self.context_tokens = 0
-        self._block_size = block_size
-        self._members: dict[Job, None] = {}  # in order of arrival
         self.num_steps = 0
-        self._ends: dict[int, list[Job]] = {}
+        self._block_size = block_size
+        self._members: dict[SimRequest, None] = {}  # in order of arrival
+        self._ends: dict[int, list[SimRequest]] = {}
         self._borders = [0] * block_size  # how many fill a block at steps ≡ index
-        self._new: list[Job] = []  # took part in no step yet
+        self._new: list[SimRequest] = []  # took part in no step yet
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[SimRequest]:
         return iter(self._members)
 
     @property
-    def newest(self) -> Job:
-        """Who came last."""
+    def newest(self) -> SimRequest:
+        """The request that joined last."""
         return next(reversed(self._members))
 
     @property
     def growth_blocks(self) -> int:
-        """That the next step needs on top of what they have."""
+        """Blocks that the next step needs in addition."""
         return self._borders[self.num_steps % self._block_size]
 
-    def join(self, job: Job) -> None:
-        """From the next step on it gets a token."""
-        job.joined_step = self.num_steps
-        self._members[job] = None
-        self._new.append(job)
-        self.context_tokens += job.held_tokens
-        self._ends.setdefault(self._end_of(job), []).append(job)
-        self._borders[(job.joined_step - job.held_tokens) % self._block_size] += 1
+    def join(self, request: SimRequest) -> None:
+        """Give it a token with every step from the next one on."""
+        request.joined_step = self.num_steps
+        self._members[request] = None
+        self._new.append(request)
+        self.context_tokens += request.held_tokens
+        self._ends.setdefault(self._end_of(request), []).append(request)
+        self._borders[(request.joined_step - request.held_tokens) % self._block_size] += 1
 
-    def put_last(self, job: Job) -> None:
-        """As if it had come last, if it is here."""
-        if job in self._members:
-            del self._members[job]
-            self._members[job] = None
+    def put_last(self, request: SimRequest) -> None:
+        """Move it to the end of the order, if it is in the batch."""
+        if request in self._members:
+            del self._members[request]
+            self._members[request] = None
 
-    def leave(self, job: Job, now: float) -> None:
-        """It gets no more tokens here. What it has is written to it.
+    def leave(self, request: SimRequest, now: float) -> None:
+        """Remove it before its end, and write its tokens to it. `now` is the end of the newest
+        step."""
+        if request.joined_step < self.num_steps:
+            request.last_token_s = now
+        self._ends[self._end_of(request)].remove(request)
+        self._drop(request)
 
-        Args:
-            now: End of the newest step.
-        """
-        if job.joined_step < self.num_steps:
-            job.last_token_s = now
-        self._ends[self._end_of(job)].remove(job)
-        self._drop(job)
-
-    def step(self, seconds: float, now: float) -> list[Job]:
-        """A step is done; those who got their last token leave and are returned."""
+    def step(self, seconds: float, now: float) -> list[SimRequest]:
+        """End a step. Requests with their last token are removed and returned."""
         self.durations.append(seconds)
         self.num_steps += 1
         self.context_tokens += len(self._members)
-        if self._new:
-            for job in self._new:
-                job.gaps.append(now - job.last_token_s)
-            self._new.clear()
-        ended = self._ends.pop(self.num_steps, None)
-        if ended is None:
-            return []
-        for job in ended:
-            self._drop(job)
-            job.last_token_s = now
+        for request in self._new:
+            request.gaps.append(now - request.last_token_s)
+        self._new.clear()
+        ended = self._ends.pop(self.num_steps, [])
+        for request in ended:
+            self._drop(request)
+            request.last_token_s = now
         return ended
 
     def held_tokens(self) -> list[int]:
-        """Whose KV everybody holds now, in their order."""
+        """Tokens of KV that each request holds now, in their order."""
         steps = self.num_steps
-        return [job.held_tokens + steps - job.joined_step for job in self._members]
+        return [each.held_tokens + steps - each.joined_step for each in self._members]
 
-    def produced_tokens(self) -> list[int]:
-        """What everybody has of its answer, in their order."""
+    def num_output_tokens(self) -> list[int]:
+        """Output tokens that each request has now, in their order."""
         steps = self.num_steps
-        return [job.produced_tokens + steps - job.joined_step for job in self._members]
+        return [each.num_output_tokens + steps - each.joined_step for each in self._members]
 
-    def _end_of(self, job: Job) -> int:
-        return job.joined_step + job.ask.output_tokens - job.produced_tokens
+    def _end_of(self, request: SimRequest) -> int:
+        return request.joined_step + request.spec.output_tokens - request.num_output_tokens
 
-    def _drop(self, job: Job) -> None:
-        del self._members[job]
-        self._borders[(job.joined_step - job.held_tokens) % self._block_size] -= 1
-        steps = self.num_steps - job.joined_step
-        job.held_tokens += steps
-        job.produced_tokens += steps
-        self.context_tokens -= job.held_tokens
+    def _drop(self, request: SimRequest) -> None:
+        del self._members[request]
+        self._borders[(request.joined_step - request.held_tokens) % self._block_size] -= 1
+        steps = self.num_steps - request.joined_step
+        request.held_tokens += steps
+        request.num_output_tokens += steps
+        self.context_tokens -= request.held_tokens
         if not steps:
-            self._new.remove(job)
-        elif steps > 1:  # the gap before its first token here is its own
-            job.stretches.append((self.durations, job.joined_step + 1, self.num_steps))
+            self._new.remove(request)
+        elif steps > 1:  # the gap before its first token here is in `gaps`
+            request.stretches.append((self.durations, request.joined_step + 1, self.num_steps))

@@ -1,8 +1,8 @@
-"""What all simulated engines have in common: steps, a KV pool, and their end.
+"""What all simulated engines have in common: steps, a KV pool, and preemption.
 
-An engine is idle or in a step. At the start of a step it decides what the step computes,
-and gets the blocks for it; at its end everybody in the batch has a token more, and
-prompts are further. Blocks are exact, without a prefix cache.
+An engine is idle or in a step. At the start of a step it decides what the step computes and
+allocates blocks for it; at its end every request in the batch has a token more. Blocks are exact,
+without a prefix cache.
 """
 
 from __future__ import annotations
@@ -10,133 +10,133 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
 from vllm_tetri.sim.engine.batch import DecodeBatch
-from vllm_tetri.sim.job import Job
 from vllm_tetri.sim.log import Log, Step
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.setting import Place
+from vllm_tetri.sim.request import SimRequest
+from vllm_tetri.types import InstanceLoad
 
-Share = tuple[Job, int]
+Share = tuple[SimRequest, int]
 """Prompt tokens that a step computes of a request."""
 
 
 class Cluster(Protocol):
-    """What an instance says to whoever connects it with others."""
+    """What connects an instance with others."""
 
-    def computed(self, job: Job, now: float) -> None:
-        """A chunk of its prompt is done, and another one begins."""
+    loop: Loop
+    log: Log | None
 
-    def prefilled(self, job: Job, now: float) -> bool:
-        """Its first token is there. Returns whether another instance goes on with it."""
+    def computed(self, request: SimRequest, now: float) -> None:
+        """A chunk of the prompt is done, and another one begins."""
 
-    def granted(self, job: Job, now: float) -> None:
-        """There is memory for its KV now, for which it had to wait."""
+    def prefilled(self, request: SimRequest, now: float) -> bool:
+        """The first token is sampled. Returns whether another instance decodes the rest."""
 
-    def ended(self, job: Job, now: float) -> None:
-        """Its last token is there."""
+    def granted(self, request: SimRequest, now: float) -> None:
+        """The receive arena has memory for KV that had to wait."""
+
+    def ended(self, request: SimRequest, now: float) -> None:
+        """The last token is sampled."""
 
 
 class Instance(ABC):
     """A simulated engine.
 
     Attributes:
+        started: Prompts that are computed in part.
         busy_s: Time in steps so far.
-        num_steps: So far.
         step_s: Duration of the newest step.
-        is_batch_paused: Whether the step that is put together leaves decodes out.
+        has_changed: Since the last load report; the reader resets it.
+        is_batch_paused: Whether the next step leaves decodes out.
     """
 
-    def __init__(self, place: Place, cluster: Cluster, loop: Loop) -> None:
-        self.place = place
-        self.shape = place.shape
-        self.cluster = cluster
-        self.free_blocks = self.shape.kv_blocks
-        self.batch = DecodeBatch(self.shape.block_size)
-        self.started: list[Job] = []  # prompts of which some is computed
+    def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
+        self.config, self.engine, self.cluster = config, config.engine, cluster
+        self.free_blocks = self.engine.kv_blocks
+        self.max_requests = self.engine.max_requests
+        self.batch = DecodeBatch(self.engine.block_size)
+        self.started: list[SimRequest] = []
         self.busy_s = self.step_s = 0.0
-        self.num_steps = self.prompt_tokens_done = self.answer_tokens_done = 0
+        self.num_steps = self.prompt_tokens_done = self.output_tokens_done = 0
         self.prefills_done = self.decodes_done = self.preemptions = 0
-        self.has_changed = True  # since the last report
-        self.log: Log | None = None
-        self._lost: list[int] = []  # for the log
+        self.has_changed = True
         self.is_batch_paused = False
+        self._preempted_ids: list[int] = []  # for the log
         self._paused_s = 0.0  # since the last step with decodes
-        self._loop = loop
         self._is_busy = False
         self._shares: list[Share] = []
 
-    # -- what differs --------------------------------------------------------------
-
     @abstractmethod
-    def submit(self, job: Job, now: float) -> None:
-        """Compute its prompt."""
+    def submit(self, request: SimRequest, now: float) -> None:
+        """Take a new request."""
 
     @abstractmethod
     def compose(self, now: float) -> list[Share]:
-        """Put together the next step: who joins the batch, and which prompts go on."""
+        """Decide the next step: which requests join the batch, and which prompts go on."""
 
     @abstractmethod
-    def put_back(self, job: Job) -> None:
-        """It lost its blocks and is to come again before all others that wait."""
+    def put_back(self, request: SimRequest) -> None:
+        """Queue a preempted request, which has lost its blocks, before all that wait."""
 
     @abstractmethod
-    def note_end(self, job: Job) -> None:
-        """An answer ended here."""
+    def load(self, cluster: ClusterConfig) -> InstanceLoad:
+        """Return what the instance reports, as `engine.load` reads it. A byte of the arena is a
+        token, and the cost of steps and hand-overs is known, as far as it is linear."""
+
+    @abstractmethod
+    def on_end(self, request: SimRequest) -> None:
+        """A response ended here."""
 
     # -- steps ---------------------------------------------------------------------
 
     def wake(self, now: float) -> None:
-        """There may be something to do."""
+        """Begin a step if the engine is idle and has work."""
         self.has_changed = True
         if self._is_busy:
             return
-        self._is_busy = True  # who is told of something meanwhile may call again
-        shares = self._compose_something(now)
+        self._is_busy = True  # calls that `compose` makes may lead back to here
+        self._shares = shares = self._compose_until_filled(now)
         num_decodes = 0 if self.is_batch_paused else len(self.batch)
         if not shares and not num_decodes:
             self._is_busy = False
             return
-        seconds = self.duration_s(shares)
+        self.step_s = self.duration_s(shares)
+        self.busy_s += self.step_s
         self.prompt_tokens_done += sum(num for _, num in shares)
-        self.answer_tokens_done += num_decodes
+        self.output_tokens_done += num_decodes
         self.num_steps += 1
-        self.busy_s += seconds
-        self.step_s = seconds
-        self._shares = shares
-        for job, _ in shares:
-            if not job.computed_tokens and not job.produced_tokens:
-                job.begun_s = now
-        if self.log is not None:
-            self._tell(self.log)
-        self._loop.at(now + seconds, self._end_step)
+        for request, _ in shares:
+            if not request.num_computed_tokens and not request.num_output_tokens:
+                request.begun_s = now
+        if self.cluster.log is not None:
+            prompts = tuple((request.spec.id, tokens) for request, tokens in shares)
+            decodes = tuple(each.spec.id for each in self.batch) if num_decodes else ()
+            preempted = tuple(self._preempted_ids)
+            self.cluster.log(Step(self.config.id, self.num_steps, prompts, decodes, preempted))
+            self._preempted_ids.clear()
+        self.cluster.loop.at(now + self.step_s, self._end_step)
 
     def duration_s(self, shares: list[Share]) -> float:
-        """Of the step that was put together."""
+        """Seconds of a step with these prompt tokens and, unless it is paused, the batch."""
         tokens, context = 0, 0.0
-        for job, num in shares:
+        for request, num in shares:
             tokens += num
-            context += num * (job.computed_tokens + (num - 1) / 2)
+            context += num * (request.num_computed_tokens + (num - 1) / 2)
         mean_context = context / tokens if tokens else 0.0
+        num_decodes, decode_context = len(self.batch), self.batch.context_tokens
         if self.is_batch_paused:
-            return self.shape.cost.step_s(0, 0, tokens, mean_context)
-        return self.shape.cost.step_s(
-            len(self.batch), self.batch.context_tokens, tokens, mean_context
-        )
+            num_decodes = decode_context = 0
+        return self.engine.cost.step_s(num_decodes, decode_context, tokens, mean_context)
 
-    def _tell(self, log: Log) -> None:
-        prompts = tuple((job.ask.id, tokens) for job, tokens in self._shares)
-        decodes = () if self.is_batch_paused else tuple(job.ask.id for job in self.batch)
-        log(Step(self.place.id, self.num_steps, prompts, decodes, tuple(self._lost)))
-        self._lost.clear()
-
-    def _compose_something(self, now: float) -> list[Share]:
-        """Nothing may be left of a step that lost somebody, or in which started prompts
-        made way for one that was refused: the next one makes up for it."""
+    def _compose_until_filled(self, now: float) -> list[Share]:
+        """Compose again while a step is empty only because of a preemption, or because started
+        prompts were held back for one that could not start."""
         while True:
             preemptions = self.preemptions
             shares = self.compose(now)
-            has_lost = self.preemptions > preemptions
-            if shares or len(self.batch) or not (has_lost or self.started):
+            may_fill = self.preemptions > preemptions or self.started
+            if shares or len(self.batch) or not may_fill:
                 return shares
 
     def _end_step(self, now: float) -> None:
@@ -144,100 +144,102 @@ class Instance(ABC):
             self._paused_s += self.step_s
         elif len(self.batch):
             seconds, self._paused_s = self._paused_s + self.step_s, 0.0
-            for job in self.batch.step(seconds, now):
-                self._end(job, now)
-        for job, num in self._shares:
-            job.computed_tokens += num
-            if job.computed_tokens >= job.target_tokens:
-                self.started.remove(job)
-                self._sample(job, now)
+            for request in self.batch.step(seconds, now):
+                self._end(request, now)
+        for request, num in self._shares:
+            request.num_computed_tokens += num
+            if request.num_computed_tokens >= request.target_tokens:
+                self.started.remove(request)
+                self._sample(request, now)
         self._is_busy = False
         self.wake(now)
 
-    def _sample(self, job: Job, now: float) -> None:
-        """Everything it has is computed: it gets its next token."""
-        if job.produced_tokens:
-            job.gaps.append(now - job.last_token_s)
+    def _sample(self, request: SimRequest, now: float) -> None:
+        """Give a request its next token after all its tokens are computed."""
+        if request.num_output_tokens:
+            request.gaps.append(now - request.last_token_s)
         else:
-            job.first_token_s = now
+            request.first_token_s = now
             self.prefills_done += 1
-        job.last_token_s = now
-        job.produced_tokens += 1
-        job.held_tokens = job.target_tokens
-        if job.produced_tokens == job.ask.output_tokens:
-            self._end(job, now)
-        elif job.produced_tokens > 1 or not self.cluster.prefilled(job, now):
-            self.batch.join(job)
+        request.last_token_s = now
+        request.num_output_tokens += 1
+        request.held_tokens = request.target_tokens
+        if request.num_output_tokens == request.spec.output_tokens:
+            self._end(request, now)
+        elif request.num_output_tokens > 1 or not self.cluster.prefilled(request, now):
+            self.batch.join(request)
 
-    def _end(self, job: Job, now: float) -> None:
-        self.free_blocks += self.blocks(job.held_tokens)
-        # One token for somebody else is no answer.
-        if not (job.is_split and job.prefill == self.place.id):
+    def _end(self, request: SimRequest, now: float) -> None:
+        self.free_blocks += self.blocks(request.held_tokens)
+        # The first token of a split request is no response of this instance.
+        if not (request.is_split and request.prefill == self.config.id):
             self.decodes_done += 1
-            self.note_end(job)
-        self.cluster.ended(job, now)
+            self.on_end(request)
+        self.cluster.ended(request, now)
 
-    def release(self, job: Job, now: float) -> None:
-        """Another instance has its KV."""
-        self.free_blocks += self.blocks(job.target_tokens)
+    def release(self, request: SimRequest, now: float) -> None:
+        """Free its blocks: another instance has its KV."""
+        self.free_blocks += self.blocks(request.target_tokens)
         self.wake(now)
 
     # -- blocks ----------------------------------------------------------------------
 
     def blocks(self, tokens: int) -> int:
-        """That hold so many tokens."""
-        return -(-tokens // self.shape.block_size)
+        """Blocks that hold the KV of `tokens` tokens."""
+        return -(-tokens // self.engine.block_size)
+
+    def has_place(self) -> bool:
+        """Whether one more request may be in a step."""
+        return len(self.batch) + len(self.started) < self.max_requests
 
     def grow(self, now: float) -> None:
-        """Blocks for a token of everybody in the batch. When there are too few, whoever
-        came last loses all of its own."""
+        """Allocate blocks for a token of every request in the batch, preempting the newest
+        requests until there are enough."""
         while self.batch.growth_blocks > self.free_blocks:
-            self._preempt_newest(now)
+            self.preempt_newest(now)
         self.free_blocks -= self.batch.growth_blocks
 
-    def _preempt_newest(self, now: float) -> Job:
-        """Prompts come behind decodes in vLLM's list, so they go first."""
+    def preempt_newest(self, now: float) -> SimRequest:
+        """Take the blocks of the newest request. Prompts come after decodes in vLLM's list of
+        running requests, so they lose theirs first."""
         self.preemptions += 1
         if self.started:
-            job = self.started.pop()
-            self.free_blocks += self.blocks(job.computed_tokens)
+            request = self.started.pop()
+            self.free_blocks += self.blocks(request.num_computed_tokens)
         else:
-            job = self.batch.newest
-            self.batch.leave(job, now - self._paused_s)
-            self.free_blocks += self.blocks(job.held_tokens)
-        job.num_preemptions += 1
-        if self.log is not None:
-            self._lost.append(job.ask.id)
-        self.put_back(job)
-        return job
+            request = self.batch.newest
+            self.batch.leave(request, now - self._paused_s)
+            self.free_blocks += self.blocks(request.held_tokens)
+        request.num_preemptions += 1
+        if self.cluster.log is not None:
+            self._preempted_ids.append(request.spec.id)
+        self.put_back(request)
+        return request
 
     def go_on(
         self, left_tokens: int, shares: list[Share], now: float, parts: dict[str, int] | None = None
     ) -> int:
-        """Give started prompts their part of a step. One without blocks takes those of who
-        was started last, which may be its own.
-
-        Args:
-            parts: Most tokens for each of them.
-
-        Returns:
-            What is left of the step.
-        """
-        for job in tuple(self.started):
-            tokens = min(job.missing_tokens if parts is None else parts[job.name], left_tokens)
-            if tokens <= 0 or job not in self.started:
+        """Add started prompts to a step, at most `parts` tokens of each by request id. One without
+        blocks takes those of the prompt that was started last, possibly its own. Returns the
+        tokens that are left of the step."""
+        for request in tuple(self.started):
+            most = request.missing_tokens if parts is None else parts[request.request_id]
+            tokens = min(most, left_tokens)
+            if tokens <= 0 or request not in self.started:
                 continue
-            taken = self.take_blocks(job, tokens)
-            while not taken and self._preempt_newest(now) is not job:
-                taken = self.take_blocks(job, tokens)
+            taken = self.take_blocks(request, tokens)
+            while not taken and self.preempt_newest(now) is not request:
+                taken = self.take_blocks(request, tokens)
             if taken:
-                shares.append((job, taken))
+                shares.append((request, taken))
                 left_tokens -= taken
         return left_tokens
 
-    def take_blocks(self, job: Job, tokens: int) -> int:
-        """Blocks for the next tokens of a prompt, all or none. Returns the tokens."""
-        more_blocks = self.blocks(job.computed_tokens + tokens) - self.blocks(job.computed_tokens)
+    def take_blocks(self, request: SimRequest, tokens: int) -> int:
+        """Allocate blocks for the next tokens of a prompt. Returns the tokens, or 0 if there are
+        too few blocks."""
+        computed = request.num_computed_tokens
+        more_blocks = self.blocks(computed + tokens) - self.blocks(computed)
         if more_blocks > self.free_blocks:
             return 0
         self.free_blocks -= more_blocks

@@ -1,27 +1,67 @@
-"""vLLM as it comes: one token budget for decodes and prompts, first come first served.
+"""vLLM without this package: one token budget for decodes and prompts, first come first served.
 
-Decodes go first because they came first. Several prompts may share a step. A request
-enters when its whole prompt finds blocks; when blocks run out later, the newest one loses
-its own and computes everything again. With a small budget this is Sarathi-Serve's
-stall-free batching.
+A request enters when its whole prompt finds blocks. When blocks run out later, the newest
+request loses its own and computes everything again. With a small budget this is
+Sarathi-Serve's stall-free batching.
 """
 
 from __future__ import annotations
 
-from vllm_tetri.sim.engine.fcfs import FcfsInstance
-from vllm_tetri.sim.engine.instance import Cluster, Share
-from vllm_tetri.sim.engine.kinds import Stock
-from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.setting import Place
+from collections import deque
+
+from vllm_tetri.sim.config import ClusterConfig, InstanceConfig, Stock
+from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
+from vllm_tetri.sim.request import SimRequest
+from vllm_tetri.types import InstanceLoad
+
+
+class FcfsInstance(Instance):
+    """An engine without hand-over that serves requests in the order in which they came; nothing is
+    computed yet of those that are `waiting`."""
+
+    def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
+        super().__init__(config, cluster)
+        self.waiting: deque[SimRequest] = deque()
+
+    def submit(self, request: SimRequest, now: float) -> None:
+        request.target_tokens = request.spec.prompt_tokens
+        self.waiting.append(request)
+        self.wake(now)
+
+    def put_back(self, request: SimRequest) -> None:
+        request.target_tokens = request.spec.prompt_tokens + request.num_output_tokens
+        request.num_computed_tokens = 0
+        self.waiting.appendleft(request)
+
+    def on_end(self, request: SimRequest) -> None:
+        """Nothing is learnt from it."""
+
+    def load(self, cluster: ClusterConfig) -> InstanceLoad:
+        requests = (*self.started, *self.waiting)
+        return InstanceLoad(
+            running=len(self.batch) + len(self.started),
+            waiting=len(self.waiting),
+            queued_prefill_tokens=sum(request.missing_tokens for request in requests),
+            blocks_used=self.engine.kv_blocks - self.free_blocks,
+            blocks_total=self.engine.kv_blocks,
+        )
+
+    def begin(self, most_tokens: int, shares: list[Share]) -> int:
+        """Add the next prompt to the step, at most `most_tokens` of it. Returns the tokens."""
+        request = self.waiting.popleft()
+        self.started.append(request)
+        tokens = self.take_blocks(request, min(request.missing_tokens, most_tokens))
+        shares.append((request, tokens))
+        return tokens
 
 
 class StockInstance(FcfsInstance):
-    """A simulated engine without this package."""
+    """A simulated `vllm serve`."""
 
-    def __init__(self, place: Place, cluster: Cluster, loop: Loop) -> None:
-        super().__init__(place, cluster, loop)
-        assert isinstance(place.shape.engine, Stock)
-        self._budget = place.shape.engine.budget_tokens
+    def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
+        super().__init__(config, cluster)
+        assert isinstance(self.engine.kind, Stock)
+        self._budget = self.engine.kind.budget_tokens
         # vLLM refuses to start with more requests than tokens in a step.
         self.max_requests = min(self.max_requests, self._budget)
 
@@ -31,7 +71,8 @@ class StockInstance(FcfsInstance):
         shares: list[Share] = []
         left = self.go_on(self._budget - len(self.batch), shares, now)
         while self.waiting and left > 0 and self.preemptions == preemptions:
-            if self.is_full or self.blocks(self.waiting[0].target_tokens) > self.free_blocks:
+            blocks = self.blocks(self.waiting[0].target_tokens)
+            if not self.has_place() or blocks > self.free_blocks:
                 break
             left -= self.begin(left, shares)
         return shares

@@ -1,8 +1,7 @@
 """How many prefill and decode instances, or none: DistServe's search, by simulation.
 
-Goodput per GPU is what is to be had most of. Single instances say which tensor parallel
-degree, chunk and ratio of roles to look at; then whole clusters are simulated, those with
-roles beside those whose instances all do both.
+The aim is goodput per GPU. Single instances tell which tensor parallel degree, chunk and ratio of
+roles to simulate; then whole clusters are simulated, with roles and without.
 """
 
 from __future__ import annotations
@@ -10,27 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
+from typing import Any
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.cost.profiles import Profile
-from vllm_tetri.sim.plan.goodput import Goal
-from vllm_tetri.sim.plan.layout import Layout, System, kv_tokens
-from vllm_tetri.sim.plan.single import Single, Trials
-from vllm_tetri.sim.plan.values import SERVES, Found, Plan, Question
+from vllm_tetri.sim.plan.trials import Tell, Trials
+from vllm_tetri.sim.plan.values import SERVES, Found, Layout, Plan, Question, Single, System
 
 _OTHER_SEEDS = (1, 2)
-_NEAR = 1.1  # how far another seed may lead
+_NEAR = 1.1  # first factor between rates with another seed
 _MOST_INSTANCES = 256
 _POOLED = 1.5  # times what one instance serves, at most, that each of several does
-_CLOSE = 0.95  # to the best goodput, for being looked at with other requests
-_WORTHY = 0.85  # of the best promise, for being simulated as a cluster
+_CLOSE = 0.95  # of the best goodput: simulated again with other seeds
+_WORTHY = 0.85  # of the best promise: simulated as a cluster
 
 
-def plan(question: Question, tell: Callable[[str], None] = lambda _: None) -> Plan:
-    """Compare layouts.
-
-    Args:
-        tell: Called before every search, with what it is about.
+def plan(question: Question, tell: Tell = lambda _: None) -> Plan:
+    """Compare layouts; `tell` is called before every search with its subject.
 
     Raises:
         ConfigError: No instance can keep the SLOs, or hold the longest request.
@@ -39,147 +34,101 @@ def plan(question: Question, tell: Callable[[str], None] = lambda _: None) -> Pl
 
 
 class _TooManyError(Exception):
-    """More instances would be needed than are looked at."""
+    """More instances would be needed than are simulated."""
 
 
 class _Search:
-    def __init__(self, question: Question, tell: Callable[[str], None]) -> None:
+    def __init__(self, question: Question, tell: Tell) -> None:
         self._question = question
         self._tell = tell
         self._skipped: list[str] = []
         self._trials: dict[str, Trials] = {}
+        self._kept: dict[Layout, bool] = {}
 
     def plan(self) -> Plan:
-        singles = self._singles()
-        layouts = [
-            *self._possible(self._whole, _worthy(singles, _whole_rate)),
-            *self._possible(self._split, self._splittable(singles)),
+        singles, devices = self._singles(), self._question.devices
+        pairs = [
+            each for each in singles if devices is None or devices >= 2 * each.profile.num_devices
         ]
-        found = sorted((each for each in layouts if self._serves(each)), key=self._rank)
+        layouts: list[Found] = []
+        for search, candidates in (
+            (self._aggregated, _worthy(singles, attrgetter("whole_rate"))),
+            (self._split, _worthy(pairs, attrgetter("split_rate"))),
+        ):
+            for single in candidates:
+                try:
+                    layouts += search(single)
+                except _TooManyError as error:
+                    self._skipped.append(f"{single.profile.name}: {error}")
+        least_rate = (self._question.rate or 0.0) * SERVES
+        found = sorted((a for a in layouts if a.rate and a.rate >= least_rate), key=self._rank)
         if not found:
-            hopeless = _hopeless(singles, self._question.goal)
-            raise ConfigError("; ".join(self._skipped) or hopeless)
+            raise ConfigError("; ".join(self._skipped) or self._hopeless(singles))
         found = self._checked(found)
-        rival = _best_of(found, is_coupled=not found[0].layout.is_coupled)
+        rival = _best_of(found, is_aggregated=not found[0].layout.is_aggregated)
         return Plan(self._question, tuple(singles), tuple(found), rival, tuple(self._skipped))
 
-    def _possible(
-        self, layouts: Callable[[Single], list[Found]], singles: Sequence[Single]
-    ) -> list[Found]:
-        """Of those that need no more instances than anybody has."""
-        found = []
-        for single in singles:
-            try:
-                found += layouts(single)
-            except _TooManyError as error:
-                self._skipped.append(f"{single.profile.name}: {error}")
-        return found
-
-    def _checked(self, found: Sequence[Found]) -> list[Found]:
-        """The best of either kind with more seeds, and those that are close: the first seed
-        flatters whoever wins by it. Again until all who are the best now have them."""
-        while True:
-            wanted = [each for each in found if len(each.rates) == 1 and _is_near(each, found)]
-            if not wanted:
-                return list(found)
-            checked = [self._again(each) if each in wanted else each for each in found]
-            found = sorted(checked, key=self._rank)
-
-    def _serves(self, found: Found) -> bool:
-        rate = self._question.rate
-        return found.rate > 0 if rate is None else found.rate >= rate * SERVES
-
     def _rank(self, found: Found) -> tuple[float, float]:
-        """Lowest first."""
         few = float(found.devices) if self._question.rate is not None else 0.0
         return (few, -found.per_device)
 
-    # -- one instance ------------------------------------------------------------------
-
     def _singles(self) -> list[Single]:
-        question = self._question
-        singles = []
-        for profile in question.profiles:
-            trials = Trials(profile, question.demand, question.goal, question.site, self._tell)
-            reason = self._misfit(profile) or trials.hopeless
-            if reason:
-                self._skipped.append(f"{profile.name}: {reason}")
-                continue
-            self._trials[profile.name] = trials
-            singles.append(trials.single())
-        if not singles:
+        """Search what one instance of each profile serves."""
+        for profile in self._question.profiles:
+            trials = Trials(profile, self._question, self._tell)
+            if trials.misfit:
+                self._skipped.append(f"{profile.name}: {trials.misfit}")
+            else:
+                self._trials[profile.name] = trials
+        if not self._trials:
             raise ConfigError("; ".join(self._skipped) or "no profile to plan with")
-        return singles
+        return [trials.single() for trials in self._trials.values()]
 
-    def _misfit(self, profile: Profile) -> str:
-        """Why no instance can be made of it; nothing if one can."""
-        question = self._question
-        need, has = sum(question.demand.longest), kv_tokens(profile)
-        if need > has:
-            return f"its KV pool holds {has} tokens, a request may have {need}"
-        if question.devices is not None and profile.num_devices > question.devices:
-            return f"an instance takes {profile.num_devices} GPUs"
-        return ""
+    def _checked(self, found: list[Found]) -> list[Found]:
+        """Simulate the best of either kind and those close to it with more seeds, since the first
+        seed favours the winner; repeat until the best ones have all seeds."""
+        while True:
+            wanted = [each for each in found if len(each.rates) == 1 and _is_near(each, found)]
+            if not wanted:
+                return found
+            checked = [self._again(each) if each in wanted else each for each in found]
+            found = sorted(checked, key=self._rank)
 
     # -- clusters ----------------------------------------------------------------------
 
-    def _whole(self, single: Single) -> list[Found]:
-        """Replicas that do both."""
-        tuned = {
-            System.STOCK: single.stock,
-            System.WHOLE: single.whole,
-            System.ADAPTIVE: single.whole,
-        }
-        return [
-            self._replicas(system, single, each.tokens, each.rate)
-            for system, each in tuned.items()
-            if each.rate
-        ]
-
-    def _replicas(self, system: System, single: Single, tokens: int, each_rate: float) -> Found:
-        def of(count: int) -> Layout:
-            return Layout(system, single.profile, 0, 0, count, tokens)
-
-        question = self._question
-        if question.devices is not None:
-            count = question.devices // single.profile.num_devices
-        else:
-            assert question.rate is not None
-            count = self._fewest(of, math.ceil(question.rate / each_rate))
-        return self._measured(of(count), count * each_rate)
-
-    def _fewest(self, of: Callable[[int], Layout], count: int) -> int:
-        """Replicas that serve the rate."""
-        if self._keeps(of(count)):
-            while count > 1 and self._keeps(of(count - 1)):
-                count -= 1
-            return count
-        while count < _MOST_INSTANCES:
-            count += 1
-            if self._keeps(of(count)):
-                return count
-        raise _TooManyError(f"{_MOST_INSTANCES} instances do not serve this rate; plan for less")
-
-    def _splittable(self, singles: Sequence[Single]) -> list[Single]:
-        devices = self._question.devices
-        fit = [
-            each for each in singles if devices is None or devices >= 2 * each.profile.num_devices
-        ]
-        return _worthy(fit, _split_rate)
+    def _aggregated(self, single: Single) -> list[Found]:
+        """Simulate replicas that do both."""
+        found = []
+        for system, each in (
+            (System.STOCK, single.stock),
+            (System.WHOLE, single.whole),
+            (System.ADAPTIVE, single.whole),
+        ):
+            if not each.rate:
+                continue
+            layout = replace(each.layout, system=system)
+            if self._question.devices is not None:
+                layout = replace(layout, both=self._question.devices // single.profile.num_devices)
+            else:
+                layout = self._fewest(layout, {"both": each.rate})
+            found.append(self._measured(layout, layout.both * each.rate))
+        return found
 
     def _split(self, single: Single) -> list[Found]:
-        """Prefill and decode instances, and the best of these in adaptive mode."""
+        """Simulate prefill and decode instances, and the best of these in adaptive mode."""
         if self._question.devices is not None:
             splits = self._ratios(single, self._question.devices // single.profile.num_devices)
         else:
-            splits = [self._fewest_split(single)]
-        best = max(splits, key=lambda each: each.rate)
+            rates = {"prefill": single.prefill.rate, "decode": single.decode.rate}
+            layout = self._fewest(_roles(single, 0, 0), rates)
+            splits = [self._pair(single, layout.prefill, layout.decode)]
+        best = max(splits, key=attrgetter("rate"))
         adaptive = replace(best.layout, system=System.ADAPTIVE)
         return [*splits, self._measured(adaptive, best.rate)] if best.rate else splits
 
     def _ratios(self, single: Single, count: int) -> list[Found]:
-        """Those on both sides of the ratio that single instances promise, and on as long as
-        it gets better and could."""
+        """Simulate ratios on both sides of what single instances promise, as long as it gets
+        better."""
         wanted = count * single.decode.rate / (single.prefill.rate + single.decode.rate)
         below = min(max(1, math.floor(wanted)), count - 1)
         found = {below: self._pair(single, below, count - below)}
@@ -195,94 +144,78 @@ class _Search:
                 prefill += step
         return list(found.values())
 
-    def _pair(self, single: Single, prefill: int, decode: int) -> Found:
-        layout = _roles(single, prefill, decode)
-        return self._measured(layout, _promise(single, prefill, decode))
-
-    def _fewest_split(self, single: Single) -> Found:
-        """What one of each can do says how many; then more of what is short, or fewer."""
-        rate = self._question.rate
-        assert rate is not None
-        prefill = math.ceil(rate / single.prefill.rate)
-        decode = math.ceil(rate / single.decode.rate)
-        while not self._keeps(_roles(single, prefill, decode)):
-            if prefill + decode >= _MOST_INSTANCES:
+    def _fewest(self, layout: Layout, rates: dict[str, float]) -> Layout:
+        """Find the fewest instances that serve the rate: begin with what one of each role
+        promises, add what is short, and remove the rest."""
+        asked = self._question.rate
+        assert asked is not None
+        counts: dict[str, Any] = {role: math.ceil(asked / each) for role, each in rates.items()}
+        while not self._keeps(replace(layout, **counts)):
+            if sum(counts.values()) >= _MOST_INSTANCES:
                 raise _TooManyError(f"{_MOST_INSTANCES} instances do not serve it; plan for less")
-            if prefill * single.prefill.rate < decode * single.decode.rate:
-                prefill += 1
-            else:
-                decode += 1
-        while prefill > 1 and self._keeps(_roles(single, prefill - 1, decode)):
-            prefill -= 1
-        while decode > 1 and self._keeps(_roles(single, prefill, decode - 1)):
-            decode -= 1
-        return self._pair(single, prefill, decode)
+            counts[min(reversed(counts), key=lambda role: counts[role] * rates[role])] += 1
+        for role in counts:
+            while counts[role] > 1:
+                if not self._keeps(replace(layout, **{**counts, role: counts[role] - 1})):
+                    break
+                counts[role] -= 1
+        return replace(layout, **counts)
 
     # -- simulations -------------------------------------------------------------------
 
     def _keeps(self, layout: Layout) -> bool:
-        assert self._question.rate is not None
-        self._tell(f"{layout.system} {layout.instances} at {self._question.rate:g} requests/s")
-        return self._trials[layout.profile.name].keeps(layout, self._question.rate)
+        rate = self._question.rate
+        assert rate is not None
+        if layout not in self._kept:
+            self._tell(f"{layout.name} at {rate:g} requests/s")
+            self._kept[layout] = self._trials[layout.profile.name].keeps(layout, rate)
+        return self._kept[layout]
+
+    def _pair(self, single: Single, prefill: int, decode: int) -> Found:
+        return self._measured(_roles(single, prefill, decode), _promise(single, prefill, decode))
 
     def _measured(self, layout: Layout, guess: float) -> Found:
-        self._tell(f"{layout.system} {layout.instances}, {layout.tokens} tokens a step")
-        found = self._trials[layout.profile.name].search(layout, guess)
-        devices = self._question.devices or layout.num_devices
-        return Found(layout, found, (found.rate,), devices)
+        self._tell(f"{layout.name}, {layout.tokens} tokens a step")
+        return self._trials[layout.profile.name].search(layout, guess)
 
     def _again(self, found: Found) -> Found:
-        """With other requests."""
-        layout = found.layout
-        self._tell(f"{layout.system} {layout.instances} with other requests")
-        trials = self._trials[layout.profile.name]
-        others = [
-            trials.search(layout, found.rate, seed=seed, stride=_NEAR).rate for seed in _OTHER_SEEDS
-        ]
-        return Found(layout, found.goodput, (found.goodput.rate, *others), found.devices)
+        """Add the rates with other requests."""
+        self._tell(f"{found.layout.name} with other requests")
+        search, layout = self._trials[found.layout.profile.name].search, found.layout
+        others = [search(layout, found.rate, seed=seed, stride=_NEAR) for seed in _OTHER_SEEDS]
+        return replace(found, rates=(found.rate, *(each.rate for each in others)))
+
+    def _hopeless(self, singles: Sequence[Single]) -> str:
+        goal = self._question.goal
+        beyond = max((each.stock.goodput.beyond for each in singles), key=attrgetter("kept"))
+        return (
+            f"no layout keeps {goal.slo.ttft_s:g} s to the first token and {goal.slo.tpot_s:g} s "
+            f"per token for {goal.attainment:.0%} of these requests, even if few come: "
+            f"{beyond.ttft_missed:.0%} miss the first, {beyond.tpot_missed:.0%} the second; allow "
+            "more time, or take faster GPUs or more of them per instance"
+        )
+
+
+def _best_of(found: Sequence[Found], *, is_aggregated: bool) -> Found | None:
+    return next((each for each in found if each.layout.is_aggregated is is_aggregated), None)
 
 
 def _is_near(one: Found, found: Sequence[Found]) -> bool:
-    """To the best of its kind, or that itself."""
-    best = _best_of(found, is_coupled=one.layout.is_coupled)
-    assert best is not None, "at least itself"
-    return one is best or one.per_device >= best.per_device * _CLOSE
-
-
-def _best_of(found: Sequence[Found], *, is_coupled: bool) -> Found | None:
-    """The first one of its kind."""
-    return next((each for each in found if each.layout.is_coupled is is_coupled), None)
+    """Whether it is the best of its kind, or close to it."""
+    best = _best_of(found, is_aggregated=one.layout.is_aggregated)
+    return best is not None and (one is best or one.per_device >= best.per_device * _CLOSE)
 
 
 def _roles(single: Single, prefill: int, decode: int) -> Layout:
-    tokens = single.prefill.tokens
-    return Layout(System.SPLIT, single.profile, prefill, decode, 0, tokens)
+    return Layout(System.SPLIT, single.profile, prefill, decode, 0, single.prefill.layout.tokens)
 
 
 def _promise(single: Single, prefill: int, decode: int) -> float:
-    """Several of each serve at least as much: they share their queues."""
+    """Rate that several of each serve at least: they share their queues."""
     return min(prefill * single.prefill.rate, decode * single.decode.rate)
 
 
-def _whole_rate(single: Single) -> float:
-    return single.whole_rate
-
-
-def _split_rate(single: Single) -> float:
-    return single.split_rate
-
-
 def _worthy(singles: Sequence[Single], rate: Callable[[Single], float]) -> list[Single]:
-    """Those that promise most per GPU, or nearly."""
-    best = max((rate(each) for each in singles), default=0.0)
+    """Profiles that promise most per GPU, or nearly."""
+    best = max(map(rate, singles), default=0.0)
     return [each for each in singles if rate(each) > 0 and rate(each) >= best * _WORTHY]
-
-
-def _hopeless(singles: Sequence[Single], goal: Goal) -> str:
-    beyond = max((each.stock.goodput.beyond for each in singles), key=lambda each: each.kept)
-    return (
-        f"no layout keeps {goal.slo.ttft_s:g} s to the first token and {goal.slo.tpot_s:g} s per "
-        f"token for {goal.attainment:.0%} of these requests, even if few come: "
-        f"{beyond.ttft_missed:.0%} miss the first, {beyond.tpot_missed:.0%} the second; allow more "
-        "time, or take faster GPUs or more of them per instance"
-    )

@@ -1,0 +1,202 @@
+"""Who may speak on the control channel when a secret guards it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+
+from tests.control.channel import (
+    DISPATCHED,
+    INFO,
+    FakeRouter,
+    Joined,
+    eventually,
+    joined,
+    monitor,
+    states,
+)
+from vllm_tetri import messages
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.messages import CancelTransfer, Hello
+from vllm_tetri.security import CONTROL, Curve, Gatekeeper, Secret
+from vllm_tetri.types import InstanceId, TransferId
+
+OURS, OTHER = Secret.make(), Secret.make()
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+async def test_who_shares_the_secret_talks() -> None:
+    side = FakeRouter()
+    async with (
+        monitor(secret=OURS, side=side) as router,
+        joined(router.address, secret=OURS) as one,
+    ):
+        await eventually(lambda: states(router))
+        router.members.mark_ready(INFO)
+        await eventually(lambda: one.sees() == [("i", "ready")])
+        one.agent.publish(DISPATCHED)
+        await eventually(lambda: side.dispatched == [DISPATCHED])
+        assert router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
+        await eventually(lambda: one.engine.cancelled == ["t"])
+        assert router.counters.dropped == one.agent.dropped_messages == 0
+
+
+@pytest.mark.parametrize(
+    ("here", "there"), [(OURS, OTHER), (OURS, None), (None, OURS)], ids=["other", "none", "open"]
+)
+async def test_who_does_not_is_not_heard(
+    here: Secret | None, there: Secret | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither end takes anything from the other, and the instance's log says why."""
+    async with monitor(secret=here) as router, joined(router.address, secret=there) as one:
+        with caplog.at_level(logging.WARNING):
+            await eventually(lambda: "refuse each other" in caplog.text)
+        assert "--tetri-secret-file" in caplog.text
+        await eventually(lambda: router.counters.dropped > 0)
+        assert router.address in caplog.text
+        assert states(router) == {}
+        assert router.counters.received == {}
+        assert one.view.instances == ()
+
+
+async def test_the_routers_key_is_not_enough() -> None:
+    """Who somehow knows it still has no key that is let in."""
+    ours = Curve(OURS, CONTROL)
+    mine, my_private = zmq.curve_keypair()
+
+    def intrude(dealer: zmq.Socket[bytes]) -> None:
+        ours.call(dealer)
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, mine)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, my_private)
+
+    async with monitor(secret=OURS) as router, calling(router.address, intrude):
+        await eventually(lambda: router.counters.dropped > 0)
+        assert router.counters.received == {}
+
+
+async def test_another_channels_keys_are_not_enough() -> None:
+    async with (
+        monitor(secret=OURS) as router,
+        calling(router.address, Curve(OURS, "predictor").call),
+    ):
+        await eventually(lambda: router.counters.dropped > 0)
+        assert router.counters.received == {}
+
+
+async def test_the_right_keys_are() -> None:
+    """What the two tests above would show if nothing were guarded."""
+    async with monitor(secret=OURS) as router, calling(router.address, Curve(OURS, CONTROL).call):
+        await eventually(lambda: states(router) == {"i": "starting"})
+
+
+@asynccontextmanager
+async def calling(
+    address: str, guard: Callable[[zmq.Socket[bytes]], None]
+) -> AsyncIterator[zmq.Socket[bytes]]:
+    """A peer by hand that says `Hello` as soon as it can."""
+    context: Context = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        guard(dealer)
+        dealer.connect(address)
+        dealer.send(messages.encode(Hello(INFO)))
+        yield dealer
+    finally:
+        context.destroy(linger=0)
+
+
+def test_without_a_gatekeeper_every_connection_is_refused() -> None:
+    """The guard fails closed."""
+    context: Context = zmq.Context()
+    try:
+        curve = Curve(OURS, CONTROL)
+        listener, caller = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        curve.listen(listener)
+        port = listener.bind_to_random_port("tcp://127.0.0.1")
+        events = caller.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        curve.call(caller)
+        caller.connect(f"tcp://127.0.0.1:{port}")
+        assert events.poll(10_000)
+        number = int.from_bytes(events.recv_multipart()[0][:2], "little")
+        assert number != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    finally:
+        context.destroy(linger=0)
+
+
+def test_the_gatekeeper_takes_nothing_for_granted() -> None:
+    context: Context = zmq.Context()
+    try:
+        curve = Curve(OURS, CONTROL)
+        keeper = Gatekeeper(context, curve)
+        asking = context.socket(zmq.REQ)
+        asking.connect("inproc://zeromq.zap.01")
+
+        def answer(*parts: bytes) -> bytes:
+            asking.send_multipart(parts)
+            assert keeper.socket.poll(5_000)
+            keeper.answer()
+            assert asking.poll(5_000)
+            return asking.recv_multipart()[2]
+
+        good = [b"1.0", b"1", b"tetri", b"127.0.0.1", b"", b"CURVE", curve.caller]
+        assert answer(*good) == b"200"
+        assert answer(*good[:6], curve.caller[:31]) == b"400"
+        assert answer(*good[:6], bytes(32)) == b"400"
+        assert answer(*good[:5], b"NULL") == b"400"
+        assert answer(*good[:5], b"PLAIN", curve.caller) == b"400"
+        assert answer(b"2.0", *good[1:]) == b"400"
+        assert answer(*good, b"more") == b"400"
+        assert answer(b"") == b"400"
+        keeper.close()
+        keeper.close()
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_with_a_secret_any_address_will_do() -> None:
+    async with monitor("tcp://0.0.0.0:0", secret=OURS) as router:
+        port = router.address.rpartition(":")[2]
+        async with joined(f"tcp://127.0.0.1:{port}", secret=OURS):
+            await eventually(lambda: states(router))
+    for without in (
+        lambda: Monitor("tcp://0.0.0.0:0", "router", FakeRouter()),
+        lambda: Joined("tcp://10.0.0.1:1"),
+    ):
+        with pytest.raises(ConfigError, match="vllm-tetri secret FILE"):
+            without()
+
+
+async def test_a_guarded_router_that_starts_again_is_found_again() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    async with joined(address, secret=OURS):
+        for _ in range(2):
+            async with monitor(address, secret=OURS) as router:
+                await eventually(lambda router=router: states(router), timeout_s=2.0)
+
+
+async def test_unauthenticated_connections_do_not_keep_a_router_from_working() -> None:
+    """Connections that say nothing, or nonsense, while an instance comes and reports."""
+    async with monitor(secret=OURS) as router:
+        port = int(router.address.rpartition(":")[2])
+        foreign = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
+        for each in foreign[::2]:
+            each.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        async with joined(router.address, secret=OURS) as one:
+            await eventually(lambda: states(router))
+            seq = one.view.seq
+            await eventually(lambda: one.view.seq > seq + 2)
+        for each in foreign:
+            each.close()
+        await eventually(lambda: router.counters.dropped > 0)

@@ -1,0 +1,99 @@
+"""`--tetri-chunk-size auto` on vLLM's own scheduler, with an imagined device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import Engine
+from vllm_tetri.engine import chunk_size
+from vllm_tetri.engine.chunk_size import is_dummy
+from vllm_tetri.types import Role
+
+
+class Clock:
+    """Time that only passes when an engine computes."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Device(Engine):
+    """An engine whose steps take 5 ms and 0.6 ms a token, `slower` times."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.clock = clock
+        self.slower = 1.0
+        self.steps: list[list[str]] = []
+        super().__init__(folder, Role.PREFILL, num_blocks=600, chunk_size="auto")
+
+    def _forward(self, output: Any) -> None:
+        self.steps.append(list(output.num_scheduled_tokens))
+        self.clock.now += self.slower * (0.005 + 0.0006 * output.total_num_scheduled_tokens)
+
+    def probe(self) -> None:
+        self.run_until(lambda: not self.scheduler.has_requests())
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    clock = Clock()
+    stock = chunk_size.ChunkProbe
+    monkeypatch.setattr(
+        "vllm_tetri.engine.scheduler.ChunkProbe",
+        lambda scheduler, most: stock(scheduler, most, clock=clock.monotonic),
+    )
+    device = Device(tmp_path, clock)
+    yield device
+    device.close()
+
+
+def test_auto_keeps_the_smallest_chunk_that_saturates_the_device(device: Device) -> None:
+    assert device.scheduler.has_requests()  # so that vLLM steps at once
+    device.probe()
+    assert device.scheduler.max_num_scheduled_tokens == 128  # 94 % of the best
+    assert device.is_at_rest
+
+
+def test_requests_wait_until_the_probe_is_over_and_are_then_served(device: Device) -> None:
+    device.step()
+    device.add("real", list(range(100)), max_tokens=1)
+    device.run_until(lambda: "real" in device.finished)
+    first = next(index for index, names in enumerate(device.steps) if "real" in names)
+    assert all(is_dummy(name) for names in device.steps[:first] for name in names)
+    assert device.outputs == {"real": [7]}
+    assert device.is_at_rest
+
+
+def test_the_instance_joins_its_cluster_after_the_probe(device: Device) -> None:
+    device.step()
+    assert not device.endpoint.has_joined
+    device.probe()
+    assert device.endpoint.has_joined
+
+
+def test_a_slow_device_is_not_given_ever_longer_prompts(device: Device) -> None:
+    device.slower = 100.0
+    device.probe()
+    assert device.clock.now - 1000.0 < chunk_size.DEADLINE_S + 100 * 0.1
+    assert device.scheduler.max_num_scheduled_tokens == 32
+    assert device.is_at_rest
+
+
+def test_a_device_that_takes_a_minute_per_step_keeps_what_was_timed(device: Device) -> None:
+    device.slower = 10_000.0
+    device.probe()
+    assert device.scheduler.max_num_scheduled_tokens == chunk_size.LEAST_TOKENS
+    assert device.is_at_rest
+
+
+def test_an_engine_can_be_closed_while_it_probes(device: Device) -> None:
+    for _ in range(3):
+        device.step()
+    assert device.scheduler.has_requests()

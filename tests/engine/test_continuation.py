@@ -1,0 +1,296 @@
+"""Given tokens become output: in the scheduler, in the V1 runner's state, in what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.harness import BLOCK, Engine
+from tests.engine.pair import CHUNK, Pair
+from tests.engine.runner_state import draw, injecting, state
+from vllm_tetri.engine.compat import (
+    EngineCoreOutput,
+    LogprobsLists,
+    RequestStatus,
+)
+from vllm_tetri.engine.continuation import (
+    Continuations,
+    ContinuedPrompt,
+    decode_logprobs,
+    encode_logprobs,
+    pass_on_logprobs,
+)
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params, unseen_logprobs
+from vllm_tetri.types import TransferId
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, num_blocks=80, arena_bytes=1 << 20, transfer_timeout_s=5.0)
+    yield pair
+    pair.close()
+
+
+def continue_at(
+    engine: Engine, name: str, tokens: list[int], kv_params: DecodeParams, **options: Any
+) -> Any:
+    return engine.add(name, tokens, params=to_params(kv_params), **options)
+
+
+def hand_over(
+    pair: Pair, tokens: list[int], prior_output: PriorOutput | None = None
+) -> DecodeParams:
+    """Prefill a prompt and push all of its KV; returns how to go on."""
+    pair.send("a", tokens)
+    prefilled = pair.prefilled("a")
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    return DecodeParams(prefilled.transfer, digest_of(tokens), prior_output)
+
+
+def run(engine: Engine, name: str) -> list[int]:
+    engine.run_until(lambda: name in engine.finished)
+    return engine.outputs[name]
+
+
+# -- prefill side ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [CHUNK, CHUNK + 1])
+def test_the_prefill_output_names_its_token_and_the_prompt(pair: Pair, num_tokens: int) -> None:
+    tokens = list(range(num_tokens))
+    told: list[Any] = []
+    pair.prefill.endpoint.agent.publish = told.append
+    pair.send("a", tokens)
+    prefilled = pair.prefilled("a")
+    assert prefilled.prior_output == PriorOutput([7])  # what the harness samples
+    ending = told[-1].ending  # None if there was a single chunk
+    assert (ending or prefilled).prompt_token_ids == tokens
+    assert (ending or prefilled).digest == prefilled.digest
+    assert not prefilled.is_final
+
+
+@pytest.mark.parametrize(
+    "ends", [{"max_tokens": 1}, {"stop": [7]}, {"window": True}], ids=lambda ends: next(iter(ends))
+)
+def test_a_first_token_that_ends_the_output_leaves_no_kv(pair: Pair, ends: dict[str, Any]) -> None:
+    window = pair.prefill.config.model_config.max_model_len
+    tokens = list(range(window - 1 if "window" in ends else 3 * CHUNK))
+    pair.send("a", tokens)
+    sampling = pair.prefill.scheduler.requests["a"].sampling_params
+    sampling.max_tokens = ends.get("max_tokens", 4)
+    sampling.stop_token_ids = ends.get("stop", [])
+    prefilled = pair.prefilled("a")
+    assert prefilled.is_final
+    assert (prefilled.decode, prefilled.prior_output) == ("", PriorOutput([7]))
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decode.endpoint.cancel(TransferId("t-a"))  # the router's, which expects no decode request
+    pair.settle()
+
+
+def test_logprobs_of_the_token_travel_with_it() -> None:
+    logprobs = LogprobsLists(
+        np.array([[7, 3]], dtype=np.int32),
+        np.array([[-0.25, -np.inf]], dtype=np.float32),
+        np.array([1], dtype=np.int32),
+    )
+    output = EngineCoreOutput("a", [7], logprobs)
+    output.kv_transfer_params = {"tetri": {"prior_output": {"token_ids": [7], "logprobs": ""}}}
+    pass_on_logprobs([output])
+    back = decode_logprobs(output.kv_transfer_params["tetri"]["prior_output"]["logprobs"], [7], 10)
+    for mine, theirs in zip(back[:3], logprobs[:3], strict=True):
+        assert np.array_equal(mine, theirs)
+
+
+def text_of(ids: Any, values: Any, ranks: Any) -> str:
+    return encode_logprobs(LogprobsLists(*map(np.asarray, (ids, values, ranks))))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!",
+        "AAAA",
+        text_of([[7, 1]], [[0, 0]], [0])[:-8],
+        text_of([[6, 1]], [[0, 0]], [0]),  # another token's
+        text_of([[7, -1]], [[0, 0]], [0]),
+        text_of([[7, 10]], [[0, 0]], [0]),
+        text_of([[7, 1]], [[0, np.nan]], [0]),
+        text_of([[7, 1]], [[0, 0]], [-1]),
+        text_of(np.zeros((1, 0)), np.zeros((1, 0)), [0]),
+    ],
+)
+def test_wrong_logprobs_are_noticed(text: str) -> None:
+    with pytest.raises(ProtocolError, match="log prob"):
+        decode_logprobs(text, [7], 10)
+
+
+# -- decode side --------------------------------------------------------------------
+
+
+def test_a_prior_token_is_shown_first_and_only_the_next_is_computed(pair: Pair) -> None:
+    tokens = list(range(2 * CHUNK + 5))
+    kv_params = hand_over(pair, tokens, PriorOutput([42]))
+    request = continue_at(pair.decode, "b", tokens, kv_params, max_tokens=3)
+    taken: list[int] = []
+    while "b" not in pair.decode.finished:
+        taken += pair.decode.step().num_scheduled_tokens.values()
+        if request.status is RequestStatus.RUNNING:
+            assert pair.decode.holds(request, len(tokens))
+    assert pair.decode.outputs["b"] == [42, 7, 7]
+    assert taken == [1, 1]  # no prompt token again
+    pair.settle()
+
+
+def test_the_whole_prompt_is_loaded_when_it_fills_its_blocks(pair: Pair) -> None:
+    tokens = list(range(4 * BLOCK))
+    kv_params = hand_over(pair, tokens, PriorOutput([42]))
+    continue_at(pair.decode, "b", tokens, kv_params, max_tokens=2)
+    assert run(pair.decode, "b") == [42, 7]
+    pair.settle()
+
+
+def test_without_kv_the_prompt_is_computed_and_the_tokens_stay(pair: Pair) -> None:
+    tokens = list(range(90))
+    kv_params = DecodeParams(TransferId(""), digest_of(tokens), PriorOutput([42, 43, 44]))
+    continue_at(pair.decode, "b", tokens, kv_params, max_tokens=5)
+    assert run(pair.decode, "b") == [42, 43, 44, 7, 7]
+    pair.settle()
+
+
+def test_lost_kv_costs_a_recomputation_and_no_token(pair: Pair) -> None:
+    tokens = list(range(90))
+    pair.decode.endpoint.receives._timeout_s = 0.0
+    kv_params = DecodeParams(TransferId("never sent"), digest_of(tokens), PriorOutput([42]))
+    continue_at(pair.decode, "b", tokens, kv_params, max_tokens=3)
+    assert run(pair.decode, "b") == [42, 7, 7]
+    pair.settle()
+
+
+def test_choices_share_one_transfer(pair: Pair) -> None:
+    tokens = list(range(3 * CHUNK))
+    kv_params = hand_over(pair, tokens)
+    requests = [
+        continue_at(pair.decode, f"b{i}", tokens, kv_params, max_tokens=3) for i in range(4)
+    ]
+    pair.decode.run_until(lambda: len(pair.decode.finished) == 4)
+    assert all(pair.decode.outputs[request.request_id] == [7] * 3 for request in requests)
+    assert pair.decode.endpoint.receives.loads_failed == 0
+    pair.settle()
+
+
+def test_a_choice_that_comes_late_computes_what_the_cache_lacks(pair: Pair) -> None:
+    tokens = list(range(3 * CHUNK))
+    kv_params = hand_over(pair, tokens)
+    continue_at(pair.decode, "b0", tokens, kv_params)
+    run(pair.decode, "b0")
+    continue_at(pair.decode, "b1", tokens, kv_params)
+    assert max(pair.decode.step().num_scheduled_tokens.values()) <= BLOCK
+    assert run(pair.decode, "b1")
+    assert pair.decode.endpoint.receives.loads_failed == 0
+    pair.settle()
+
+
+def test_choices_that_leave_free_the_transfer(pair: Pair) -> None:
+    tokens = list(range(3 * CHUNK))
+    kv_params = hand_over(pair, tokens)
+    for i in range(3):
+        continue_at(pair.decode, f"b{i}", tokens, kv_params)
+    for i in range(3):
+        pair.decode.abort(f"b{i}")
+    pair.settle()
+
+
+# -- what cannot be continued exactly --------------------------------------------------
+
+
+def injections(**options: bool) -> Continuations:
+    runner = {"is_v2_runner": False, "is_async": False, "is_cpu": True, **options}
+    return Continuations(**runner, vocabulary=100, window=64)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "engine", "reason"),
+    [
+        ({"prompt_logprobs": 0}, {}, "prompt_logprobs"),
+        ({"logprobs": 2}, {}, "logprobs_missing"),
+        ({}, {"is_async": True}, "async_v1_runner"),
+        ({"seed": 1}, {"is_cpu": False}, "seed_on_v1_runner"),
+        ({"max_tokens": 1}, {}, "nothing_left"),
+    ],
+)
+def test_what_is_not_exact_is_computed_again_and_counted(
+    pair: Pair, sampling: dict[str, Any], engine: dict[str, bool], reason: str
+) -> None:
+    request = pair.decode.add("b", [1, 2, 3])
+    request.sampling_params = SamplingParams(**{"max_tokens": 9, **sampling})
+    request.max_tokens = request.sampling_params.max_tokens
+    asked = injections(**engine)
+    asked.begin(request, PriorOutput([42]))
+    assert request.num_output_tokens == 0
+    assert asked.refused == {reason: 1}
+    assert asked.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prior_output", "reason"),
+    [([1, 2], [100], "unknown_tokens"), ([1] * 60, [1, 2, 3, 4], "nothing_left")],
+)
+def test_what_no_instance_can_have_sampled_is_refused(
+    pair: Pair, prompt: list[int], prior_output: list[int], reason: str
+) -> None:
+    request = pair.decode.add("b", prompt, max_tokens=50)
+    asked = injections()
+    asked.begin(request, PriorOutput(prior_output))
+    assert (request.num_output_tokens, asked.refused) == (0, {reason: 1})
+
+
+def test_many_prior_tokens_that_the_cache_knows_do_not_end_the_engine(pair: Pair) -> None:
+    tokens, prior_output = list(range(30)), PriorOutput(list(range(40)))
+    for name in ("a", "b"):
+        kv_params = DecodeParams(TransferId(""), digest_of(tokens), prior_output)
+        continue_at(pair.decode, name, tokens, kv_params, max_tokens=42)
+        assert run(pair.decode, name) == [*range(40), 7, 7]
+    pair.settle()
+
+
+def test_stand_ins_for_log_probabilities_are_taken() -> None:
+    prior_output = [3, 99, 0]
+    found = decode_logprobs(unseen_logprobs(prior_output), prior_output, vocabulary=100)
+    assert found.logprob_token_ids.tolist() == [[3], [99], [0]]
+    assert found.sampled_token_ranks.tolist() == [1, 1, 1]
+
+
+def test_the_v2_runner_takes_everything_by_itself(pair: Pair) -> None:
+    request = pair.decode.add("b", [1, 2, 3])
+    request.sampling_params = SamplingParams(max_tokens=9, seed=1)
+    asked = injections(is_v2_runner=True, is_async=True, is_cpu=False)
+    asked.begin(request, PriorOutput([42]))
+    assert list(request.output_token_ids) == [42]
+
+
+# -- the V1 runner's state ---------------------------------------------------------------
+
+
+@pytest.fixture
+def runner() -> Iterator[None]:
+    with injecting():
+        yield
+
+
+def test_the_runner_sees_prior_tokens_as_output(runner: None) -> None:
+    request = state(ContinuedPrompt.of([1, 2, 3, 8, 9], 2))
+    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [8, 9])
+    assert (request.num_prompt_tokens, request.num_tokens) == (3, 5)
+    assert state([1, 2, 3]).output_token_ids == []
+
+
+def test_the_next_draw_is_the_one_after_the_prior_tokens(runner: None) -> None:
+    fresh = state([1, 2, 3], seed=5).generator
+    draws = [draw(fresh) for _ in range(3)]
+    assert draw(state(ContinuedPrompt.of([1, 2, 3, 8, 9], 2), seed=5).generator) == draws[2]

@@ -1,0 +1,79 @@
+"""An instance's load report: leaks at rest, and unfinished work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import Engine
+from tests.engine.pair import Pair, prompt
+from tests.eventually import eventually
+from vllm_tetri.types import Role
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path, Role.BOTH, arena_bytes=1 << 20)
+    engine.endpoint.agent.close()  # its thread would read the load, too
+    yield engine
+    engine.close()
+
+
+def reported(engine: Engine) -> tuple[str, ...]:
+    found: tuple[str, ...] = engine.endpoint.read_load().leftovers
+    return found
+
+
+def test_requests_that_come_and_go_leave_nothing(engine: Engine) -> None:
+    for name in ("a", "b"):
+        engine.add(name, prompt(50))
+        engine.run_until(lambda name=name: name in engine.finished)
+    engine.run_until(lambda: engine.is_at_rest)
+    assert engine.leaks() == {}
+
+
+def test_blocks_that_leak_are_reported_and_logged_once(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm_tetri"), "handlers", [caplog.handler])
+    logging.getLogger("vllm_tetri").setLevel(logging.INFO)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    leaked = pool.get_new_blocks(2)
+    assert reported(engine) == ()  # it may be on its way
+    eventually(lambda: reported(engine) == ("2 KV blocks",))
+    for _ in range(5):
+        assert reported(engine) == ("2 KV blocks",)
+    engine.add("a", prompt(50))
+    assert reported(engine) == ("2 KV blocks",)  # as far as is known
+    engine.run_until(lambda: "a" in engine.finished)
+    pool.free_blocks(leaked)
+    eventually(lambda: reported(engine) == ())
+    lines = [line for line in caplog.messages if line.startswith("leak:")]
+    assert len(lines) == 2
+    assert "2 KV blocks" in lines[0]
+    assert "released" in lines[1]
+
+
+def test_received_kv_without_a_request_is_a_leak_only_after_a_second(shm_pair: Pair) -> None:
+    shm_pair.decode.endpoint.agent.close()
+    shm_pair.send("a", prompt(50))
+    shm_pair.prefilled("a")
+    shm_pair.prefill.run_until(lambda: shm_pair.prefill.is_at_rest)
+    shm_pair.decode.step()
+    assert shm_pair.decode.leaks() == {"received KV transfers without a request": 1}
+    assert reported(shm_pair.decode) == ()
+    eventually(lambda: len(reported(shm_pair.decode)) == 1)
+
+
+def test_unfinished_work_is_named_by_role(shm_pair: Pair) -> None:
+    prefill, decode = shm_pair.prefill.endpoint, shm_pair.decode.endpoint
+    assert prefill.unfinished(Role.BOTH) == decode.unfinished(Role.BOTH) == ""
+    shm_pair.send("a", prompt(50))
+    assert prefill.unfinished(Role.BOTH) == "1 unfinished requests, 1 hand-overs to other instances"
+    shm_pair.prefilled("a")
+    shm_pair.prefill.run_until(lambda: shm_pair.prefill.is_at_rest)
+    assert prefill.unfinished(Role.BOTH) == ""
+    assert decode.unfinished(Role.BOTH) == "1 transfers in the arena"

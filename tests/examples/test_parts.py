@@ -1,0 +1,104 @@
+"""Parts of the laboratory that need no engine: paces, loads, and instances without an engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from examples.benchmarks import compare, flip, pace
+from examples.benchmarks.router import System, Turn
+from vllm_tetri.launch.machine import free_port
+
+
+def test_a_busy_engine_makes_up_for_a_late_step() -> None:
+    timeline = pace.Timeline(pace.Pace("", base_s=0.1, token_s=0.0, context_s=0.0))
+    assert timeline.begin(1.0, 1, 0) == pytest.approx(1.1)
+    assert timeline.end(1.15) == pytest.approx(0.05)
+    assert timeline.begin(1.16, 1, 0) == pytest.approx(1.2)  # counts from 1.1
+    timeline.end(1.2)
+    assert timeline.begin(5.0, 1, 0) == pytest.approx(5.1)  # after idle time it begins anew
+
+
+def test_a_step_takes_longer_with_tokens_and_context() -> None:
+    paced = pace.Pace("", scale=0.5, base_s=0.01, token_s=0.001, context_s=0.0001)
+    assert paced.step_s(10, 100) == pytest.approx(0.5 * (0.01 + 0.01 + 0.01))
+
+
+def test_options_of_a_paced_engine_carry_its_pace(tmp_path: Path) -> None:
+    words = pace.options(tmp_path, 0.25, 3200)
+    given = json.loads(words[words.index("--additional-config") + 1])
+    assert pace.Pace(**given["pace"]).scale == 0.25
+    assert words[words.index("--num-gpu-blocks-override") + 1] == "101"
+    (tmp_path / "1.late").write_text("0.5\n")
+    (tmp_path / "2.late").write_text("0.25\n")
+    assert pace.worst_s(tmp_path) == 0.5
+    assert pace.worst_s(tmp_path) == 0.0
+
+
+OPTIONS = argparse.Namespace(
+    num_prompts=4, request_rate=2.0, predictor=None, dispatch="power-of-two", phase=10.0,
+    request_rates=[1.0, 1.0], scale=0.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", compare.experiments(OPTIONS))
+def test_every_system_of_an_experiment_gets_the_same_requests(name: str) -> None:
+    experiment = compare.experiments(OPTIONS)[name]
+    first, again = (experiment.loads(OPTIONS, Random("seed")) for _ in range(2))
+    assert first == again
+    assert len(experiment.variants) > 1 or name == "dispatch"
+    longest = max(len(each.prompt) + each.output_tokens for load in first.values() for each in load)
+    assert longest < (pace.WINDOW_TOKENS if experiment.is_paced else 2048)
+
+
+def test_phases_of_a_swinging_load_follow_one_another() -> None:
+    requests = flip.draw(["code", "conversation"], OPTIONS, Random(0))
+    early = [each for each in requests if each.at_s < 5.0]
+    late = [each for each in requests if each.at_s >= 5.0]
+    assert early
+    assert late
+    assert [each.at_s for each in requests] == sorted(each.at_s for each in requests)
+
+    def mean(outputs: list[int]) -> float:
+        return sum(outputs) / len(outputs)
+
+    assert mean([each.output_tokens for each in early]) < mean(
+        [each.output_tokens for each in late]
+    )
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[dict[str, str]]:
+    command = [sys.executable, "-m", "examples.benchmarks.fake", "--input-len", "5"]
+    for name in ("--aggregated", "--split"):
+        command += [name, f"tcp://127.0.0.1:{free_port()}"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    ) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())
+        process.communicate()
+
+
+async def test_fake_instances_are_timed_directly(fakes: dict[str, str]) -> None:
+    aggregated = Turn(System("aggregated", "direct", fakes["aggregated"]), 5)
+    pair = Turn(System("pair", "direct", fakes["prefill"], fakes["decode"]), 5)
+    for turn, least_ms in ((aggregated, 0.0), (pair, 10.0)):
+        times = await turn.time(3, 2, Random(0))
+        assert len(times) == 2
+        assert all(least_ms <= first <= second for first, second in times)
+
+
+async def test_streams_flow_until_they_are_left(fakes: dict[str, str]) -> None:
+    turn = Turn(System("aggregated", "direct", fakes["aggregated"]), 5)
+    found = await turn.flow(2, 0.01)
+    assert 20 < found["events_per_s"] <= 220
+    assert "events_per_cpu_s" not in found  # there is no router to pay for
+    assert (await turn.loop())["requests_per_s"] > 10

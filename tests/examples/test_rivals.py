@@ -1,0 +1,240 @@
+"""Simulated systems of other papers. Times are worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.benchmarks.rivals.__main__ import main
+from examples.benchmarks.rivals.engines import Orca, PromptsFirst, Static, Unchunked
+from examples.benchmarks.rivals.modes import MooncakeMode, SplitwiseMode
+from examples.benchmarks.rivals.systems import SYSTEMS, WITH_ROLES, Parts, system_of
+from tests.sim.builders import COST, ENGINE, decode_s, engine, one, pair, spec, steps
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.adaptive import Objective
+from vllm_tetri.sim.cluster import run, simulate
+from vllm_tetri.sim.config import (
+    ClusterConfig,
+    EngineConfig,
+    EngineKind,
+    InstanceConfig,
+    Stock,
+    make_instances,
+)
+from vllm_tetri.sim.workload import draw
+from vllm_tetri.types import InstanceId, Role
+
+SMALL = EngineConfig(kv_blocks=260, arena_tokens=6000)
+WINDOW = 64
+UNCHUNKED: dict[str, Any] = {"kind": Unchunked(), "order": "fcfs", "admission": "greedy"}
+
+
+def alone(**changes: Any) -> ClusterConfig:
+    return one("round-robin", **changes)
+
+
+# -- all systems ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_serves_every_request_token_by_token_or_refuses_it(name: str) -> None:
+    config = system_of(name, Parts(4, SMALL, objective=Objective(1.0, 0.1)))
+    specs = draw("mixed", 60, 3.0, seed=2, accuracy=0.8)
+    outcome = run(config, specs)
+    assert outcome == run(config, specs)
+    done = [each.spec.id for each in (*outcome.served, *outcome.refused)]
+    assert sorted(done) == [each.id for each in specs]
+    for each in outcome.served:
+        gaps = np.concatenate(each.gap_parts)
+        assert len(gaps) == each.spec.output_tokens - 1
+        assert each.ttft_s + gaps.sum() == pytest.approx(each.jct_s)
+    has_roles = any(each.role is Role.PREFILL for each in config.instances)
+    assert has_roles == (name in WITH_ROLES)
+
+
+@pytest.mark.parametrize(("instances", "division"), [(2, (1, 1)), (3, (1, 2)), (8, (4, 4))])
+def test_half_of_the_instances_are_for_prompts(instances: int, division: tuple[int, int]) -> None:
+    assert Parts(instances).divided() == division
+
+
+def test_distserve_decodes_where_fewest_are() -> None:
+    specs = [spec(number, 10, 100, 4.0 * number) for number in range(12)]
+    served = simulate(system_of("distserve", Parts(3, ENGINE)), specs)
+    at = [each.decode for each in served]
+    assert at.count(InstanceId("decode-0")) == at.count(InstanceId("decode-1")) == 6
+
+
+# -- engines -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Static(WINDOW), Orca(WINDOW), PromptsFirst(), Unchunked()])
+def test_a_request_alone_takes_the_same_time_on_every_engine(kind: EngineKind) -> None:
+    (served,) = simulate(alone(kind=kind), [spec(0, 10, 3)])
+    assert served.ttft_s == pytest.approx(1.1)
+    assert served.jct_s == pytest.approx(1.1 + decode_s(10, 2))
+
+
+def test_a_static_batch_is_padded_and_keeps_requests_that_have_ended() -> None:
+    specs = [spec(0, 10, 1), spec(1, 10, 2, 0.1), spec(2, 30, 5, 0.2), spec(3, 10, 1, 0.3)]
+    outcome = run(alone(kind=Static(WINDOW), max_requests=2), specs)
+    _, short, longest, later = outcome.served
+    prompts_s = 1 + 2 * 30 * COST.prompt_s
+    decodes_s = sum(COST.step_s(2, 2 * (30 + step), 0, 0) for step in range(4))
+    assert short.ttft_s == pytest.approx(1.1 + prompts_s - 0.1)
+    assert longest.jct_s == pytest.approx(1.1 + prompts_s + decodes_s - 0.2)
+    assert later.ttft_s == pytest.approx(1.1 + prompts_s + decodes_s + 1.1 - 0.3)
+
+
+def test_a_static_batch_frees_all_blocks_at_its_end() -> None:
+    late = [spec(number, 10, 3 * number, 0.1 * number) for number in range(1, 9)]
+    found = steps(alone(kind=Static(WINDOW), kv_blocks=16), [spec(0, 10, 1), *late])
+    assert [len(each.prompts) for each in found if each.prompts] == [1, 4, 4]
+
+
+def test_reservations_of_orca_bound_the_batch() -> None:
+    specs = [spec(number, 10, 20, 0.1 * number) for number in range(3)]
+    orca = simulate(alone(kind=Orca(WINDOW), kv_blocks=8), specs)
+    paged = simulate(alone(kind=Stock(64), kv_blocks=8), specs)
+    end_s = min(each.spec.arrival_s + each.jct_s for each in orca[:2])
+    assert orca[2].spec.arrival_s + orca[2].ttft_s > end_s
+    assert paged[2].ttft_s < 4
+
+
+def test_a_whole_prompt_of_orca_stalls_the_decodes_of_its_step() -> None:
+    specs = [spec(0, 10, 20), spec(1, 400, 2, arrival_s=5.0)]
+    stalled, _ = simulate(alone(kind=Orca(512)), specs)
+    assert stalled.max_itl_s == pytest.approx(COST.step_s(1, 14, 400, 0))
+
+
+def test_decodes_of_vllm_2023_wait_while_prompts_are_computed() -> None:
+    first, second = simulate(alone(kind=PromptsFirst()), [spec(0, 10, 3), spec(1, 10, 2, 0.5)])
+    both_s, last_s = COST.step_s(2, 20, 0, 0), COST.step_s(1, 11, 0, 0)
+    assert second.ttft_s == pytest.approx(1.1 + 1.1 - 0.5)
+    assert first.max_itl_s == pytest.approx(1.1 + both_s)
+    assert first.jct_s == pytest.approx(1.1 + 1.1 + both_s + last_s)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        (PromptsFirst(), [1, 16, 4]),
+        (PromptsFirst(most_prompts=9), [1, 9, 9, 2]),
+        (PromptsFirst(most_tokens=120), [1, 12, 8]),
+        (PromptsFirst(most_tokens=5), [1] * 21),
+    ],
+)
+def test_a_step_of_vllm_2023_is_bounded_by_prompts_and_tokens(
+    kind: EngineKind, sizes: list[int]
+) -> None:
+    specs = [spec(0, 10, 1), *(spec(number, 10, 1, 0.5) for number in range(1, 21))]
+    found = steps(alone(kind=kind), specs)
+    assert [len(each.prompts) for each in found] == sizes
+
+
+def test_unchunked_prompts_share_a_step_only_if_they_fit_completely() -> None:
+    specs = [spec(0, 10, 1), spec(1, 12, 1, 0.1), spec(2, 8, 1, 0.2), spec(3, 50, 1, 0.3)]
+    found = steps(pair(chunk_tokens=20, **UNCHUNKED), [*specs, spec(4, 5, 1, 0.4)])
+    assert [[number for number, _ in each.prompts] for each in found] == [[0], [1, 2], [3], [4]]
+
+
+def test_an_unchunked_prompt_preempts_the_newest_decode_at_most_twice() -> None:
+    specs = [spec(0, 30, 60), spec(1, 30, 60, 0.1)]
+    specs += [spec(2 + number, 50, 2, 50 + 6.0 * number) for number in range(4)]
+    served = simulate(alone(kv_blocks=12, chunk_tokens=64, **UNCHUNKED), specs)
+    assert [each.preemptions for each in served[:2]] == [0, 2]
+    assert [each.ttft_s > 8 for each in served[2:]] == [False, False, True, True]
+
+
+# -- modes -----------------------------------------------------------------------------------
+
+
+def test_splitwise_moves_a_machine_into_the_mixed_pool_for_a_burst_and_back() -> None:
+    machine = engine(chunk_tokens=50, **UNCHUNKED)
+    burst = [spec(number, 45, 10, 0.01 * number) for number in range(20)]
+    calm = [spec(number, 40, 10, 100 + 4.0 * number) for number in range(20, 30)]
+    served = simulate(
+        ClusterConfig(make_instances(2, 2, engine=machine), SplitwiseMode), [*burst, *calm]
+    )
+    assert {str(each.prefill) for each in served[:20]} > {"prefill-0", "prefill-1"}
+    assert {each.prefill for each in served[20:]} <= {"prefill-0", "prefill-1"}
+    assert {each.decode for each in served[20:]} == {"decode-0", "decode-1"}
+
+
+def test_mooncake_refuses_requests_that_would_be_late() -> None:
+    burst = [spec(number, 500, 5, 0.05 * number) for number in range(40)]
+    config = ClusterConfig(make_instances(1, 1), MooncakeMode, objective=Objective(2.0, 0.1))
+    outcome = run(config, burst)
+    assert len(outcome.refused) > 20
+    assert all("first token expected in" in each.reason for each in outcome.refused)
+    assert not run(ClusterConfig(make_instances(1, 1), MooncakeMode), burst[:10]).refused
+
+
+def test_mooncake_refuses_requests_without_room_to_be_decoded() -> None:
+    cluster = (
+        InstanceConfig(InstanceId("p"), Role.PREFILL, ENGINE),
+        InstanceConfig(InstanceId("d"), Role.DECODE, engine(kv_blocks=10, chunk_tokens=8)),
+    )
+    specs = [spec(number, 60, 80, 2.5 * number) for number in range(6)]
+    outcome = run(ClusterConfig(cluster, MooncakeMode), specs)
+    assert {each.reason for each in outcome.refused} == {"no decode instance has room for its KV"}
+
+
+def test_mooncake_computes_short_prompts_where_they_are_decoded() -> None:
+    cluster = (
+        InstanceConfig(InstanceId("p"), Role.PREFILL, ENGINE),
+        InstanceConfig(InstanceId("d"), Role.DECODE, engine(chunk_tokens=30)),
+    )
+    specs = [spec(0, 25, 5), spec(1, 40, 5, 20.0), spec(2, 20, 5, 40.0), spec(3, 5, 5, 60.0)]
+    free = simulate(ClusterConfig(cluster, MooncakeMode), specs)
+    strict = simulate(ClusterConfig(cluster, MooncakeMode, objective=Objective(9.0, 1.21)), specs)
+    assert [each.prefill for each in free] == ["d", "p", "d", "d"]
+    assert [each.prefill for each in strict] == ["p", "p", "d", "d"]  # 1.25, 1.4, 1.2, 1.05 s
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_row_per_system_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--system", "static", "mooncake", "--instances", "3", "--prefill-instances", "2"]
+    found = tmp_path / "found.json"
+    assert main([*words, "--requests", "40", "--rate", "30", "--json", str(found)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines if re.match(r"\s*(sta|moo)", line)]
+    assert [row[0] for row in rows] == ["static 3", "mooncake 2P+1D"]
+    refused = [each["refused"] for each in json.loads(found.read_text())["systems"]]
+    assert refused == [int(row[10]) for row in rows]
+    assert 0 == refused[0] < refused[1] < 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--system", "tetri", "--instances", "1"], "at least 2"),
+        (["--system", "tetri", "--prefill-instances", "2"], "2 of 2 instances"),
+        (["--system", "vllm", "--instances", "0"], "0 instances"),
+        (["--system", "orca", "--window", "0"], "window tokens: 0"),
+        (["--system", "orca", "--window", "500"], "longer than the window of both-0: 500"),
+        (["--system", "static", "--kv-blocks", "10"], "does not fit into a KV pool"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--requests", "20"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error)
+
+
+def test_engines_with_numbers_out_of_range_are_errors() -> None:
+    with pytest.raises(ConfigError, match="most prompts: 0 must be at least 1"):
+        PromptsFirst(most_prompts=0)
+    with pytest.raises(ConfigError, match="does both, not prefill"):
+        make_instances(prefill=1, engine=engine(kind=Orca(WINDOW)))

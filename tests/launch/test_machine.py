@@ -1,0 +1,132 @@
+"""Cores, priorities and GPUs per instance, and what vLLM says of its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.launch.machine import (
+    MAX_KV_BYTES,
+    PREFILL_NICE,
+    CoreSharing,
+    Machine,
+    ServeOptions,
+    ask_vllm,
+    cpu_facts,
+    inspect,
+    kv_bytes_each,
+    place,
+    serve_options_in,
+)
+from vllm_tetri.types import Role
+
+GIB = 1 << 30
+PAIR = [Role.PREFILL, Role.DECODE]
+
+
+def cpu(cores: int, memory_bytes: int = 32 * GIB) -> Machine:
+    return Machine(cores=tuple(range(cores)), gpus=(), memory_bytes=memory_bytes)
+
+
+def gpu(*gpus: str) -> Machine:
+    return Machine(cores=(0, 1), gpus=gpus, memory_bytes=GIB)
+
+
+def test_own_cores_are_neighbours_with_as_many_threads() -> None:
+    prefill, decode = place(PAIR, cpu(5))
+    assert (prefill.cores, decode.cores) == ((0, 1), (2, 3, 4))
+    assert dict(decode.environment) == {
+        "OMP_NUM_THREADS": "3",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    assert prefill.nice == decode.nice == 0
+
+
+def test_prefill_yields_on_shared_cores_and_waiting_threads_sleep() -> None:
+    prefill, decode = place(PAIR, cpu(4), CoreSharing.SHARED_CORES)
+    assert prefill.cores == decode.cores == (0, 1, 2, 3)
+    assert (prefill.nice, decode.nice) == (PREFILL_NICE, 0)
+    environment = dict(decode.environment)
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["GOMP_SPINCOUNT"] == environment["KMP_BLOCKTIME"] == "0"
+
+
+def test_too_few_cores_are_shared_unless_own_cores_were_asked_for() -> None:
+    assert [p.cores for p in place(PAIR, cpu(1))] == [(0,), (0,)]
+    with pytest.raises(ConfigError, match=r"2 instances need as many.*--placement shared-cores"):
+        place(PAIR, cpu(1), CoreSharing.OWN_CORES)
+
+
+@given(cores=st.integers(1, 64), instances=st.integers(1, 64))
+def test_every_core_is_handed_out_once(cores: int, instances: int) -> None:
+    if instances > cores:
+        return
+    placements = place([Role.BOTH] * instances, cpu(cores))
+    assert [core for each in placements for core in each.cores] == list(range(cores))
+    sizes = [len(each.cores) for each in placements]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_gpus_are_handed_out_in_turn() -> None:
+    placements = place([*PAIR, Role.DECODE], gpu("0", "1"))
+    assert [dict(p.environment)["CUDA_VISIBLE_DEVICES"] for p in placements] == ["0", "1", "0"]
+    assert [p.gpu_sharers for p in placements] == [2, 1, 2]
+    assert all(not p.cores for p in placements)
+
+
+def test_tensor_parallel_instances_get_neighbouring_gpus() -> None:
+    placements = place(PAIR, gpu("4", "5", "6", "7"), gpus_each=2)
+    assert [dict(p.environment)["CUDA_VISIBLE_DEVICES"] for p in placements] == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="needs 2 GPUs"):
+        place(PAIR, gpu("0"), gpus_each=2)
+
+
+def test_gpus_have_the_numbers_of_cuda_or_the_names_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert inspect(2).gpus == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1f")
+    assert inspect(2).gpus == ("3", "GPU-1f")
+    assert inspect(0).gpus == ()
+
+
+@pytest.mark.parametrize(
+    ("instances", "memory_bytes", "expected"),
+    [(2, 64 * GIB, MAX_KV_BYTES), (2, 8 * GIB, GIB // 2), (100, 1 << 20, 1 << 20)],
+)
+def test_kv_cache_is_small_and_fits(instances: int, memory_bytes: int, expected: int) -> None:
+    assert kv_bytes_each(instances, cpu(2, memory_bytes)) == expected
+
+
+def test_words_show_the_names_of_options_and_the_keys() -> None:
+    words = ["--a-b", "1", "--c_d=2", "plain", "-O3", "--api_key", "x", "y", "--api-key=z"]
+    assert serve_options_in(words) == ServeOptions(
+        frozenset({"a-b", "c-d", "O3", "api-key"}), ("x", "y", "z")
+    )
+
+
+def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.yaml"
+    path.write_text("tensor-parallel-size: 2\napi_key: [a, b]\nkv_cache_memory_bytes: 5M\nuds: x\n")
+    found = ask_vllm(["--model", "m", "--config", str(path), "--tetri-streams", "3"])
+    assert found.tensor_parallel_size == 2
+    assert found.api_keys == ("a", "b")
+    assert {"kv-cache-memory-bytes", "api-key", "tetri-streams"} <= found.names
+    assert found.names & {"port", "role", "host", "uds"} == {"uds"}
+
+
+def test_an_option_that_vllm_refuses_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^after --: unrecognized arguments: --no-such$"):
+        ask_vllm(["--model", "m", "--no-such"])
+
+
+def test_the_kernel_says_what_the_cpu_can_do(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("model name\t: Fast 9000\nflags\t\t: avx2 avx512f\n")
+    assert cpu_facts(path) == ("Fast 9000", {"avx2", "avx512f"})
+    assert cpu_facts(tmp_path / "none")[1] == set()

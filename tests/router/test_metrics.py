@@ -1,0 +1,70 @@
+"""Metrics of the router, and the page that lists them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.fakes import FakeInstance, cluster, eventually
+from vllm_tetri.router.metrics import LOAD_NUMBERS, reference
+from vllm_tetri.types import InstanceLoad, Role
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_is_generated_from_the_code() -> None:
+    assert PAGE.read_text() == reference(), (
+        "run: python -m vllm_tetri.router.metrics > docs/metrics.md"
+    )
+
+
+async def test_the_page_lists_every_family_that_is_scraped() -> None:
+    async with cluster(FakeInstance("b", Role.BOTH)) as made:
+        await made.ask()
+        async with made.client.get(made.url + "/metrics") as response:
+            text = await response.text()
+    listed = PAGE.read_text()
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 50
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        if not family.name.endswith("_created"):
+            assert f"| `{name}` | {family.type} |" in listed
+            assert family.documentation in listed
+
+
+async def test_a_load_report_has_the_same_numbers_everywhere() -> None:
+    one = FakeInstance("b", Role.BOTH)
+    one.load = replace(
+        one.load,
+        reserved_blocks=5,
+        step_s=0.5,
+        predictions_made=7,
+        leftovers=("2 blocks", "1 slot"),
+    )
+    async with cluster(one, FakeInstance("d", Role.DECODE)) as made:
+        await eventually(lambda: made.scheduler.monitor.view().instances[0].load.step_s)
+        rows = (await made.get("/tetri/v1/instances"))["instances"]
+        async with made.client.get(made.url + "/metrics") as response:
+            text = await response.text()
+    assert rows[0]["leftovers"] == ["2 blocks", "1 slot"]
+    assert {number.field for number in LOAD_NUMBERS} <= rows[0].keys()
+    for name, value in {
+        "reserved_blocks": 5.0,
+        "step_seconds": 0.5,
+        "predictions_made_total": 7.0,
+        "leftovers": 2.0,
+        "in_flight": 0.0,
+    }.items():
+        assert f'tetri_instance_{name}{{instance="b"}} {value}' in text
+    assert 'tetri_instance_leftovers{instance="d"} 0.0' in text
+
+
+def test_every_number_of_a_load_report_has_unit_and_help() -> None:
+    undocumented = {"bucket_tokens"}  # for dispatchers only
+    assert {number.field for number in LOAD_NUMBERS} == set(InstanceLoad.__slots__) - undocumented
+    for number in LOAD_NUMBERS:
+        assert number.about.unit, number.field
+        assert number.about.help.endswith("."), number.field

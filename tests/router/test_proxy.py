@@ -1,0 +1,321 @@
+"""Routes that are not split: one instance answers, and the router adds and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from vllm_tetri.router.app import NOT_PROXIED, PROXIED
+from vllm_tetri.router.auth import Limits
+from vllm_tetri.types import Role
+
+RESPONSES = "/v1/responses"
+BUSY = {"message": "m", "type": "Service Unavailable", "param": None, "code": 503}
+
+PLAIN = [(method, path, rules) for method, path, rules in PROXIED if "{" not in path]
+JSON_POSTS = [path for method, path, rules in PLAIN if method == "POST" and rules.has_json]
+FORMS = [path for _, path, rules in PLAIN if not rules.has_json]
+GETS = [path for method, path, _ in PLAIN if method == "GET"]
+
+
+@dataclass
+class Seen:
+    method: str
+    path: str
+    body: bytes
+    headers: Any
+
+
+class WholeInstance(FakeInstance):
+    """Answers any route with its name, and keeps what it saw."""
+
+    def __init__(self, name: str, role: Role = Role.BOTH, **more: Any) -> None:
+        super().__init__(name, role, **more)
+        self.seen: list[Seen] = []
+        self.status = 200
+        self.error: dict[str, Any] | None = None
+
+    async def start(self, *controls: str) -> None:
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_route("*", "/{tail:.*}", self._any)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        self.join(*controls)
+
+    async def _any(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        self.seen.append(Seen(request.method, request.path_qs, raw, request.headers.copy()))
+        try:
+            if self.handler is not None:
+                return await self.handler(self, request, {})
+            return await self._say(request, raw)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+
+    async def _say(self, request: web.Request, raw: bytes) -> web.StreamResponse:
+        if self.error is not None:
+            return web.json_response({"error": self.error}, status=self.status)
+        if b'"stream": true' in raw:
+            return await self.stream(request)
+        return web.Response(
+            body=b'{ "by": "%s" }' % self.id.encode(),
+            content_type="application/json",
+            headers={"X-Extra": "kept"},
+        )
+
+
+async def hang_up(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def ask(
+    made: Cluster, path: str, method: str = "POST", headers: Any = None, **body: Any
+) -> tuple[int, bytes, Any]:
+    sent = json.dumps(body).encode() if method == "POST" else None
+    if sent is not None:
+        headers = {"Content-Type": "application/json", **(headers or {})}
+    async with made.client.request(method, made.url + path, data=sent, headers=headers) as got:
+        return got.status, await got.read(), got.headers
+
+
+@pytest.mark.parametrize("path", JSON_POSTS)
+async def test_bytes_go_through_unchanged_in_both_directions(path: str) -> None:
+    async with cluster(WholeInstance("b")) as made:
+        status, answer, headers = await ask(
+            made, path, headers={"X-Mine": "1", "Authorization": "Bearer key"}, model="tiny", x=[1]
+        )
+        assert (status, answer) == (200, b'{ "by": "b" }')
+        assert (headers["X-Extra"], headers["x-tetri-decode"]) == ("kept", "b")
+        (seen,) = made["b"].seen  # type: ignore[attr-defined]
+        assert (seen.method, seen.path) == ("POST", path)
+        assert seen.body == b'{"model": "tiny", "x": [1]}'
+        assert (seen.headers["X-Mine"], seen.headers["Authorization"]) == ("1", "Bearer key")
+        assert seen.headers["X-Request-Id"] == headers["x-request-id"]
+        assert await made.table() == []
+
+
+@pytest.mark.parametrize("path", [*GETS, RESPONSES + "/resp_1"])
+async def test_what_is_only_read_goes_through_too(path: str) -> None:
+    async with cluster(WholeInstance("b")) as made:
+        status, answer, _ = await ask(made, path + "?stream=false", "GET")
+        assert (status, answer) == (200, b'{ "by": "b" }')
+        (seen,) = made["b"].seen  # type: ignore[attr-defined]
+        assert (seen.method, seen.path, seen.body) == ("GET", path + "?stream=false", b"")
+
+
+@pytest.mark.parametrize("path", FORMS)
+async def test_forms_go_through_as_they_are(path: str) -> None:
+    async with cluster(WholeInstance("b")) as made:
+        form = aiohttp.FormData()
+        form.add_field("file", bytes(range(256)), filename="a.wav")
+        async with made.client.post(made.url + path, data=form) as response:
+            assert response.status == 200
+        (seen,) = made["b"].seen  # type: ignore[attr-defined]
+        assert bytes(range(256)) in seen.body
+        assert seen.headers["Content-Type"].startswith("multipart/form-data; boundary=")
+
+
+async def test_a_stream_arrives_while_it_is_made_and_is_in_the_table() -> None:
+    async with cluster(WholeInstance("b")) as made:
+        made["b"].chunk_gate.clear()
+        url, body = made.url + RESPONSES, b'{"stream": true}'
+        async with made.client.post(url, data=body, headers={"X-Request-Id": "r1"}) as response:
+            assert await response.content.readany() == b'data: {"index": 0}\n\n'
+            (entry,) = await made.table()
+            assert (entry["id"], entry["phase"], entry["decode"]) == ("r1", "serving", "b")
+            made["b"].chunk_gate.set()
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+            assert response.headers["x-request-id"] == "r1"
+        async with made.client.get(made.url + "/metrics") as response:
+            assert 'tetri_requests_total{outcome="ok",route="passed"} 1' in await response.text()
+
+
+async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:
+    async with cluster(WholeInstance("b")) as made:
+        made["b"].chunk_gate.clear()
+        async with made.client.post(made.url + RESPONSES, data=b'{"stream": true}') as response:
+            await response.content.readany()
+        await eventually(lambda: made["b"].aborted == 1)
+        await eventually(lambda: len(made.scheduler.table) == 0)
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+    async def break_off(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b"data: 1\n\n")
+        await asyncio.sleep(0.05)
+        return await hang_up(fake, request, _)
+
+    async with cluster(WholeInstance("b")) as made:
+        made["b"].handler = break_off
+        status, answer, _ = await ask(made, "/v1/messages", stream=True)
+        assert status == 200
+        assert answer.startswith(b'data: 1\n\ndata: {"error":{"message":"instance b broke off')
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", RESPONSES])
+@pytest.mark.parametrize("status", [400, 404, 422, 501])
+async def test_an_instances_error_reaches_the_client_unchanged(path: str, status: int) -> None:
+    error = {"message": "m", "type": "t", "param": "p", "code": status}
+    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+        for each in made.instances.values():
+            each.status, each.error = status, error  # type: ignore[attr-defined]
+        assert (await ask(made, path))[0] == status
+        assert json.loads((await ask(made, path, model="tiny"))[1]) == {"error": error}
+        assert sum(len(each.seen) for each in made.instances.values()) == 2  # type: ignore[attr-defined]
+
+
+async def test_an_instance_in_trouble_is_no_obstacle() -> None:
+    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+        made["b1"].status, made["b1"].error = 500, {"message": "died"}  # type: ignore[attr-defined]
+        assert (await ask(made, "/v1/messages"))[1] == b'{ "by": "b2" }'
+        made["b1"].handler = hang_up
+        assert (await ask(made, "/tokenize"))[1] == b'{ "by": "b2" }'
+
+
+async def test_when_all_are_in_trouble_the_last_says_it_itself() -> None:
+    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+        for each in made.instances.values():
+            each.status, each.error = 500, {"message": "died"}  # type: ignore[attr-defined]
+        status, answer, _ = await ask(made, "/v1/messages")
+        assert (status, json.loads(answer)) == (500, {"error": {"message": "died"}})
+
+
+async def test_a_full_instance_is_passed_over_and_all_full_is_503() -> None:
+    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+        made["b1"].status, made["b1"].error = 503, BUSY  # type: ignore[attr-defined]
+        assert (await ask(made, "/v1/messages"))[1] == b'{ "by": "b2" }'
+        made["b2"].status, made["b2"].error = 503, BUSY  # type: ignore[attr-defined]
+        status, answer, headers = await ask(made, "/v1/messages")
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(answer)["error"]["code"] == "queue_full"
+
+
+async def test_requests_at_the_same_moment_spread_over_instances() -> None:
+    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+        for each in made.instances.values():
+            each.chunk_gate.clear()
+        asking = [asyncio.create_task(ask(made, "/v1/messages", stream=True)) for _ in range(6)]
+        await eventually(lambda: sum(len(each.seen) for each in made.instances.values()) == 6)  # type: ignore[attr-defined]
+        assert [len(each.seen) for each in made.instances.values()] == [3, 3]  # type: ignore[attr-defined]
+        for each in made.instances.values():
+            each.chunk_gate.set()
+        await asyncio.gather(*asking)
+
+
+async def test_all_about_responses_goes_to_one_instance_while_it_is_ready() -> None:
+    async with cluster(
+        WholeInstance("p", Role.PREFILL), WholeInstance("d2", Role.DECODE),
+        WholeInstance("d1", Role.DECODE),
+    ) as made:  # fmt: skip
+        for _ in range(3):
+            assert (await ask(made, RESPONSES))[1] == b'{ "by": "d1" }'
+        assert (await ask(made, RESPONSES + "/resp_1", "GET"))[1] == b'{ "by": "d1" }'
+        assert (await ask(made, RESPONSES + "/resp_1/cancel"))[1] == b'{ "by": "d1" }'
+        made["d1"].status, made["d1"].error = 503, BUSY  # type: ignore[attr-defined]
+        assert (await ask(made, RESPONSES))[0] == 503  # a stored answer would be nowhere else
+        await made["d1"].stop_http()
+        assert (await ask(made, RESPONSES))[1] == b'{ "by": "d2" }'
+
+
+async def test_a_stored_response_is_found_whatever_model_it_is_of() -> None:
+    two = WholeInstance("x", models=("a",)), WholeInstance("y", models=("b",))
+    async with cluster(*two) as made:
+        error = {"message": "no such response", "type": "t", "param": None, "code": 404}
+        made["x"].status, made["x"].error = 404, error  # type: ignore[attr-defined]
+        assert (await ask(made, RESPONSES + "/resp_1", "GET"))[1] == b'{ "by": "y" }'
+        made["y"].status, made["y"].error = 404, error  # type: ignore[attr-defined]
+        status, answer, _ = await ask(made, RESPONSES + "/resp_1", "GET")
+        assert (status, json.loads(answer)) == (404, {"error": error})
+
+
+async def test_a_model_decides_the_instance_and_an_unknown_one_is_for_an_instance_to_refuse() -> (
+    None
+):
+    two = WholeInstance("x", models=("a",)), WholeInstance("y", models=("b",))
+    async with cluster(*two) as made:
+        for model, name in (("a", b"x"), ("b", b"y"), ("unknown", b"x")):
+            assert (await ask(made, "/v1/embeddings", model=model))[1] == b'{ "by": "%s" }' % name
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"kv_transfer_params": {"tetri": "evil"}},
+        {"vllm_xargs": {"kv_transfer_params": "evil"}},
+        {"sampling_params": {"extra_args": {"kv_transfer_params": "evil"}}},
+    ],
+)
+async def test_a_client_cannot_set_our_parameters(forged: dict[str, Any]) -> None:
+    async with cluster(WholeInstance("b")) as made:
+        for path in ("/v1/messages", RESPONSES, "/inference/v1/generate"):
+            await ask(made, path, token_ids=[1], **forged)
+            (seen,) = made["b"].seen[-1:]  # type: ignore[attr-defined]
+            assert b"evil" not in seen.body
+            assert b"token_ids" in seen.body
+
+
+async def test_a_route_that_instances_do_not_have_says_so() -> None:
+    async def not_found(*_: Any) -> web.StreamResponse:
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    async with cluster(WholeInstance("b")) as made:
+        made["b"].handler = not_found
+        status, answer, _ = await ask(made, "/v1/embeddings")
+        error = json.loads(answer)["error"]
+        assert (status, error["type"], error["code"]) == (404, "NotFoundError", 404)
+        assert error["message"].startswith("POST /v1/embeddings: no instance offers this route")
+
+
+@pytest.mark.parametrize("path", NOT_PROXIED)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_what_is_not_served_says_why(path: str, method: str) -> None:
+    async with cluster() as made:
+        status, answer, _ = await ask(made, path, method)
+        error = json.loads(answer)["error"]
+        assert (status, error["type"]) == (404, "NotFoundError")
+        assert len(error["message"]) > len(f"{method} {path}: ") + 20
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/tokenize", "GET"), (RESPONSES, "GET"), ("/version", "POST"), ("/v1/embeddings", "PUT")],
+)
+async def test_a_wrong_method_is_405(path: str, method: str) -> None:
+    async with cluster(WholeInstance("b")) as made:
+        assert (await ask(made, path, method))[0] == 405
+        assert made["b"].seen == []  # type: ignore[attr-defined]
+
+
+async def test_ping_says_what_health_says() -> None:
+    async with cluster() as made:
+        assert (await ask(made, "/ping", "GET"))[0] == 503
+        await made.add(WholeInstance("b"))
+        assert (await ask(made, "/ping", "GET"))[0] == (await ask(made, "/ping"))[0] == 200
+
+
+async def test_broken_json_no_ready_instance_and_a_huge_body_are_refused() -> None:
+    async with cluster(limits=Limits(body_bytes=1000)) as made:
+        assert (await ask(made, "/tokenize"))[0] == 503
+        async with made.client.post(made.url + "/tokenize", data=b"{") as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["message"]
+        assert (await ask(made, "/tokenize", prompt="x" * 2000))[0] == 413

@@ -1,0 +1,309 @@
+"""What a client has received, and that a continuation makes one stream of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.router.scripts import PROMPT_IDS, Script, event, joined
+from vllm_tetri.handover import Prefilled, PriorOutput, to_params
+from vllm_tetri.router import resume as record_module
+from vllm_tetri.router.first_token import FirstToken, read_first_token
+from vllm_tetri.router.resume import (
+    ContinuationFailed,
+    ContinuationMismatch,
+    NotResumable,
+    Received,
+    Splice,
+    StreamRecord,
+)
+from vllm_tetri.types import InstanceId, TransferId
+
+TRANSFER = TransferId("t1")
+
+
+def first_of(script: Script, *, is_final: bool = False) -> FirstToken:
+    """What the prefill instance answers for an answer."""
+    prefilled = Prefilled(
+        TRANSFER, InstanceId("d"), 3, "d1", 1, 100, "", PriorOutput(script.token_ids[:1]), is_final
+    )
+    one = replace(script, texts=script.texts[:1])
+    if not is_final:
+        one = replace(one, finish_reason="length", stop_reason=None)
+    body = json.dumps(one.whole(**to_params(prefilled))).encode()
+    found = read_first_token(body, TRANSFER, is_chat=script.is_chat)
+    assert found is not None
+    return found
+
+
+def received_of(first: FirstToken, created: int) -> Received:
+    return Received(first.is_chat, created, first.text or "", tuple(first.token_ids))
+
+
+def spliced(first: FirstToken, created: int, reads: list[bytes]) -> bytes:
+    splice = Splice(received_of(first, created))
+    return b"".join([*(splice.feed(read) for read in reads), splice.finish()])
+
+
+TEXTS = st.text(st.sampled_from('a é日🦙\n"\\{}:,\u2028'), max_size=6)
+SCRIPTS = st.builds(
+    Script,
+    texts=st.builds(
+        lambda first, rest: (first, *rest),
+        TEXTS.filter(bool),
+        st.lists(TEXTS | st.just('data: {"created":1700000000,'), min_size=1, max_size=6),
+    ),
+    is_chat=st.booleans(),
+    finish_reason=st.sampled_from(["length", "stop"]),
+    stop_reason=st.sampled_from([None, 17]),
+    has_logprobs=st.booleans(),
+    has_token_ids=st.booleans(),
+    has_usage=st.booleans(),
+    counts_each=st.booleans(),
+).filter(lambda script: script.has_usage or not script.counts_each)
+
+
+@given(
+    script=SCRIPTS,
+    merged=st.integers(2, 8),
+    later_s=st.sampled_from([0, 1, 77]),
+    cuts=st.lists(st.integers(0, 10_000)),
+)
+def test_however_the_bytes_are_cut_the_stream_is_that_of_one_instance(
+    script: Script, merged: int, later_s: int, cuts: list[int]
+) -> None:
+    first = first_of(script)
+    leg2 = b"".join(replace(script, created=script.created + later_s).events(merged))
+    ends = sorted({min(cut, len(leg2)) for cut in cuts} | {len(leg2)})
+    reads = [leg2[at:end] for at, end in zip([0, *ends], ends, strict=False) if end > at]
+
+    seen = first.opening(script.created, counts_each=script.counts_each) + spliced(
+        first, script.created, reads
+    )
+
+    assert seen == b"".join(script.events(1, merged - 1))
+
+
+@given(script=SCRIPTS)
+def test_a_first_token_that_is_the_last_makes_the_stream_of_one_instance(script: Script) -> None:
+    script = replace(script, texts=script.texts[:1])
+    first = first_of(script, is_final=True)
+
+    seen = first.complete_stream(wants_usage=script.has_usage, counts_each=script.counts_each)
+    assert seen == b"".join(script.events())
+    assert json.loads(first.complete_response()) == script.whole()
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_without_text_nothing_stands_alone(is_chat: bool) -> None:
+    for text, is_complete in ((" a", True), ("", False), ("\ufffd", False), ("日", True)):
+        first = first_of(Script((text, "x"), is_chat=is_chat))
+        assert first.is_complete_text is is_complete
+
+
+@pytest.mark.parametrize("part", ["reasoning", "tool_calls"])
+def test_a_message_that_is_more_than_text_has_no_text(part: str) -> None:
+    first = first_of(Script(("a", "b"), is_chat=True))
+    first.choice["message"][part] = ["something"]
+    assert first.text is None
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_another_text_or_token_is_a_mismatch(is_chat: bool) -> None:
+    shown = first_of(Script(("ab", "c"), is_chat=is_chat))
+    for other in (("ax", "c"), ("x", "abc"), ("a",)):
+        leg2 = b"".join(Script(other, is_chat=is_chat).events(2))
+        with pytest.raises(ContinuationMismatch):
+            spliced(shown, 5, [leg2])
+    script = Script(("ab", "c"), is_chat=is_chat, has_token_ids=True)
+    assert shown.prefilled.prior_output is not None
+    shown.prefilled.prior_output.token_ids[0] += 1
+    with pytest.raises(ContinuationMismatch, match="tokens"):
+        spliced(shown, 5, [b"".join(script.events(2))])
+
+
+@pytest.mark.parametrize(
+    "leg2", [b"", b"data: [DONE]\n\n", b"data: {\n\n", b"data: {}\n\n", b"data: 5\n\n", b": hi\n\n"]
+)
+def test_a_stream_of_something_else_is_a_mismatch(leg2: bytes) -> None:
+    with pytest.raises(ContinuationMismatch):
+        spliced(first_of(Script(("ab", "c"))), 5, [leg2] if leg2 else [])
+
+
+def test_an_error_as_the_first_event_can_be_tried_elsewhere() -> None:
+    with pytest.raises(ContinuationFailed, match="engine died"):
+        spliced(
+            first_of(Script(("ab", "c"))), 5, [b'data: {"error":{"message":"engine died"}}\n\n']
+        )
+
+
+def test_answers_of_other_transfers_are_not_read() -> None:
+    body = json.dumps(Script(("a",)).whole()).encode()
+    assert read_first_token(body, TRANSFER, is_chat=False) is None
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_what_only_keeps_the_connection_alive_is_no_event(is_chat: bool) -> None:
+    script = Script(("ab", "c"), is_chat=is_chat)
+    first, leg2 = first_of(script), b"".join(script.events(2))
+    alive = b": keep-alive\n\n"
+    assert spliced(first, 5, [alive, leg2]) == spliced(first, 5, [leg2])
+
+
+def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_tetri.router.resume._MAX_EVENT_BYTES", 1000)
+    script = Script(("a", "b", "c"))
+    splice = Splice(received_of(first_of(script), 1))
+    splice.feed(b"data: " + b"x" * 900)
+    with pytest.raises(ContinuationMismatch, match="more than 1000 bytes"):
+        splice.feed(b"x" * 200)
+    splice = Splice(received_of(first_of(script), 1))
+    splice.feed(b"".join(script.events()[:2]))
+    with pytest.raises(ContinuationMismatch, match="more than 1000 bytes"):
+        splice.feed(b"data: " + b"x" * 1000)
+
+
+def new_record(script: Script, *, hides_ids: bool = True) -> StreamRecord:
+    return StreamRecord(is_chat=script.is_chat, hides_ids=hides_ids)
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+    return [data[at:end] for at, end in zip([0, *ends], ends, strict=False) if end > at]
+
+
+@given(script=SCRIPTS, hides_ids=st.booleans(), cuts=st.lists(st.integers(0, 10_000)))
+def test_the_client_gets_whole_events_without_ids_that_it_did_not_want(
+    script: Script, hides_ids: bool, cuts: list[int]
+) -> None:
+    told = replace(script, has_token_ids=True)
+    record = new_record(script, hides_ids=hides_ids)
+    got = [record.feed(each) for each in pieces(b"".join(told.events()), cuts)]
+    wanted = replace(script, has_token_ids=not hides_ids)
+    assert b"".join(got) == b"".join(wanted.events())
+    assert all(each.endswith(b"\n\n") for each in got if each)
+    assert record.is_complete
+    shown = record.received()
+    assert shown.text == "".join(script.texts)
+    assert list(shown.token_ids) == script.token_ids
+    assert (shown.created, shown.is_over) == (script.created, True)
+    assert record.prompt_token_ids == PROMPT_IDS
+
+
+@given(script=SCRIPTS, broken=st.integers(0, 10_000), later_s=st.sampled_from([0, 9]))
+def test_a_stream_that_breaks_anywhere_goes_on_as_if_it_had_not(
+    script: Script, broken: int, later_s: int
+) -> None:
+    told = replace(script, has_token_ids=True)
+    whole = b"".join(told.events())
+    record = new_record(script)
+    got = record.feed(whole[: broken % len(whole)])
+    if not got or record.received().is_over:
+        return  # nothing to go on behind, or nothing to go on with
+    shown = record.received()
+    later = replace(told, created=script.created + later_s)
+    splice = Splice(shown)
+    record.begin_continuation()
+    rest = record.feed(splice.feed(b"".join(later.events(len(shown.token_ids) + 1))))
+    rest += record.feed(splice.finish())
+    assert joined(got + rest) == joined(b"".join(replace(script, has_token_ids=False).events()))
+    assert list(record.received().token_ids) == script.token_ids
+
+
+@given(script=SCRIPTS)
+def test_a_token_that_was_shown_before_is_a_part_of_it(script: Script) -> None:
+    told = replace(script, has_token_ids=True)
+    first, record = first_of(told), new_record(script)
+    record.begin_with(first, script.created)
+    assert record.received() == received_of(first, script.created)
+    splice = Splice(record.received())
+    record.feed(splice.feed(b"".join(told.events(2))))
+    record.feed(splice.finish())
+    assert list(record.received().token_ids) == script.token_ids
+    assert record.received().text == "".join(script.texts)
+
+
+def test_long_answers_are_read_while_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_module, "_MAX_KEPT_BYTES", 1000)
+    script = Script(tuple(f" {n}" for n in range(500)), has_token_ids=True)
+    record = new_record(script)
+    for each in script.events()[:-2]:
+        record.feed(each)
+    assert list(record.received().token_ids) == script.token_ids[:-1]
+
+
+def test_an_error_is_kept_back_with_what_follows_it() -> None:
+    script = Script(("a", "b", "c"), has_token_ids=True)
+    record = new_record(script)
+    error = event({"error": {"message": "EngineCore died"}}) + b"data: [DONE]\n\n"
+    got = record.feed(b"".join(script.events()[:2]) + error)
+    assert got == b"".join(replace(script, has_token_ids=False).events()[:2])
+    assert (record.error, record.is_aborted, record.is_complete) == (error, False, False)
+    assert record.received().text == "ab"
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_an_engine_that_gives_up_has_not_ended_the_answer(is_chat: bool) -> None:
+    script = Script(("a", "b", "c"), is_chat=is_chat, has_token_ids=True)
+    record = new_record(script)
+    given_up = replace(script, texts=("a", "b", ""), finish_reason="abort")
+    record.feed(b"".join(given_up.events()))
+    assert (record.is_aborted, record.is_complete) == (True, False)
+    assert (record.received().text, record.received().is_over) == ("ab", False)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"data: 1\n\n", "not understood"),
+        (b"data: {\n\n", "not understood"),
+        (b'data: {"index": 0}\n\n', "not understood"),
+        (b"".join(Script(("a", "b")).events()[:1]), "no token ids"),
+        (
+            event({"created": 1, "choices": [{"delta": {"tool_calls": [{}]}, "token_ids": [1]}]}),
+            "more than text",
+        ),
+    ],
+)
+def test_what_is_not_understood_cannot_be_gone_on_behind(raw: bytes, why: str) -> None:
+    record = StreamRecord(is_chat=False, hides_ids=True)
+    assert record.feed(raw)
+    with pytest.raises(NotResumable, match=why):
+        record.received()
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("num_missing", [1, 2])
+@pytest.mark.parametrize("wants_usage", [False, True])
+def test_an_answer_that_is_over_gets_the_end_that_is_missing(
+    is_chat: bool, num_missing: int, wants_usage: bool
+) -> None:
+    script = Script(("a", "b"), is_chat=is_chat, has_token_ids=True, has_usage=wants_usage)
+    events = script.events()
+    record = new_record(script)
+    got = record.feed(b"".join(events[:-num_missing]))
+    if num_missing == 2 and not wants_usage:
+        assert not record.received().is_over
+        return
+    assert record.received().is_over
+    end = got + record.ending(len(PROMPT_IDS), wants_usage=wants_usage)
+    whole = replace(script, has_token_ids=False)
+    fingerprint = b',"system_fingerprint":"f1"'
+    assert end.replace(fingerprint, b"") == b"".join(whole.events()).replace(fingerprint, b"")
+
+
+def test_an_event_that_only_tells_an_id_is_not_for_the_client() -> None:
+    chunk = {"id": "x", "created": 5, "model": "m"}
+    choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None, "token_ids": [7]}
+    silent = event({**chunk, "choices": [choice]})
+    loud = event({**chunk, "choices": [{**choice, "delta": {"content": "a"}}]})
+    last = event({**chunk, "choices": [{**choice, "finish_reason": "stop"}]})
+    record = StreamRecord(is_chat=True, hides_ids=True)
+    got = record.feed(silent + loud + silent + last)
+    assert got == (loud + last).replace(b"[7]", b"null")
+    assert record.received().token_ids == (7, 7, 7, 7)
+    assert StreamRecord(is_chat=True, hides_ids=False).feed(silent) == silent

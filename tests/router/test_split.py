@@ -1,0 +1,173 @@
+"""What goes to the instances and what comes back when everything works."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.router.fakes import PROMPT_TOKENS, Cluster, FakeInstance, cluster
+from vllm_tetri.handover import DecodeParams, PrefillParams
+from vllm_tetri.types import Role
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def pair() -> tuple[FakeInstance, FakeInstance]:
+    return FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+async def test_a_request_goes_through_both_instances(path: str) -> None:
+    async with cluster(*pair()) as made:
+        status, answer, headers = await made.ask(path, messages=MESSAGES)
+
+        assert (status, answer["by"], answer["kind"]) == (200, "d", "injected")
+        assert (headers["x-tetri-prefill"], headers["x-tetri-decode"]) == ("p", "d")
+        assert [each[0] for each in made["p"].calls + made["d"].calls] == [path, path]
+        prefill, decode = made["p"].leg(), made["d"].leg()
+        assert isinstance(prefill, PrefillParams)
+        assert decode == DecodeParams(prefill.transfer, "d1")
+        assert prefill.request == headers["x-request-id"]
+        assert made["p"].calls[0][2]["X-Request-Id"] == headers["x-request-id"]
+        assert made["p"].cancelled == made["d"].cancelled == []
+        assert await made.table() == []
+
+
+async def test_a_stream_is_relayed_byte_for_byte() -> None:
+    async with cluster(*pair()) as made:
+        status, answer, headers = await made.ask(stream=True, stream_options={"include_usage": 1})
+
+        expected = b"".join(b'data: {"index": %d}\n\n' % index for index in range(3))
+        assert (status, answer) == (200, expected + b"data: [DONE]\n\n")
+        assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert headers["x-tetri-decode"] == "d"
+
+
+async def test_the_prefill_leg_is_the_same_request_without_a_stream() -> None:
+    async with cluster(*pair()) as made:
+        sent = {
+            "model": "tiny",
+            "messages": MESSAGES,
+            "prompt": "hello",
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "seed": 3,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        await made.ask(CHAT, **sent)
+
+        prefill, decode = made["p"].calls[0][1], made["d"].calls[0][1]
+        del prefill["kv_transfer_params"], decode["kv_transfer_params"]
+        assert decode == {**sent, "return_token_ids": True}
+        del sent["stream_options"]
+        assert prefill == {**sent, "stream": False}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": "two"},
+        {"n": 0},
+        {"n": True},
+        {"best_of": 2},
+        {"use_beam_search": True},
+        {"echo": True},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 3},
+        {"prompt_embeds": "abc"},
+        {"prompt": ["one", "two"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt": None},
+        {"prompt": {"wrong": 1}},
+        {"prompt": []},
+        {"stream": "yes", "prompt": 5},
+    ],
+)
+async def test_what_cannot_be_split_goes_to_one_instance_unchanged(body: dict[str, object]) -> None:
+    async with cluster(*pair()) as made:
+        await made.ask(**body)
+
+        assert made["p"].calls == []
+        assert made["d"].calls[0][1] == {"model": "tiny", "prompt": "hello", **body}
+
+
+async def test_a_single_instance_serves_the_request_whole() -> None:
+    async with cluster(FakeInstance("b", Role.BOTH)) as made:
+        status, answer, headers = await made.ask()
+
+        assert (status, answer["kind"], made["b"].leg()) == (200, "whole", None)
+        assert (headers["x-tetri-prefill"], headers["x-tetri-decode"]) == ("b", "b")
+
+
+@pytest.mark.parametrize("best_of", [None, 2])
+async def test_a_client_cannot_set_our_parameters(best_of: int | None) -> None:
+    forged = {"tetri": {"type": "decode", "transfer": "stolen", "num_tokens": 1}, "other": 1}
+    async with cluster(*pair()) as made:
+        await made.ask(kv_transfer_params=forged, best_of=best_of)
+
+        bodies = json.dumps([each[1] for each in made["p"].calls + made["d"].calls])
+        assert "stolen" not in bodies
+        assert "other" not in bodies
+
+
+async def test_a_declined_hand_over_is_computed_again_by_one_instance() -> None:
+    async with cluster(FakeInstance("p", Role.PREFILL), FakeInstance("d", Role.DECODE)) as made:
+        status, answer, headers = await made.ask()
+
+        assert (status, answer["by"], answer["kind"]) == (200, "d", "whole")
+        assert (headers["x-tetri-prefill"], headers["x-tetri-decode"]) == ("d", "d")
+
+
+async def test_the_model_may_be_left_out_when_there_is_only_one() -> None:
+    async with cluster(*pair()) as made:
+        async with made.client.post(made.url + "/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 200
+        assert "model" not in made["p"].calls[0][1]
+
+
+async def test_a_clients_request_id_is_kept_when_it_is_sane() -> None:
+    async with cluster(*pair()) as made:
+        for wanted, is_kept in (("mine-1", True), ("x" * 500, False)):
+            async with made.client.post(
+                made.url + "/v1/completions",
+                json={"prompt": "x"},
+                headers={"X-Request-Id": wanted, "Authorization": "Bearer key"},
+            ) as response:
+                assert (response.headers["x-request-id"] == wanted) is is_kept
+        assert made["d"].calls[0][2]["Authorization"] == "Bearer key"
+
+
+async def test_the_request_table_follows_a_request(made_slow: Cluster) -> None:
+    made = made_slow
+    async with made.client.post(
+        made.url + "/v1/completions", json={"prompt": "x", "stream": True}
+    ) as response:
+        await response.content.readany()
+        (entry,) = await made.table()
+        assert entry.pop("age_s") >= 0
+        assert entry == {
+            "id": response.headers["x-request-id"],
+            "phase": "decoding",
+            "prefill": "p",
+            "decode": "d",
+            "prompt_tokens": PROMPT_TOKENS,
+            "predicted": None,
+            "generated": 1,
+            "reason": "least of 1: 0 tokens queued",
+        }
+        made["d"].chunk_gate.set()
+        await response.read()
+    assert await made.table() == []
+
+
+@pytest.fixture
+async def made_slow() -> AsyncIterator[Cluster]:
+    async with cluster(*pair()) as made:
+        made["d"].chunk_gate.clear()
+        yield made

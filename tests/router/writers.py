@@ -1,0 +1,170 @@
+"""Instances that die in the middle of an answer, and others that go on behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from tests.router.fakes import FakeInstance, Handler
+from tests.router.scripts import CHAT, Script
+from vllm_tetri.handover import (
+    DecodeParams,
+    Prefilled,
+    PrefillParams,
+    PriorOutput,
+    from_params,
+    to_params,
+)
+from vllm_tetri.types import InstanceId, Role
+
+COMPLETION = "/v1/completions"
+PATHS = [COMPLETION, CHAT]
+TEXTS = ("Ab", " cd", "", "é", ' "x\\', "\n", "日", " end")
+STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
+
+
+def script_of(request: web.Request, body: dict[str, Any], **changes: Any) -> Script:
+    """What an instance answers to a body."""
+    options = body.get("stream_options") or {}
+    script = Script(
+        TEXTS,
+        is_chat=request.path == CHAT,
+        has_logprobs=bool(body.get("logprobs")),
+        has_token_ids=bool(body.get("return_token_ids")),
+        has_usage=bool(options.get("include_usage")),
+        counts_each=bool(options.get("continuous_usage_stats")),
+        id=request.headers["X-Request-Id"],
+    )
+    return replace(script, **changes)
+
+
+def expected(headers: Any, path: str, **options: Any) -> Script:
+    """What the client of a request should have got."""
+    return Script(TEXTS, is_chat=path == CHAT, id=headers["x-request-id"], **options)
+
+
+def num_given(body: dict[str, Any]) -> int:
+    """Count the output tokens that a request brings along."""
+    leg = from_params(body.get("kv_transfer_params"))
+    return (
+        len(leg.prior_output.token_ids) if isinstance(leg, DecodeParams) and leg.prior_output else 0
+    )
+
+
+async def begin_stream(request: web.Request, *events: bytes) -> web.StreamResponse:
+    """Send the head of a stream, and its first events."""
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    await response.write(b"".join(events))
+    return response
+
+
+async def hang_up(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
+    """Reset the connection."""
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
+    """Die before the first byte of a response."""
+    die(fake, request)
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def two(first: Handler, second: Handler) -> list[FakeInstance]:
+    """Return instances a and b of both roles; a gets the first request."""
+    both = [FakeInstance("a", Role.BOTH), FakeInstance("b", Role.BOTH)]
+    both[0].handler, both[1].handler = first, second
+    both[1].load = replace(both[1].load, queued_prefill_tokens=10_000)
+    return both
+
+
+def die(fake: FakeInstance, request: web.Request) -> None:
+    """As after SIGKILL: connections are reset, no response, no report."""
+    fake.is_healthy = False
+    fake.speaks.clear()
+    assert request.transport is not None
+    request.transport.abort()
+
+
+def compact(value: object) -> str:
+    """JSON as vLLM's server writes it."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def writer(dies_after: int | None = None, *, cut: int = 0, **changes: Any) -> Handler:
+    """Streams a script, one event a token; what was given comes first, in one event.
+
+    Args:
+        dies_after: Events (a chat's first one is its role) before it dies; None: never. What
+            is not streamed dies with 0.
+        cut: Bytes of the next event that still get out.
+        changes: Attributes of the script that differ.
+    """
+
+    async def handle(
+        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        script = script_of(request, body, **changes)
+        leg = from_params(body.get("kv_transfer_params"))
+        if isinstance(leg, PrefillParams):
+            return prefilled(script, leg, fake.decode)
+        if not body.get("stream"):
+            if dies_after == 0:
+                die(fake, request)
+                await asyncio.sleep(60)
+            return web.json_response(script.whole(), dumps=compact)
+        events = script.events(num_given(body) + 1)
+        answer = web.StreamResponse(headers=STREAM_HEADERS)
+        await answer.prepare(request)
+        for index, event in enumerate(events):
+            if index == dies_after:
+                if cut:
+                    await answer.write(event[:cut])
+                await asyncio.sleep(0.05)  # what was written is read first
+                die(fake, request)
+                await asyncio.sleep(60)
+            await fake.chunk_gate.wait()
+            await answer.write(event)
+        return answer
+
+    return handle
+
+
+def prefilled(script: Script, leg: PrefillParams, decode: str) -> web.Response:
+    """The prefill response: the script's first token."""
+    first = replace(script, texts=script.texts[:1])
+    logprobs = "AAAA" if script.has_logprobs else ""
+    said = Prefilled(
+        leg.transfer, InstanceId(decode), 3, "d1", 1, 100, "",
+        PriorOutput(script.token_ids[:1], logprobs), prompt_token_ids=[5, 6, 7],
+    )  # fmt: skip
+    return web.json_response(first.whole(**to_params(said)))
+
+
+def pair_and_spare(dies_after: int, *, cut: int = 0, **later: Any) -> tuple[FakeInstance, ...]:
+    """d1 dies; d2 and p can go on. `later` changes what those write."""
+    found = (
+        FakeInstance("p", Role.PREFILL, decode="d1"),
+        FakeInstance("d1", Role.DECODE),
+        FakeInstance("d2", Role.DECODE),
+    )
+    for each in found:
+        each.handler = writer(created=1_700_000_050, **later)
+    found[0].handler = writer(**later)
+    found[1].handler = writer(dies_after, cut=cut)
+    return found
+
+
+def body_of(path: str, **options: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"prompt": "hello"}
+    if path == CHAT:
+        prompt = {"messages": [{"role": "user", "content": "hello"}]}
+    return {"model": "tiny", **prompt, **options}

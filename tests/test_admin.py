@@ -1,0 +1,82 @@
+"""The commands of operators."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.router.fakes import FakeInstance, cluster, eventually
+from vllm_tetri import admin, cli
+from vllm_tetri.types import Role
+
+
+async def test_status_shows_every_instance_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    decode = FakeInstance("d", Role.DECODE)
+    decode.load = replace(
+        decode.load, running=3, heavy=1, light=2, blocks_used=10, reserved_blocks=7, step_s=0.0251,
+        arena_used_bytes=1 << 20, arena_total_bytes=4 << 20, queued_prefill_tokens=99,
+    )  # fmt: skip
+    async with cluster(decode, FakeInstance("p", Role.PREFILL)) as made:
+        await eventually(lambda: made.scheduler.monitor.view().instances[0].load.running == 3)
+        assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 0
+        head, first, second, policy = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "id"
+    assert "heavy:light" in head
+    words = first.split()
+    assert words[:3] == ["d", "decode", "ready"]
+    assert [words[4], *words[5:]] == [
+        "0", "3", "0", "0", "1:2", "99", "10+7/100", "1/4", "MiB", "25ms", decode.url
+    ]  # fmt: skip
+    assert second.split()[:3] == ["p", "prefill", "ready"]
+    assert policy == "flip policy: off: roles change by order only"
+
+
+async def test_status_of_an_empty_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    async with cluster() as made:
+        assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 0
+        assert capsys.readouterr().out == "no instances\n"
+
+
+async def test_status_prints_the_response_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    async with cluster(FakeInstance("d", Role.DECODE)) as made:
+        assert await asyncio.to_thread(cli.main, ["status", "--json", "--url", made.url]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert set(content) == set(await made.get("/tetri/v1/instances"))
+    assert [row["id"] for row in content["instances"]] == ["d"]
+
+
+async def test_status_is_refreshed_until_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = []
+
+    def sleep(_: float) -> None:
+        if len(urls) == 3:
+            raise KeyboardInterrupt
+
+    def call(url: str, path: str) -> dict[str, Any]:
+        urls.append(url)
+        if len(urls) == 2:
+            raise admin.AdminError("no router answers")
+        return {"instances": []}
+
+    monkeypatch.setattr(admin, "call", call)
+    monkeypatch.setattr(admin.time, "sleep", sleep)
+    assert await asyncio.to_thread(cli.main, ["status", "--watch", "--url", "x"]) == 130
+    assert urls == ["x"] * 3
+    assert "no instances" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["drain", "x"], ["flip", "x", "both"], ["mode"], ["status"]])
+def test_a_command_without_a_router_says_what_to_do(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--url", "http://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err == (
+        "vllm-tetri: no router answers at http://127.0.0.1:1: connection refused; "
+        "start one with `vllm-tetri up MODEL` or give --url\n"
+    )

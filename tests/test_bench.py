@@ -1,0 +1,67 @@
+"""`vllm-tetri bench`: the verdict on two measured systems, and child processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vllm_tetri import bench, bench_transfer
+from vllm_tetri.errors import UnsupportedError
+
+FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_tpot_ms", "mean_e2el_ms",
+           "request_throughput", "output_throughput")  # fmt: skip
+
+
+def measured(completed: int, value: float) -> dict[str, Any]:
+    return {"completed": completed, **dict.fromkeys(FIGURES, value)}
+
+
+def test_a_system_that_completed_fewer_requests_fails_however_fast_it_was() -> None:
+    words, is_passed = bench.verdict(measured(8, 10.0), measured(7, 1.0))
+    assert not is_passed
+    assert "ours completed 7 requests and stock 8" in words
+
+
+def test_the_verdict_names_what_is_better() -> None:
+    words, is_passed = bench.verdict(measured(8, 10.0), measured(8, 9.0) | {"p99_itl_ms": 11.0})
+    assert is_passed
+    assert "TTFT mean" in words
+    assert "ITL" not in words
+    assert "throughput" not in words
+
+
+def test_a_child_ends_with_its_descendants_when_the_block_is_left(tmp_path: Path) -> None:
+    script = "import subprocess; subprocess.run(['sleep', '1000'])"
+    with bench.child([sys.executable, "-c", script], tmp_path / "log") as process:
+        deadline = time.monotonic() + 30
+        tree: list[psutil.Process] = []
+        while not any(each.name() == "sleep" for each in tree):
+            assert time.monotonic() < deadline
+            tree = psutil.Process(process.popen.pid).children(recursive=True)
+    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    assert not any(each.is_running() and each.status() not in gone for each in tree)
+
+
+def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(
+    tmp_path: Path,
+) -> None:
+    with (
+        bench.child([sys.executable, "-c", "print('no such model')"], tmp_path / "log") as process,
+        pytest.raises(UnsupportedError, match="no such model"),
+    ):
+        bench.wait_until(process, lambda: False, 30)
+
+
+def test_bench_transfer_moves_pages_by_every_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = argparse.Namespace(total_mib=4, repeats=1, streams=1, json=tmp_path / "rows.json")
+    assert bench_transfer.run(options) == 0
+    assert "memcpy" in capsys.readouterr().out
+    assert '"page_bytes": 16384' in options.json.read_text()

@@ -1,0 +1,141 @@
+"""Paged tensors as bytes, on whatever device is at hand. Needs torch, not vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_tetri.transport.blocks import BlockMover, block_pages
+from vllm_tetri.transport.cuda import mover_for
+from vllm_tetri.transport.native import Arena, Receiver, Sender, Transfer, TransferState
+
+IDENTITY = {"model": "test"}
+NUM_BLOCKS = 12
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver(
+        arena_bytes=1 << 20, host="127.0.0.1", port=0, identity=IDENTITY,
+        fill_timeout_s=5.0, hold_timeout_s=5.0,
+    )  # fmt: skip
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    sender = Sender(identity=IDENTITY)
+    yield sender
+    sender.close()
+
+
+def caches(device: str, fill: bool) -> list[torch.Tensor]:
+    """Three layers, two of them strided views of one allocation."""
+    shape = (NUM_BLOCKS, 2, 16, 8)
+    interleaved = torch.zeros((NUM_BLOCKS, 2, 2, 16, 8), dtype=torch.bfloat16, device=device)
+    layers = [interleaved[:, 0], interleaved[:, 1]]
+    layers.append(torch.zeros(shape, dtype=torch.float32, device=device))
+    if fill:
+        for seed, layer in enumerate(layers):
+            generator = torch.Generator().manual_seed(seed)
+            layer.copy_(torch.randn(layer.shape, generator=generator).to(layer.dtype))
+    return layers
+
+
+def finish(sender: Sender, transfer: Transfer) -> None:
+    transfer.finish()
+    for _ in range(500):
+        if transfer.state is TransferState.DONE:
+            return
+        sender.wait(0.01)
+    raise AssertionError(f"{transfer.state}: {transfer.error}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_arrive_where_they_belong(device: str, receiver: Receiver, sender: Sender) -> None:
+    source, target = caches(device, fill=True), caches(device, fill=False)
+    out, into = mover_for(source, NUM_BLOCKS), mover_for(target, NUM_BLOCKS)
+    transfer = sender.open(receiver.endpoint, "t", 5, out.block_bytes)
+    sent = [send(out, transfer, 0, [3, 1]), send(out, transfer, 2, [7, 11, 0])]
+    finish(sender, transfer)
+    slot = receiver.take("t")
+    assert slot is not None
+    arena = Arena(receiver.segment)
+    into.scatter(arena, slot.offset, 1, np.asarray([4, 9, 2, 8], dtype=np.int32))
+    into.settle()
+    for mine, theirs in zip(target, source, strict=True):
+        assert torch.equal(mine[[4, 9, 2, 8]], theirs[[1, 7, 11, 0]])
+        untouched = [0, 1, 3, 5, 6, 7, 10, 11]
+        assert not mine[untouched].any()
+    receiver.release("t")
+    arena.close()
+    assert sent
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_saved_blocks_are_those_from_before_they_are_reused(
+    device: str, receiver: Receiver
+) -> None:
+    source = caches(device, fill=True)
+    before = [layer.clone() for layer in source]
+    mover = mover_for(source, NUM_BLOCKS)
+    slot = receiver.claim("kept", 3, mover.block_bytes)
+    assert slot is not None
+    arena = Arena(receiver.segment)
+    rest = mover.save(arena, slot.offset, np.asarray([7, 2, 9], dtype=np.int32))
+    for layer in source:
+        layer.zero_()
+    if rest is not None:
+        rest()
+    mover.scatter(arena, slot.offset, 1, np.asarray([5, 0], dtype=np.int32))
+    mover.settle()
+    for layer, was in zip(source, before, strict=True):
+        assert torch.equal(layer[[5, 0]], was[[2, 9]])
+    receiver.release("kept")
+    arena.close()
+
+
+def send(mover: BlockMover, transfer: Transfer, first: int, ids: list[int]) -> object:
+    gathered = mover.gather(np.asarray(ids, dtype=np.int32))
+    while not gathered.is_ready():
+        pass
+    transfer.write(gathered.layout, first, gathered.block_ids)
+    return gathered
+
+
+def test_a_block_may_be_several_rows(receiver: Receiver) -> None:
+    """Kernel blocks can be smaller than the cache manager's."""
+    tensor = torch.zeros((NUM_BLOCKS * 4, 2, 8), dtype=torch.float32)
+    assert block_pages(tensor, NUM_BLOCKS) == (4 * 64, 4 * 64)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros((NUM_BLOCKS, 4, 8))[:, :, ::2],
+        torch.zeros((NUM_BLOCKS * 2, 2, 8))[::2].repeat_interleave(1, 0)[:, :1],
+        torch.zeros((NUM_BLOCKS + 1, 8)),
+        torch.zeros((4, 8)),
+    ],
+    ids=["holes", "cut", "rows left over", "too few rows"],
+)
+def test_a_block_that_is_not_one_run_of_bytes_is_refused(tensor: torch.Tensor) -> None:
+    if tensor.shape[1:] == (1, 8):
+        tensor = torch.zeros((NUM_BLOCKS * 2, 2, 8))[:, :1]
+    with pytest.raises(ValueError, match=r"rows|dense"):
+        block_pages(tensor, NUM_BLOCKS)
+
+
+def test_a_transposed_block_is_still_dense() -> None:
+    tensor = torch.zeros((NUM_BLOCKS, 4, 8)).transpose(1, 2)
+    assert block_pages(tensor, NUM_BLOCKS) == (128, 128)
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        mover_for([torch.zeros((NUM_BLOCKS, 8), device="meta")], NUM_BLOCKS)

@@ -1,0 +1,308 @@
+"""Commands for a running cluster, over the HTTP API of one router, whose refusals are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+from urllib.parse import quote
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from vllm_tetri.errors import TetriError
+from vllm_tetri.router.auth import KEY_VARIABLE
+from vllm_tetri.types import FLIP_DEADLINE_S, Mode, Role
+
+Row = dict[str, Any]
+
+_INSTANCES = "/tetri/v1/instances"
+_TIMEOUT_S = 5.0
+_POLL_S = 0.1
+_COMMIT_S = 2.0  # time for the instance to learn that its new role is known
+_WIDE = 1000  # columns of output that goes to a file or pipe: lines are never wrapped
+
+
+class AdminError(TetriError):
+    """No router could be reached, or it refused the order."""
+
+    exit_status = 1
+
+
+def call(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what a router responds to a GET, or to a POST of `body`.
+
+    Raises:
+        AdminError: The router cannot be reached, or refuses.
+    """
+    url = url.rstrip("/")
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY_VARIABLE, "").strip().partition("\n")[0]:
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        request = urllib.request.Request(url + path, data=data, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            content = json.load(response)
+        if not isinstance(content, dict):
+            raise ValueError("the response is not of a router")
+    except urllib.error.HTTPError as error:
+        raise AdminError(_refusal_of(error)) from error
+    except (OSError, ValueError) as error:
+        raise AdminError(_unreachable(url, error)) from error
+    return content
+
+
+def _unreachable(url: str, error: Exception) -> str:
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    words = str(reason)
+    if isinstance(reason, OSError) and reason.strerror:
+        words = reason.strerror.lower()
+    if isinstance(reason, ssl.SSLError):
+        return f"{url}: {words}; SSL_CERT_FILE may name the certificate to trust"
+    return (
+        f"no router answers at {url}: {words}; start one with `vllm-tetri up MODEL` or give --url"
+    )
+
+
+def _refusal_of(error: urllib.error.HTTPError) -> str:
+    try:
+        words = str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError, OSError):
+        words = f"HTTP {error.code} {error.reason}"
+    return f"{words} (set {KEY_VARIABLE})" if error.code == 401 else words
+
+
+class Status:
+    """`vllm-tetri status`: show the instances of a running cluster."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS",
+            help="refresh the table until Ctrl-C, every second if no period is given",
+        )  # fmt: skip
+        parser.add_argument(
+            "--json", action="store_true", help="print the response of /tetri/v1/instances as JSON"
+        )
+        _add_url(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        console = Console()
+        if not console.is_terminal:
+            console.width = _WIDE
+        if options.watch is not None:
+            _watch(options.url, console, max(options.watch, _POLL_S))
+        content = call(options.url, _INSTANCES)
+        if options.json:
+            print(json.dumps(content, indent=2))
+        else:
+            console.print(status_of(content))
+        return 0
+
+
+class FlipCommand:
+    """`vllm-tetri flip`: give an instance another role while it serves."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        _add_instance(parser)
+        parser.add_argument(
+            "role", choices=[role.value for role in Role],
+            help="target role; the current role cancels a pending flip",
+        )  # fmt: skip
+        parser.add_argument(
+            "--now", action="store_true",
+            help="take new work at once and finish the old work meanwhile, instead of first",
+        )  # fmt: skip
+        parser.add_argument(
+            "--deadline", type=float, default=FLIP_DEADLINE_S, metavar="SECONDS",
+            help="keep the old role if its work takes longer than this (default: %(default)s)",
+        )  # fmt: skip
+        _add_url(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        name, role = options.instance, options.role
+        order = {
+            "role": role,
+            "now": options.now,
+            "deadline_s": options.deadline,
+            "force": options.force,
+            "reason": "ordered by vllm-tetri flip",
+        }
+        ordered = call(options.url, f"{_INSTANCES}/{quote(name, safe='')}/flip", order)
+        if not ordered["is_under_way"]:
+            print(f"{name} is a {role} instance already")
+            return 0
+        row = self._wait(options.url, name, role, ordered["epoch"])
+        done = flip_words(row["flip"]) if row["flip"] else f"is a {role} instance"
+        print(f"{name} {done}")
+        return 0 if row["role"] == role else 1
+
+    def _wait(self, url: str, name: str, role: str, epoch: int) -> Row:
+        ended_s = inf
+        for row in _progress(url, name):
+            flip = row["flip"] or {}
+            if row["state"] == "silent":
+                raise AdminError(f"{name} does not answer any more; see its log")
+            if flip.get("stage") in ("draining", "switching"):
+                ended_s = inf
+                continue
+            ended_s = min(ended_s, time.monotonic())
+            is_late = time.monotonic() - ended_s > _COMMIT_S
+            if flip.get("epoch", -1) >= epoch or row["role"] == role:
+                if flip.get("stage") == "rolled_back" or flip.get("commit_s") or is_late:
+                    return row
+            elif is_late:
+                raise AdminError(
+                    f"{name} is still a {row['role']} instance: the order was lost; repeat it"
+                )
+        raise AdminError(f"{name} left the cluster before it had its new role")
+
+
+class DrainCommand:
+    """`vllm-tetri drain`: let an instance finish its requests and leave the cluster."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        _add_instance(parser)
+        parser.add_argument(
+            "--deadline", type=float, metavar="SECONDS",
+            help="end it after this time even with requests in flight (default: no deadline)",
+        )  # fmt: skip
+        _add_url(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        url, name = options.url, options.instance
+        order = {"force": options.force, "deadline_s": options.deadline}
+        call(url, f"{_INSTANCES}/{quote(name, safe='')}/drain", order)
+        for _ in _progress(url, name):
+            pass
+        departed = call(url, _INSTANCES)["departed"]
+        if name not in departed:
+            raise AdminError(f"{name} is gone, but did not say goodbye; see its log")
+        print(f"{name} has left" + (f"; cut off: {departed[name]}" if departed[name] else ""))
+        return 0
+
+
+class SetMode:
+    """`vllm-tetri mode`: show or change how a running router serves requests."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "mode", nargs="?", choices=[mode.value for mode in Mode],
+            help="prefill and decode on two instances (split), each request on one (whole), or "
+            "decided per request (adaptive); without it, the current mode is shown",
+        )  # fmt: skip
+        _add_url(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        body = None if options.mode is None else {"mode": options.mode}
+        print(call(options.url, "/tetri/v1/mode", body)["mode"])
+        return 0
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="base URL of the router (default: %(default)s); its API key is read from the "
+        f"environment variable {KEY_VARIABLE}, and SSL_CERT_FILE may name the certificate to trust",
+    )
+
+
+def _add_instance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("instance", help="name of the instance, as `vllm-tetri status` shows it")
+    parser.add_argument(
+        "--force", action="store_true", help="even if no other instance can take over its role"
+    )
+
+
+def _progress(url: str, name: str) -> Iterator[Row]:
+    """Poll the row of an instance until it is gone, and print what it still has to do."""
+    shown = ""
+    while True:
+        rows: list[Row] = call(url, _INSTANCES)["instances"]
+        row = next((each for each in rows if each["id"] == name), None)
+        if row is None:
+            return
+        words = (
+            f"{name} is {row['state']}: {row['running']} running, {row['waiting']} waiting, "
+            f"{row['held']} held, {row['in_flight']} in flight"
+        )
+        if words != shown and row["state"] in ("draining", "flipping"):
+            print(words, flush=True)
+            shown = words
+        yield row
+        time.sleep(_POLL_S)
+
+
+def _watch(url: str, console: Console, period_s: float) -> None:
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                shown = status_of(call(url, _INSTANCES))
+            except AdminError as error:  # it may come back
+                shown = Text(str(error))
+            live.update(shown, refresh=True)
+            time.sleep(period_s)
+
+
+# A format of the row, to which `_extended` adds the names that it does not have.
+_COLUMNS = {
+    "id": "{id}", "role": "{role}", "state": "{state}", "age": "{age_s:.1f}s",
+    "in flight": "{in_flight}", "running": "{running}", "waiting": "{waiting}", "held": "{held}",
+    "heavy:light": "{heavy}:{light}", "prompt tokens": "{queued_prefill_tokens}",
+    "blocks": "{blocks_used}{reserved}/{blocks_total}", "arena": "{arena}", "step": "{step}",
+    "url": "{url}",
+}  # fmt: skip
+
+
+def _extended(row: Row) -> Row:
+    used, total = row["arena_used_bytes"] >> 20, row["arena_total_bytes"] >> 20
+    return {
+        **row,
+        "reserved": f"+{row['reserved_blocks']}" if row["reserved_blocks"] else "",
+        "arena": f"{used}/{total} MiB",
+        "step": f"{row['step_s'] * 1000:.0f}ms" if row["step_s"] else "-",
+    }
+
+
+def status_of(content: dict[str, Any]) -> RenderableType:
+    """Render what `GET /tetri/v1/instances` returned: instances, flips and the flip policy."""
+    rows: list[Row] = content["instances"]
+    if not rows:
+        return Text("no instances")
+    table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in sorted(rows, key=lambda row: (row["role"], row["id"])):
+        table.add_row(*(Text(show.format(**_extended(row))) for show in _COLUMNS.values()))
+    flips = sorted((row["flip"]["age_s"], row["id"], row["flip"]) for row in rows if row["flip"])
+    lines = ["", "flips:", *(f"  {name} {flip_words(flip)}" for _, name, flip in flips)]
+    return Group(
+        table, Text("\n".join([*(lines if flips else []), f"flip policy: {content['watcher']}"]))
+    )
+
+
+def flip_words(flip: Row) -> str:
+    """Describe one flip on one line."""
+    way, when = f"{flip['source']} → {flip['target']}", f"{flip['age_s']:.0f} s ago"
+    match flip["stage"]:
+        case _ if not flip["is_heard"]:
+            what = f"ordered {flip['age_s']:.1f} s ago, not confirmed yet"
+        case "draining":
+            what = f"draining for {flip['age_s']:.1f} s"
+        case "switching":
+            what = "switches with its next step"
+        case "done":
+            took = [f"drained in {flip['drain_s']:.2f} s"] if flip["drain_s"] else []
+            took += [f"committed in {flip['commit_s'] * 1000:.1f} ms"] if flip["commit_s"] else []
+            what = ", ".join([f"done {when}", *took])
+        case _:
+            what = f"rolled back {when}: {flip['problem']}"
+    return f"{way}: {what} ({flip['reason']})"

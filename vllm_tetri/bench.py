@@ -1,0 +1,284 @@
+"""`vllm-tetri bench MODEL`: this package and one stock server under the same load, in one run.
+
+First one stock `vllm serve` and then `vllm-tetri up` are started on the same cores (or GPUs), with
+the same amount of KV cache, and each is driven by `vllm bench serve` with the same options and
+seed. Absolute times drift between machines and runs: only the two columns of one run compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_tetri.errors import UnsupportedError
+from vllm_tetri.launch.machine import free_port, inspect, is_cpu_build, require_vllm
+from vllm_tetri.types import Mode
+
+KV_BYTES = 1 << 30
+"""KV cache of all instances of a system together on a CPU host, where none is given."""
+
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+TETRI = (sys.executable, "-m", "vllm_tetri.cli")
+_POLL_S = 0.2
+_TAIL_LINES = 15
+_BETTER_IF_LOWER = {
+    "mean_ttft_ms": "TTFT mean, ms",
+    "p99_ttft_ms": "TTFT p99, ms",
+    "p99_itl_ms": "ITL p99, ms",
+    "mean_tpot_ms": "TPOT mean, ms",
+    "mean_e2el_ms": "JCT mean, ms",
+}
+_BETTER_IF_HIGHER = {
+    "request_throughput": "throughput, requests/s",
+    "output_throughput": "throughput, tokens/s",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; those of the load have the names of `vllm bench serve`."""
+    parser.add_argument("model", help="model name or folder, as for vllm serve")
+    load = parser.add_argument_group("load, as for vllm bench serve")
+    load.add_argument("--num-prompts", type=int, default=64, help="requests sent to each; 64")
+    load.add_argument("--request-rate", default="inf", help="requests per second; inf")
+    load.add_argument("--burstiness", help="1 for Poisson arrivals, less for bursts; vLLM's")
+    load.add_argument("--max-concurrency", help="largest number of requests in flight; no limit")
+    load.add_argument("--dataset-name", default="random", help="data set of prompts; random")
+    load.add_argument("--dataset-path", help="file or name of the data set")
+    load.add_argument("--input-len", help="prompt tokens of a random request; vLLM's default")
+    load.add_argument("--output-len", help="output tokens of a request; vLLM's default")
+    load.add_argument("--seed", default="0", help="seed of prompts and arrivals; 0")
+    load.add_argument(
+        "--bench-args", default="", metavar="STRING", help="further options of vllm bench serve"
+    )
+    ours = parser.add_argument_group("this package, as for vllm-tetri up")
+    ours.add_argument("--mode", choices=[mode.value for mode in Mode], help="default: that of up")
+    for role in ("prefill", "decode", "both"):
+        ours.add_argument(f"--{role}", type=int, metavar="N", help=f"{role} instances")
+    parser.add_argument(
+        "--start-timeout", type=float, default=900.0, help="seconds until a server is ready; 900"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the servers' logs in DIR")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure both systems and print one table.
+
+    Returns:
+        0 when this package completed at least as many requests as the stock server, else 1.
+
+    Raises:
+        UnsupportedError: A server did not start or the load generator failed.
+    """
+    require_vllm()
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="tetri-bench-") as scratch:
+        folder = options.log_dir or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = {}
+        for name, start in (("stock", stock_server), ("ours", our_cluster)):
+            console.print(f"starting {name} and measuring it ...")
+            with start(options, folder) as url:
+                results[name] = send_load(options, url, folder, name)
+    console.print(_table(options, results))
+    words, is_passed = verdict(results["stock"], results["ours"])
+    console.print(words)
+    if options.json is not None:
+        content = {
+            "model": options.model,
+            "vllm_serve_options": getattr(options, "tail", []),
+            "passed": is_passed,
+            "verdict": words,
+            "systems": results,
+        }
+        options.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 0 if is_passed else 1
+
+
+@contextmanager
+def stock_server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Run one stock `vllm serve` on all cores or GPUs, and yield its URL when it is ready."""
+    port, machine = free_port(), inspect()
+    environment = {"VLLM_PLUGINS": "none", "VLLM_NO_USAGE_STATS": "1"}
+    words = [*VLLM, "serve", options.model, *_serve_options(options, 1)]
+    words += ["--host", "127.0.0.1", "--port", str(port)]
+    if is_cpu_build():
+        environment["OMP_NUM_THREADS"] = str(len(machine.cores))
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    elif _num_instances(options) > 1 and not _has(options, "--data-parallel-size"):
+        words += ["--data-parallel-size", str(_num_instances(options))]
+    url = f"http://127.0.0.1:{port}"
+    with child(words, folder / "stock.log", environment, machine.cores) as process:
+        wait_until(process, lambda: responds(f"{url}/health"), options.start_timeout)
+        yield url
+
+
+@contextmanager
+def our_cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Run `vllm-tetri up`, and yield its URL when every instance is ready."""
+    ready = folder / "ready.json"
+    words = [*TETRI, "up", options.model, "--port", "0"]
+    words += ["--ready-file", str(ready), "--start-timeout", str(options.start_timeout)]
+    if options.log_dir is not None:
+        words += ["--log-dir", str(options.log_dir)]
+    for name in ("mode", "prefill", "decode", "both"):
+        if getattr(options, name) is not None:
+            words += [f"--{name}", str(getattr(options, name))]
+    words += ["--", *_serve_options(options, _num_instances(options))]
+    with child(words, folder / "ours.log") as process:
+        wait_until(process, ready.exists, options.start_timeout)
+        yield json.loads(ready.read_text())["url"]
+
+
+def send_load(options: argparse.Namespace, url: str, folder: Path, name: str) -> dict[str, Any]:
+    """Drive one server with `vllm bench serve` and return what that reports.
+
+    Raises:
+        UnsupportedError: The load generator failed.
+    """
+    result = folder / f"{name}.json"
+    result.unlink(missing_ok=True)
+    words = [*VLLM, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"]
+    words += ["--base-url", url, "--model", options.model, "--ignore-eos", "--temperature", "0"]
+    words += ["--num-warmups", "2", "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el"]
+    words += ["--save-result", "--result-dir", str(folder), "--result-filename", result.name]
+    for option in ("num_prompts", "request_rate", "burstiness", "max_concurrency", "dataset_name",
+                   "dataset_path", "input_len", "output_len", "seed"):  # fmt: skip
+        if getattr(options, option) is not None:
+            words += ["--" + option.replace("_", "-"), str(getattr(options, option))]
+    words += shlex.split(options.bench_args)
+    log = folder / f"{name}-load.log"
+    with child(words, log, {"VLLM_PLUGINS": "none"}) as process:
+        process.popen.wait()
+    if not result.exists():
+        raise UnsupportedError(process.describe("`vllm bench serve` failed"))
+    content: dict[str, Any] = json.loads(result.read_text())
+    return content
+
+
+def verdict(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, bool]:
+    """Say in one line how ours compares, and whether it served everything that stock served."""
+    if ours["completed"] < stock["completed"]:
+        served = f"ours completed {ours['completed']} requests and stock {stock['completed']}"
+        return f"FAILED: {served}; the latencies do not compare. --log-dir keeps the logs", False
+    lower = [name for key, name in _BETTER_IF_LOWER.items() if ours[key] < stock[key]]
+    higher = [name for key, name in _BETTER_IF_HIGHER.items() if ours[key] > stock[key]]
+    better = "; ".join(name.removesuffix(", ms") for name in lower + higher) or "nothing"
+    return f"passed: ours completed all that stock completed, and is better in: {better}", True
+
+
+def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]) -> Table:
+    stock, ours = results["stock"], results["ours"]
+    title = f"{Path(options.model).name}, {options.num_prompts} requests"
+    table = Table("", "stock", "ours", "ours / stock", title=title)
+    table.add_row("completed", str(stock["completed"]), str(ours["completed"]), "")
+    for key, name in (_BETTER_IF_LOWER | _BETTER_IF_HIGHER).items():
+        ratio = f"{ours[key] / stock[key]:.2f}" if stock[key] else "-"
+        table.add_row(name, f"{stock[key]:.1f}", f"{ours[key]:.1f}", ratio)
+    return table
+
+
+def _num_instances(options: argparse.Namespace) -> int:
+    given = [options.prefill, options.decode, options.both]
+    if any(given):
+        return sum(number or 0 for number in given)
+    return 2 if options.mode == Mode.SPLIT.value else max(1, len(inspect().gpus))
+
+
+def _serve_options(options: argparse.Namespace, instances: int) -> list[str]:
+    """Options of every instance: what follows `--`, and on a CPU host equal KV cache in all."""
+    tail = list(getattr(options, "tail", []))
+    if is_cpu_build():
+        if not _has(options, "--kv-cache-memory-bytes"):
+            tail += ["--kv-cache-memory-bytes", str(KV_BYTES // instances)]
+        if not _has(options, "--enforce-eager"):
+            tail.append("--enforce-eager")
+    return tail
+
+
+def _has(options: argparse.Namespace, name: str) -> bool:
+    tail = getattr(options, "tail", [])
+    return any(word.partition("=")[0].replace("_", "-") == name for word in tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A guarded process and the file that it prints to."""
+
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+    def describe(self, problem: str) -> str:
+        """Return the problem with the last lines of the log."""
+        tail = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join([f"{problem}; its last lines were:", *tail])
+
+
+@contextmanager
+def child(
+    words: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    cores: Sequence[int] = (),
+) -> Iterator[Child]:
+    """Run a command, and end it with all its descendants when the block is left.
+
+    The guard ends the tree even when this process is killed. Children never import from the
+    current directory, and a Ctrl-C of the terminal reaches this process only.
+    """
+    command = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
+    if cores:
+        command += ["--cores", ",".join(map(str, cores))]
+    with log.open("wb") as file:
+        popen = subprocess.Popen(
+            [*command, "--", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONSAFEPATH": "1", **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        yield Child(popen, log)
+    finally:
+        popen.terminate()
+        popen.wait()
+
+
+def wait_until(process: Child, is_ready: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until a server is ready.
+
+    Raises:
+        UnsupportedError: It ended, or `timeout_s` passed; the message has its last lines.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_ready():
+        if process.popen.poll() is not None:
+            raise UnsupportedError(process.describe("the server ended before it was ready"))
+        if time.monotonic() > deadline:
+            raise UnsupportedError(process.describe(f"the server was not ready in {timeout_s} s"))
+        time.sleep(_POLL_S)
+
+
+def responds(url: str) -> bool:
+    """Whether a GET of this URL returns 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False

@@ -1,1 +1,0 @@
-"""Benchmarks of whole instances and clusters, and their pictures."""

@@ -1,1 +1,0 @@
-"""`vllm-tetri bench flip`: what roles cost and gain when they change."""

@@ -1,1 +1,0 @@
-"""`vllm-tetri bench modes`: our modes beside stock vLLM and replicas."""

@@ -1,1 +1,0 @@
-"""`vllm-tetri bench paper`: the papers' experiments, simulated."""

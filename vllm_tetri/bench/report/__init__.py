@@ -1,1 +1,0 @@
-"""`vllm-tetri bench report`: one page of what a suite has found."""

@@ -1,1 +1,0 @@
-"""`vllm-tetri bench router`: what the router adds."""

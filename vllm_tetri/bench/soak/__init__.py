@@ -1,1 +1,0 @@
-"""`vllm-tetri bench soak`: what a cluster keeps while it is broken again and again."""

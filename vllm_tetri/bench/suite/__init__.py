@@ -1,1 +1,0 @@
-"""`vllm-tetri bench suite`: every experiment, one after the other."""

@@ -1,0 +1,277 @@
+"""`vllm-tetri bench transfer`: how fast KV blocks move, compared with what the machine can do.
+
+Every way of moving the same bytes takes its turn within each repeat, so that a disturbance hits
+all of them; figures are medians. Sender and receiver are two processes. With `nixl` installed, the
+same pages also travel over UCX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from vllm_tetri.errors import TransferError
+from vllm_tetri.transport.native import Layout, Receiver, Sender, TransferState
+
+PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+NUM_LAYERS = 4
+IDENTITY = {"bench": "transfer"}
+TIMEOUT_S = 60.0
+SOCKET_BUFFER_BYTES = 4 << 20
+RAW_CHUNK_BYTES = 128 << 10  # as iperf3 does; larger ones were slower
+# UCX refuses peers that it cannot watch for failure, so shared memory needs tcp as well.
+NIXL_TRANSPORTS = {"nixl shm": "sm,self,tcp", "nixl tcp": "tcp"}
+_OVER = (TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
+
+Ways = dict[str, Callable[[int], float]]  # seconds, by number of blocks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this benchmark."""
+    parser.add_argument("--total-mib", type=int, default=64, help="MiB in one transfer; 64")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of every way; 9")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print; return 0 when everything could be measured."""
+    total_bytes = options.total_mib << 20
+    if total_bytes < NUM_LAYERS * PAGE_BYTES[-1] or options.repeats < 1:
+        raise TransferError("--total-mib must be at least 4 and --repeats at least 1")
+    rows = []
+    with _receiver("tetri", total_bytes) as (endpoint, port):
+        for page_bytes in PAGE_BYTES:
+            pages = Pages(page_bytes, total_bytes)
+            with ExitStack() as stack:
+                row = _measure(_ways(pages, stack, endpoint, int(port)), pages, options.repeats)
+            # NIXL comes after the others: its progress threads disturb whatever runs with it.
+            for name in NIXL_TRANSPORTS if find_spec("nixl") else ():
+                with ExitStack() as stack:
+                    row |= _measure({name: _nixl(name, pages, stack)}, pages, options.repeats)
+            rows.append({"page_bytes": page_bytes, "bytes": pages.data.nbytes, **row})
+    _print(Console(), rows)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    return 0
+
+
+class Pages:
+    """Source memory in vLLM's order (layer, block, page), and the order in which blocks go."""
+
+    def __init__(self, page_bytes: int, total_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.num_blocks = total_bytes // (NUM_LAYERS * page_bytes)
+        shape = (NUM_LAYERS, self.num_blocks, page_bytes)
+        self.data = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        self.order = np.random.default_rng(1).permutation(self.num_blocks).astype(np.int32)
+        self._copy = np.ones(shape, np.uint8)
+        size = np.full(NUM_LAYERS, page_bytes, np.uint64)
+        starts = np.array([layer.ctypes.data for layer in self.data], np.uint64)
+        self.layout = Layout(starts, size, size, self.num_blocks, self.data)
+
+    def memcpy(self, num_blocks: int) -> float:
+        """Copy blocks within this process."""
+        started, ids = time.perf_counter(), self.order[:num_blocks]
+        for layer in range(NUM_LAYERS):
+            target = self._copy[layer, :num_blocks]
+            np.take(self.data[layer], ids, axis=0, out=target, mode="clip")
+        return time.perf_counter() - started
+
+
+def _ways(pages: Pages, stack: ExitStack, endpoint: str, port: int) -> Ways:
+    raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S))
+    _tune(raw)
+
+    def raw_socket(num_blocks: int) -> float:
+        size = num_blocks * NUM_LAYERS * pages.page_bytes
+        started, flat = time.perf_counter(), pages.data.reshape(-1)
+        raw.sendall(size.to_bytes(8, "little"))
+        for start in range(0, size, RAW_CHUNK_BYTES):
+            raw.sendall(flat[start : min(size, start + RAW_CHUNK_BYTES)].data)
+        if raw.recv(1) != b"k":
+            raise TransferError("the receiving process closed the plain socket; see its messages")
+        return time.perf_counter() - started
+
+    ways: Ways = {"memcpy": pages.memcpy, "raw socket": raw_socket}
+    for link in ("shm", "tcp"):
+        sender = Sender(identity=IDENTITY, link=link)
+        stack.callback(sender.close)
+        ways[link] = _pusher(sender, pages, endpoint)
+    return ways
+
+
+def _pusher(sender: Sender, pages: Pages, endpoint: str) -> Callable[[int], float]:
+    layout, numbers = pages.layout, count()
+
+    def push(num_blocks: int) -> float:
+        name = f"{id(sender)}-{next(numbers)}"
+        started = time.perf_counter()
+        transfer = sender.open(endpoint, name, num_blocks, layout.block_bytes)
+        transfer.write(layout, 0, pages.order[:num_blocks])
+        transfer.finish()
+        while transfer.state not in _OVER and time.perf_counter() < started + TIMEOUT_S:
+            sender.wait(0.05)
+        took = time.perf_counter() - started
+        if transfer.state != TransferState.DONE:
+            raise TransferError(f"a transfer of {num_blocks} blocks failed: {transfer.error}")
+        sender.send(endpoint, name.encode(), TIMEOUT_S)  # the receiver frees the slot
+        return took
+
+    return push
+
+
+def _nixl(name: str, pages: Pages, stack: ExitStack) -> Callable[[int], float]:
+    """Write pages with one descriptor each, as users of NIXL do for paged caches."""
+    settings = {"UCX_TLS": NIXL_TRANSPORTS[name], "NIXL_LOG_LEVEL": "ERROR"}
+    os.environ.update(settings)  # UCX reads them when an agent starts
+    metadata, address = stack.enter_context(_receiver("nixl", pages.data.nbytes))
+    agent = _nixl_agent(f"sender-{name}", pages.data)
+    peer = agent.add_remote_agent(bytes.fromhex(metadata))
+    stack.callback(agent.remove_remote_agent, peer)
+    size = np.uint64(pages.page_bytes)
+
+    def push(num_blocks: int) -> float:
+        started = time.perf_counter()
+        layers = np.arange(NUM_LAYERS, dtype=np.uint64) * np.uint64(pages.num_blocks) * size
+        blocks = pages.order[:num_blocks].astype(np.uint64)[:, None] * size
+        sources = (np.uint64(pages.data.ctypes.data) + blocks + layers).reshape(-1)
+        targets = np.uint64(int(address)) + np.arange(len(sources), dtype=np.uint64) * size
+        lists = (_descriptors(starts, pages.page_bytes) for starts in (sources, targets))
+        local, remote = (agent.get_xfer_descs(each, "DRAM") for each in lists)
+        handle = agent.initialize_xfer("WRITE", local, remote, peer)
+        state = agent.transfer(handle)
+        while state == "PROC" and time.perf_counter() < started + TIMEOUT_S:
+            state = agent.check_xfer_state(handle)
+        took = time.perf_counter() - started
+        agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise TransferError(f"NIXL with UCX_TLS={NIXL_TRANSPORTS[name]} ended in {state}")
+        return took
+
+    return push
+
+
+def _nixl_agent(name: str, memory: NDArray[np.uint8]) -> Any:
+    api = importlib.import_module("nixl._api")
+    agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+    start = np.array([memory.ctypes.data], np.uint64)
+    agent.register_memory(_descriptors(start, memory.nbytes), "DRAM")
+    return agent
+
+
+def _descriptors(starts: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+    return np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
+
+
+def _measure(ways: Ways, pages: Pages, repeats: int) -> dict[str, float]:
+    """Return bytes/s of all blocks by name, and seconds of one block by `name, one block`."""
+    samples: dict[str, list[float]] = {}
+    for _ in range(repeats + 1):
+        for name, way in ways.items():
+            for key, number in ((name, pages.num_blocks), (f"{name}, one block", 1)):
+                samples.setdefault(key, []).append(way(number))
+    # The first turn warms up.
+    medians = {key: statistics.median(values[1:]) for key, values in samples.items()}
+    return medians | {name: pages.data.nbytes / medians[name] for name in ways}
+
+
+@contextmanager
+def _receiver(kind: str, total_bytes: int) -> Iterator[list[str]]:
+    """Start the receiving process; yield the two words by which it is found."""
+    command = [sys.executable, "-P", "-m", __name__, kind, str(total_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as own:
+        assert own.stdout is not None
+        try:
+            found = next((line for line in own.stdout if line.startswith("at ")), "")
+            if not found:
+                raise TransferError("the receiving process did not start; its messages are above")
+            yield found.split()[1:]
+        finally:
+            own.communicate()  # its input ends, and so it does
+
+
+def _receive_tetri(total_bytes: int) -> None:
+    """Take and free what arrives, and drain a plain socket, until standard input ends."""
+    raw = socket.create_server(("127.0.0.1", 0))
+    _tune(raw)  # inherited by accepted connections
+    threading.Thread(target=_drain, args=(raw,), daemon=True).start()
+    receiver = Receiver(
+        arena_bytes=4 * total_bytes, host="127.0.0.1", port=0, identity=IDENTITY,
+        fill_timeout_s=TIMEOUT_S, hold_timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+    threading.Thread(target=_release, args=(receiver,), daemon=True).start()
+    print("at", receiver.endpoint, raw.getsockname()[1], flush=True)
+    sys.stdin.read()
+    receiver.close()
+
+
+def _release(receiver: Receiver) -> None:
+    while True:
+        name = receiver.receive(TIMEOUT_S)
+        if name is not None and receiver.take(name.decode()) is not None:
+            receiver.release(name.decode())
+
+
+def _receive_nixl(total_bytes: int) -> None:
+    memory = np.ones(total_bytes, np.uint8)
+    agent = _nixl_agent("receiver", memory)  # kept until the end
+    print("at", agent.get_agent_metadata().hex(), memory.ctypes.data, flush=True)
+    sys.stdin.read()
+
+
+def _tune(raw: socket.socket) -> None:
+    """Set what the C++ core sets on its own data connections, so that the comparison is fair."""
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        raw.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BUFFER_BYTES)
+
+
+def _drain(server: socket.socket) -> None:
+    """Receive into one small buffer again and again: no receiver can be faster."""
+    buffer = memoryview(bytearray(b"\1" * RAW_CHUNK_BYTES))
+    while True:
+        peer, _ = server.accept()
+        with peer:
+            while head := peer.recv(8, socket.MSG_WAITALL):
+                left = int.from_bytes(head, "little")
+                while left and (got := peer.recv_into(buffer[: min(left, len(buffer))])):
+                    left -= got
+                peer.sendall(b"k")
+
+
+def _print(console: Console, rows: list[dict[str, Any]]) -> None:
+    names = [name for name in rows[0] if f"{name}, one block" in rows[0]]
+    throughput = Table("page", *names, "shm / memcpy", "tcp / raw", title="GB/s, all blocks")
+    latency = Table("page", *names, title="microseconds from open to done, one block")
+    for row in rows:
+        page = f"{NUM_LAYERS} x {row['page_bytes'] >> 10} KiB"
+        ratios = (row["shm"] / row["memcpy"], row["tcp"] / row["raw socket"])
+        values = [*(row[name] / 1e9 for name in names), *ratios]
+        throughput.add_row(page, *(f"{value:.2f}" for value in values))
+        latency.add_row(page, *(f"{row[f'{name}, one block'] * 1e6:.0f}" for name in names))
+    console.print(throughput, latency)
+    if not find_spec("nixl"):
+        console.print("nixl is not installed: no comparison with it")
+
+
+if __name__ == "__main__":
+    {"tetri": _receive_tetri, "nixl": _receive_nixl}[sys.argv[1]](int(sys.argv[2]))

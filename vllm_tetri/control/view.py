@@ -1,0 +1,101 @@
+"""One snapshot of the cluster from the polls of several routers. No clock, no socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import NamedTuple
+
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.messages import LoadRow, Poll, Row
+from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceState, InstanceView
+
+GONE_AFTER_S = 60.0
+_STALE_S = 1.0  # merge again after this time without a poll: silent instances must leave
+_SAME_AGE_S = 1.0  # routers hear an instance within one report period of each other
+# One router may know more than another: first that an instance is ready, then that it ends.
+_CERTAINTY = {InstanceState.READY: 1, InstanceState.FLIPPING: 2, InstanceState.DRAINING: 3}
+_load_fields = attrgetter(*(field.name for field in fields(InstanceLoad)))
+
+
+def row_of(each: InstanceView) -> Row:
+    """Reduce an instance's view to what changes from report to report."""
+    return Row(each.state, each.age_s, each.seq, LoadRow(*_load_fields(each.load)))
+
+
+class Snapshot(NamedTuple):
+    """A view of the cluster, and the monotonic time at which its ages were right."""
+
+    view: ClusterView
+    at_s: float
+
+
+class _Received(NamedTuple):
+    """A router's newest poll, on top of the view that its roster began with."""
+
+    poll: Poll
+    base: tuple[InstanceView, ...]
+    newest: Sequence[InstanceView | Row]  # one for each of `base`
+    at_s: float
+
+
+class ViewStore:
+    """The newest view of each router, by the router's number.
+
+    One thread calls `observe`, any thread may call `snapshot`: values are replaced, never changed.
+    """
+
+    def __init__(self) -> None:
+        self._received: dict[int, _Received] = {}
+        self._merged = (self._received, Snapshot(ClusterView(), float("-inf")))
+
+    def observe(self, router: int, poll: Poll, now: float) -> bool:
+        """Store what a poll carries; False if the view that its delta belongs to was lost.
+        ProtocolError if the delta does not fit the view."""
+        base, newest = poll.view, poll.delta
+        if base is None:
+            if newest is None:
+                return True
+            known = self._received.get(router)
+            if known is None or known.poll.roster != poll.roster:
+                return False
+            base = known.base
+            if len(newest) != len(base):
+                raise ProtocolError(f"{len(newest)} loads of {len(base)} instances")
+        current: Sequence[InstanceView | Row] = base if poll.view is not None else newest or ()
+        self._received = {**self._received, router: _Received(poll, base, current, now)}
+        return True
+
+    def snapshot(self, now: float) -> Snapshot:
+        """Merge all views, aged to `now`; the same object until something new comes."""
+        received = self._received
+        merged_from, snapshot = self._merged
+        if merged_from is not received or now - snapshot.at_s >= _STALE_S:
+            snapshot = Snapshot(_merge(received.values(), now), now)
+            self._merged = received, snapshot
+        return snapshot
+
+
+def _merge(received: Iterable[_Received], now: float) -> ClusterView:
+    """Every instance once, as the best-informed router describes it."""
+    best: dict[InstanceId, InstanceView] = {}
+    newest: _Received | None = None
+    for one in received:
+        if newest is None or one.at_s > newest.at_s:
+            newest = one
+        since_s = max(0.0, now - one.at_s)
+        for each, row in zip(one.base, one.newest, strict=True):
+            aged = InstanceView(each.info, row.state, row.load, row.age_s + since_s, row.seq)
+            other = best.get(each.info.id)
+            if aged.age_s < GONE_AFTER_S and (other is None or _supersedes(aged, other)):
+                best[each.info.id] = aged
+    if newest is None:
+        return ClusterView()
+    return ClusterView(newest.poll.router, newest.poll.seq, tuple(best.values()))
+
+
+def _supersedes(one: InstanceView, other: InstanceView) -> bool:
+    if abs(one.age_s - other.age_s) < _SAME_AGE_S and one.state is not other.state:
+        return _CERTAINTY.get(one.state, 0) > _CERTAINTY.get(other.state, 0)
+    return one.age_s < other.age_s

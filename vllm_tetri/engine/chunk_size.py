@@ -1,0 +1,213 @@
+"""Dummy requests, and `--tetri-chunk-size auto`, which times some of them at start.
+
+Dummy requests are prompts that an instance sends to itself, to time steps or to pad a chunk.
+They pass vLLM's scheduler and model runner like any other request; their outputs are removed
+before they reach the API server.
+
+The knee is the smallest chunk that reaches nine tenths of the best throughput seen (paper
+section 3.3.3). Nothing of the model runner is called: prompts of doubling sizes pass vLLM's
+scheduler and whatever executor there is, one per step, before the instance joins its cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from random import Random
+
+from vllm_tetri.engine.compat import (
+    EngineCoreOutputs,
+    Request,
+    SamplingParams,
+    Scheduler,
+    get_hash_fn_by_name,
+    get_request_block_hasher,
+)
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.types import Role
+
+logger = logging.getLogger(__name__)
+
+LEAST_TOKENS = 16
+KNEE_PART = 0.9
+# Every size runs this often. The first run warms up, the best of all counts: whatever else
+# runs on the machine only adds.
+_RUNS = 3
+# Doubling the chunk without gaining this much, twice, means that the curve is flat.
+_FLAT_GAIN = 0.03
+# A step that takes longer is not doubled: slow machines have to get done, too.
+_LONGEST_STEP_S = 1.5
+DEADLINE_S = 30.0
+# Clients cannot guess it, so a client's request is never taken for a dummy one.
+DUMMY_PREFIX = f"tetri-dummy-{secrets.token_hex(8)}-"
+_PADDING = DUMMY_PREFIX + "pad-"
+
+
+def is_dummy(request_id: str) -> bool:
+    """Whether a request comes from the instance itself."""
+    return request_id.startswith(DUMMY_PREFIX)
+
+
+def is_padding(request_id: str) -> bool:
+    """Whether a dummy request only fills up a chunk."""
+    return request_id.startswith(_PADDING)
+
+
+class DummyRequests:
+    """Makes dummy requests for one scheduler, with random prompts that no client's prompt
+    hits in the prefix cache."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        config = scheduler.vllm_config
+        self._vocabulary = max(2, config.model_config.get_vocab_size())
+        self._hasher = (
+            get_request_block_hasher(
+                scheduler.hash_block_size,
+                get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo),
+            )
+            if config.cache_config.enable_prefix_caching
+            else None
+        )
+        self._numbers = itertools.count()
+        self._rng = Random()
+
+    def pad(self, num_tokens: int) -> Request:
+        """Return a prompt that only fills up a chunk."""
+        return self._make(_PADDING, num_tokens)
+
+    def make(self, num_tokens: int) -> Request:
+        """Return a prompt of `num_tokens` that generates one token."""
+        return self._make(DUMMY_PREFIX, num_tokens)
+
+    def _make(self, prefix: str, num_tokens: int) -> Request:
+        sampling = SamplingParams(
+            max_tokens=1, ignore_eos=True, temperature=0, skip_reading_prefix_cache=True
+        )
+        return Request(
+            f"{prefix}{next(self._numbers)}",
+            self._rng.choices(range(self._vocabulary), k=num_tokens),
+            sampling,
+            None,
+            block_hasher=self._hasher,
+        )
+
+
+def remove_dummy_outputs(outputs: dict[int, EngineCoreOutputs]) -> list[str]:
+    """Remove dummy requests from a step's outputs; return their ids."""
+    found = []
+    for each in outputs.values():
+        found += [one.request_id for one in each.outputs if is_dummy(one.request_id)]
+        each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
+    return found
+
+
+def fixed_chunk(chunk_size: int, role: Role, limit: int, window: int) -> int:
+    """Return a chunk size from the command line, as far as it fits.
+
+    Raises:
+        ConfigError: It fits no step of a prefill instance.
+    """
+    if role is not Role.PREFILL:  # it may become one
+        return min(chunk_size, limit, window)
+    if chunk_size > window:
+        raise ConfigError(
+            f"--tetri-chunk-size {chunk_size}: must be between 1 and {window}, the model's window"
+        )
+    if chunk_size > limit:
+        raise ConfigError(
+            f"--tetri-chunk-size {chunk_size} exceeds --max-num-batched-tokens {limit}; "
+            "raise the latter or lower the former"
+        )
+    return chunk_size
+
+
+class ChunkProbe:
+    """Runs the dummy prompts of one engine. Owner: the engine thread.
+
+    Args:
+        most_tokens: The longest prompt that one step can hold.
+
+    Attributes:
+        chunk_tokens: The knee of what was measured so far.
+        is_over: Whether the probe is done and nothing of it is left in the engine.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        most_tokens: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._dummies = DummyRequests(scheduler)
+        self._most_tokens = most_tokens
+        self._clock = clock
+        self._seconds: dict[int, float] = {}  # best time of a step, by prompt tokens
+        self._tokens = min(LEAST_TOKENS, most_tokens)
+        self._num_runs = 0
+        self._running = ""
+        self._begun_s = 0.0
+        self._deadline = float("inf")
+        self.chunk_tokens = self._tokens
+        self.is_over = False
+
+    def before_step(self) -> None:
+        """Add the next dummy prompt once the previous one has ended."""
+        if self.is_over or self._running in self._scheduler.requests:
+            return
+        now = self._clock()
+        if not self._seconds and not self._num_runs:
+            self._deadline = now + DEADLINE_S
+            logger.info(
+                "--tetri-chunk-size auto: timing prompts of up to %d tokens; takes a few seconds, "
+                "at most %.0f. The instance joins its cluster afterwards.",
+                self._most_tokens, DEADLINE_S,
+            )  # fmt: skip
+        if self._num_runs == _RUNS:
+            if self._is_enough():
+                self._finish()
+                return
+            self._tokens, self._num_runs = min(2 * self._tokens, self._most_tokens), 0
+        if now > self._deadline:
+            self._finish()
+            return
+        request = self._dummies.make(self._tokens)
+        self._num_runs += 1
+        self._running, self._begun_s = request.request_id, now
+        self._scheduler.max_num_scheduled_tokens = self._tokens
+        self._scheduler.add_request(request)
+
+    def after_step(self, ended: list[str]) -> None:
+        """Take the time of a step.
+
+        Args:
+            ended: Dummy requests that the step ended.
+        """
+        if self._running in ended:
+            seconds = self._clock() - self._begun_s
+            self._seconds[self._tokens] = min(seconds, self._seconds.get(self._tokens, seconds))
+
+    def _is_enough(self) -> bool:
+        if self._tokens >= self._most_tokens or self._clock() > self._deadline:
+            return True
+        if self._seconds[self._tokens] > _LONGEST_STEP_S:
+            return True
+        speeds = [tokens / seconds for tokens, seconds in self._seconds.items()][-3:]
+        return len(speeds) == 3 and max(speeds[1:]) < (1 + _FLAT_GAIN) * speeds[0]
+
+    def _finish(self) -> None:
+        self.is_over, self._running = True, ""
+        speeds = {tokens: tokens / seconds for tokens, seconds in self._seconds.items()}
+        enough = KNEE_PART * max(speeds.values(), default=0.0)
+        self.chunk_tokens = min(
+            (tokens for tokens, speed in speeds.items() if speed >= enough), default=self._tokens
+        )
+        logger.info(
+            "--tetri-chunk-size auto: %d tokens; prompt tokens/s by chunk: %s",
+            self.chunk_tokens,
+            ", ".join(f"{tokens}: {speed:.0f}" for tokens, speed in speeds.items()),
+        )

@@ -1,0 +1,294 @@
+"""Requests that continue from output tokens of another instance (`PriorOutput`).
+
+The scheduler appends the tokens to the request before it is queued, so that lengths, limits
+and stops count them. vLLM's V2 model runner then needs nothing else. The V1 runner only
+learns a new request's prompt: there the list that it gets is a `ContinuedPrompt`, and the
+runner's request state takes the end of it as output. The API server gets the tokens in front
+of the first one sampled here.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import struct
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_tetri.engine.compat import (
+    CachedRequestState,
+    EngineCoreOutput,
+    LogprobsLists,
+    NewRequestData,
+    Request,
+    StructuredOutputManager,
+)
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import KEY, PriorOutput
+
+logger = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<HH")  # tokens, log probabilities per token
+_MARK = "_tetri_continues"
+
+
+class ContinuedPrompt(list[int]):
+    """Token ids of a prompt whose last `num_prior` ones are output."""
+
+    num_prior = 0
+
+    @classmethod
+    def of(cls, token_ids: list[int], num_prior: int) -> ContinuedPrompt:
+        made = cls(token_ids)
+        made.num_prior = num_prior
+        return made
+
+
+class RewindableGenerator(torch.Generator):
+    """A CPU generator that can be rewound to the end of its request's output.
+
+    After a step that computes only a part of a prompt, vLLM's V1 runner drops the sampled
+    token and rewinds the request's generator by its offset. torch's CPU generator has none:
+    the attempt ends the engine (patches/0001 is the upstream fix). The sampler draws one number
+    per output token (`TopKTopPSampler.forward_cpu`).
+    """
+
+    _state: weakref.ref[Any]
+    _seed: int
+
+    @classmethod
+    def of(cls, generator: torch.Generator, state: Any) -> RewindableGenerator:
+        """Return a generator with the same seed, rewound to the end of the output of a
+        runner's request state."""
+        made = cls(device="cpu")
+        made._state = weakref.ref(state)
+        made._seed = generator.initial_seed()
+        made.set_offset(0)
+        return made
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Rewind to the draw that follows the last output token; `offset` is ignored."""
+        state = self._state()
+        num_draws = len(state.output_token_ids) if state is not None else 0
+        self.manual_seed(self._seed)
+        for _ in range(num_draws):
+            torch.randint(0, 2**31, (1,), generator=self, dtype=torch.long)
+
+
+def teach_v1_runner() -> None:
+    """Let request states of this process's V1 runner understand `ContinuedPrompt`, and let
+    their seeded generators be rewound on CPU. Idempotent."""
+    stock = CachedRequestState.__post_init__
+    if getattr(stock, _MARK, False):
+        return
+
+    def __post_init__(self: Any) -> None:
+        prior_output = self.prompt_token_ids
+        if isinstance(prior_output, ContinuedPrompt):
+            split = len(prior_output) - prior_output.num_prior
+            self.prompt_token_ids, self.output_token_ids = (
+                list(prior_output[:split]),
+                list(prior_output[split:]),
+            )
+        stock(self)
+        if self.generator is not None and self.generator.device.type == "cpu":
+            # Starts where its output stands: one draw per token.
+            self.generator = RewindableGenerator.of(self.generator, self)
+
+    setattr(__post_init__, _MARK, True)
+    CachedRequestState.__post_init__ = __post_init__
+
+
+def encode_logprobs(logprobs: LogprobsLists) -> str:
+    """Encode vLLM's arrays of some positions of one request as text, bit for bit."""
+    ids = np.asarray(logprobs.logprob_token_ids, dtype="<i4")
+    values = np.asarray(logprobs.logprobs, dtype="<f4")
+    ranks = np.asarray(logprobs.sampled_token_ranks, dtype="<i4")
+    parts = (_HEAD.pack(*ids.shape), ids.tobytes(), values.tobytes(), ranks.tobytes())
+    return base64.b64encode(b"".join(parts)).decode()
+
+
+def decode_logprobs(text: str, prior_output: list[int], vocabulary: int) -> LogprobsLists:
+    """Decode what `encode_logprobs` returned for these tokens.
+
+    Raises:
+        ProtocolError: The text is something else, or holds impossible values.
+    """
+    try:
+        raw = base64.b64decode(text, validate=True)
+        rows, columns = _HEAD.unpack_from(raw)
+        body, size = raw[_HEAD.size :], 4 * rows * columns
+        if len(body) != 2 * size + 4 * rows:
+            raise ValueError(f"{len(body)} bytes for {rows} x {columns}")
+    except (ValueError, struct.error) as error:
+        raise ProtocolError(f"log probabilities of prior output: {error}") from error
+    found = LogprobsLists(
+        np.frombuffer(body[:size], dtype="<i4").reshape(rows, columns),
+        np.frombuffer(body[size : 2 * size], dtype="<f4").reshape(rows, columns),
+        np.frombuffer(body[2 * size :], dtype="<i4"),
+    )
+    ids, values, ranks, _ = found
+    is_sane = (
+        columns > 0
+        and ids[:, 0].tolist() == prior_output
+        and bool(((ids >= 0) & (ids < vocabulary)).all())
+        and not bool(np.isnan(values).any())
+        and bool((ranks >= 0).all())
+    )
+    if not is_sane:
+        raise ProtocolError("log probabilities of prior output: they belong to other tokens")
+    return found
+
+
+def pass_on_logprobs(outputs: list[EngineCoreOutput]) -> None:
+    """Add log probabilities to the prior output that a prefill instance hands over."""
+    for output in outputs:
+        params = output.kv_transfer_params
+        prefilled = params.get(KEY) if params else None
+        if prefilled and prefilled.get("prior_output") and output.new_logprobs is not None:
+            prefilled["prior_output"]["logprobs"] = encode_logprobs(output.new_logprobs)
+
+
+@dataclass(slots=True)
+class _Entry:
+    token_ids: list[int]
+    logprobs: LogprobsLists | None
+    is_shown: bool = False
+
+
+class Continuations:
+    """Requests of one scheduler that began on another instance. Owner: the engine thread.
+
+    `is_async` tells whether vLLM schedules ahead of results, `vocabulary` is the number of
+    token ids and `window` the longest prompt and output together.
+    """
+
+    def __init__(
+        self, *, is_v2_runner: bool, is_async: bool, is_cpu: bool, vocabulary: int, window: int
+    ) -> None:
+        self._is_v2_runner = is_v2_runner
+        self.is_supported = is_v2_runner or not is_async  # whether requests can be continued
+        # The same for requests that sample with their own seed.
+        self.is_seeded_supported = self.is_supported and (is_v2_runner or is_cpu)
+        self._vocabulary = vocabulary
+        self._window = window
+        self._entries: dict[str, _Entry] = {}
+        self.num_continued = 0
+        self.refused: dict[str, int] = {}  # reason → requests that are recomputed instead
+
+    def begin(self, request: Request, prior_output: PriorOutput) -> None:
+        """Append prior output to a request that is not queued yet. A request that cannot be
+        continued exactly computes its output again."""
+        token_ids = list(prior_output.token_ids)
+        try:
+            logprobs = (
+                decode_logprobs(prior_output.logprobs, token_ids, self._vocabulary)
+                if prior_output.logprobs
+                else None
+            )
+        except ProtocolError:
+            reason: str | None = "bad_logprobs"
+        else:
+            reason = self._reason_against(request, prior_output, logprobs)
+        if reason is not None:
+            if reason not in self.refused:
+                logger.info(
+                    "this instance computes the first token of some requests again, which costs "
+                    "one step each: %s",
+                    reason,
+                )
+            self.refused[reason] = self.refused.get(reason, 0) + 1
+            return
+        if len(token_ids) > 1:
+            # vLLM does not expect a prefix hit beyond the prompt of a new request.
+            request.skip_reading_prefix_cache = True
+        request.append_output_token_ids(token_ids)
+        self._entries[request.request_id] = _Entry(token_ids, logprobs)
+        self.num_continued += 1
+
+    def _reason_against(
+        self, request: Request, prior_output: PriorOutput, logprobs: LogprobsLists | None
+    ) -> str | None:
+        sampling = request.sampling_params
+        if not self.is_supported:
+            return "async_v1_runner"
+        if sampling is None or request.pooling_params is not None:
+            return "no_sampling"
+        if sampling.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if sampling.num_logprobs is not None and (
+            logprobs is None or len(logprobs.sampled_token_ranks) != len(prior_output.token_ids)
+        ):
+            return "logprobs_missing"
+        is_seeded = sampling.seed is not None and sampling.temperature > 0
+        if is_seeded and not self.is_seeded_supported:
+            return "seed_on_v1_runner"
+        if max(prior_output.token_ids) >= self._vocabulary:
+            return "unknown_tokens"
+        num_prior = len(prior_output.token_ids)
+        if num_prior >= request.max_tokens or request.num_tokens + num_prior >= self._window:
+            return "nothing_left"
+        return None
+
+    @property
+    def num_open(self) -> int:
+        """Continued requests that have not ended (any thread)."""
+        return len(self._entries)
+
+    def accept_grammar(self, request: Request, manager: StructuredOutputManager) -> None:
+        """Advance a new grammar by the prior output, which was sampled under it."""
+        entry = self._entries.get(request.request_id)
+        if entry is not None and not manager.accept_tokens(request, entry.token_ids):
+            logger.error(
+                "request %s: its grammar refuses the output of another instance; its result may "
+                "violate the grammar. Check that all instances have the same structured output "
+                "backend.",
+                request.request_id,
+            )
+
+    def prepare(self, new_requests: list[NewRequestData], requests: dict[str, Request]) -> None:
+        """Mark for the V1 runner which end of a prompt is output."""
+        if self._is_v2_runner or not self._entries:
+            return
+        for data in new_requests:
+            entry = self._entries.get(data.req_id)
+            if entry is not None:
+                token_ids = requests[data.req_id].all_token_ids
+                data.prompt_token_ids = ContinuedPrompt.of(list(token_ids), len(entry.token_ids))
+
+    def show(self, outputs: list[EngineCoreOutput]) -> None:
+        """Put prior output in front of the first tokens sampled here."""
+        for output in outputs:
+            entry = self._entries.get(output.request_id)
+            if entry is None or entry.is_shown or not output.new_token_ids:
+                continue
+            entry.is_shown = True
+            output.new_token_ids = [*entry.token_ids, *output.new_token_ids]
+            if entry.logprobs is not None and output.new_logprobs is not None:
+                output.new_logprobs = _joined(entry.logprobs, output.new_logprobs)
+
+    def forget(self, request_id: str) -> None:
+        """Forget an ended request."""
+        self._entries.pop(request_id, None)
+
+
+def _joined(first: LogprobsLists, then: LogprobsLists) -> LogprobsLists:
+    """Join two arrays, padded to the same number of columns (vLLM pads a batch to its widest)."""
+    columns = max(first.logprobs.shape[1], then.logprobs.shape[1])
+    return LogprobsLists(
+        np.concatenate([_wide(each.logprob_token_ids, columns, 0) for each in (first, then)]),
+        np.concatenate([_wide(each.logprobs, columns, -np.inf) for each in (first, then)]),
+        np.concatenate([first.sampled_token_ranks, then.sampled_token_ranks]),
+    )
+
+
+def _wide(rows: np.ndarray, columns: int, filler: float) -> np.ndarray:
+    missing = columns - rows.shape[1]
+    return np.pad(rows, ((0, 0), (0, missing)), constant_values=filler) if missing else rows

@@ -1,0 +1,229 @@
+"""How long an engine's steps take, and how many tokens the next one may have.
+
+Owner: the engine thread. `StepClock` times every step and teaches `policy.step_cost`;
+`StepBudget` asks that fit how many prompt tokens may share a step with decodes
+(Sarathi-Serve's token budget, section 4.3, chosen anew for every step).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from vllm_tetri.engine.compat import Request, SchedulerOutput, is_cpu
+from vllm_tetri.policy.step_cost import GUESS, StepFit
+from vllm_tetri.types import StepCoefficients
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = 0.25
+# GPU kernels compute tiles of this many rows; AMX and the like on CPUs 16.
+TILE_TOKENS, CPU_TILE_TOKENS = 128, 16
+# Below this confidence the fit is too young for a warning about the objective.
+_WARNING_CONFIDENCE = 0.5
+_computed_tokens = attrgetter("num_computed_tokens")
+
+
+class StepWork(NamedTuple):
+    """What a step computes, after how much context."""
+
+    begun_s: float
+    num_decodes: int
+    decode_context: int
+    prompt_tokens: int
+    prompt_context: float
+
+
+class StepClock:
+    """Times steps and teaches a `StepFit` by them.
+
+    A step begins when it is scheduled. While requests run, it begins when the previous one
+    ended: what the engine does between two steps is part of every gap that clients see,
+    and with asynchronous scheduling a step is scheduled while the previous one runs.
+    `step_s` is the duration of the last step; `budget` keeps `tbt_slo_s` if there is one.
+    """
+
+    def __init__(self, fit: StepFit, most_tokens: int = 0, tbt_slo_s: float | None = None) -> None:
+        self.fit = fit
+        self.step_s = 0.0
+        self.budget: StepBudget | None = None
+        if tbt_slo_s is not None:
+            tile_tokens = CPU_TILE_TOKENS if is_cpu() else TILE_TOKENS
+            self.budget = StepBudget(fit, tbt_slo_s, most_tokens, tile_tokens)
+        self._begun: deque[StepWork] = deque()
+        self._ended_s = float("-inf")
+        self._is_interrupted = False
+        self._refreshed_s = float("-inf")
+
+    def begin(self, output: SchedulerOutput, now: float, *, was_running: bool) -> None:
+        """Record that a step with at least one token was scheduled; `was_running` tells whether
+        requests ran when its scheduling began."""
+        is_next = was_running and not self._is_interrupted
+        self._is_interrupted = False
+        step = work_of(output, self._ended_s if is_next else now)
+        self._begun.append(step)
+        if self.budget is not None:
+            self.budget.begin(step)
+
+    def interrupt(self) -> None:
+        """Record a pause: the next step begins when it is scheduled."""
+        self._is_interrupted = True
+
+    def end(self, now: float) -> float:
+        """Record the end of the oldest step under way; return its seconds."""
+        step = self._begun.popleft()
+        seconds = now - max(step.begun_s, self._ended_s)
+        self._ended_s, self.step_s = now, seconds
+        self.fit.learn(*step[1:], seconds)
+        if now - self._refreshed_s >= _REFRESH_S:
+            self._refreshed_s = now
+            self.fit.refresh()
+        if self.budget is not None:
+            self.budget.end(seconds)
+        return seconds
+
+
+def work_of(output: SchedulerOutput, now: float) -> StepWork:
+    """Read from a scheduled step what it computes and after which context."""
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    total_context = sum(cached.num_computed_tokens)
+    num_decodes, prompts = len(scheduled), []
+    if output.total_num_scheduled_tokens > num_decodes:  # else every request gets one token
+        known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
+        prompts = [
+            (tokens, context)
+            for pairs in (known, new)
+            for name, context in pairs
+            if (tokens := scheduled[name]) > 1
+        ]
+    total_context += sum(each.num_computed_tokens for each in output.scheduled_new_reqs)
+    prompt_tokens = sum(tokens for tokens, _ in prompts)
+    squares = sum(tokens * (context + (tokens - 1) / 2) for tokens, context in prompts)
+    return StepWork(
+        now,
+        num_decodes - len(prompts),
+        total_context - sum(context for _, context in prompts),
+        prompt_tokens,
+        squares / prompt_tokens if prompt_tokens else 0.0,
+    )
+
+
+class Scatter:
+    """Smoothed mean and mean deviation of measured / predicted step times, as in Jacobson's
+    estimate of round-trip times. A single outlier is bounded."""
+
+    GAIN = 1 / 16
+    # Of a normal distribution, 99 % lie within 2.9 mean deviations above the mean.
+    DEVIATIONS = 2.9
+    LEAST, MOST = 0.25, 4.0
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+        self.deviation = 0.0
+
+    def learn(self, measured_s: float, predicted_s: float) -> None:
+        """Record one step."""
+        ratio = min(max(measured_s / predicted_s, self.LEAST), self.MOST)
+        self.deviation += (abs(ratio - self.mean) - self.deviation) * self.GAIN
+        self.mean += (ratio - self.mean) * self.GAIN
+
+    def limit_s(self, slo_s: float) -> float:
+        """Return the prediction up to which 99 of 100 steps stay within `slo_s`."""
+        return slo_s / (self.mean + self.DEVIATIONS * self.deviation)
+
+
+class StepBudget:
+    """The token budget of steps with decodes, for one engine.
+
+    Args:
+        fit: What steps cost, as learnt while serving; its prior counts until the first step.
+        slo_s: Longest time between two tokens of an output, in seconds.
+        most_tokens: vLLM's own budget, never exceeded.
+        tile_tokens: Steps are filled in multiples of this.
+    """
+
+    def __init__(self, fit: StepFit, slo_s: float, most_tokens: int, tile_tokens: int) -> None:
+        self._fit = fit
+        self._slo_s = slo_s
+        self._most_tokens = most_tokens
+        self._tile_tokens = tile_tokens
+        self._scatter = Scatter()
+        self._predicted_s: deque[float] = deque()  # of the steps under way
+        self._has_warned = False
+
+    def tokens(self, running: Sequence[Request]) -> int:
+        """Return the most tokens of the next step, decodes included.
+
+        The sum is a multiple of `tile_tokens`, since a device computes whole tiles
+        (Sarathi-Serve: 257 tokens instead of 256 cost it 32 %). Prompts must go on, so one
+        tile of them fits however small the limit is; only `most_tokens` is never exceeded.
+        """
+        prompts = [request for request in running if request.is_prefill_chunk]
+        prompt_context = prompts[0].num_computed_tokens if prompts else 0
+        decode_context = sum(map(_computed_tokens, running)) - sum(map(_computed_tokens, prompts))
+        num_decodes = len(running) - len(prompts)
+        cost, limit_s = self._cost(), self._scatter.limit_s(self._slo_s)
+        self._warn_once(cost)
+        left_s = limit_s - cost.step_s(num_decodes, decode_context, 0, 0)
+        prompt_tokens = _most_prompt_tokens(cost, left_s, prompt_context)
+        tile = self._tile_tokens
+        least = -(-(num_decodes + tile) // tile) * tile
+        wanted = min(num_decodes + prompt_tokens, self._most_tokens) // tile * tile
+        return min(max(least, wanted), self._most_tokens)
+
+    def begin(self, step: StepWork) -> None:
+        """Record that a step with at least one token was scheduled."""
+        self._predicted_s.append(self._cost().step_s(*step[1:]))
+
+    def end(self, seconds: float) -> None:
+        """Record how long the oldest step under way took."""
+        if self._predicted_s and (predicted_s := self._predicted_s.popleft()) > 0:
+            self._scatter.learn(seconds, predicted_s)
+
+    def _cost(self) -> StepCoefficients:
+        return self._fit.cost if self._fit.cost.is_known else GUESS
+
+    def _warn_once(self, cost: StepCoefficients) -> None:
+        lone_s = cost.step_s(1, 0, 0, 0)
+        if self._has_warned or cost.confidence < _WARNING_CONFIDENCE or lone_s <= self._slo_s:
+            return
+        self._has_warned = True
+        logger.warning(
+            "--tetri-tbt-slo %g s cannot be met: a step that decodes a single request takes "
+            "%.4f s on this device. Prompts now get %d tokens per step. Raise the objective, or "
+            "use a faster device.",
+            self._slo_s, lone_s, self._tile_tokens,
+        )  # fmt: skip
+
+
+def _most_prompt_tokens(cost: StepCoefficients, left_s: float, context_tokens: int) -> int:
+    """Return how many prompt tokens after `context_tokens` others fit into `left_s`: the
+    root of n · (prompt_s + (context + n / 2) · context_s) = left_s."""
+    if left_s <= 0:
+        return 0
+    linear = max(cost.prompt_s + context_tokens * cost.context_s, 1e-9)
+    root = linear * linear + 2 * cost.context_s * left_s
+    return int(2 * left_s / (linear + root**0.5))
+
+
+def decodes_first(running: list[Request]) -> list[Request]:
+    """Return decodes before started prompts; new ones follow (Sarathi-Serve, algorithm 3)."""
+    prompts = [request for request in running if request.is_prefill_chunk]
+    if not prompts or len(prompts) == len(running):
+        return running
+    return [request for request in running if not request.is_prefill_chunk] + prompts
+
+
+def share_in_order(running: Sequence[Request], left_tokens: int) -> dict[str, int]:
+    """Return the tokens of a step for each started prompt, by request id."""
+    shares = {}
+    for request in running:
+        if request.is_prefill_chunk:
+            missing_tokens = request.num_tokens - request.num_computed_tokens
+            shares[request.request_id] = tokens = min(missing_tokens, left_tokens)
+            left_tokens -= tokens
+    return shares

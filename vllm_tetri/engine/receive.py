@@ -1,0 +1,387 @@
+"""Decode side of KV transfer, scheduler half: KV received for requests of this instance.
+
+Owner: the engine thread. Methods that may be called from another thread say so; they use
+only the receiver and the `ExpiringDict`s, which are thread-safe.
+
+A request waits (vLLM asks again every step) until its KV has arrived. The KV is loaded in
+the step that admits the request, or in the background if it is large and other requests
+are decoding. The arena slot is released when every rank reports the load. On any failure
+`match` returns 0 tokens: vLLM then computes the prompt here, which is slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from threading import Lock
+from typing import Generic, TypeVar
+
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.compat import Request
+from vllm_tetri.engine.step import FirstTokens, KVLayout, Load, Lost, WorkerReport, decode_note
+from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import DecodeParams, PriorOutput, attempt_names, digest_of, prefix_of
+from vllm_tetri.transport.native import Receiver, Slot, SlotState
+from vllm_tetri.types import TransferId
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 4096
+
+
+Value = TypeVar("Value")
+
+
+class ExpiringDict(Generic[Value]):
+    """A dict of at most `size` entries, each kept for `ttl_s`; the oldest is evicted first.
+    Thread-safe."""
+
+    def __init__(
+        self, size: int, ttl_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._size = size
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._lock = Lock()  # guards changes of the next field
+        self._entries: OrderedDict[str, tuple[float, Value]] = OrderedDict()  # with deadline
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __setitem__(self, name: str, value: Value) -> None:
+        with self._lock:
+            self._entries[name] = (self._clock() + self._ttl_s, value)
+            self._entries.move_to_end(name)
+            self._evict()
+
+    def pop(self, name: str) -> Value | None:
+        """Remove an entry and return its value; None if there is none."""
+        with self._lock:
+            found = self._entries.pop(name, None)
+        return found[1] if found is not None else None
+
+    def expire(self) -> None:
+        """Evict entries that are too old; done with every new entry as well."""
+        with self._lock:
+            self._evict()
+
+    def _evict(self) -> None:
+        now = self._clock()
+        while self._entries:
+            deadline, _ = next(iter(self._entries.values()))
+            if deadline > now and len(self._entries) <= self._size:
+                return
+            self._entries.popitem(last=False)
+
+
+class _State(Enum):
+    WAITING = auto()  # no KV here yet
+    TAKEN = auto()  # slot pinned, request not admitted yet
+    LOADING = auto()  # ordered from the workers
+    DONE = auto()  # loaded, or given up: vLLM computes the rest
+
+
+@dataclass(slots=True)
+class _Receive:
+    request_id: str
+    params: DecodeParams
+    deadline: float
+    awaits_output: bool
+    state: _State = _State.WAITING
+    slot: Slot | None = None
+    local_tokens: int = 0
+    is_background: bool = False
+    num_loaded: int = 0  # ranks that have executed the load
+    gone: bool = False  # the request ended while workers were loading
+
+
+class ReceiveSide:
+    """Requests of this instance whose prompt was computed by another one."""
+
+    def __init__(self, receiver: Receiver, layout: KVLayout, config: TetriConfig) -> None:
+        self._receiver = receiver
+        self._layout = layout
+        self._timeout_s = timeout_s = config.transfer_timeout_s
+        self._load_budget_bytes = config.load_budget_bytes
+        self._entries: dict[str, _Receive] = {}
+        self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
+        self._slots: dict[str, Slot] = {}  # pinned
+        # By transfer; thread-safe.
+        self._outputs = ExpiringDict[PriorOutput](MAX_REMEMBERED, timeout_s)  # not taken yet
+        self._lost = ExpiringDict[None](MAX_REMEMBERED, timeout_s)
+        self._consumed = ExpiringDict[None](MAX_REMEMBERED, timeout_s)
+        self._unwanted = ExpiringDict[None](MAX_REMEMBERED, timeout_s)
+        self._loads: list[Load] = []
+        self.loads_done = self.loads_failed = self.loaded_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request, params: DecodeParams) -> None:
+        """Add a decode request that entered the engine."""
+        request_id, deadline = request.request_id, time.monotonic() + self._timeout_s
+        self._entries[request_id] = _Receive(request_id, params, deadline, params.is_early)
+        self._users.setdefault(params.transfer, set()).add(request_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request's KV is here or on its way."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.state is not _State.DONE
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request's KV was to come from another instance."""
+        return request_id in self._entries
+
+    def is_here(self, request_id: str) -> bool:
+        """Whether a request's KV has arrived and is pinned (`pin_arrived`)."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.state is _State.TAKEN
+
+    def has_output(self, transfer: str) -> bool:
+        """Whether first tokens have come that no request took yet."""
+        return transfer in self._outputs
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose KV has not arrived."""
+        return sum(entry.state is _State.WAITING for entry in self._entries.values())
+
+    @property
+    def num_awaiting_output(self) -> int:
+        """Requests whose first token may still come."""
+        return sum(entry.awaits_output for entry in self._entries.values())
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a waiting request may continue (GIL released), at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not self._has_arrived() and (left_s := deadline - time.monotonic()) > 0:
+            self._receiver.wait(left_s)
+
+    def _has_arrived(self) -> bool:
+        self._drain_notes()
+        for entry in self._entries.values():
+            name = entry.params.transfer
+            if entry.state is not _State.WAITING:
+                continue
+            if name in self._lost:
+                return True
+            if entry.awaits_output and name not in self._outputs:
+                continue
+            found = self._receiver.find(name)
+            if found is not None and found.state is not SlotState.FILLING:
+                return True
+        return False
+
+    def pin_arrived(self, requests: Mapping[str, Request]) -> None:
+        """Pin KV that has arrived, so that it does not expire while its request waits."""
+        for entry in self._entries.values():
+            if entry.state is _State.WAITING:
+                self._try_take(requests[entry.request_id], entry)
+
+    def take_outputs(self) -> list[tuple[str, PriorOutput]]:
+        """Return first tokens that arrived after their request, by request id, each once."""
+        self._drain_notes()
+        found = []
+        for entry in self._entries.values():
+            prior_output = self._outputs.pop(entry.params.transfer) if entry.awaits_output else None
+            if prior_output is not None:
+                entry.awaits_output = False
+                found.append((entry.request_id, prior_output))
+        return found
+
+    def match(
+        self, request: Request, num_local_tokens: int, *, is_busy: bool
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the local prefix hit can be loaded (None: not known
+        yet, ask again), and whether in the background: a large load while others decode.
+
+        Without a first token from the prefill instance, the last prompt token is left to this
+        engine, which samples the first token from it.
+        """
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.state is _State.DONE:
+            return 0, False
+        if entry.state is _State.LOADING:
+            return None, False  # preempted before its load was reported
+        if entry.state is _State.WAITING and not self._try_take(request, entry):
+            return (None if entry.state is _State.WAITING else 0), False
+        num_tokens = min(request.num_tokens - 1, request.num_prompt_tokens) - num_local_tokens
+        if num_tokens <= 0:
+            self._give_back(entry)
+            return 0, False
+        entry.local_tokens = num_local_tokens
+        num_bytes = self._layout.num_blocks(num_tokens) * self._layout.block_bytes
+        entry.is_background = is_busy and num_bytes > self._load_budget_bytes
+        return num_tokens, entry.is_background
+
+    def _try_take(self, request: Request, entry: _Receive) -> bool:
+        name = entry.params.transfer
+        slot = None
+        if not entry.awaits_output:
+            slot = self._slots.get(name) or self._receiver.take(name)
+        if slot is None:
+            self._check_lost(name, entry)
+            return False
+        self._slots[name] = slot
+        entry.slot, entry.state = slot, _State.TAKEN
+        num_blocks = self._layout.num_blocks(request.num_prompt_tokens)
+        num_bytes = num_blocks * self._layout.block_bytes
+        is_ours = (
+            (slot.num_blocks, slot.num_ranks) == (num_blocks, self._layout.num_ranks)
+            and slot.rank_bytes * slot.num_ranks == num_bytes
+            and entry.params.digest == digest_of(request.prompt_token_ids or ())
+        )
+        if not is_ours:
+            logger.warning(
+                "KV transfer %s (%d blocks) holds another prompt than request %s (%d tokens). "
+                "This instance computes the prompt itself. If it repeats, check that all "
+                "instances and routers run the same version of vllm-tetri.",
+                name, slot.num_blocks, request.request_id, request.num_prompt_tokens,
+            )  # fmt: skip
+            self.loads_failed += 1
+            self._give_back(entry)
+            return False
+        return True
+
+    def _check_lost(self, name: str, entry: _Receive) -> None:
+        self._drain_notes()
+        found = self._receiver.find(name)
+        reason = ""
+        if name in self._consumed:
+            # Another choice of the same request loaded it; all but the last block is in the
+            # prefix cache.
+            self._give_back(entry)
+            return
+        if name in self._lost:
+            reason = "its prefill instance gave up or is unresponsive"
+        elif found is not None and found.state is SlotState.FAILED:
+            reason = found.error or "failed"
+        elif time.monotonic() > entry.deadline:
+            reason = f"no KV arrived within {self._timeout_s:g} s (--tetri-transfer-timeout)"
+        if reason:
+            logger.warning(
+                "KV transfer %s: %s. This instance computes the prompt of request %s itself.",
+                name, reason, entry.request_id,
+            )  # fmt: skip
+            self.loads_failed += 1
+            self._receiver.cancel(name)
+            self._give_back(entry)
+
+    def _drain_notes(self) -> None:
+        while (message := self._receiver.receive(0.0)) is not None:
+            try:
+                note = decode_note(message)
+            except ProtocolError as error:
+                logger.warning(
+                    "dropped a malformed message of the KV transport: %s. If it repeats, check "
+                    "that all instances run the same version of vllm-tetri.",
+                    error,
+                )
+                continue
+            match note:
+                case Lost(transfer=transfer):
+                    self._lost[transfer] = None
+                case FirstTokens(transfer=transfer, prior_output=prior_output):
+                    if transfer not in self._unwanted:
+                        self._outputs[transfer] = prior_output
+
+    def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
+        """Order the load into the blocks that vLLM allocated, or release the slot."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.slot is None or entry.state is not _State.TAKEN:
+            return
+        if num_external == 0:
+            self._give_back(entry)
+            return
+        first_block = entry.local_tokens // self._layout.block_tokens
+        order = entry.slot, self._receiver.segment, request.request_id, block_ids, first_block
+        self._loads.append(Load.of(*order, is_background=entry.is_background))
+        entry.state = _State.LOADING
+
+    def take_loads(self) -> list[Load]:
+        """Return the loads ordered since the last call."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def report(self, report: WorkerReport) -> None:
+        """Release the slots of loads that all workers executed."""
+        self.loaded_bytes += report.loaded_bytes
+        self.loads_failed += report.load_errors
+        for request_id, num_ranks in report.loaded.items():
+            entry = self._entries.get(request_id)
+            if entry is None or entry.state is not _State.LOADING:
+                continue
+            entry.num_loaded += num_ranks
+            if entry.num_loaded < self._layout.num_ranks:
+                continue  # another rank still reads the slot
+            self._give_back(entry)
+            self.loads_done += 1
+            if entry.gone:
+                del self._entries[request_id]
+
+    def finish(self, request: Request) -> None:
+        """Forget a request that ended in any way."""
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            return
+        if entry.state is _State.LOADING:
+            entry.gone = True
+            return
+        del self._entries[request.request_id]
+        name = entry.params.transfer
+        if self._users.get(name, set()) <= {request.request_id}:
+            if entry.state is _State.WAITING:
+                self._receiver.cancel(name)
+            self._ignore(name)
+        self._give_back(entry)
+
+    def cancel(self, transfer: TransferId) -> None:
+        """Drop a transfer whose request was cancelled (any thread)."""
+        for name in attempt_names(transfer):
+            self._receiver.cancel(name)
+            self._ignore(name)
+
+    def _ignore(self, name: str) -> None:
+        """Drop the first token of a transfer, also if it comes later (any thread)."""
+        self._unwanted[name] = None
+        self._outputs.pop(name)
+
+    def lose(self, transfer: TransferId) -> None:
+        """Record that the sender of a transfer is unresponsive (any thread): a request that
+        still waits for it computes its prompt here."""
+        for name in attempt_names(transfer):
+            self._lost[name] = None
+
+    def abandon(self, router: str) -> None:
+        """Drop KV whose request would have come from a router that is gone (any thread)."""
+        kept = list(self._users)
+        self._receiver.abandon(prefix_of(router), kept, "the router of its request is gone")
+
+    def tidy(self) -> None:
+        """Read messages and evict old entries of an engine without requests (any thread)."""
+        self._drain_notes()
+        for each in (self._outputs, self._lost, self._consumed, self._unwanted):
+            each.expire()
+
+    def _give_back(self, entry: _Receive) -> None:
+        """End a request's use of its transfer; the last user releases the slot."""
+        entry.slot, entry.state = None, _State.DONE
+        entry.awaits_output = False  # too late for it
+        name = entry.params.transfer
+        users = self._users.get(name)
+        if users is None or entry.request_id not in users:
+            return
+        users.remove(entry.request_id)
+        if users:
+            return
+        del self._users[name]
+        if self._slots.pop(name, None) is not None:
+            self._receiver.release(name)
+            self._consumed[name] = None

@@ -1,0 +1,389 @@
+"""Prefill side of KV transfer, scheduler half: prompts computed here for another instance.
+
+Owner: the engine thread. Only `cancel` and `abandon` may be called from another thread;
+they put a name into a queue that the next step drains.
+
+Blocks that a step completes are pushed at the start of the next one, so they travel while
+the next chunk is computed; those of the last chunk right after its forward pass, while the
+first token is sampled. The decode instance is chosen after the first chunk (paper section
+3.3.4), when a predicted length may be known.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.compat import KVCacheManager, Request, RequestStatus, SchedulerOutput
+from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.engine.step import (
+    FirstTokens,
+    KVLayout,
+    Lost,
+    Open,
+    StepMeta,
+    WorkerReport,
+    Write,
+    encode_note,
+)
+from vllm_tetri.handover import (
+    MAX_ATTEMPTS,
+    Prefilled,
+    PrefillParams,
+    PriorOutput,
+    attempt_name,
+    digest_of,
+    prefix_of,
+)
+from vllm_tetri.messages import PrefillEnding
+from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.policy.step_cost import HandoverFit
+from vllm_tetri.types import InstanceId, TransferId
+
+logger = logging.getLogger(__name__)
+
+FULL_RETRY_S = 0.02
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+_UNREACHABLE = ("TIMEOUT", "PEER_LOST")  # statuses of the transport
+# A longer prompt takes so much time that opening its decode request early gains nothing.
+MAX_EARLY_TOKENS = 16_384
+
+
+@dataclass(slots=True)
+class _Send:
+    request: Request
+    params: PrefillParams
+    done_s: float = 0.0  # when the prompt was done
+    deadline: float = 0.0  # of the whole transfer, once the prompt is done
+    dispatch: Dispatch | None = None
+    attempt: int = 0
+    is_open: bool = False
+    digest: str = ""  # of the prompt, once the router may open the decode request
+    pushed_blocks: int = 0
+    num_chunks: int = 0
+    last_tokens: int = 0  # of its newest chunk
+    retry_at: float = 0.0
+    gave_up: bool = False
+    refused: set[InstanceId] = field(default_factory=set)
+    full: set[InstanceId] = field(default_factory=set)  # of those tried in this round
+    block_ids: list[int] | None = None  # set when the prompt is done
+    all_pushed: bool = False
+    is_sent: bool = False
+    freeing: bool = False
+
+    @property
+    def name(self) -> TransferId:
+        return attempt_name(self.params.transfer, self.attempt)
+
+
+class SendSide:
+    """Requests whose prompt is computed here for another instance."""
+
+    def __init__(
+        self,
+        config: TetriConfig,
+        layout: KVLayout,
+        max_model_len: int,
+        kv_cache: KVCacheManager,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._max_model_len = max_model_len
+        self._kv_cache = kv_cache
+        self._dispatcher = dispatcher
+        self._sends: dict[str, _Send] = {}
+        self._stops, self._frees = list[str](), list[str]()
+        self._notes: list[tuple[str, bytes]] = []
+        self._cancelled: queue.SimpleQueue[TransferId] = queue.SimpleQueue()
+        self.prefills_done = self.chunks_done = self.sent_bytes = 0
+        self.handovers = HandoverFit()
+
+    def __len__(self) -> int:
+        return len(self._sends)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sends
+
+    def add(self, request: Request, params: PrefillParams) -> None:
+        """Add a prefill request that entered the engine: it stops after its first token,
+        whatever the client wants."""
+        request.max_tokens = 1
+        self._sends[request.request_id] = _Send(request, params)
+
+    def cancel(self, transfer: TransferId) -> None:
+        """Stop a transfer whose request was cancelled (any thread)."""
+        if self._sends:  # else no step may come that drains the queue
+            self._cancelled.put(transfer)
+
+    def abandon(self, router: str) -> None:
+        """Stop the transfers of a router that is gone (any thread). A prompt that is not
+        done yet ends with its connection."""
+        prefix = prefix_of(router)
+        for send in list(self._sends.values()):
+            if send.params.transfer.startswith(prefix):
+                self.cancel(send.params.transfer)
+
+    # -- one step ---------------------------------------------------------
+
+    def fill(self, meta: StepMeta, output: SchedulerOutput) -> None:
+        """Add this step's orders to `meta`, after scheduling: `num_computed_tokens` still counts
+        only what earlier steps completed."""
+        self._drain_cancelled()
+        for request_id in output.preempted_req_ids or ():
+            self._preempt(request_id)
+        now = time.monotonic()
+        for send in list(self._sends.values()):
+            if send.block_ids is not None:
+                self._push_finished(meta, send, now)
+            elif num_tokens := output.num_scheduled_tokens.get(send.request.request_id):
+                send.last_tokens = num_tokens
+                self._push_chunk(meta, send, now)
+                if send.request.num_computed_tokens + num_tokens >= send.request.num_tokens:
+                    self._push_tail(meta, send)
+                    self._announce_ending(send)
+        meta.stops, self._stops = self._stops, []
+        meta.frees, self._frees = self._frees, []
+        meta.notes = self.take_notes()
+
+    def _push_chunk(self, meta: StepMeta, send: _Send, now: float) -> None:
+        is_due = send.num_chunks > 0 and now >= send.retry_at
+        if is_due and self._choose(send) and self._config.push == "chunk":
+            num_full = send.request.num_computed_tokens // self._layout.block_tokens
+            if num_full > send.pushed_blocks:
+                block_ids = self._block_ids(send.request)[:num_full]
+                self._push(meta, meta.writes, send, block_ids, is_last=False)
+        send.num_chunks += 1
+        self.chunks_done += 1
+
+    def _push_tail(self, meta: StepMeta, send: _Send) -> None:
+        """Push the rest of a prompt after the forward pass of its last chunk."""
+        if send.dispatch is None or self._config.push != "chunk" or _is_short(send.request):
+            return
+        block_ids = self._block_ids(send.request)[: self._num_blocks(send.request)]
+        self._push(meta, meta.tails, send, block_ids, is_last=True)
+        send.all_pushed = True
+
+    def _push_finished(self, meta: StepMeta, send: _Send, now: float) -> None:
+        if send.freeing or send.all_pushed or now < send.retry_at:
+            return
+        assert send.block_ids is not None
+        self._push(meta, meta.writes, send, send.block_ids, is_last=True)
+        send.all_pushed = True
+
+    def _push(
+        self, meta: StepMeta, writes: list[Write], send: _Send, block_ids: list[int], is_last: bool
+    ) -> None:
+        assert send.dispatch is not None
+        request_id = send.request.request_id
+        if not send.is_open:
+            num_blocks = self._num_blocks(send.request)
+            meta.opens.append(Open(request_id, send.dispatch.kv_endpoint, send.name, num_blocks))
+            send.is_open = True
+        first = send.pushed_blocks
+        ids = np.asarray(block_ids[first:], dtype=np.int32)
+        writes.append(Write(request_id, first, ids, is_last))
+        send.pushed_blocks = len(block_ids)
+
+    def _choose(self, send: _Send) -> bool:
+        """Make sure that a decode instance is chosen; False when no instance can take it."""
+        if send.dispatch is None and not send.gave_up:
+            request, params = send.request, send.params
+            num_bytes, choose = self._num_bytes(request), self._dispatcher.choose
+            refused, full = frozenset(send.refused), frozenset(send.full)
+            send.dispatch = choose(request, params, num_bytes, refused | full)
+            if send.dispatch is None and full:
+                send.full.clear()  # all were full: try them again
+                send.dispatch = choose(request, params, num_bytes, refused)
+            if send.dispatch is not None:
+                self._dispatcher.announce(request, params, send.dispatch)
+        return send.dispatch is not None
+
+    def _announce_ending(self, send: _Send) -> None:
+        """Let the router open the decode request while the last chunk is computed."""
+        token_ids = send.request.prompt_token_ids or []
+        is_worth = len(token_ids) <= MAX_EARLY_TOKENS and not _is_short(send.request)
+        if send.dispatch is not None and is_worth:
+            send.digest = digest_of(token_ids)
+            ending = PrefillEnding(send.name, send.digest, list(token_ids))
+            self._dispatcher.announce(send.request, send.params, send.dispatch, ending)
+
+    def _block_ids(self, request: Request) -> list[int]:
+        block_ids: list[int] = self._kv_cache.get_block_ids(request.request_id)[0]
+        return block_ids
+
+    def _num_blocks(self, request: Request) -> int:
+        return self._layout.num_blocks(request.num_prompt_tokens)
+
+    def _num_bytes(self, request: Request) -> int:
+        return self._num_blocks(request) * self._layout.block_bytes
+
+    # -- the end of a request ---------------------------------------------
+
+    def finish(self, request: Request, block_ids: list[int]) -> tuple[bool, Prefilled | None]:
+        """Record the end of a request. Return whether vLLM must keep its blocks, and what the
+        response tells the router."""
+        send = self._sends.get(request.request_id)
+        if send is None:
+            return False, None
+        handed_over = request.status in _COMPLETE
+        is_final = handed_over and _is_final(request, self._max_model_len)
+        if handed_over:
+            self.prefills_done += 1
+            if not is_final and self._choose(send):
+                send.block_ids = block_ids[: self._num_blocks(request)]
+                send.done_s = time.monotonic()
+                send.deadline = send.done_s + self._config.transfer_timeout_s
+                prefilled = self._prefilled(send)
+                self._send_first_tokens(send, prefilled.prior_output)
+                if send.is_sent:
+                    self._learn(send, 0.0)
+                    del self._sends[request.request_id]
+                return not send.is_sent, prefilled
+        if send.is_open and not send.is_sent:
+            self._free(send, lost=False)
+            return True, self._prefilled(send, is_final=True) if is_final else None
+        del self._sends[request.request_id]
+        return False, self._prefilled(send, is_final=is_final) if handed_over else None
+
+    def _send_first_tokens(self, send: _Send, prior_output: PriorOutput | None) -> None:
+        """Send the first token to a decode request that was opened before it existed."""
+        if send.digest and send.dispatch is not None and prior_output is not None:
+            note = encode_note(FirstTokens(send.name, prior_output))
+            self._notes.append((send.dispatch.kv_endpoint, note))
+
+    def _prefilled(self, send: _Send, *, is_final: bool = False) -> Prefilled:
+        request = send.request
+        dispatch = None if is_final else send.dispatch
+        token_ids, output = request.prompt_token_ids or (), list(request.output_token_ids)
+        return Prefilled(
+            transfer=send.name,
+            decode=dispatch.instance if dispatch else InstanceId(""),
+            num_tokens=request.num_prompt_tokens,
+            digest=send.digest or digest_of(token_ids),
+            num_chunks=send.num_chunks,
+            num_bytes=self._num_bytes(request),
+            reason=dispatch.reason if dispatch else "no decode instance can take the KV",
+            prior_output=PriorOutput(output) if output else None,
+            is_final=is_final,
+            # Long lists are slow in vLLM's responses; the announcement carried them already.
+            prompt_token_ids=[] if is_final or send.digest else list(token_ids),
+            predicted=self._dispatcher.predicted(request),
+        )
+
+    def take_notes(self) -> list[tuple[str, bytes]]:
+        """Return the (endpoint, note) pairs since the last call."""
+        taken, self._notes = self._notes, []
+        return taken
+
+    def take_freeable(self, sent: set[str]) -> set[str]:
+        """Return those of the `sent` requests whose blocks vLLM may free now."""
+        found, now = set(), time.monotonic()
+        for request_id in sent & self._sends.keys():
+            send = self._sends[request_id]
+            if not send.freeing:
+                if send.done_s:
+                    self._learn(send, now - send.done_s)
+                if send.dispatch is not None:
+                    self._dispatcher.record_sent(send.dispatch, was_reached=True)
+            if send.block_ids is None and not send.freeing:
+                send.is_sent = True  # before vLLM reported that it ended
+            elif self._notes:
+                self._frees.append(request_id)  # an engine without requests sends no notes
+            else:
+                found.add(request_id)
+        for request_id in found:
+            del self._sends[request_id]
+        return found
+
+    def _learn(self, send: _Send, seconds: float) -> None:
+        if not send.retry_at:  # else it includes waiting for capacity
+            last_tokens = min(send.request.num_prompt_tokens, send.last_tokens)
+            self.handovers.learn(last_tokens, seconds)
+
+    # -- what can go wrong --------------------------------------------------
+
+    def report(self, report: WorkerReport) -> None:
+        """Handle failed transfers: try again, try another instance, or give up."""
+        self.sent_bytes += report.sent_bytes
+        for request_id, (status, text) in report.failed.items():
+            send = self._sends.get(request_id)
+            if send is not None and not send.freeing:
+                self._fail(send, status, text)
+
+    def _fail(self, send: _Send, status: str, text: str) -> None:
+        now = time.monotonic()
+        is_full = status == "FULL"
+        if not is_full:
+            decode = send.dispatch.instance if send.dispatch is not None else "unknown"
+            logger.warning(
+                "KV transfer %s to %s failed: %s %s. Trying again, else the decode instance "
+                "computes the prompt. If it repeats, check that %s is up and reachable.",
+                send.name, decode, status, text, decode,
+            )  # fmt: skip
+        if send.dispatch is not None and status in _UNREACHABLE:
+            self._dispatcher.record_sent(send.dispatch, was_reached=False)
+        if send.block_ids is not None:
+            # Its router already knows the decode instance: that one, or none.
+            if is_full and now < send.deadline:
+                self._restart(send, now + FULL_RETRY_S)
+            else:
+                self._free(send, lost=True)
+            return
+        if send.dispatch is not None:
+            (send.full if is_full else send.refused).add(send.dispatch.instance)
+            if not is_full:
+                send.gave_up = send.attempt + 1 >= MAX_ATTEMPTS
+                send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
+        send.dispatch = None
+        self._restart(send, now + FULL_RETRY_S)
+
+    def _restart(self, send: _Send, retry_at: float) -> None:
+        send.is_open = send.all_pushed = send.is_sent = False
+        send.pushed_blocks, send.retry_at = 0, retry_at
+
+    def _preempt(self, request_id: str) -> None:
+        """Start anew with a prompt that lost its blocks and will be computed again."""
+        send = self._sends.get(request_id)
+        if send is not None and send.block_ids is None:
+            if send.is_open:
+                self._stops.append(request_id)
+                send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
+            send.dispatch = None
+            self._restart(send, 0.0)
+
+    def _drain_cancelled(self) -> None:
+        while not self._cancelled.empty():
+            transfer = self._cancelled.get()
+            for send in list(self._sends.values()):
+                if send.params.transfer == transfer and send.block_ids is not None:
+                    self._free(send, lost=False)
+
+    def _free(self, send: _Send, *, lost: bool) -> None:
+        if send.freeing:
+            return
+        send.freeing = True
+        request_id = send.request.request_id
+        if lost and send.dispatch is not None:
+            self._notes.append((send.dispatch.kv_endpoint, encode_note(Lost(send.name))))
+        self._stops.append(request_id)
+        self._frees.append(request_id)
+
+
+def _is_short(request: Request) -> bool:
+    """Whether the client wants one token only."""
+    return request.sampling_params is not None and request.sampling_params.max_tokens == 1
+
+
+def _is_final(request: Request, max_model_len: int) -> bool:
+    """Whether the first token would have ended the output on one instance, too."""
+    return (
+        request.status is RequestStatus.FINISHED_STOPPED
+        or _is_short(request)
+        or request.num_tokens >= max_model_len
+    )

@@ -1,1 +1,0 @@
-"""Paged KV tensors as bytes. Needs torch and the native core, never vllm."""

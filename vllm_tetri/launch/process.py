@@ -1,0 +1,142 @@
+"""One child process under its guard, and the lines it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO
+
+from vllm_tetri.launch.display import Display
+from vllm_tetri.launch.plan import ChildSpec
+
+GRACE_S = 10.0
+_GUARD_MARGIN_S = 4.0
+_TAIL_LINES = 40
+_MAX_LINE_BYTES = 1 << 16
+
+
+class ChildProcess:
+    """A running command. Used by the event loop that started it.
+
+    `stop` (orderly) and `kill` (at once) end the whole process tree and may be
+    called in any state, any number of times.
+    """
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        name: str,
+        display: Display,
+        log: BinaryIO | None,
+    ) -> None:
+        self._process = process
+        self._name = name
+        self._display = display
+        self._log = log
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._pump = asyncio.create_task(self._read_lines())
+
+    @classmethod
+    async def start(
+        cls, spec: ChildSpec, port: int, display: Display, log_file: Path | None
+    ) -> ChildProcess:
+        """Start a child in a session of its own; `display` gets its lines.
+
+        Neither the guard nor any Python below it imports from the current directory: in a
+        clone of this project that would be the source tree, without the built extension.
+
+        Must run in the thread that lives as long as the process, because the
+        kernel tells the guard when that *thread* ends.
+        """
+        placement = spec.placement
+        guard = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard"]
+        guard += ["--parent", str(os.getpid())]
+        guard += ["--grace", str(GRACE_S), "--nice", str(placement.nice)]
+        if placement.cores:
+            guard += ["--cores", ",".join(map(str, placement.cores))]
+        process = await asyncio.create_subprocess_exec(
+            *guard,
+            "--",
+            *spec.command(port),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "PYTHONSAFEPATH": "1",
+                **dict(placement.environment),
+                **dict(spec.environment),
+            },
+            start_new_session=True,
+        )
+        log = log_file.open("ab", buffering=0) if log_file else None
+        return cls(process, spec.name, display, log)
+
+    @property
+    def pid(self) -> int:
+        """The guard's process id, which is also the process group's."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """Exit status, after the last line was delivered."""
+        status = await self._process.wait()
+        self._kill_group()  # a killed guard may have left something
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._pump), 1.0)
+        self._close()
+        return status
+
+    async def stop(self) -> None:
+        """Ask the tree to end, and kill what is left after the grace period."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), GRACE_S + _GUARD_MARGIN_S)
+            except TimeoutError:
+                self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        """End the tree at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        self._pump.cancel()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    async def _read_lines(self) -> None:
+        stream = self._process.stdout
+        if stream is None:
+            return
+        rest = b""
+        while data := await stream.read(_MAX_LINE_BYTES):
+            if self._log is not None:
+                self._log.write(data)
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._deliver(line)
+        if rest:
+            self._deliver(rest)
+
+    def _deliver(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self.tail.append(text)
+            self._display.line(self._name, text)

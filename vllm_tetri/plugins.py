@@ -1,0 +1,104 @@
+"""Policies by name: built in, of an installed package, or from a dotted path.
+
+Three decisions can be replaced, and a name means the same to engine, router and simulator:
+
+- `dispatch`: which decode instance takes over a request; `policy.dispatch.DispatchPolicy`
+- `order`: which waiting prompt is computed next; `policy.order.Order`, or a plain sort key
+- `admission`: when a request enters the decode batch; `policy.admission.AdmissionPolicy`
+
+A name is a built-in one, that of an entry point in the group `vllm_tetri.dispatch`,
+`vllm_tetri.order` or `vllm_tetri.admission`, or `package.module:attribute`. Instances run in
+processes of their own, so the module must be importable there, whatever the current folder is:
+install its package or set PYTHONPATH. `examples/own_policy.py` is an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Literal, overload
+
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.admission import ADMISSIONS, AdmissionPolicy
+from vllm_tetri.policy.dispatch import DISPATCHES, DispatchPolicy
+from vllm_tetri.policy.order import ORDERS, Order
+
+Kind = Literal["dispatch", "order", "admission"]
+
+_BUILT_IN: dict[Kind, Mapping[str, Any]] = {
+    "dispatch": DISPATCHES,
+    "order": ORDERS,
+    "admission": ADMISSIONS,
+}
+
+
+@overload
+def load_policy(kind: Literal["dispatch"], name: str) -> DispatchPolicy: ...
+@overload
+def load_policy(kind: Literal["order"], name: str) -> Order: ...
+@overload
+def load_policy(kind: Literal["admission"], name: str) -> AdmissionPolicy: ...
+def load_policy(kind: Kind, name: str) -> Any:
+    """Find a policy.
+
+    Raises:
+        ConfigError: No policy has this name, or it cannot be loaded.
+    """
+    found = _BUILT_IN[kind].get(name)
+    if found is None:
+        found = _from_path(kind, name) if ":" in name else _from_entry_point(kind, name)
+    if kind == "order" and not isinstance(found, Order):
+        return Order(found)
+    return found
+
+
+def policy_names(kind: Kind) -> list[str]:
+    """Return the names that need no path: built-in ones, then those of installed packages."""
+    installed = (entry.name for entry in entry_points(group=_group(kind)))
+    return list(dict.fromkeys((*_BUILT_IN[kind], *installed)))
+
+
+def _group(kind: Kind) -> str:
+    return f"vllm_tetri.{kind}"
+
+
+def _from_entry_point(kind: Kind, name: str) -> Any:
+    for entry in entry_points(group=_group(kind), name=name):
+        try:
+            return _checked(kind, name, entry.load())
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{kind} policy {name!r} of the entry point {entry.value} cannot be loaded: {error}"
+            ) from error
+    names = policy_names(kind)
+    close = get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? There" if close else "there"
+    raise ConfigError(
+        f"there is no {kind} policy {name!r}; {hint} are {', '.join(names)}; "
+        "name your own as package.module:attribute"
+    )
+
+
+def _from_path(kind: Kind, name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return _checked(kind, name, getattr(import_module(module), attribute))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{kind} policy {name!r} cannot be loaded: {error}. Write package.module:attribute, "
+            "and install the package or add its folder to PYTHONPATH"
+        ) from error
+
+
+def _checked(kind: Kind, name: str, found: Any) -> Any:
+    """Make an instance of an admission class, and refuse what cannot be a policy."""
+    if kind == "admission":
+        found = found() if isinstance(found, type) else found
+        is_policy = hasattr(found, "fits") and hasattr(found, "growth_blocks")
+    else:
+        is_policy = callable(found) or isinstance(found, Order)
+    if not is_policy:
+        raise ConfigError(f"{name!r} is no {kind} policy; vllm_tetri/plugins.py says what one is")
+    return found

@@ -1,0 +1,386 @@
+"""One state of the cluster for every decision: the newest view, and what was sent since. Pure.
+
+A view is up to two report periods old, so what a router or instance sent somewhere counts there
+until a report shows it; two requests do not both take the last free blocks. A `ClusterTable` is
+made once per view and never changes, so all who decide by the same view share it. What one of
+them sent is in its own `InFlightLedger`, and `ClusterState` shows both together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from math import exp, inf
+from operator import attrgetter
+from typing import NamedTuple
+
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, reported_tokens
+from vllm_tetri.policy.step_cost import GUESS
+from vllm_tetri.types import (
+    ClusterView,
+    InstanceId,
+    InstanceInfo,
+    InstanceState,
+    InstanceView,
+    Role,
+    StepCoefficients,
+)
+
+_MAX_ENTRIES = 1 << 14
+_MAX_IDENTITIES = 1024
+_SHARE_S = 2.0  # memory of the part of an instance's time that prompts take
+_MAX_SHARE = 0.9
+_DEFAULT_CHUNK_TOKENS = 512
+_NONE = InstanceId("")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request needs. ValueError if the prompt is empty, or a number is negative."""
+
+    prompt_tokens: int  # to be computed, or handed over
+    output_tokens: float  # expected to be written
+    num_bytes: int = 0  # size of its KV in a receive arena
+    reserved_tokens: float | None = None  # output to reserve for; None for the expected output
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or min(self.output_tokens, self.num_bytes) < 0:
+            raise ValueError(f"no request needs this: {self}")
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether a long output is expected (paper section 5.1.1)."""
+        return self.output_tokens > HEAVY_TOKENS
+
+    @property
+    def total_tokens(self) -> float:
+        """Prompt and reserved output."""
+        reserved = self.output_tokens if self.reserved_tokens is None else self.reserved_tokens
+        return self.prompt_tokens + reserved
+
+
+class InstanceRow:
+    """A ready instance: its last report, and in a `ClusterState` what was sent to it since."""
+
+    __slots__ = (
+        "base_blocks", "block_size", "busy_others", "chunk_tokens", "cost", "device", "free_bytes",
+        "heavy", "id", "key", "kv_endpoint", "light", "others", "prompt_share", "queued_tokens",
+        "remaining_tokens", "reported_s", "request_s", "role", "sent_tokens", "view",
+    )  # fmt: skip
+
+    def __init__(
+        self, view: InstanceView, cost: StepCoefficients, key: int, share: float, now: float
+    ) -> None:
+        load, info = view.load, view.info
+        self.view = view
+        self.id: InstanceId = info.id
+        self.role: Role = info.role
+        self.device = info.device
+        self.kv_endpoint = info.kv_endpoint
+        self.block_size = max(1, info.block_size)
+        self.key = key  # a small number, equal where KV may travel
+        self.cost, self.prompt_share = cost, share  # the share of its time that prompts take
+        self.reported_s = now - view.age_s
+        self.chunk_tokens = load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
+        self.queued_tokens = load.queued_prefill_tokens
+        self.heavy, self.light = load.heavy, load.light
+        self.remaining_tokens: float = load.remaining_tokens
+        self.base_blocks = load.blocks_total - load.blocks_used - load.reserved_blocks
+        self.free_bytes = load.arena_total_bytes - load.arena_used_bytes
+        self.sent_tokens = 0.0  # prompt and output of requests that its report does not show yet
+        self.others = self.busy_others = 0  # on its device: decodes, and instances with work
+        context = load.context_tokens / max(1, self.decodes)
+        self.request_s = cost.request_s + context * cost.token_s  # a decode of usual context
+
+    @property
+    def decodes(self) -> int:
+        """Requests that decode there, or will."""
+        return self.heavy + self.light
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has prompts or decodes."""
+        return self.decodes > 0 or self.queued_tokens > 0
+
+    @property
+    def left_tokens(self) -> float:
+        """Mean output that a decode there has left."""
+        return self.remaining_tokens / max(1, self.decodes)
+
+    @property
+    def free_tokens(self) -> float:
+        """KV for which its pool has blocks."""
+        return self.block_size * self.base_blocks - self.sent_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are neither held nor reserved."""
+        return int(self.base_blocks - -(-self.sent_tokens // self.block_size))
+
+    def has_capacity(self, need: Need) -> bool:
+        """Whether it can hold the whole request (the paper's α), as far as is known."""
+        num_blocks = -(-need.total_tokens // self.block_size)
+        return self.free_blocks >= num_blocks and self.free_bytes >= need.num_bytes
+
+    def add_decode(self, need: Need) -> None:
+        """Count one more request that will decode there."""
+        self.heavy += need.is_heavy
+        self.light += not need.is_heavy
+        self.remaining_tokens += need.output_tokens
+        self.sent_tokens += need.total_tokens
+        self.free_bytes -= need.num_bytes
+
+
+class Takers(NamedTuple):
+    """Instances between which KV may travel."""
+
+    all: list[InstanceRow]
+    decode: list[InstanceRow]  # all that decode, by name
+    by_blocks: list[InstanceRow]  # the same by free blocks
+    by_bytes: list[InstanceRow]  # and by free arena
+
+
+class ClusterTable:
+    """The ready instances of one view. Never changed, and so shared by all who read the view."""
+
+    def __init__(self, view: ClusterView, at_s: float, rows: Sequence[InstanceRow]) -> None:
+        self.view, self.at_s = view, at_s
+        self.by_id = {row.id: row for row in rows}
+        self.by_model: dict[str, list[InstanceRow]] = {}
+        self.devices: dict[str, list[InstanceRow]] = {}
+        self._bucket_tokens: dict[int, list[float]] = {}
+        for row in rows:
+            if row.device:
+                self.devices.setdefault(row.device, []).append(row)
+            for model in row.view.info.models:
+                self.by_model.setdefault(model, []).append(row)
+        for together in self.devices.values():
+            _count_neighbours(together)
+
+    def bucket_tokens(self, num_buckets: int) -> list[float]:
+        """Output tokens by predicted bucket, see `lengths.reported_tokens`."""
+        found = self._bucket_tokens.get(num_buckets)
+        if found is None:
+            found = self._bucket_tokens[num_buckets] = reported_tokens(self.view, num_buckets)
+        return found
+
+    @cached_property
+    def _takers(self) -> dict[int, Takers]:
+        found: dict[int, list[InstanceRow]] = {}
+        for row in self.by_id.values():
+            if row.kv_endpoint:
+                found.setdefault(row.key, []).append(row)
+        return {key: _takers(rows) for key, rows in found.items()}
+
+    def takers(self, me: InstanceInfo) -> Takers:
+        """Return the instances that can exchange KV with one."""
+        for takers in self._takers.values():
+            if takers.all[0].view.info.identity == me.identity:
+                return takers
+        return _takers([])
+
+
+def _takers(rows: list[InstanceRow]) -> Takers:
+    decode = sorted((row for row in rows if row.role is not Role.PREFILL), key=attrgetter("id"))
+    by_blocks = sorted(decode, key=attrgetter("base_blocks"))
+    return Takers(rows, decode, by_blocks, sorted(decode, key=attrgetter("free_bytes")))
+
+
+def _count_neighbours(together: Sequence[InstanceRow]) -> None:
+    """Set in the rows of one device what the others there do."""
+    decodes = sum(row.decodes for row in together)
+    busy = sum(row.is_busy for row in together)
+    for row in together:
+        row.others, row.busy_others = decodes - row.decodes, busy - row.is_busy
+
+
+class TableMaker:
+    """Makes a table of every view, and keeps what one view does not tell. Owner: one thread."""
+
+    def __init__(self) -> None:
+        self._shares: dict[InstanceId, _Share] = {}
+        # By instance what it announced, and a small number for its identity.
+        self._keys: dict[InstanceId, tuple[InstanceInfo, int]] = {}
+        self._identities: dict[str, int] = {}
+
+    def make(self, view: ClusterView, now: float) -> ClusterTable:
+        """Make the table of a view whose ages are right at `now`."""
+        if len(self._identities) > _MAX_IDENTITIES:  # of instances that are gone
+            self._identities.clear()
+            self._keys.clear()
+        ready = [each for each in view.instances if each.state is InstanceState.READY]
+        keys = {each.info.id: self._key(each.info) for each in ready}
+        self._keys = {name: self._keys[name] for name in keys}
+        # An instance that has taken no steps yet is as fast as another one of its kind.
+        known = {keys[each.info.id]: each.load.cost for each in ready if each.load.cost.is_known}
+        shares, rows = {}, []
+        for each in ready:
+            name, cost = each.info.id, each.load.cost
+            cost = cost if cost.is_known else known.get(keys[name], GUESS)
+            shares[name] = share = _share(each, cost, self._shares.get(name), now - each.age_s)
+            rows.append(InstanceRow(each, cost, keys[name], share.part, now))
+        self._shares = shares
+        return ClusterTable(view, now, rows)
+
+    def _key(self, info: InstanceInfo) -> int:
+        known = self._keys.get(info.id)
+        if known is not None and known[0] is info:
+            return known[1]
+        identity = str(sorted(info.identity.items()))
+        key = self._identities.setdefault(identity, len(self._identities))
+        self._keys[info.id] = info, key
+        return key
+
+
+class _Share(NamedTuple):
+    """The part of an instance's time that prompts take: its last report, and weighted sums
+    over the last seconds."""
+
+    seq: int
+    tokens_done: int
+    reported_s: float
+    taken_s: float = 0.0
+    passed_s: float = 0.0
+
+    @property
+    def part(self) -> float:
+        return min(_MAX_SHARE, self.taken_s / self.passed_s) if self.passed_s > 0 else 0.0
+
+
+def _share(
+    one: InstanceView, cost: StepCoefficients, before: _Share | None, reported_s: float
+) -> _Share:
+    done = one.load.prompt_tokens_done
+    if before is None or one.seq < before.seq or done < before.tokens_done:  # a new instance
+        return _Share(one.seq, done, reported_s)
+    passed_s = reported_s - before.reported_s
+    if one.seq == before.seq or passed_s <= 0:
+        return before
+    kept = exp(-passed_s / _SHARE_S)
+    taken_s = kept * before.taken_s + (done - before.tokens_done) * cost.prompt_s
+    return _Share(one.seq, done, reported_s, taken_s, kept * before.passed_s + passed_s)
+
+
+class Sent(NamedTuple):
+    """A request that was sent; its decode instance may know of it from `decode_s` on."""
+
+    at_s: float
+    prefill: InstanceId | None
+    decode: InstanceId | None
+    need: Need
+    decode_s: float
+
+
+class InFlightLedger:
+    """What one router or instance sent to others since their last reports. A request also counts
+    for `grace_s` after it was sent, whatever was reported: an engine knows it only some time after
+    its bytes arrived. Owner: one thread; calls come in order of time."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._entries: deque[Sent] = deque(maxlen=_MAX_ENTRIES)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(
+        self,
+        prefill: InstanceId | None,
+        decode: InstanceId | None,
+        need: Need,
+        now: float,
+        *,
+        decode_after_s: float = 0.0,
+    ) -> Sent:
+        """Record a request: which instance computes its prompt, if that is to be done, and which
+        one writes its output, if that is known, and knows of it `decode_after_s` from now."""
+        sent = Sent(now, prefill, decode, need, now + decode_after_s)
+        self._entries.append(sent)
+        return sent
+
+    def unreported(self, reported_s: Mapping[InstanceId, float]) -> list[Sent]:
+        """List what the reports of those times do not show yet, with None for an instance whose
+        report does. What was sent to instances that are gone is dropped."""
+        found = []
+        for sent in self._entries:
+            prefill = sent.prefill if self._is_new(sent.prefill, sent.at_s, reported_s) else None
+            decode = sent.decode if self._is_new(sent.decode, sent.decode_s, reported_s) else None
+            if prefill or decode:
+                found.append(sent._replace(prefill=prefill, decode=decode))
+        self._entries = deque(found, _MAX_ENTRIES)
+        return found
+
+    def _is_new(
+        self, name: InstanceId | None, sent_s: float, reported_s: Mapping[InstanceId, float]
+    ) -> bool:
+        return name is not None and sent_s >= reported_s.get(name, inf) - self._grace_s
+
+    def prompt_tokens(self, view: ClusterView, now: float) -> dict[InstanceId, int]:
+        """Prompt tokens per instance that its load in `view` does not show yet."""
+        limit_s = {each.info.id: now - each.age_s - self._grace_s for each in view.instances}
+        entries, found = self._entries, dict[InstanceId, int]()
+        while entries and entries[0].at_s < limit_s.get(entries[0].prefill or _NONE, inf):
+            entries.popleft()
+        for sent in entries:
+            name = sent.prefill or _NONE
+            if sent.at_s >= limit_s.get(name, inf):
+                found[name] = found.get(name, 0) + sent.need.prompt_tokens
+        return found
+
+
+class ClusterState:
+    """What one router or instance knows of the cluster. Owner: one thread."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.table = ClusterTable(ClusterView(), -inf, ())
+        self._ledger = InFlightLedger(grace_s)
+        self._changed: dict[InstanceId, InstanceRow] = {}  # rows with something sent on top
+
+    def observe(self, table: ClusterTable) -> None:
+        """Take over the table of a newer view."""
+        if table is self.table:
+            return
+        self.table, self._changed = table, {}
+        reported_s = {name: row.reported_s for name, row in table.by_id.items()}
+        for sent in self._ledger.unreported(reported_s) if len(self._ledger) else ():
+            self._count(sent)
+
+    def row(self, base: InstanceRow) -> InstanceRow:
+        """Return a row of the table with what was sent to it since."""
+        return self._changed.get(base.id, base)
+
+    def get(self, name: InstanceId) -> InstanceRow | None:
+        """Return the row of an instance; None if it is not ready."""
+        base = self.table.by_id.get(name)
+        return None if base is None else self.row(base)
+
+    def record_sent(
+        self,
+        prefill: InstanceId | None,
+        decode: InstanceId | None,
+        need: Need,
+        now: float,
+        *,
+        decode_after_s: float = 0.0,
+    ) -> None:
+        """Count a request from now on, see `InFlightLedger.add`."""
+        self._count(self._ledger.add(prefill, decode, need, now, decode_after_s=decode_after_s))
+
+    def _count(self, sent: Sent) -> None:
+        if sent.prefill in self.table.by_id:
+            self._own(sent.prefill).queued_tokens += sent.need.prompt_tokens
+        if sent.decode in self.table.by_id:
+            self._own(sent.decode).add_decode(sent.need)
+        for name in {sent.prefill, sent.decode}:
+            row = self.table.by_id.get(name) if name else None
+            if row is not None and row.device:
+                _count_neighbours([self._own(each.id) for each in self.table.devices[row.device]])
+
+    def _own(self, name: InstanceId) -> InstanceRow:
+        found = self._changed.get(name)
+        if found is None:
+            found = self._changed[name] = copy(self.table.by_id[name])
+        return found

@@ -1,0 +1,212 @@
+"""What a router does when requests come faster than they are served. Pure.
+
+- *Persistent queues.* A queue that stays delays every prompt and serves none sooner (Nichols
+  and Jacobson, "Controlling Queue Delay", 2012). So a prompt may wait for long after a burst,
+  but where prompts have waited for long for `PATIENCE_S` the queue is kept short until it was
+  nearly empty once.
+- *Fair share.* A client may have up to four times what is still free (a "dynamic threshold", as
+  switches share their buffers: Choudhury and Hahne, 1998). Alone it comes to four fifths of the
+  limit; with n clients that want all they can get each has 4 / (1 + 4 n) of it, and
+  1 / (1 + 4 n) stays free for the next one.
+- *Early rejection* (Mooncake). A request that is expected to miss its objective takes time from
+  others in vain. It is refused on arrival, unless it would miss it on an idle cluster too.
+- *Retry-After* follows from the load report of an instance and the speed of its past prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from vllm_tetri.policy.adaptive import Objective, PricedRoute
+from vllm_tetri.types import ClusterView, InstanceId, InstanceView
+
+SHORTEST_S = 1
+LONGEST_S = 60  # what OpenAI's client library is willing to wait
+_KEPT = 0.9  # weight of what came before, at each prompt
+_MOST_INSTANCES = 2048
+
+
+class PrefillSpeeds:
+    """Prompt tokens per second of every instance, from the prompts that it computed.
+
+    A prompt's time counts from the end of the one before it, or from when it was sent if that
+    was later: so neither waiting nor idleness counts. Calls come in order of `now`.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[InstanceId, tuple[float, float, float]] = {}
+
+    def record_prompt(
+        self, instance: InstanceId, num_tokens: int, *, sent_s: float, now: float
+    ) -> None:
+        """Record that a prompt that was sent at `sent_s` is computed."""
+        tokens, busy_s, last_s = self._tokens.pop(instance, (0.0, 0.0, sent_s))
+        tokens = _KEPT * tokens + num_tokens
+        busy_s = _KEPT * busy_s + max(0.0, now - max(last_s, sent_s))
+        if len(self._tokens) >= _MOST_INSTANCES:
+            del self._tokens[next(iter(self._tokens))]
+        self._tokens[instance] = (tokens, busy_s, now)
+
+    def tokens_per_s(self, instance: InstanceId) -> float | None:
+        """Return the speed of an instance; None while nothing is known."""
+        tokens, busy_s, _ = self._tokens.get(instance, (0.0, 0.0, 0.0))
+        return tokens / busy_s if tokens > 0 and busy_s > 0 else None
+
+
+def retry_after_s(
+    view: ClusterView,
+    at_limit: Collection[InstanceId],
+    speeds: PrefillSpeeds,
+    *,
+    persistent: Collection[InstanceId] = (),
+) -> int:
+    """Return the whole seconds, 1 to 60, until the first instance at its limit has capacity.
+
+    That is the time to drain one prompt of average length, or the whole queue where it is a
+    `persistent` one. An instance of which too little is known counts as 1 s.
+    """
+    waits = []
+    for each in view.instances:
+        if each.info.id in at_limit:
+            wait_s = queue_wait_s(each, speeds) or 0.0
+            # One prompt is being computed; others that run are decoding or sending their KV.
+            num_prompts = max(0, each.load.waiting) + 1
+            waits.append(wait_s if each.info.id in persistent else wait_s / num_prompts)
+    return whole_seconds(min(waits, default=0.0))
+
+
+def queue_wait_s(each: InstanceView, speeds: PrefillSpeeds) -> float | None:
+    """Return how long the prompts of an instance take; None while nothing is known."""
+    speed = speeds.tokens_per_s(each.info.id)
+    return None if speed is None else max(0, each.load.queued_prefill_tokens) / speed
+
+
+def whole_seconds(wait_s: float) -> int:
+    """Round a wait as for `Retry-After`, 1 to 60."""
+    return min(LONGEST_S, max(SHORTEST_S, math.ceil(wait_s)))
+
+
+MOST_S = 2.0  # longest wait for prompts to begin in a persistent queue
+PATIENCE_S = 5.0  # above the limit for this long, a queue counts as persistent (CoDel's interval)
+_EMPTY = 0.25  # part of the allowed wait at which a persistent queue counts as empty
+_FEW = 8  # queues of fewer prompts are never limited
+_FRESH_S = 0.02  # reports come every 100 ms
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The queue of one instance; `since_s` is when it became too long."""
+
+    since_s: float
+    is_persistent: bool = False
+
+
+class PersistentQueues:
+    """The queues of all instances. Owner: one thread; calls come in order of `now`.
+
+    `most_s` is the longest wait in a persistent queue; 0 sets no limit.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._queues: dict[InstanceId, _Queue] = {}
+        self._at_limit: frozenset[InstanceId] = frozenset()
+        self._at_s = float("-inf")
+
+    def is_fresh(self, now: float) -> bool:
+        """Whether `at_limit` needs no newer view of the cluster."""
+        return not self._most_s or now - self._at_s < _FRESH_S
+
+    def observe(self, view: ClusterView, speeds: PrefillSpeeds, now: float) -> None:
+        """Take over the loads of a newer view."""
+        self._at_s = now
+        before, self._queues = self._queues, {}
+        at_limit = []
+        for each in view.instances:
+            wait_s = queue_wait_s(each, speeds) or 0.0
+            is_long = wait_s > self._most_s and each.load.waiting >= _FEW
+            queue = before.get(each.info.id, _Queue(now))
+            queue.is_persistent |= is_long and now - queue.since_s >= PATIENCE_S
+            if is_long or (queue.is_persistent and wait_s > _EMPTY * self._most_s):
+                self._queues[each.info.id] = queue
+            if is_long and queue.is_persistent:
+                at_limit.append(each.info.id)
+        self._at_limit = frozenset(at_limit)
+
+    @property
+    def at_limit(self) -> frozenset[InstanceId]:
+        """Instances that should get no further prompt now."""
+        return self._at_limit
+
+
+SHARE = 4
+RELAX_S = 60.0
+
+
+def may_begin(own: int, taken: int, limit: int, *, num_clients: int) -> bool:
+    """Whether a client that has `own` requests may have one more, if all clients together have
+    `taken` of at most `limit`. A single client may have everything."""
+    free = limit - taken
+    return free > 0 and (num_clients <= 1 or own < SHARE * free)
+
+
+def matters_from(limit: int, *, num_clients: int) -> int:
+    """While less than this is taken, `may_begin` is true for every client."""
+    return limit if num_clients <= 1 else -(-SHARE * limit // (SHARE + 1))
+
+
+def may_queue(own: int, taken: int, num_clients: int) -> bool:
+    """Whether a client that has `own` requests may have one more where too much waits already:
+    while it has less than an equal share of what is `taken` there by these clients, itself
+    included."""
+    return own == 0 or own * num_clients < taken
+
+
+@dataclass(frozen=True, slots=True)
+class SoftLimit:
+    """A guess of the limit of an instance that refused a request below its known limit: the
+    requests that it had `taken` at `at_s`, monotonic seconds. Its own bound is one of tokens,
+    which a router does not know."""
+
+    taken: int
+    at_s: float
+
+    def is_over(self, now: float) -> bool:
+        """Whether it is too old to count."""
+        return now - self.at_s >= RELAX_S
+
+    def limit(self, most: int, now: float) -> int:
+        """Return the limit, of at most `most`; it grows to twice what was there."""
+        grown = self.taken * (1 + max(0.0, now - self.at_s) / RELAX_S)
+        return max(1, min(most, int(grown)))
+
+
+_TOLERANCE = 1.25  # error of forecasts; only what is later than that is refused
+_LEAST_CONFIDENCE = 0.5  # with less a forecast is a guess, and no request is refused by a guess
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Why a request is refused, and the whole seconds after which it may come again."""
+
+    reason: str
+    retry_after_s: int
+
+
+def expected_late(route: PricedRoute, objective: Objective, output_tokens: float) -> Late | None:
+    """Say what the best route for a request would miss; None if it keeps what was promised. A
+    pace recovers when outputs of the expected length have ended."""
+    if route.confidence < _LEAST_CONFIDENCE:
+        return None  # serving it is how one learns
+    late_s = route.ttft_s - objective.ttft_s
+    if route.waits and route.ttft_s > _TOLERANCE * objective.ttft_s:
+        reason = f"first token expected in {route.ttft_s:.2g} s, promised {objective.ttft_s:g} s"
+        return Late(reason, whole_seconds(late_s))
+    if route.shares and route.tpot_s > _TOLERANCE * objective.tpot_s:
+        expected_ms, promised_ms = route.tpot_s * 1e3, objective.tpot_s * 1e3
+        reason = f"{expected_ms:.3g} ms a token expected, promised {promised_ms:g} ms"
+        # Outputs are half written on average.
+        return Late(reason, whole_seconds(route.tpot_s * output_tokens / 2))
+    return None

@@ -1,0 +1,297 @@
+"""Where requests go: all calls of the placement policies, and the limits that bound them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from random import Random
+from statistics import fmean
+
+from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
+from vllm_tetri.policy.cluster import ClusterState, InFlightLedger, Need, TableMaker
+from vllm_tetri.policy.overload import (
+    Late,
+    PersistentQueues,
+    PrefillSpeeds,
+    expected_late,
+    retry_after_s,
+)
+from vllm_tetri.policy.route import (
+    GRACE_S,
+    AllAtLimit,
+    Route,
+    Split,
+    Whole,
+    choose_keeper,
+    choose_route,
+)
+from vllm_tetri.router.errors import NoCapacity
+from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.router.table import Shares
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Mode
+
+# Limit of queued prompt tokens at any instance; vLLM's own (`--max-num-queued-tokens`) exists
+# on prefill instances only.
+_MAX_QUEUED_TOKENS = 131_072
+# Age at which a snapshot is renewed: instances report every 100 ms. Renewing takes 4 µs an
+# instance, so with many instances a snapshot is used for longer.
+_FRESH_S = 0.02
+_FRESH_EACH_S = 1e-4
+_UNKNOWN_OUTPUT_TOKENS = 200.0  # before any instance has finished an output
+_USUAL_PROMPT_TOKENS = 512
+_GRACE_S = 0.1  # an engine knows a request only some time after its bytes
+_MAX_CHOICES = 16
+
+_log = logging.getLogger(__name__)
+
+
+class Placer:
+    """Chooses instances for requests in every mode. Owned by the event loop.
+
+    `view` returns the newest snapshot of the cluster; the rest is as in `RouterConfig`.
+    `mode` is set by `use`.
+    """
+
+    def __init__(
+        self,
+        view: Callable[[], ClusterView],
+        shares: Shares,
+        *,
+        objective: Objective,
+        refuses_late: bool,
+        max_queue_delay_s: float,
+    ) -> None:
+        self.mode = Mode.SPLIT
+        self._view, self._shares = view, shares
+        self._objective, self._refuses_late = objective, refuses_late
+        self._rng = Random()
+        self._tables = TableMaker()
+        self._state = ClusterState(_GRACE_S)
+        self._is_stale = True
+        self._sent = InFlightLedger(GRACE_S)
+        self.speeds = PrefillSpeeds()
+        self._queues = PersistentQueues(max_queue_delay_s)
+        self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
+        self._candidates: dict[str, PriceCandidates] = {}
+        self._overloaded: frozenset[InstanceId] = frozenset()
+
+    def use(self, mode: Mode) -> None:
+        """Place requests in another mode from now on."""
+        self.mode = mode
+        self._is_stale = True
+
+    def models(self) -> dict[str, InstanceInfo]:
+        """Return every model name that a ready instance serves, and one such instance."""
+        names: dict[str, InstanceInfo] = {}
+        for each in self._view().instances:
+            if each.state is InstanceState.READY:
+                for name in each.info.models:
+                    names.setdefault(name, each.info)
+        return names
+
+    def place(
+        self,
+        request: ApiRequest,
+        *,
+        may_split: bool,
+        excluded: frozenset[InstanceId],
+        at_limit: frozenset[InstanceId],
+        is_new: bool,
+        skipped_models: Collection[str] = (),
+    ) -> Route | None:
+        """Choose where a request goes; None when no ready instance serves the model.
+
+        Args:
+            excluded: Instances that failed it.
+            at_limit: Instances that refused it because they are at their limits.
+            is_new: It has not been sent to any instance yet.
+            skipped_models: Models that a request without a model name is not for.
+
+        Raises:
+            NoCapacity: All instances that could serve it are at their limits.
+        """
+        now = time.monotonic()
+        limited: frozenset[InstanceId] = frozenset()
+        if request.generates:
+            limited = self._shares.at_limit(request.client)
+            if is_new:
+                limited |= self._shares.over_share(request.client, self._long_queues(now))
+        if request.rules is not None:
+            choices = (
+                self._place_proxied(request, model, excluded, at_limit, limited, now)
+                for model in self._models_of(request, skipped_models)
+            )
+            found = next((each for each in choices if each is not None), None)
+        elif self.mode is Mode.SPLIT:
+            found = self._choose_route(request.model, may_split, excluded, at_limit, limited, now)
+            if isinstance(found, Split | Whole) and self._refuses_late:
+                first = found.prefill if isinstance(found, Split) else found.instance
+                self._state.record_sent(first, None, self._size_of(request), now)
+        else:
+            found = self._place_by_cost(request, may_split, excluded, at_limit | limited, now)
+        if isinstance(found, AllAtLimit):
+            raise self._no_capacity(found, now)
+        return found
+
+    def expected_late(self, request: ApiRequest) -> Late | None:
+        """Explain why a new request should be refused as late; None if it should not."""
+        if not self._refuses_late:
+            return None
+        place = self._cheapest(request, (), request.is_splittable, time.monotonic())
+        if place is None:
+            return None
+        return expected_late(place, self._objective, self._size_of(request).output_tokens)
+
+    def record_sent(self, instance: InstanceId, request: ApiRequest) -> None:
+        """The prompt of a request goes to an instance."""
+        # The modes that price instances record what they send when they choose.
+        if self.mode is Mode.SPLIT or request.rules is not None:
+            num_tokens = request.approx_tokens if request.generates else 1
+            self._sent.add(instance, None, Need(max(1, num_tokens), 0), time.monotonic())
+
+    def record_prefill(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
+        """An instance has computed a prompt that was sent at a monotonic time."""
+        self.speeds.record_prompt(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
+
+    def _place_by_cost(
+        self,
+        request: ApiRequest,
+        may_split: bool,
+        excluded: frozenset[InstanceId],
+        at_limit: frozenset[InstanceId],
+        now: float,
+    ) -> Route | AllAtLimit | None:
+        self._renew(now)  # also `_overloaded`
+        taken = {*excluded, *at_limit, *self._overloaded}
+        place = self._cheapest(request, taken, may_split, now)
+        if place is None:
+            names = [row.id for row in self._state.table.by_model.get(request.model, ())]
+            refused = tuple(name for name in names if name not in excluded)
+            if not refused:
+                return None
+            for instance in self._overloaded:
+                self._shares.record_at_limit(instance, is_counted=False)
+            return AllAtLimit(refused, "instances")
+        after_s = place.ttft_s if place.is_split else 0.0
+        size = self._size_of(request)
+        self._state.record_sent(place.prefill, place.decode, size, now, decode_after_s=after_s)
+        _log.debug("request %s: %s", request.request_id, place.reason)
+        if place.is_split:
+            return Split(place.prefill, place.reason, anywhere=True)
+        return Whole(place.prefill, place.reason)
+
+    def _place_proxied(
+        self,
+        request: ApiRequest,
+        model: str,
+        excluded: frozenset[InstanceId],
+        at_limit: frozenset[InstanceId],
+        limited: frozenset[InstanceId],
+        now: float,
+    ) -> Route | AllAtLimit | None:
+        if not request.is_stored:
+            return self._choose_route(model, False, excluded, at_limit, limited, now)
+        keeper = choose_keeper(self._view(), model=model, excluded=excluded)
+        if keeper in at_limit or keeper in limited:
+            assert keeper is not None
+            return AllAtLimit((keeper,), "instances that may store the output")
+        return None if keeper is None else Whole(keeper, "stores outputs")
+
+    def _choose_route(
+        self,
+        model: str,
+        may_split: bool,
+        excluded: frozenset[InstanceId],
+        at_limit: frozenset[InstanceId],
+        limited: frozenset[InstanceId],
+        now: float,
+    ) -> Route | AllAtLimit | None:
+        view = self._view()
+        return choose_route(
+            view,
+            model=model,
+            may_split=may_split,
+            sent_tokens=self._sent.prompt_tokens(view, now),
+            excluded=excluded,
+            refused=at_limit,
+            at_limit=limited,
+        )
+
+    def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
+        """The model that a proxied request names. About an unknown one, or none, an instance
+        complains best itself."""
+        names = self.models()
+        if request.model in names:
+            yield request.model
+        else:
+            yield from sorted({info.models[0] for info in names.values()}.difference(skipped))
+
+    def _no_capacity(self, full: AllAtLimit, now: float) -> NoCapacity:
+        queues = self._long_queues(now)
+        wait_s = retry_after_s(self._view(), full.instances, self.speeds, persistent=queues)
+        return NoCapacity(full.who, len(full.instances), wait_s)
+
+    def _long_queues(self, now: float) -> frozenset[InstanceId]:
+        if not self._queues.is_fresh(now):
+            self._queues.observe(self._view(), self.speeds, now)
+        return self._queues.at_limit
+
+    def _cheapest(
+        self, request: ApiRequest, taken: Collection[InstanceId], may_split: bool, now: float
+    ) -> PricedRoute | None:
+        self._renew(now)
+        candidates = self._candidates.get(request.model)
+        if candidates is None:
+            self._renew(now, is_forced=True)  # its first instance has just joined
+            candidates = self._candidates.get(request.model)
+        if candidates is None:
+            return None
+        return price_route(
+            candidates,
+            self._size_of(request),
+            may_split=may_split and self.mode is not Mode.WHOLE,
+            prefers_split=self.mode is Mode.SPLIT,
+            objective=self._objective,
+            taken=taken,
+        )
+
+    def _size_of(self, request: ApiRequest) -> Need:
+        tokens, rows = self._output_tokens, self._state.table.by_model.get(request.model)
+        if request.max_tokens is not None:
+            bound = request.max_tokens
+            tokens = bound if request.ignores_eos else min(tokens, bound)
+        if rows:
+            tokens = min(tokens, rows[0].view.info.max_model_len)
+        prompt_tokens = max(1, request.approx_tokens)  # a body may be empty, a prompt is not
+        return Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
+
+    def _renew(self, now: float, *, is_forced: bool = False) -> None:
+        table = self._state.table
+        fresh_s = max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
+        if now - table.at_s < fresh_s and not (is_forced or self._is_stale):
+            return
+        view = self._view()
+        table, self._is_stale = self._tables.make(view, now), False
+        self._state.observe(table)
+        lengths = [
+            each.load.bucket_tokens[-1] for each in view.instances if each.load.bucket_tokens
+        ]
+        self._output_tokens = fmean(lengths) if lengths else _UNKNOWN_OUTPUT_TOKENS
+        usual = Need(_USUAL_PROMPT_TOKENS, self._output_tokens)
+        self._candidates = {
+            model: PriceCandidates(
+                self._state,
+                rows,
+                usual,
+                self._rng,
+                spares_prefill=self.mode is not Mode.WHOLE,
+                spares_decode=self.mode is Mode.SPLIT,
+            )
+            for model, rows in table.by_model.items()
+        }
+        self._overloaded = frozenset(
+            row.id
+            for row in map(self._state.row, table.by_id.values())
+            if row.queued_tokens > _MAX_QUEUED_TOKENS
+        )

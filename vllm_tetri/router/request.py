@@ -1,0 +1,298 @@
+"""Requests of clients, parsed, and the bodies that instances get for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, TypeVar
+
+import msgspec
+
+from vllm_tetri.handover import FIELD, Handover, to_params
+from vllm_tetri.router.errors import JSON_ERRORS, Refusal
+from vllm_tetri.types import InstanceInfo
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MAX_DEPTH = 100
+MAX_VALUES = 2 << 20  # a prompt of a million token ids fits
+MAX_ENTRIES = 8192  # messages, prompts, documents
+
+_ONE_INSTANCE = ("best_of", "use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")
+# These may keep text back or turn it into something else than text.
+_STRUCTURED = ("tools", "functions", "function_call", "tool_choice")
+_SHAPED = (*_STRUCTURED, "response_format", "structured_outputs", "stop")
+# End conditions: choices draw their own first tokens, so prefill must not end with its own.
+_ENDS = {"stop", "stop_token_ids", "ignore_eos"}
+_PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
+_IDS_WANTED = {"return_token_ids": True}
+_FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate")
+_BYTES_PER_TOKEN = 4
+_NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# Headers that concern a connection or the encoding of a body, not the request.
+_HOP_BY_HOP = frozenset(
+    {"connection", "content-length", "keep-alive", "proxy-authenticate", "proxy-authorization",
+     "te", "trailer", "transfer-encoding", "upgrade"}
+)  # fmt: skip
+_NOT_FORWARDED = _HOP_BY_HOP | {"host", "expect", "content-encoding", "x-request-id"}
+_NOT_RETURNED = _HOP_BY_HOP | {"date", "server", "x-request-id"}
+_Order = TypeVar("_Order")
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyRules:
+    """How a route that is never split is proxied to one instance."""
+
+    generates: bool = True  # it keeps an engine busy, so it counts as in flight
+    is_stored: bool = False  # its output may be stored: one instance gets all of a model
+    has_json: bool = True  # the body, if any, is a JSON object
+    has_body: bool = True  # else no body is read
+
+
+@dataclass(slots=True)
+class ApiRequest:
+    """A parsed request. The attributes of the second group follow from the first."""
+
+    path: str  # route on the router and on the instances; of a proxied request with its query
+    body: dict[str, Any]  # without `kv_transfer_params`, which only the router may set
+    raw: bytes  # the same body
+    model: str  # empty when the request names none
+    is_splittable: bool  # two instances may share the request as prefill and decode
+    approx_tokens: int  # rough prompt length, for balancing only
+    headers: dict[str, str]  # passed on to instances
+    request_id: str  # the client's, if it gave a valid one
+    client: str = ""  # name of the API key, if the router tells clients apart
+    method: str = "POST"
+    rules: ProxyRules | None = None  # None on the two routes that the router understands
+
+    generates: bool = field(init=False)  # keeps an engine busy
+    is_stored: bool = field(init=False)
+    is_streamed: bool = field(init=False)
+    has_choices: bool = field(init=False)  # several outputs, each with its own first token
+    num_choices: int = field(init=False)
+    max_tokens: int | None = field(init=False)  # bound of the output length, if there is one
+    ignores_eos: bool = field(init=False)  # outputs end at that bound only
+    wants_logprobs: bool = field(init=False)
+    wants_usage: bool = field(init=False)  # the stream ends with an event that counts tokens
+    wants_usage_each: bool = field(init=False)  # every event counts tokens
+    is_seeded: bool = field(init=False)
+    is_text: bool = field(init=False)  # the output is the text of its tokens, not tool calls
+    is_plain: bool = field(init=False)  # a token's text can be sent before the next is known
+    may_decode_early: bool = field(init=False)  # decode needs only the prefill response's token
+    shows_ids: bool = field(init=False)  # the client wants token ids
+
+    def __post_init__(self) -> None:
+        get, rules = self.body.get, self.rules
+        options = get("stream_options")
+        options = options if isinstance(options, dict) else {}
+        num, logprobs = get("n"), get("logprobs")
+        bounds = (get("max_completion_tokens"), get("max_tokens"))
+        self.generates = rules is None or rules.generates
+        self.is_stored = rules is not None and rules.is_stored
+        self.is_streamed = get("stream") is True
+        self.has_choices = num not in (None, 1)
+        self.num_choices = num if _is_int(num) and num > 0 else 1
+        self.max_tokens = next((each for each in bounds if _is_int(each) and each > 0), None)
+        self.ignores_eos = get("ignore_eos") is True
+        self.wants_logprobs = bool(logprobs) if self.path == CHAT else logprobs is not None
+        self.wants_usage = bool(options.get("include_usage"))
+        self.wants_usage_each = self.wants_usage and bool(options.get("continuous_usage_stats"))
+        self.is_seeded = get("seed") is not None
+        self.is_text = not any(map(get, _STRUCTURED))
+        self.is_plain = self.is_text and not any(map(get, _SHAPED))
+        self.may_decode_early = self.is_plain and not (self.has_choices or self.wants_logprobs)
+        self.shows_ids = get("return_token_ids") is True
+
+    def is_parsed_by(self, instance: InstanceInfo) -> bool:
+        """Whether an instance's server splits a chat output into reasoning and text."""
+        return self.path == CHAT and instance.reasons
+
+    def is_recorded(self, instance: InstanceInfo) -> bool:
+        """Whether another instance could continue the stream of this one: one choice of text
+        that no parser splits."""
+        is_one_text = self.is_streamed and self.is_splittable and not self.has_choices
+        return is_one_text and self.is_text and not self.is_parsed_by(instance)
+
+    def prefill_body(self, params: Handover) -> bytes:
+        """Encode the prefill request: one choice, never streamed."""
+        body = {key: value for key, value in self.body.items() if key != "stream_options"}
+        body["stream"] = False
+        if self.has_choices:
+            body = {key: value for key, value in body.items() if key not in _ENDS}
+            body |= {"n": 1, "ignore_eos": True}
+        return msgspec.json.encode({**body, FIELD: to_params(params)})
+
+    def aggregated_body(self, instance: InstanceInfo) -> bytes:
+        """Encode the request for an instance that does both prefill and decode."""
+        if self.shows_ids or not self.is_recorded(instance):
+            return self.raw
+        return msgspec.json.encode({**self.body, **_IDS_WANTED})
+
+    def decode_body(
+        self, params: Handover, prompt_token_ids: list[int], instance: InstanceInfo
+    ) -> bytes:
+        """Encode the decode request: the client's, with the place of its KV, and the prompt's
+        token ids, so that the text is not tokenised again."""
+        body, carried = self.body, to_params(params)
+        if self.is_recorded(instance):
+            body = {**body, **_IDS_WANTED}
+        if prompt_token_ids and self.path == COMPLETIONS:
+            body = {**body, "prompt": prompt_token_ids}
+        elif prompt_token_ids and not body.get("return_prompt_text"):
+            carried = {**carried, _PROMPT_IDS: prompt_token_ids}
+        return msgspec.json.encode({**body, FIELD: carried})
+
+
+def parse_request(
+    path: str,
+    raw: bytes,
+    headers: Mapping[str, str],
+    *,
+    client: str = "",
+    method: str = "POST",
+    rules: ProxyRules | None = None,
+) -> ApiRequest:
+    """Parse a request; hand-over parameters of the client are removed from it.
+
+    Wrong types are left to an instance, whose error message is better.
+
+    Args:
+        rules: How to proxy it; None on the two routes that can be split.
+
+    Raises:
+        Refusal: The body should be a JSON object and is not, or exceeds a limit.
+    """
+    is_json = rules is None or (rules.has_json and bool(raw))
+    body = decode_object(raw if is_json else b"{}")
+    sampling = body.get("sampling_params")
+    extra = sampling.get("extra_args") if rules is not None and isinstance(sampling, dict) else None
+    holders = [each for each in (body, body.get("vllm_xargs"), extra) if isinstance(each, dict)]
+    if any(FIELD in each for each in holders):
+        for each in holders:
+            each.pop(FIELD, None)
+        raw = msgspec.json.encode(body)
+    if rules is None:
+        passed = {name: headers[name] for name in _FORWARDED if name in headers}
+        passed = {"Content-Type": "application/json", **passed}
+    else:
+        passed = _without(headers, _NOT_FORWARDED)
+    model = body.get("model")
+    return ApiRequest(
+        path=path,
+        body=body,
+        raw=raw,
+        model=model if isinstance(model, str) else "",
+        is_splittable=rules is None and _is_splittable(path, body),
+        approx_tokens=_approx_tokens(body, raw if is_json else b"{}"),
+        headers=passed,
+        request_id=_valid_name(headers.get("X-Request-Id") or body.get("request_id")),
+        client=client,
+        method=method,
+        rules=rules,
+    )
+
+
+def returned_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Select the headers of a proxied response that the client gets."""
+    return _without(headers, _NOT_RETURNED)
+
+
+def decode_order(raw: bytes, kind: type[_Order], what: str) -> _Order:
+    """Decode the body of an operator's order; raises `Refusal` 400 for another shape."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except JSON_ERRORS as error:
+        raise Refusal(400, f"the body is not a valid {what}: {error}") from error
+
+
+def decode_object(raw: bytes) -> dict[str, Any]:
+    """Decode a body as a JSON object of bounded size and depth: a few megabytes can become
+    gigabytes of Python objects, and deep ones cannot be encoded again for an instance.
+
+    Raises:
+        Refusal: 400, the body is not such an object; 413, it has too many values.
+    """
+    num_opened = raw.count(b"[") + raw.count(b"{")
+    # Counts inside strings, too: telling them apart would take longer than decoding.
+    if num_opened + raw.count(b",") > MAX_VALUES:
+        raise Refusal(413, f"the body has more than {MAX_VALUES} values")
+    try:
+        body: Any = msgspec.json.decode(raw)
+    except JSON_ERRORS as error:
+        raise Refusal(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refusal(400, f"the body must be a JSON object, not {type(body).__name__}")
+    if num_opened > MAX_DEPTH and _is_deeper(body, MAX_DEPTH):
+        raise Refusal(400, f"the body nests deeper than {MAX_DEPTH} levels")
+    for name, value in body.items():
+        if isinstance(value, list) and len(value) > MAX_ENTRIES and not isinstance(value[0], int):
+            message = f"{name} has {len(value)} entries; at most {MAX_ENTRIES} are allowed"
+            raise Refusal(400, message, param=name)
+    return body
+
+
+def _is_splittable(path: str, body: dict[str, Any]) -> bool:
+    if any(body.get(key) for key in _ONE_INSTANCE) or body.get("prompt_logprobs") == 0:
+        return False
+    if body.get("n") is not None and (not _is_int(body["n"]) or body["n"] < 1):
+        return False
+    if body.get("stream") not in (None, True, False):
+        return False
+    if path == CHAT:
+        return isinstance(body.get("messages"), list)
+    prompt = body.get("prompt")
+    return isinstance(prompt, str) or (
+        isinstance(prompt, list) and bool(prompt) and all(map(_is_int, prompt))
+    )
+
+
+def _approx_tokens(body: dict[str, Any], raw: bytes) -> int:
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if isinstance(prompt, list) and prompt and _is_int(prompt[0]):
+        return len(prompt)
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace")) // _BYTES_PER_TOKEN
+    num_bytes = len(raw)
+    if isinstance(messages, list):  # images and the like are not text
+        num_bytes -= sum(map(_num_media_bytes, messages))
+    return num_bytes // _BYTES_PER_TOKEN
+
+
+def _num_media_bytes(message: object) -> int:
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return 0
+    return sum(
+        len(msgspec.json.encode(part))
+        for part in parts
+        if isinstance(part, dict) and part.get("type") not in (None, "text")
+    )
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, (list, dict))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _valid_name(name: object) -> str:
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""
+
+
+def _without(headers: Mapping[str, str], dropped: frozenset[str]) -> dict[str, str]:
+    named = headers.get("connection", "").lower().replace(" ", "").split(",")
+    gone = dropped.union(named)
+    return {name: value for name, value in headers.items() if name.lower() not in gone}

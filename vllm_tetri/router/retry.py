@@ -1,0 +1,210 @@
+"""Whether and where a request is tried again, and requests that crash engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, defaultdict
+from hashlib import blake2b
+from math import ceil, inf
+from typing import Protocol, cast
+
+from vllm_tetri.router.errors import InstanceFailed, Refusal
+from vllm_tetri.router.metrics import Metrics
+from vllm_tetri.router.placement import Placer
+from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.router.table import Entry
+from vllm_tetri.router.upstream import Liveness, Upstream
+from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
+
+# Retries after failures, mid-stream ones included; instances at their limits do not count.
+MAX_RETRIES = 2
+# No retry later than this after the first failure, or the first since there was progress.
+RETRY_S = 30.0
+# After this time an instance that died is not ready any more, or is another process.
+_RECOVERS_S = 2.0
+MAX_CRASHES = 2
+CRASHES_EXPIRE_S = 300.0
+MAX_SUSPECTS = 4096
+# The same process cannot crash twice, but in a container the next one may have the same number.
+_RESTART_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class PoisonFilter:
+    """Refuses a request that two engines crashed with, by the digest of its body.
+
+    An engine that crashes takes all its requests down, and which of them caused the crash is
+    unknown. A successful response clears a request. Owned by the event loop.
+    """
+
+    def __init__(self, health: Liveness, metrics: Metrics) -> None:
+        self._health = health
+        self._metrics = metrics
+        # Crashes by digest: the instance, its process, and when.
+        self._crashes: OrderedDict[bytes, list[tuple[InstanceId, int, float]]] = OrderedDict()
+        self._checks: defaultdict[bytes, set[asyncio.Task[None]]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return len(self._crashes)
+
+    def check(self, request: ApiRequest) -> None:
+        """Raise `Refusal` 500 for a new request that is known to crash engines."""
+        if self._crashes and (refusal := self._refusal(_digest_of(request))) is not None:
+            self._metrics.poison_refused.inc()
+            raise refusal
+
+    def clear(self, request: ApiRequest) -> None:
+        """A request was served to its end, so it crashes no engine."""
+        if self._crashes or self._checks:
+            digest = _digest_of(request)
+            self._crashes.pop(digest, None)
+            self._checks.pop(digest, None)
+
+    def record_failure(self, request: ApiRequest, instance: InstanceInfo) -> None:
+        """An instance failed a request that it had: find out whether it crashed."""
+        digest = _digest_of(request)
+        task = asyncio.ensure_future(self._record_crash(digest, instance))
+        self._checks[digest].add(task)
+
+    async def refusal(self, request: ApiRequest) -> Refusal | None:
+        """Return why a request must not be tried again, as soon as that is known."""
+        digest = _digest_of(request)
+        checks = self._checks.get(digest, ())
+        if checks and len(checks) + len(self._crashes.get(digest, ())) >= MAX_CRASHES:
+            await asyncio.wait(list(checks))
+        return self._refusal(digest)
+
+    def _refusal(self, digest: bytes) -> Refusal | None:
+        crashes = self._crashes.get(digest, [])
+        left_s = crashes[-1][2] + CRASHES_EXPIRE_S - time.monotonic() if crashes else 0.0
+        if crashes and left_s <= 0:
+            del self._crashes[digest]
+        if len(crashes) < MAX_CRASHES or left_s <= 0:
+            return None
+        return Refusal(
+            500,
+            f"{MAX_CRASHES} engines crashed while they had this request; it is refused for "
+            f"{ceil(left_s)} s: change it, or send it again after that",
+            code="poison_request",
+        )
+
+    async def _record_crash(self, digest: bytes, instance: InstanceInfo) -> None:
+        has_crashed, task = await self._health.has_crashed(instance), asyncio.current_task()
+        checks = self._checks.get(digest, set())
+        is_cleared = task not in checks
+        checks.discard(cast("asyncio.Task[None]", task))
+        if not checks:
+            self._checks.pop(digest, None)
+        if is_cleared or not has_crashed:
+            return
+        self._metrics.crashes.inc()
+        crashes, now = self._crashes.setdefault(digest, []), time.monotonic()
+        for name, pid, at_s in crashes:
+            if (name, pid) == (instance.id, instance.pid) and now - at_s < _RESTART_S:
+                return  # it had another request with the same body
+        crashes.append((instance.id, instance.pid, now))
+        if len(self._crashes) > MAX_SUSPECTS:
+            self._crashes.popitem(last=False)
+        if len(crashes) == MAX_CRASHES:
+            self._metrics.poison_requests.inc()
+            names = ", ".join(sorted(name for name, _, _ in crashes))
+            _log.error("request with digest %s is refused: %s crashed", digest.hex(), names)
+
+
+class Scheduler(Protocol):
+    """The parts of `GlobalScheduler` that serve a request."""
+
+    placer: Placer
+    metrics: Metrics
+    resumes_anywhere: bool
+
+    @property
+    def upstream(self) -> Upstream: ...
+    @property
+    def poison(self) -> PoisonFilter: ...
+    def info(self, instance: InstanceId) -> InstanceInfo | None: ...
+    def record_at_limit(self, instance: InstanceId) -> None: ...
+    def cancel_transfer(
+        self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]
+    ) -> None: ...
+
+
+class Attempts:
+    """Failures of one request, and whether it is tried again. Owned by the request's task."""
+
+    def __init__(self, request: ApiRequest, entry: Entry, scheduler: Scheduler) -> None:
+        self._request, self._entry, self._instances = request, entry, scheduler
+        self._poison, self._metrics = scheduler.poison, scheduler.metrics
+        self._sent_to: dict[InstanceId, InstanceInfo] = {}
+        self._failed: dict[InstanceId, tuple[int, float]] = {}  # process, and when
+        self._failure: InstanceFailed | None = None
+        self._give_up_s = 0.0
+        self._generated = -1
+        self.num_failures = 0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether there is no time left for another attempt."""
+        return time.monotonic() >= self._give_up_s
+
+    def excluded(self, within_s: float = inf) -> frozenset[InstanceId]:
+        """Return the instances that failed lately, unless other processes replaced them."""
+        since_s = time.monotonic() - within_s
+        return frozenset(
+            name
+            for name, (pid, at_s) in self._failed.items()
+            if at_s > since_s and self._is_same(name, pid)
+        )
+
+    def just_excluded(self) -> frozenset[InstanceId]:
+        """Return the instances that failed just now. One that failed before that and is in use
+        had a pause, or only this request's connection broke."""
+        return self.excluded(_RECOVERS_S)
+
+    def record_sent(self, instance: InstanceInfo) -> None:
+        """The request goes to an instance."""
+        self._sent_to[instance.id] = instance
+
+    async def record_failure(self, error: InstanceFailed, *, has_output: bool) -> None:
+        """An instance failed the request, of which the client may have output already.
+
+        Raises:
+            Refusal: The request is not tried again.
+        """
+        _log.warning("request %s: %s", self._entry.id, error)
+        if self._generated != self._entry.generated:
+            self._generated = self._entry.generated
+            self._give_up_s = time.monotonic() + RETRY_S
+        self._failure = error
+        self.num_failures += 1
+        instance = self._sent_to.get(error.instance)
+        self._failed[error.instance] = instance.pid if instance else 0, time.monotonic()
+        if instance is not None and error.had_it:
+            self._poison.record_failure(self._request, instance)
+        if (refusal := await self._poison.refusal(self._request)) is not None:
+            if has_output:
+                self._metrics.streams_broken.labels("failed").inc()
+            raise refusal
+        if error.is_final or self.num_failures > MAX_RETRIES or self.are_over:
+            raise self.refusal(has_output=has_output)
+        if not has_output:
+            self._metrics.retries.inc()
+
+    def refusal(self, *, has_output: bool) -> Refusal:
+        """Return the error for the client when no instance is left to try."""
+        if has_output:
+            self._metrics.streams_broken.labels("failed").inc()
+        if self._failure is None:
+            return Refusal(503, "no instance can serve this request now; try again")
+        return Refusal(self._failure.status, f"{self._failure} (tried {self.num_failures})")
+
+    def _is_same(self, name: InstanceId, pid: int) -> bool:
+        instance = self._instances.info(name)
+        return instance is None or instance.pid == pid
+
+
+def _digest_of(request: ApiRequest) -> bytes:
+    return blake2b(request.raw, digest_size=16, key=request.path.encode()[:64]).digest()

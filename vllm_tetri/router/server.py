@@ -1,0 +1,347 @@
+"""The HTTP server for clients: connections bounded in number and in time, bodies in size.
+
+aiohttp's server bounds a head in size but not in time, and bounds neither the number of
+connections nor how much of a response may stay unread; its errors below HTTP are plain text.
+This module subclasses its protocol, so pyproject.toml pins aiohttp below the next minor version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, cast
+
+import aiohttp
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from vllm_tetri.router.auth import Limits
+from vllm_tetri.router.errors import Refusal
+
+_CHECK_S = 1.0  # accuracy of the deadlines of connections, at most
+_HANDSHAKE_S = 10.0
+_LINGER_S = 2.0  # how long a refused body is still read, so that the response arrives
+_BACKLOG = 1024
+_TOO_MANY_HEADERS = "Too many headers received"  # aiohttp's words
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A request while it is in the router: its client, and how much of its body is held."""
+
+    client: str
+    held_bytes: int = 0
+
+
+INCOMING = web.RequestKey("incoming", Incoming)
+
+
+class BodyReader:
+    """Reads bodies, bounded each and together, and in time. Owner: the event loop.
+
+    Attributes:
+        held_bytes: Size of the bodies of all requests that have not ended.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.held_bytes = 0
+
+    def check_announced(self, request: web.Request) -> None:
+        """Raise Refusal 413 or 503 if the announced length is too large, before the body is sent:
+        the client may wait for permission."""
+        length = request.content_length or 0
+        self._check(length, self.held_bytes + length)
+
+    async def read(self, request: web.Request) -> bytes:
+        """Return the whole body, uncompressed.
+
+        Raises:
+            Refusal: 408, 413 or 503, it is too slow, too large, or exceeds the bound for all;
+                400, it is not what the headers say.
+        """
+        incoming, content = request[INCOMING], request.content
+        try:
+            if content.is_eof():  # as nearly always
+                return self._hold(incoming, content.read_nowait(-1))
+            return await self._read_slowly(incoming, content)
+        except web.RequestPayloadError as error:
+            raise Refusal(400, "the body is not what its headers say") from error
+        except RuntimeError as error:
+            if request.transport is None:  # how aiohttp reports that the client has left
+                raise ConnectionResetError from error
+            raise
+
+    def release(self, incoming: Incoming) -> None:
+        """Count the body of an ended request no more. Idempotent."""
+        self.held_bytes -= incoming.held_bytes
+        incoming.held_bytes = 0
+
+    async def _read_slowly(self, incoming: Incoming, content: aiohttp.StreamReader) -> bytes:
+        limits, begun_s = self._limits, asyncio.get_running_loop().time()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_s) as deadline:
+                while part := await content.readany():
+                    body += self._hold(incoming, part)
+                    more_s = len(body) / limits.least_bytes_per_s
+                    deadline.reschedule(begun_s + limits.body_s + more_s)
+        except TimeoutError as error:
+            words = f"the body did not arrive in time: {len(body)} bytes of it did"
+            raise Refusal(408, words) from error
+        return bytes(body)
+
+    def _hold(self, incoming: Incoming, part: bytes) -> bytes:
+        incoming.held_bytes += len(part)
+        self.held_bytes += len(part)
+        self._check(incoming.held_bytes, self.held_bytes)
+        return part
+
+    def _check(self, body_bytes: int, bodies_bytes: int) -> None:
+        if body_bytes > self._limits.body_bytes:
+            raise Refusal(413, f"the body exceeds {self._limits.body_bytes} bytes")
+        if bodies_bytes > self._limits.bodies_bytes:
+            words = "the router holds as many bytes of requests as it may; try again later"
+            raise Refusal(503, words)
+
+
+class Connection(web.RequestHandler):
+    """One client, one request at a time. Owner: the event loop."""
+
+    __slots__ = (
+        "_head_since_s", "_is_serving", "_listener", "_stream", "_unread_bytes", "_unread_since_s"
+    )  # fmt: skip
+
+    def __init__(self, listener: Listener, server: web.Server, **options: Any) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        self._listener = listener
+        self._stream: asyncio.Transport | None = None
+        self._is_serving = False
+        self._head_since_s: float | None = None
+        self._unread_since_s: float | None = None  # since when sent bytes are unread
+        self._unread_bytes = 0  # how many were at that time
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Record that the head of a request is complete, or that it has its response."""
+        self._is_serving, self._head_since_s = is_serving, None
+
+    def check_time(self, now: float, limits: Limits) -> None:
+        """End the connection if its client is too slow."""
+        stream = self._stream
+        if stream is None:
+            return
+        if stream.is_closing() and self._unread_since_s is None:
+            self._mark_unread(stream, now)
+        if self._unread_since_s is not None:
+            read_bytes = self._unread_bytes - stream.get_write_buffer_size()
+            if read_bytes >= limits.stalled_s * limits.least_bytes_per_s:
+                self._mark_unread(stream, now)  # slow, but it is read
+        if self._unread_since_s is not None and now - self._unread_since_s > limits.stalled_s:
+            stream.abort()
+        elif self._head_since_s is not None and now - self._head_since_s > limits.head_s:
+            self.refuse(Refusal(408, "the head of the request did not arrive in time"))
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Send an error outside of any request, and close."""
+        if self._stream is not None and not self._stream.is_closing():
+            self._stream.write(_raw(refusal))
+            self._stream.close()
+        self._head_since_s = None
+        self.force_close()
+
+    # -- asyncio ------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._stream = cast(asyncio.Transport, transport)
+        if self._listener.admit(self):
+            super().connection_made(transport)
+        else:
+            self.refuse(Refusal(503, "too many connections; try again later"))
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stream = None
+        self._listener.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if data and not self._is_serving and self._head_since_s is None:
+            self._head_since_s = self._loop.time()
+        super().data_received(data)
+
+    def _mark_unread(self, stream: asyncio.Transport, now: float) -> None:
+        self._unread_since_s, self._unread_bytes = now, stream.get_write_buffer_size()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stream is not None:
+            self._mark_unread(self._stream, self._loop.time())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread_since_s = None
+
+    # -- aiohttp ------------------------------------------------------------------
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Make the response to bytes that are not HTTP."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response has begun")
+        if status >= 500:
+            _log.error("a request failed below HTTP; this is a bug of the router", exc_info=exc)
+        self._head_since_s = None
+        response = self._listener.refusal_of(status, exc, message or "").response()
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        # Failures of the router are logged where they happen. This is about bytes that clients
+        # sent, which could fill a disk.
+        _log.debug(*args, **kw)
+
+
+class Listener:
+    """Binds the port and owns its connections. Build it on a running event loop.
+
+    Args:
+        app: The application that handles requests.
+        stop_s: Seconds that requests may go on after `close`.
+    """
+
+    def __init__(self, app: web.Application, limits: Limits, *, stop_s: float) -> None:
+        self._limits = limits
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=stop_s
+        )
+        self._connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._handle: Handler | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_connections(self) -> int:
+        """Admitted connections that are still open."""
+        return len(self._connections)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port; valid once open."""
+        assert self._server is not None
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return host, port
+
+    async def open(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """Start the application and listen.
+
+        Raises:
+            OSError: The port cannot be bound.
+            ConfigError: The application cannot start.
+        """
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        self._handle, server.request_handler = server.request_handler, self._serve
+        loop = asyncio.get_running_loop()
+        more: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_S} if tls else {}
+        try:
+            self._server = await loop.create_server(
+                self._connect, host, port, backlog=_BACKLOG, **more
+            )
+        except BaseException:
+            await self.close()
+            raise
+        self._check()
+
+    async def close(self) -> None:
+        """Accept no more, let requests end, close everything. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        await self._runner.cleanup()
+
+    # -- called by connections ----------------------------------------------------
+
+    def admit(self, connection: Connection) -> bool:
+        """Count a connection until it is lost; False if there are too many."""
+        if len(self._connections) >= self._limits.connections:
+            return False
+        self._connections.add(connection)
+        return True
+
+    def discard(self, connection: Connection) -> None:
+        """Count a connection no more. Idempotent."""
+        self._connections.discard(connection)
+
+    def refusal_of(self, status: int, error: BaseException | None, message: str) -> Refusal:
+        """Explain why the parser did not take what a client sent."""
+        if status >= 500:
+            return Refusal(status, "the router failed; see its log")
+        if isinstance(error, LineTooLong):
+            if error.args[1] == self._limits.url_bytes:
+                return Refusal(414, f"the URL exceeds {self._limits.url_bytes} bytes")
+            return Refusal(431, f"a header exceeds {self._limits.header_bytes} bytes")
+        if message == _TOO_MANY_HEADERS:
+            return Refusal(431, f"there are more than {self._limits.headers} headers")
+        return Refusal(400, f"not HTTP/1.1: {message.partition(chr(10))[0][:200]}")
+
+    def _connect(self) -> Connection:
+        server, limits = self._runner.server, self._limits
+        assert server is not None
+        return Connection(
+            self,
+            server,
+            access_log=None,
+            keepalive_timeout=limits.idle_s,
+            lingering_time=_LINGER_S,
+            max_line_size=limits.url_bytes,
+            max_field_size=limits.header_bytes,
+            max_headers=limits.headers,
+        )
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Call the application, and give its errors the shape of OpenAI's."""
+        connection, handle = request.protocol, self._handle
+        assert isinstance(connection, Connection)
+        assert handle is not None
+        connection.set_serving(True)
+        try:
+            response = await handle(request)
+        except web.HTTPException as error:  # of an Expect header, before any middleware
+            response = Refusal(error.status, error.reason).response()
+        finally:
+            connection.set_serving(False)
+        if not request.content.is_eof():
+            response.force_close()  # some of its body is still to come
+        return response
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in list(self._connections):
+            connection.check_time(now, self._limits)
+        period_s = min(_CHECK_S, self._limits.head_s / 4, self._limits.stalled_s / 4)
+        self._timer = loop.call_later(period_s, self._check)
+
+
+def _raw(refusal: Refusal) -> bytes:
+    """Render an error as bytes, where there is no request to respond to."""
+    phrase = HTTPStatus(refusal.status).phrase
+    body, lines = refusal.body(), [f"HTTP/1.1 {refusal.status} {phrase}"]
+    lines += [f"{name}: {value}" for name, value in refusal.headers().items()]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body

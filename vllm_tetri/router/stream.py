@@ -1,0 +1,339 @@
+"""The client's end of a request: responses and streams of instances become one response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from aiohttp import web
+
+from vllm_tetri.policy.route import Phase
+from vllm_tetri.router.errors import (
+    ABORTED,
+    InstanceAtLimit,
+    InstanceFailed,
+    Refusal,
+    is_at_limit,
+    is_not_offered,
+    mark_too_long,
+)
+from vllm_tetri.router.first_token import FirstToken
+from vllm_tetri.router.http_client import HttpError, HttpResponse
+from vllm_tetri.router.request import CHAT, ApiRequest, returned_headers
+from vllm_tetri.router.resume import (
+    ContinuationFailed,
+    ContinuationMismatch,
+    NotResumable,
+    Received,
+    Splice,
+    StreamRecord,
+)
+from vllm_tetri.router.retry import Scheduler
+from vllm_tetri.router.table import Entry
+from vllm_tetri.types import InstanceInfo
+
+EVENT_STREAM = "text/event-stream"
+# Statuses of proxied responses after which another instance is tried. 501 is final: the model
+# cannot do it.
+_SERVER_ERRORS = frozenset({500, 502, 503, 504})
+
+_log = logging.getLogger(__name__)
+
+
+class NotStored(Exception):
+    """A stored output is not at this instance; it may be at that of another model."""
+
+    def __init__(self, models: tuple[str, ...]) -> None:
+        super().__init__("the output is not stored here")
+        self.models = models
+
+
+class EventStream(web.StreamResponse):
+    """A streamed response that knows whether it ends with a whole event."""
+
+    is_whole = True
+
+    def write(self, data: bytes | bytearray | memoryview[int]) -> Coroutine[Any, Any, None]:
+        self.is_whole = bytes(data[-2:]) == b"\n\n"
+        return super().write(data)
+
+
+class Output:
+    """What one client receives, from whichever instances write it. Owned by the request's task.
+
+    `fallback` is the response to a proxied request if no other instance has a better one.
+    """
+
+    def __init__(
+        self, request: ApiRequest, entry: Entry, http: web.Request, scheduler: Scheduler
+    ) -> None:
+        self._request, self._entry, self._http = request, entry, http
+        self._upstream, self._placer = scheduler.upstream, scheduler.placer
+        self._metrics = scheduler.metrics
+        self._response: EventStream | None = None
+        self._record: StreamRecord | None = None
+        self._created = 0
+        self._broken: tuple[InstanceFailed, float] | None = None  # and when that was noticed
+        # The token of a prefill instance that the client gets before the decode instance
+        # responds, and whether it is still to be sent.
+        self._first: FirstToken | None = None
+        self._is_first_unsent = False
+        self.fallback: web.Response | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has a status and maybe bytes."""
+        return self._response is not None
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the client has received something, or is about to."""
+        return self._first is not None or self.has_begun
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt, as far as instances sent them; read `received` first."""
+        return self._record.prompt_token_ids if self._record is not None else []
+
+    def respond(self, status: int, content_type: str, body: bytes) -> web.Response:
+        """Build a response that is not streamed."""
+        status, body = mark_too_long(status, body)
+        return web.Response(
+            body=body, status=status, content_type=content_type, headers=self._headers()
+        )
+
+    async def receive(
+        self, instance: InstanceInfo, sending: Coroutine[Any, Any, HttpResponse]
+    ) -> web.StreamResponse:
+        """Pass on what an instance responds; `sending` sends the request to it.
+
+        Raises:
+            InstanceFailed: The instance failed, or its response broke off.
+            InstanceAtLimit: The instance is at its limit.
+            NotStored: The wanted output is not stored there.
+            Refusal: Its response cannot be passed on.
+        """
+        response = await self._head_of(sending)
+        is_proxied = self._request.rules is not None
+        try:
+            is_stream = response.content_type == EVENT_STREAM
+            if is_stream and (response.status == 200 or not is_proxied):
+                return await self._relay(instance, response)
+            body = await self._upstream.body(instance, response)
+        finally:
+            response.close()  # if it was read to its end, its connection is used again
+        if is_proxied:
+            return self._judge_proxied(instance, response, body)
+        if self.has_begun:
+            words = body[:200].decode(errors="replace")
+            raise InstanceFailed(instance.id, f"HTTP {response.status} {words}")
+        if ABORTED in body:
+            raise InstanceFailed(instance.id, "its engine aborted the request")
+        self._entry.begin_output()
+        return self.respond(response.status, response.content_type, body)
+
+    async def _head_of(self, sending: Coroutine[Any, Any, HttpResponse]) -> HttpResponse:
+        if not self._is_first_unsent:
+            return await sending
+        # The decode request is sent first, but the token does not wait for its response.
+        showing = asyncio.create_task(self._send_first())
+        response = None
+        try:
+            response = await sending
+        finally:
+            try:
+                await showing
+            except BaseException:
+                if response is not None:
+                    response.close()
+                raise
+        return response
+
+    def _judge_proxied(
+        self, instance: InstanceInfo, response: HttpResponse, body: bytes
+    ) -> web.Response:
+        """Pass on the response to a proxied request, unless another instance may do better."""
+        request, status = self._request, response.status
+        if is_at_limit(status, body):
+            raise InstanceAtLimit(instance.id)
+        if is_not_offered(status, body):
+            path = request.path.partition("?")[0]
+            message = f"{request.method} {path}: no instance offers this route for its model"
+            raise Refusal(404, message)
+        headers = returned_headers(response.headers) | self._headers()
+        passed = web.Response(body=body, status=status, headers=headers)
+        if request.is_stored and status == 404 and not request.model:
+            self.fallback = passed
+            raise NotStored(instance.models)
+        if not request.is_stored and status in _SERVER_ERRORS:
+            self.fallback = passed
+            raise InstanceFailed(instance.id, f"HTTP {status}", status=status)
+        self._entry.begin_output()
+        return passed
+
+    async def stream_events(self, events: bytes) -> web.StreamResponse:
+        """Send a stream of which all events are known."""
+        self._entry.begin_output()
+        stream = await self._begin()
+        self._entry.record_events(1)
+        await stream.write(events)
+        await stream.write_eof()
+        return stream
+
+    async def break_off(self, refusal: Refusal) -> web.StreamResponse:
+        """End the stream with an error event. The connection stays open: the client's next
+        request may be on its way."""
+        stream = await self._begin()
+        # An error must not become a part of an event that broke off.
+        await stream.write(refusal.event() if stream.is_whole else b"\n\n" + refusal.event())
+        await stream.write_eof()
+        return stream
+
+    def show(self, first: FirstToken) -> None:
+        """Let the client have the first token; it is sent along with the next request."""
+        self._first, self._is_first_unsent = first, True
+        self._created = int(time.time())
+        self._record = self._new_record()
+        self._record.begin_with(first, self._created)
+
+    async def _send_first(self) -> None:
+        assert self._first is not None
+        self._is_first_unsent = False
+        await asyncio.sleep(0)  # the decode request is sent before it
+        self._entry.record_events(1)
+        stream = await self._begin()
+        counts_each = self._request.wants_usage_each
+        await stream.write(self._first.opening(self._created, counts_each=counts_each))
+
+    def received(self) -> Received:
+        """Return all that the client has received; raises `Refusal` 502 if no other instance
+        can continue it."""
+        try:
+            if self._record is None:
+                raise NotResumable("only one choice of plain text can be continued")
+            return self._record.received()
+        except NotResumable as error:
+            self._metrics.streams_broken.labels("unprovable").inc()
+            name = self._broken[0].instance if self._broken is not None else "?"
+            message = f"instance {name} broke off in the middle of the response; {error}"
+            raise Refusal(502, message) from error
+
+    def record_break(self, error: InstanceFailed) -> None:
+        """The stream broke, or the request that was to continue it failed."""
+        if self.has_content and self._broken is None:
+            self._broken = error, time.monotonic()
+
+    async def _relay(self, instance: InstanceInfo, response: HttpResponse) -> web.StreamResponse:
+        """Relay the stream of an instance, without what the client has received."""
+        try:
+            return await self._relay_events(instance, response)
+        except (HttpError, ContinuationFailed) as error:
+            lost = "connection lost: " if isinstance(error, HttpError) else ""
+            raise InstanceFailed(instance.id, f"{lost}{error}") from error
+        except ContinuationMismatch as error:
+            metrics, is_first = self._metrics, self._broken is None
+            (metrics.first_tokens if is_first else metrics.streams_broken).labels("mismatch").inc()
+            message = f"instance {instance.id} does not continue the output: {error}"
+            raise Refusal(502, message) from error
+
+    async def _relay_events(
+        self, instance: InstanceInfo, response: HttpResponse
+    ) -> web.StreamResponse:
+        splice = Splice(self.received()) if self.has_content else None
+        chunk = await self._upstream.first_chunk(instance, response)
+        if splice is None:
+            self._record = self._begin_with(instance, response)
+        elif self._record is not None:
+            self._record.begin_continuation()
+        record, entry, is_resumed = self._record, self._entry, splice is None
+        response.is_migratable = record is not None
+        stream = await self._begin(response)
+        while True:
+            events = chunk
+            if splice is not None:
+                events = splice.feed(chunk) if chunk else splice.finish()
+            if record is not None:
+                events = record.feed(events)
+            if events:
+                if not is_resumed:
+                    is_resumed = True
+                    entry.begin_output()
+                    self._record_resumed()
+                entry.record_events(events.count(b"\n\n"))
+                await stream.write(events)
+            if record is not None and record.error:
+                await self._judge_error(instance, record, stream)
+            if not chunk:
+                break
+            chunk = await response.read_some()
+        if record is not None and not record.is_complete:
+            raise InstanceFailed(instance.id, "its stream ended too early")
+        await stream.write_eof()
+        return stream
+
+    def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
+        """Begin the output with the stream of an instance; None if it cannot be resumed."""
+        entry, is_good = self._entry, response.status == 200
+        if is_good and entry.phase is Phase.SERVING:
+            self._placer.record_prefill(instance.id, self._request.approx_tokens, entry.sent_s)
+        entry.begin_output()
+        is_recorded = is_good and self._request.is_recorded(instance)
+        return self._new_record() if is_recorded else None
+
+    async def end(self) -> web.StreamResponse:
+        """Send the end of an output that is over but for its last events."""
+        assert self._record is not None
+        stream = await self._begin()
+        num_tokens = self._entry.prompt_tokens or len(self._record.prompt_token_ids)
+        wants_usage = self._request.wants_usage
+        await stream.write(self._record.ending(num_tokens, wants_usage=wants_usage))
+        await stream.write_eof()
+        self._record_resumed()
+        return stream
+
+    async def _judge_error(
+        self, instance: InstanceInfo, record: StreamRecord, stream: web.StreamResponse
+    ) -> None:
+        """Tell an error of the request, which the client gets, from a crash of the engine."""
+        if record.is_aborted:
+            raise InstanceFailed(instance.id, "its engine aborted the request")
+        if not await self._upstream.is_alive(instance):
+            raise InstanceFailed(instance.id, "its engine crashed")
+        await stream.write(record.take_error())
+
+    def _record_resumed(self) -> None:
+        broken, self._broken = self._broken, None
+        if broken is not None:
+            gap_s = time.monotonic() - broken[1]
+            _log.info("request %s resumed after %.3f s", self._entry.id, gap_s)
+            self._metrics.streams_broken.labels("resumed").inc()
+            self._metrics.resume_gap.observe(gap_s)
+
+    def _new_record(self) -> StreamRecord:
+        is_chat, hides_ids = self._request.path == CHAT, not self._request.shows_ids
+        return StreamRecord(is_chat=is_chat, hides_ids=hides_ids)
+
+    async def _begin(self, response: HttpResponse | None = None) -> EventStream:
+        """Send the head of the response, unless that was done; as an instance's, if given."""
+        if self._response is None:
+            status, headers = 200, self._headers()
+            content_type = f"{EVENT_STREAM}; charset=utf-8"
+            if response is not None:
+                status, content_type = response.status, response.headers["content-type"]
+                if self._request.rules is not None:
+                    headers = returned_headers(response.headers) | headers
+            self._response = EventStream(status=status, headers=headers)
+            self._response.headers["Content-Type"] = content_type
+            self._response.headers["Cache-Control"] = "no-cache"
+            await self._response.prepare(self._http)
+        return self._response
+
+    def _headers(self) -> dict[str, str]:
+        return {
+            "x-request-id": self._entry.id,
+            "x-tetri-prefill": self._entry.prefill,
+            "x-tetri-decode": self._entry.decode,
+        }

@@ -1,0 +1,233 @@
+"""The secret that the processes of one cluster share, and CURVE keys on ZeroMQ sockets.
+
+The secret lies in a file that only its owner may read, as hexadecimal digits or base64, and
+never travels: peers prove that they hold it. Both ends' CURVE keys follow from it. The caller
+knows the listener's key in advance and the listener admits only that one caller, so both have
+proved the secret before a message passes, encrypted and authenticated.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import os
+import secrets
+import stat
+import string
+from pathlib import Path
+from typing import NoReturn
+
+import zmq
+from zmq.utils import z85
+
+from vllm_tetri.errors import ConfigError
+
+VARIABLE = "TETRI_SECRET_FILE"
+CONTROL = "control"  # the CURVE channel between routers and instances
+KEY_BYTES = 32
+_LEAST_BYTES = 32
+_LEAST_KINDS = 8  # different bytes: 32 random ones have fewer once in 10^30 times
+_MOST_TEXT = 4096
+_PURPOSE = b"vllm-tetri 1 "
+# libzmq asks a handler about each connection: ZAP, https://rfc.zeromq.org/spec/27/.
+_ZAP_DOMAIN = "tetri"
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Secret:
+    """At least 32 random bytes. Shows nothing of itself in logs and errors."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        if len(raw) < _LEAST_BYTES:
+            raise ValueError(f"a secret has at least {_LEAST_BYTES} bytes, not {len(raw)}")
+        self._raw = raw
+
+    @classmethod
+    def make(cls) -> Secret:
+        """Return a new random secret."""
+        return cls(secrets.token_bytes(_LEAST_BYTES))
+
+    @classmethod
+    def from_text(cls, text: str) -> Secret:
+        """Decode hexadecimal digits or base64; a ValueError does not quote the text."""
+        raw = _decode("".join(text.split()))
+        if len(raw) < _LEAST_BYTES:
+            raise ValueError(f"it has {len(raw)} bytes; a secret has at least {_LEAST_BYTES}")
+        if len(set(raw)) < _LEAST_KINDS:
+            raise ValueError("its bytes are nearly all the same; a secret is random")
+        return cls(raw)
+
+    @property
+    def text(self) -> str:
+        """What `from_text` reads: for a file of mode 0600, never for logs or screens."""
+        return self._raw.hex()
+
+    def key(self, purpose: str) -> bytes:
+        """Derive 32 bytes for one purpose; they reveal neither the secret nor other keys."""
+        return hmac.digest(self._raw, _PURPOSE + purpose.encode(), "sha256")
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret cannot be pickled or copied")
+
+
+def secret_file_of(given: str | None) -> str:
+    """Return the file to use: as given, else `TETRI_SECRET_FILE`; empty without either."""
+    return given or os.environ.get(VARIABLE, "")
+
+
+def read_secret(path: str) -> Secret | None:
+    """Read the secret in a file, None for an empty path; ConfigError for a file that cannot be
+    read, is not private or holds no secret."""
+    if not path:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        hint = f"`vllm-tetri secret {path}` makes one"
+        raise ConfigError(f"secret file {path}: {error.strerror}; {hint}") from error
+    try:
+        _require_private(path, os.fstat(descriptor))
+        text = os.read(descriptor, _MOST_TEXT + 1)
+    finally:
+        os.close(descriptor)
+    try:
+        if len(text) > _MOST_TEXT:
+            raise ValueError(f"it has more than {_MOST_TEXT} characters")
+        return Secret.from_text(text.decode("ascii"))
+    except ValueError as error:  # a UnicodeDecodeError would quote the text
+        why = "it is not text" if isinstance(error, UnicodeDecodeError) else str(error)
+        hint = "`vllm-tetri secret FILE` makes a right one"
+        raise ConfigError(f"secret file {path}: {why}; {hint}") from None
+
+
+def kv_key_of(path: str) -> bytes:
+    """Return the key of KV connections, empty without a file; raises like `read_secret`."""
+    secret = read_secret(path)
+    return b"" if secret is None else secret.key("kv")
+
+
+def write_secret(path: Path) -> None:
+    """Write a new secret to a new file of mode 0600; ConfigError if that cannot be created."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"{path} is there already; a new secret needs a new file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(Secret.make().text + "\n")
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Return whether a message can be received."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def share_secret(given: str | None) -> str:
+    """Let all children of this process find a secret, the given one, else that of the environment,
+    else a new one that is kept in memory only. Returns its path; raises like `read_secret`."""
+    path = secret_file_of(given) or in_memory("tetri-secret", Secret.make().text)
+    read_secret(path)
+    os.environ[VARIABLE] = path
+    return path
+
+
+def in_memory(name: str, content: str = "") -> str:
+    """Make a file in memory that only this user can open, shown as `name` by `ls -l /proc/PID/fd`.
+    Returns its path below /proc; it is gone with this process, however that ends."""
+    descriptor = os.memfd_create(name)  # open as long as this process lives
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, content.encode())
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+class Curve:
+    """The keys of one channel's two ends; ConfigError if this build of ZeroMQ has no CURVE."""
+
+    def __init__(self, secret: Secret, channel: str) -> None:
+        if not zmq.has("curve"):
+            raise ConfigError("this pyzmq was built without CURVE; install another build of it")
+        self._listener = z85.encode(secret.key(f"{channel} listener"))
+        self._caller = z85.encode(secret.key(f"{channel} caller"))
+
+    @property
+    def caller(self) -> bytes:
+        """The caller's public key, as it comes over the wire."""
+        return z85.decode(zmq.curve_public(self._caller))
+
+    def listen(self, socket: zmq.Socket[bytes]) -> None:
+        """Admit callers only, before `bind`. A context without `Gatekeeper` refuses all."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._listener)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def call(self, socket: zmq.Socket[bytes]) -> None:
+        """Talk to the listener only; call it before `connect`."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(self._listener))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._caller))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._caller)
+
+
+class Gatekeeper:
+    """Tells libzmq which connections of a context to admit; they wait for `answer`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], curve: Curve) -> None:
+        self._caller = curve.caller
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ADDRESS)
+
+    def answer(self) -> None:
+        """Answer every question of libzmq; call it whenever the socket is readable."""
+        while is_readable(self.socket):
+            asked = self.socket.recv_multipart()
+            status = b"200" if self._is_caller(asked) else b"400"
+            request = asked[1] if len(asked) > 1 else b""
+            self.socket.send_multipart([_ZAP_VERSION, request, status, b"", b"", b""])
+
+    def _is_caller(self, asked: list[bytes]) -> bool:
+        # version, request, domain, address, routing id, mechanism, the caller's public key
+        is_curve = len(asked) == 7 and asked[0] == _ZAP_VERSION and asked[5] == b"CURVE"
+        return is_curve and hmac.compare_digest(asked[6], self._caller)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self.socket.close(linger=0)
+
+
+def _require_private(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"secret file {path}: it is no file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"secret file {path} belongs to user {status.st_uid}, and this process is user "
+            f"{os.geteuid()}; `chown {os.geteuid()} {path}`, or use your own copy"
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"secret file {path}: others may open it (mode {stat.S_IMODE(status.st_mode):o}); "
+            f"`chmod 600 {path}`, and make a new one if another user may have read it"
+        )
+
+
+def _decode(text: str) -> bytes:
+    if len(text) % 2 == 0 and set(text) <= set(string.hexdigits):
+        return bytes.fromhex(text)
+    plain = text.replace("-", "+").replace("_", "/").rstrip("=")
+    try:
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("it is neither hexadecimal nor base64") from None

@@ -1,0 +1,226 @@
+"""Step costs from data sheets: an estimate, measured nowhere.
+
+A model is known by its architecture. A device does a part of its published arithmetic and reads at
+a part of its published bandwidth; weights and KV are 16 bits wide and divided evenly over the
+devices of an instance.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.cost.step_cost import Roofline
+
+_BYTES = 2  # of a weight or a value of KV: fp16 or bf16
+# Parts of published figures that engines reach in large matrix products and in long reads. These
+# and the times below are round guesses for vLLM with CUDA graphs.
+ARITHMETIC_PART, BANDWIDTH_PART = 0.6, 0.8
+MEMORY_PART = 0.9  # for weights and KV: vLLM's default of 0.92 less activations and graphs
+OVERHEAD_S = 0.003
+ALL_REDUCE_S = 1e-5  # to begin one; there are two in a layer
+_GIB = 1 << 30
+# `model_type` of configurations that are read; feed-forward layers of all but OPT have a gate.
+_GATED = [
+    "gemma",
+    "gemma2",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+]
+_KINDS = (*_GATED, "opt")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense decoder of transformer layers in 16 bits.
+
+    Attributes:
+        ffn: Width of its feed-forward layers.
+        ffn_matrices: Matrices of each: 3 with a gate, 2 without.
+        is_tied: Whether the first and the last layer share their weights.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    ffn_matrices: int
+    vocabulary: int
+    is_tied: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Parameters without biases, norms and learnt positions, which are under 1 %."""
+        return self.step_parameters + (0 if self.is_tied else self.vocabulary * self.hidden)
+
+    @property
+    def step_parameters(self) -> int:
+        """Parameters that a step reads: all but the table of token embeddings."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        ffn = self.ffn_matrices * self.hidden * self.ffn
+        return self.layers * (attention + ffn) + self.vocabulary * self.hidden
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """KV of a token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
+
+    @property
+    def attention_operations(self) -> int:
+        """Operations per token and token of its context: scores and weighted values."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    def kv_bytes(self, parallel: int) -> int:
+        """KV of a token on all devices together, with copies if there are fewer heads than
+        devices; 0 if its heads cannot be divided by that."""
+        if parallel < 1 or self.heads % parallel:
+            return 0
+        if parallel >= self.kv_heads and parallel % self.kv_heads == 0:
+            return self.kv_token_bytes * parallel // self.kv_heads
+        return 0 if self.kv_heads % parallel else self.kv_token_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device, by its data sheet.
+
+    Attributes:
+        flops: Dense 16-bit matrix products, per second.
+        bandwidth: Bytes of its memory per second.
+        memory_bytes: Its size.
+        link: Bytes per second to the others of its instance, in one direction.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory_bytes: int
+    link: float
+
+
+# From their published configurations.
+_MODELS = (
+    Model("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 3, 32000),
+    Model("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 3, 128256),
+    Model("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 3, 128256),
+    Model("mistral-7b", 32, 4096, 32, 8, 128, 14336, 3, 32768),
+    Model("opt-13b", 40, 5120, 40, 40, 128, 20480, 2, 50272, is_tied=True),
+    Model("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 3, 152064),
+    Model("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 3, 152064),
+    Model("smollm2-135m", 30, 576, 9, 3, 64, 1536, 3, 49152, is_tied=True),
+)
+# NVIDIA's data sheets, SXM variants, which count both directions of NVLink.
+_GPUS = (
+    Gpu("v100-32g", 125e12, 0.9e12, 32 * _GIB, 300e9 / 2),
+    Gpu("a100-80g", 312e12, 2.039e12, 80 * _GIB, 600e9 / 2),
+    Gpu("h100-80g", 989e12, 3.35e12, 80 * _GIB, 900e9 / 2),
+    Gpu("h200", 989e12, 4.8e12, 141 * _GIB, 900e9 / 2),
+)
+MODELS = {each.name: each for each in _MODELS}
+GPUS = {each.name: each for each in _GPUS}
+
+
+def gpu(name: str) -> Gpu:
+    """Return a device by its name, or by the beginning of exactly one: `h100`; raises ConfigError
+    if there is none."""
+    found = [each for each in _GPUS if name and each.name.startswith(name.lower())]
+    if len(found) != 1:
+        raise ConfigError(f"no GPU {name!r}; there are {', '.join(GPUS)}")
+    return found[0]
+
+
+def model(name: str) -> Model:
+    """Return a known model, or that of a Hugging Face `config.json` or its folder.
+
+    Raises:
+        ConfigError: There is neither, or it is not a dense decoder in 16 bits.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix != ".json" or not path.is_file():
+        raise ConfigError(
+            f"no model {name!r}; there are {', '.join(MODELS)}, and folders with a config.json"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: {error}") from error
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"model {path}: model_type {kind!r} cannot be counted; {', '.join(_KINDS)} can"
+        )
+    if raw.get("quantization_config"):
+        raise ConfigError(f"model {path}: weights that are quantised cannot be counted")
+    return _parse(path, raw)
+
+
+def _parse(path: Path, raw: dict[str, Any]) -> Model:
+    def number(name: str, usual: int | None = None) -> int:
+        value = usual if raw.get(name) is None and usual is not None else raw.get(name)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"model {path}: {name} is {value!r}; write a whole number from 1")
+        return value
+
+    heads, hidden, kind = number("num_attention_heads"), number("hidden_size"), raw["model_type"]
+    return Model(
+        name=path.parent.name or path.stem,
+        layers=number("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", hidden // heads),
+        ffn=number("ffn_dim" if kind == "opt" else "intermediate_size"),
+        ffn_matrices=3 if kind in _GATED else 2,
+        vocabulary=number("vocab_size"),
+        is_tied=bool(raw.get("tie_word_embeddings", kind in ("opt", "gemma", "gemma2"))),
+    )
+
+
+def roofline(model: Model, device: Gpu, parallel: int) -> Roofline:
+    """Return the steps of an instance on `parallel` devices (tensor parallel); raises ConfigError
+    if the model's heads cannot be divided by that."""
+    kv_bytes = model.kv_bytes(parallel)
+    if not kv_bytes:
+        raise ConfigError(f"{model.name} has {model.heads} heads, not to be cut into {parallel}")
+    flops = device.flops * ARITHMETIC_PART * parallel
+    bandwidth = device.bandwidth * BANDWIDTH_PART * parallel
+    num_reduces = 2 * model.layers if parallel > 1 else 0
+    # Every device sends and gets all but its part twice (ring).
+    reduced_bytes = num_reduces * model.hidden * _BYTES * 2 * (parallel - 1) / parallel
+    return Roofline(
+        overhead_s=OVERHEAD_S + num_reduces * ALL_REDUCE_S,
+        weights_s=model.step_parameters * _BYTES / bandwidth,
+        token_s=2 * model.step_parameters / flops,
+        kv_s=kv_bytes / bandwidth,
+        attention_s=model.attention_operations / flops,
+        link_s=reduced_bytes / (device.link * BANDWIDTH_PART),
+    )
+
+
+def kv_tokens(model: Model, device: Gpu, parallel: int) -> int:
+    """Return how many tokens of KV fit next to the weights of an instance; raises ConfigError if
+    none does."""
+    usable = device.memory_bytes * MEMORY_PART * parallel - model.parameters * _BYTES
+    tokens = int(usable // model.kv_bytes(parallel))
+    if tokens < 1:
+        raise ConfigError(
+            f"{model.name} has {model.parameters * _BYTES / _GIB:.0f} GiB of weights, too "
+            f"many for {parallel} {device.name}; cut it over more with :N"
+        )
+    return tokens

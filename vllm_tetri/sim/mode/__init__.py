@@ -1,1 +1,0 @@
-"""How simulated requests find instances."""
