@@ -14,12 +14,9 @@ import pytest
 from vllm_tetri import bench, bench_transfer
 from vllm_tetri.errors import UnsupportedError
 
-FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "mean_tpot_ms", "mean_e2el_ms",
-           "request_throughput", "output_throughput")  # fmt: skip
-
 
 def measured(completed: int, value: float) -> dict[str, Any]:
-    return {"completed": completed, **dict.fromkeys(FIGURES, value)}
+    return {"completed": completed, **dict.fromkeys(bench.FIGURES, value)}
 
 
 def test_a_system_that_completed_fewer_requests_fails_however_fast_it_was() -> None:
@@ -55,7 +52,7 @@ def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(
         bench.child([sys.executable, "-c", "print('no such model')"], tmp_path / "log") as process,
         pytest.raises(UnsupportedError, match="no such model"),
     ):
-        bench.wait_until(process, lambda: False, 30)
+        process.wait_until(lambda: False, 30)
 
 
 def test_bench_transfer_moves_pages_by_every_way(

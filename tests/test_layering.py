@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "sim": (VALUES | {"plugins", "policy"}, {"numpy", "rich"}),
     "admin": (VALUES | {"router.auth"}, {"rich"}),
     "logs": (VALUES, set()),
-    "bench": (VALUES | {"launch.machine"}, {"rich"}),
+    "bench": (VALUES | {"launch.guard", "launch.machine"}, {"rich"}),
     "bench_transfer": (VALUES | {"transport"}, {"numpy", "rich"}),
     "cli": (VALUES | {"__init__", "security"}, {"shtab"}),
 }

@@ -16,9 +16,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_tetri.errors import UnsupportedError
+from vllm_tetri.launch.guard import guarded
 from vllm_tetri.launch.machine import free_port, inspect, is_cpu_build, require_vllm
 from vllm_tetri.types import Mode
 
@@ -36,14 +36,29 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 TETRI = (sys.executable, "-m", "vllm_tetri.cli")
 _POLL_S = 0.2
 _TAIL_LINES = 15
-_BETTER_IF_LOWER = {
+# Options that go on to `vllm bench serve`: the default, None for that of vLLM, and the help.
+LOAD: dict[str, tuple[int | str | None, str]] = {
+    "num-prompts": (64, "requests sent to each"),
+    "request-rate": ("inf", "requests per second"),
+    "burstiness": (None, "1 for Poisson arrivals, less for bursts"),
+    "max-concurrency": (None, "largest number of requests in flight"),
+    "dataset-name": ("random", "data set of prompts"),
+    "dataset-path": (None, "file or name of the data set"),
+    "input-len": (None, "prompt tokens of a random request"),
+    "output-len": (None, "output tokens of a request"),
+    "seed": (0, "seed of prompts and arrivals"),
+}
+_FIXED_LOAD = (
+    "--backend=openai --endpoint=/v1/completions --ignore-eos --temperature=0 --num-warmups=2 "
+    "--disable-tqdm --percentile-metrics=ttft,tpot,itl,e2el --save-result"
+)
+# Of times the lower is better, of throughputs the higher.
+FIGURES = {
     "mean_ttft_ms": "TTFT mean, ms",
     "p99_ttft_ms": "TTFT p99, ms",
     "p99_itl_ms": "ITL p99, ms",
     "mean_tpot_ms": "TPOT mean, ms",
     "mean_e2el_ms": "JCT mean, ms",
-}
-_BETTER_IF_HIGHER = {
     "request_throughput": "throughput, requests/s",
     "output_throughput": "throughput, tokens/s",
 }
@@ -53,15 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; those of the load have the names of `vllm bench serve`."""
     parser.add_argument("model", help="model name or folder, as for vllm serve")
     load = parser.add_argument_group("load, as for vllm bench serve")
-    load.add_argument("--num-prompts", type=int, default=64, help="requests sent to each; 64")
-    load.add_argument("--request-rate", default="inf", help="requests per second; inf")
-    load.add_argument("--burstiness", help="1 for Poisson arrivals, less for bursts; vLLM's")
-    load.add_argument("--max-concurrency", help="largest number of requests in flight; no limit")
-    load.add_argument("--dataset-name", default="random", help="data set of prompts; random")
-    load.add_argument("--dataset-path", help="file or name of the data set")
-    load.add_argument("--input-len", help="prompt tokens of a random request; vLLM's default")
-    load.add_argument("--output-len", help="output tokens of a request; vLLM's default")
-    load.add_argument("--seed", default="0", help="seed of prompts and arrivals; 0")
+    for name, (default, text) in LOAD.items():
+        kind, shown = (str, "vLLM's") if default is None else (type(default), default)
+        load.add_argument(
+            f"--{name}", type=kind, default=default, help=f"{text} (default: {shown})"
+        )
     load.add_argument(
         "--bench-args", default="", metavar="STRING", help="further options of vllm bench serve"
     )
@@ -79,11 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure both systems and print one table.
 
-    Returns:
-        0 when this package completed at least as many requests as the stock server, else 1.
-
-    Raises:
-        UnsupportedError: A server did not start or the load generator failed.
+    Returns 0 when this package completed at least as many requests as the stock server, else 1.
     """
     require_vllm()
     console = Console()
@@ -99,13 +106,8 @@ def run(options: argparse.Namespace) -> int:
     words, is_passed = verdict(results["stock"], results["ours"])
     console.print(words)
     if options.json is not None:
-        content = {
-            "model": options.model,
-            "vllm_serve_options": getattr(options, "tail", []),
-            "passed": is_passed,
-            "verdict": words,
-            "systems": results,
-        }
+        content = {"model": options.model, "vllm_serve_options": options.tail, "systems": results}
+        content |= {"passed": is_passed, "verdict": words}
         options.json.write_text(json.dumps(content, indent=2) + "\n")
     return 0 if is_passed else 1
 
@@ -124,7 +126,7 @@ def stock_server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         words += ["--data-parallel-size", str(_num_instances(options))]
     url = f"http://127.0.0.1:{port}"
     with child(words, folder / "stock.log", environment, machine.cores) as process:
-        wait_until(process, lambda: responds(f"{url}/health"), options.start_timeout)
+        process.wait_until(lambda: responds(f"{url}/health"), options.start_timeout)
         yield url
 
 
@@ -134,39 +136,24 @@ def our_cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     ready = folder / "ready.json"
     words = [*TETRI, "up", options.model, "--port", "0"]
     words += ["--ready-file", str(ready), "--start-timeout", str(options.start_timeout)]
-    if options.log_dir is not None:
-        words += ["--log-dir", str(options.log_dir)]
-    for name in ("mode", "prefill", "decode", "both"):
-        if getattr(options, name) is not None:
-            words += [f"--{name}", str(getattr(options, name))]
+    words += _given(options, ("log-dir", "mode", "prefill", "decode", "both"))
     words += ["--", *_serve_options(options, _num_instances(options))]
     with child(words, folder / "ours.log") as process:
-        wait_until(process, ready.exists, options.start_timeout)
+        process.wait_until(ready.exists, options.start_timeout)
         yield json.loads(ready.read_text())["url"]
 
 
 def send_load(options: argparse.Namespace, url: str, folder: Path, name: str) -> dict[str, Any]:
-    """Drive one server with `vllm bench serve` and return what that reports.
-
-    Raises:
-        UnsupportedError: The load generator failed.
-    """
+    """Drive one server with `vllm bench serve` and return what that reports."""
     result = folder / f"{name}.json"
     result.unlink(missing_ok=True)
-    words = [*VLLM, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"]
-    words += ["--base-url", url, "--model", options.model, "--ignore-eos", "--temperature", "0"]
-    words += ["--num-warmups", "2", "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el"]
-    words += ["--save-result", "--result-dir", str(folder), "--result-filename", result.name]
-    for option in ("num_prompts", "request_rate", "burstiness", "max_concurrency", "dataset_name",
-                   "dataset_path", "input_len", "output_len", "seed"):  # fmt: skip
-        if getattr(options, option) is not None:
-            words += ["--" + option.replace("_", "-"), str(getattr(options, option))]
-    words += shlex.split(options.bench_args)
-    log = folder / f"{name}-load.log"
-    with child(words, log, {"VLLM_PLUGINS": "none"}) as process:
+    words = [*VLLM, "bench", "serve", "--base-url", url, "--model", options.model]
+    words += [*_FIXED_LOAD.split(), "--result-dir", str(folder), "--result-filename", result.name]
+    words += [*_given(options, LOAD), *shlex.split(options.bench_args)]
+    with child(words, folder / f"{name}-load.log", {"VLLM_PLUGINS": "none"}) as process:
         process.popen.wait()
     if not result.exists():
-        raise UnsupportedError(process.describe("`vllm bench serve` failed"))
+        raise process.failure("`vllm bench serve` failed")
     content: dict[str, Any] = json.loads(result.read_text())
     return content
 
@@ -176,10 +163,13 @@ def verdict(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, boo
     if ours["completed"] < stock["completed"]:
         served = f"ours completed {ours['completed']} requests and stock {stock['completed']}"
         return f"FAILED: {served}; the latencies do not compare. --log-dir keeps the logs", False
-    lower = [name for key, name in _BETTER_IF_LOWER.items() if ours[key] < stock[key]]
-    higher = [name for key, name in _BETTER_IF_HIGHER.items() if ours[key] > stock[key]]
-    better = "; ".join(name.removesuffix(", ms") for name in lower + higher) or "nothing"
-    return f"passed: ours completed all that stock completed, and is better in: {better}", True
+    better = [
+        name.removesuffix(", ms")
+        for key, name in FIGURES.items()
+        if (ours[key] > stock[key] if key.endswith("throughput") else ours[key] < stock[key])
+    ]
+    found = "; ".join(better) or "nothing"
+    return f"passed: ours completed all that stock completed, and is better in: {found}", True
 
 
 def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -187,7 +177,7 @@ def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]
     title = f"{Path(options.model).name}, {options.num_prompts} requests"
     table = Table("", "stock", "ours", "ours / stock", title=title)
     table.add_row("completed", str(stock["completed"]), str(ours["completed"]), "")
-    for key, name in (_BETTER_IF_LOWER | _BETTER_IF_HIGHER).items():
+    for key, name in FIGURES.items():
         ratio = f"{ours[key] / stock[key]:.2f}" if stock[key] else "-"
         table.add_row(name, f"{stock[key]:.1f}", f"{ours[key]:.1f}", ratio)
     return table
@@ -202,31 +192,42 @@ def _num_instances(options: argparse.Namespace) -> int:
 
 def _serve_options(options: argparse.Namespace, instances: int) -> list[str]:
     """Options of every instance: what follows `--`, and on a CPU host equal KV cache in all."""
-    tail = list(getattr(options, "tail", []))
-    if is_cpu_build():
-        if not _has(options, "--kv-cache-memory-bytes"):
-            tail += ["--kv-cache-memory-bytes", str(KV_BYTES // instances)]
-        if not _has(options, "--enforce-eager"):
-            tail.append("--enforce-eager")
-    return tail
+    words = list(options.tail)
+    if is_cpu_build() and not _has(options, "--kv-cache-memory-bytes"):
+        words += ["--kv-cache-memory-bytes", str(KV_BYTES // instances)]
+    return [*words, "--enforce-eager"] if is_cpu_build() else words
+
+
+def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    values = {name: getattr(options, name.replace("-", "_")) for name in names}
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
 def _has(options: argparse.Namespace, name: str) -> bool:
-    tail = getattr(options, "tail", [])
-    return any(word.partition("=")[0].replace("_", "-") == name for word in tail)
+    return any(word.partition("=")[0].replace("_", "-") == name for word in options.tail)
 
 
-@dataclass(frozen=True, slots=True)
 class Child:
-    """A guarded process and the file that it prints to."""
+    """A process that prints to a file."""
 
-    popen: subprocess.Popen[bytes]
-    log: Path
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self.popen = popen
+        self._log = log
 
-    def describe(self, problem: str) -> str:
-        """Return the problem with the last lines of the log."""
-        tail = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        return "\n".join([f"{problem}; its last lines were:", *tail])
+    def failure(self, problem: str) -> UnsupportedError:
+        """Make an error of the problem and the last lines that the process printed."""
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return UnsupportedError("\n".join([f"{problem}; its last lines were:", *lines]))
+
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until a server is ready; UnsupportedError if it ends, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            if self.popen.poll() is not None:
+                raise self.failure("the server ended before it was ready")
+            if time.monotonic() > deadline:
+                raise self.failure(f"the server was not ready in {timeout_s} s")
+            time.sleep(_POLL_S)
 
 
 @contextmanager
@@ -236,17 +237,13 @@ def child(
     environment: Mapping[str, str] | None = None,
     cores: Sequence[int] = (),
 ) -> Iterator[Child]:
-    """Run a command, and end it with all its descendants when the block is left.
+    """Run a command under a guard, which ends it with all its descendants when the block is left.
 
-    The guard ends the tree even when this process is killed. Children never import from the
-    current directory, and a Ctrl-C of the terminal reaches this process only.
+    Children never import from the current directory, and Ctrl-C reaches this process only.
     """
-    command = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
-    if cores:
-        command += ["--cores", ",".join(map(str, cores))]
     with log.open("wb") as file:
         popen = subprocess.Popen(
-            [*command, "--", *words],
+            guarded(words, cores=cores),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -258,21 +255,6 @@ def child(
     finally:
         popen.terminate()
         popen.wait()
-
-
-def wait_until(process: Child, is_ready: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until a server is ready.
-
-    Raises:
-        UnsupportedError: It ended, or `timeout_s` passed; the message has its last lines.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not is_ready():
-        if process.popen.poll() is not None:
-            raise UnsupportedError(process.describe("the server ended before it was ready"))
-        if time.monotonic() > deadline:
-            raise UnsupportedError(process.describe(f"the server was not ready in {timeout_s} s"))
-        time.sleep(_POLL_S)
 
 
 def responds(url: str) -> bool:

@@ -1,36 +1,31 @@
 """`vllm-tetri bench transfer`: how fast KV blocks move, compared with what the machine can do.
 
 Every way of moving the same bytes takes its turn within each repeat, so that a disturbance hits
-all of them; figures are medians. Sender and receiver are two processes. With `nixl` installed, the
-same pages also travel over UCX.
+all of them; figures are medians. Sender and receiver are two processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import os
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
-from itertools import count
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from vllm_tetri.errors import TransferError
-from vllm_tetri.transport.native import Layout, Receiver, Sender, TransferState
+from vllm_tetri.transport.native import Layout, Receiver, Sender, TransferState, open_receiver
 
 PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_LAYERS = 4
@@ -38,9 +33,7 @@ IDENTITY = {"bench": "transfer"}
 TIMEOUT_S = 60.0
 SOCKET_BUFFER_BYTES = 4 << 20
 RAW_CHUNK_BYTES = 128 << 10  # as iperf3 does; larger ones were slower
-# UCX refuses peers that it cannot watch for failure, so shared memory needs tcp as well.
-NIXL_TRANSPORTS = {"nixl shm": "sm,self,tcp", "nixl tcp": "tcp"}
-_OVER = (TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
+_UNDER_WAY = (TransferState.OPENING, TransferState.SENDING)
 
 Ways = dict[str, Callable[[int], float]]  # seconds, by number of blocks
 
@@ -58,15 +51,11 @@ def run(options: argparse.Namespace) -> int:
     if total_bytes < NUM_LAYERS * PAGE_BYTES[-1] or options.repeats < 1:
         raise TransferError("--total-mib must be at least 4 and --repeats at least 1")
     rows = []
-    with _receiver("tetri", total_bytes) as (endpoint, port):
+    with receiver(_receive_tetri, total_bytes) as (endpoint, port):
         for page_bytes in PAGE_BYTES:
             pages = Pages(page_bytes, total_bytes)
             with ExitStack() as stack:
-                row = _measure(_ways(pages, stack, endpoint, int(port)), pages, options.repeats)
-            # NIXL comes after the others: its progress threads disturb whatever runs with it.
-            for name in NIXL_TRANSPORTS if find_spec("nixl") else ():
-                with ExitStack() as stack:
-                    row |= _measure({name: _nixl(name, pages, stack)}, pages, options.repeats)
+                row = measure(_ways(pages, stack, endpoint, port), pages, options.repeats)
             rows.append({"page_bytes": page_bytes, "bytes": pages.data.nbytes, **row})
     _print(Console(), rows)
     if options.json is not None:
@@ -115,74 +104,26 @@ def _ways(pages: Pages, stack: ExitStack, endpoint: str, port: int) -> Ways:
     for link in ("shm", "tcp"):
         sender = Sender(identity=IDENTITY, link=link)
         stack.callback(sender.close)
-        ways[link] = _pusher(sender, pages, endpoint)
+        ways[link] = partial(_push, sender, pages, endpoint)
     return ways
 
 
-def _pusher(sender: Sender, pages: Pages, endpoint: str) -> Callable[[int], float]:
-    layout, numbers = pages.layout, count()
-
-    def push(num_blocks: int) -> float:
-        name = f"{id(sender)}-{next(numbers)}"
-        started = time.perf_counter()
-        transfer = sender.open(endpoint, name, num_blocks, layout.block_bytes)
-        transfer.write(layout, 0, pages.order[:num_blocks])
-        transfer.finish()
-        while transfer.state not in _OVER and time.perf_counter() < started + TIMEOUT_S:
-            sender.wait(0.05)
-        took = time.perf_counter() - started
-        if transfer.state != TransferState.DONE:
-            raise TransferError(f"a transfer of {num_blocks} blocks failed: {transfer.error}")
-        sender.send(endpoint, name.encode(), TIMEOUT_S)  # the receiver frees the slot
-        return took
-
-    return push
+def _push(sender: Sender, pages: Pages, endpoint: str, num_blocks: int) -> float:
+    layout, started = pages.layout, time.perf_counter()
+    name = f"{id(sender)}-{started}"
+    transfer = sender.open(endpoint, name, num_blocks, layout.block_bytes)
+    transfer.write(layout, 0, pages.order[:num_blocks])
+    transfer.finish()
+    while transfer.state in _UNDER_WAY and time.perf_counter() < started + TIMEOUT_S:
+        sender.wait(0.05)
+    took = time.perf_counter() - started
+    if transfer.state != TransferState.DONE:
+        raise TransferError(f"a transfer of {num_blocks} blocks failed: {transfer.error}")
+    sender.send(endpoint, name.encode(), TIMEOUT_S)  # the receiver frees the slot
+    return took
 
 
-def _nixl(name: str, pages: Pages, stack: ExitStack) -> Callable[[int], float]:
-    """Write pages with one descriptor each, as users of NIXL do for paged caches."""
-    settings = {"UCX_TLS": NIXL_TRANSPORTS[name], "NIXL_LOG_LEVEL": "ERROR"}
-    os.environ.update(settings)  # UCX reads them when an agent starts
-    metadata, address = stack.enter_context(_receiver("nixl", pages.data.nbytes))
-    agent = _nixl_agent(f"sender-{name}", pages.data)
-    peer = agent.add_remote_agent(bytes.fromhex(metadata))
-    stack.callback(agent.remove_remote_agent, peer)
-    size = np.uint64(pages.page_bytes)
-
-    def push(num_blocks: int) -> float:
-        started = time.perf_counter()
-        layers = np.arange(NUM_LAYERS, dtype=np.uint64) * np.uint64(pages.num_blocks) * size
-        blocks = pages.order[:num_blocks].astype(np.uint64)[:, None] * size
-        sources = (np.uint64(pages.data.ctypes.data) + blocks + layers).reshape(-1)
-        targets = np.uint64(int(address)) + np.arange(len(sources), dtype=np.uint64) * size
-        lists = (_descriptors(starts, pages.page_bytes) for starts in (sources, targets))
-        local, remote = (agent.get_xfer_descs(each, "DRAM") for each in lists)
-        handle = agent.initialize_xfer("WRITE", local, remote, peer)
-        state = agent.transfer(handle)
-        while state == "PROC" and time.perf_counter() < started + TIMEOUT_S:
-            state = agent.check_xfer_state(handle)
-        took = time.perf_counter() - started
-        agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise TransferError(f"NIXL with UCX_TLS={NIXL_TRANSPORTS[name]} ended in {state}")
-        return took
-
-    return push
-
-
-def _nixl_agent(name: str, memory: NDArray[np.uint8]) -> Any:
-    api = importlib.import_module("nixl._api")
-    agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
-    start = np.array([memory.ctypes.data], np.uint64)
-    agent.register_memory(_descriptors(start, memory.nbytes), "DRAM")
-    return agent
-
-
-def _descriptors(starts: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-    return np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
-
-
-def _measure(ways: Ways, pages: Pages, repeats: int) -> dict[str, float]:
+def measure(ways: Ways, pages: Pages, repeats: int) -> dict[str, float]:
     """Return bytes/s of all blocks by name, and seconds of one block by `name, one block`."""
     samples: dict[str, list[float]] = {}
     for _ in range(repeats + 1):
@@ -195,32 +136,33 @@ def _measure(ways: Ways, pages: Pages, repeats: int) -> dict[str, float]:
 
 
 @contextmanager
-def _receiver(kind: str, total_bytes: int) -> Iterator[list[str]]:
-    """Start the receiving process; yield the two words by which it is found."""
-    command = [sys.executable, "-P", "-m", __name__, kind, str(total_bytes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as own:
-        assert own.stdout is not None
+def receiver(serve: Callable[[Connection, int], None], total_bytes: int) -> Iterator[Any]:
+    """Start the receiving process; yield what it says of where it is found."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(theirs, total_bytes), daemon=True)
+    process.start()
+    theirs.close()
+    try:
         try:
-            found = next((line for line in own.stdout if line.startswith("at ")), "")
-            if not found:
-                raise TransferError("the receiving process did not start; its messages are above")
-            yield found.split()[1:]
-        finally:
-            own.communicate()  # its input ends, and so it does
+            place = ours.recv()
+        except EOFError:
+            raise TransferError("the receiving process ended; its messages are above") from None
+        yield place
+    finally:
+        ours.close()
+        process.join()
 
 
-def _receive_tetri(total_bytes: int) -> None:
-    """Take and free what arrives, and drain a plain socket, until standard input ends."""
+def _receive_tetri(parent: Connection, total_bytes: int) -> None:
+    """Take and free what arrives, and drain a plain socket, until the other end is closed."""
     raw = socket.create_server(("127.0.0.1", 0))
     _tune(raw)  # inherited by accepted connections
     threading.Thread(target=_drain, args=(raw,), daemon=True).start()
-    receiver = Receiver(
-        arena_bytes=4 * total_bytes, host="127.0.0.1", port=0, identity=IDENTITY,
-        fill_timeout_s=TIMEOUT_S, hold_timeout_s=TIMEOUT_S,
-    )  # fmt: skip
+    receiver = open_receiver(arena_bytes=4 * total_bytes, identity=IDENTITY)
     threading.Thread(target=_release, args=(receiver,), daemon=True).start()
-    print("at", receiver.endpoint, raw.getsockname()[1], flush=True)
-    sys.stdin.read()
+    parent.send((receiver.endpoint, raw.getsockname()[1]))
+    parent.poll(None)
     receiver.close()
 
 
@@ -229,13 +171,6 @@ def _release(receiver: Receiver) -> None:
         name = receiver.receive(TIMEOUT_S)
         if name is not None and receiver.take(name.decode()) is not None:
             receiver.release(name.decode())
-
-
-def _receive_nixl(total_bytes: int) -> None:
-    memory = np.ones(total_bytes, np.uint8)
-    agent = _nixl_agent("receiver", memory)  # kept until the end
-    print("at", agent.get_agent_metadata().hex(), memory.ctypes.data, flush=True)
-    sys.stdin.read()
 
 
 def _tune(raw: socket.socket) -> None:
@@ -269,9 +204,3 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
         throughput.add_row(page, *(f"{value:.2f}" for value in values))
         latency.add_row(page, *(f"{row[f'{name}, one block'] * 1e6:.0f}" for name in names))
     console.print(throughput, latency)
-    if not find_spec("nixl"):
-        console.print("nixl is not installed: no comparison with it")
-
-
-if __name__ == "__main__":
-    {"tetri": _receive_tetri, "nixl": _receive_nixl}[sys.argv[1]](int(sys.argv[2]))

@@ -74,7 +74,7 @@ COMMANDS = (
     Command("completion", "Set up", "", "print a script that completes commands and options",
             "completion bash > ~/.local/share/bash-completion/completions/vllm-tetri"),
     Command("bench transfer", "", "vllm_tetri.bench_transfer",
-            "measure the KV transport against memcpy, plain sockets and NIXL",
+            "measure the KV transport against memcpy and plain sockets",
             "bench transfer --total-mib 64"),
     Command("sim plan", "", "vllm_tetri.sim.plan.command",
             "find how many prefill and decode instances serve most, or that one kind is better",

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from vllm_tetri.bench import TETRI, VLLM, child, responds, wait_until
+from vllm_tetri.bench import TETRI, VLLM, child, responds
 from vllm_tetri.launch.machine import cpu_facts, free_port, vllm_version
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -182,7 +182,7 @@ def stock(
     url = f"http://127.0.0.1:{port}"
     log = site.folder / f"{name}.log"
     with child([*command, "--port", str(port)], log, environment, cores) as process:
-        wait_until(process, lambda: responds(f"{url}/health"), START_S)
+        process.wait_until(lambda: responds(f"{url}/health"), START_S)
         if "--kv-transfer-config" in words:  # NIXL moves its engine to the last core
             _pin(process.popen.pid, cores)
         yield url
@@ -201,7 +201,7 @@ def our_cluster(
     environment = {"VLLM_NO_USAGE_STATS": "1", "TETRI_CACHE": str(site.folder / "cache")}
     log = site.folder / f"{name}.log"
     with child(words, log, {**environment, **site.environment}, site.cores) as process:
-        wait_until(process, ready.exists, START_S)
+        process.wait_until(ready.exists, START_S)
         yield {**json.loads(ready.read_text()), "guard": process.popen.pid}
 
 
@@ -220,7 +220,7 @@ def vllm_router(
         return bool(get_json(f"{url}/v1/models").get("data"))
 
     with child(command, site.folder / "vllm-router.log", None, site.cores) as process:
-        wait_until(process, (lambda: is_ready(url)) if is_ready else has_models, START_S)
+        process.wait_until((lambda: is_ready(url)) if is_ready else has_models, START_S)
         yield url
 
 

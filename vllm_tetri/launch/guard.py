@@ -25,6 +25,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 import psutil
 
@@ -37,6 +38,16 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 _TO_END = _SIGNALS - {signal.SIGCHLD}
 _LOOK_S = 1.0
 _TIDY_S = 1.0
+GRACE_S = 10.0
+
+
+def guarded(
+    words: Sequence[str], cores: Sequence[int] = (), nice: int = 0, grace_s: float = GRACE_S
+) -> list[str]:
+    """The command line of a command below a guard whose parent is this process."""
+    guard = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
+    guard += ["--nice", str(nice), "--grace", str(grace_s), "--cores", ",".join(map(str, cores))]
+    return [*guard, "--", *words]
 
 
 def main(arguments: list[str]) -> int:
@@ -45,7 +56,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--cores", default="")
-    parser.add_argument("--grace", type=float, default=10.0)
+    parser.add_argument("--grace", type=float, default=GRACE_S)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO
 
 from vllm_tetri.launch.display import Display
+from vllm_tetri.launch.guard import GRACE_S, guarded
 from vllm_tetri.launch.plan import ChildSpec
 
-GRACE_S = 10.0
 _GUARD_MARGIN_S = 4.0
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 1 << 16
@@ -54,15 +53,8 @@ class ChildProcess:
         kernel tells the guard when that *thread* ends.
         """
         placement = spec.placement
-        guard = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard"]
-        guard += ["--parent", str(os.getpid())]
-        guard += ["--grace", str(GRACE_S), "--nice", str(placement.nice)]
-        if placement.cores:
-            guard += ["--cores", ",".join(map(str, placement.cores))]
         process = await asyncio.create_subprocess_exec(
-            *guard,
-            "--",
-            *spec.command(port),
+            *guarded(spec.command(port), placement.cores, placement.nice, GRACE_S),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
