@@ -14,9 +14,8 @@ import pytest
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.handover import DecodeParams, digest_of, to_params
-from vllm_tetri.policy.admission import ADMISSIONS
+from vllm_tetri.policy.admission import ADMISSIONS, DecodeGate
 from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
-from vllm_tetri.policy.queue import DecodeGate
 from vllm_tetri.types import Prediction, Role, TransferId
 
 NUM_BLOCKS = 33

@@ -36,7 +36,7 @@ def engine(shared: Engine) -> Iterator[Engine]:
         shared.abort(name)
     shared.step()
     assert shared.is_at_rest
-    assert shared.scheduler._queue.prompts.unfinished_tokens == 0
+    assert shared.scheduler._queue.lane.unfinished_tokens == 0
     shared.scheduler.reset_prefix_cache()
 
 

@@ -90,12 +90,6 @@ def test_shared_blocks_do_not_shut_out_who_fits_anyway() -> None:
     assert not admission(DYNAMIC, running, used_blocks=5, total_blocks=9).admit(5, 5)
 
 
-@pytest.mark.parametrize("sizes", [(0, 10), (10, 0)])
-def test_no_pool_is_an_error(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="no pool"):
-        Admission(DYNAMIC, block_size=sizes[0], total_blocks=sizes[1])
-
-
 def test_reserved_blocks_are_what_is_kept_beyond_what_is_held() -> None:
     running = [(20, 10), (20, 30)]
     assert admission(GREEDY, running).reserved_blocks == 0

@@ -25,8 +25,8 @@ from vllm_tetri.engine.preempted import PreemptedKV
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.send import SendSide
+from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, OutputLengths
-from vllm_tetri.policy.queue import DecodeGate
 from vllm_tetri.policy.role import DRAINS, Work
 from vllm_tetri.transport.native import Receiver
 from vllm_tetri.types import InstanceLoad, Role
@@ -195,7 +195,7 @@ class LoadReader:
             "continued requests": scheduler.continuations.num_open,
             "received predictions": scheduler.lengths.num_received,
             "pending predictions": members.predictions.num_asked,
-            "queued prompts": len(waiting) - waiting.num_dummy + waiting.prompts.num_started,
+            "queued prompts": len(waiting) - waiting.num_dummy + waiting.lane.num_started,
             "prompts without a decode instance": members.dispatcher.num_held,
             "requests known to admission": gate.num_known if gate is not None else 0,
             _UNCLAIMED: arena.unclaimed,

@@ -18,9 +18,10 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.chunk_size import is_dummy, is_padding
 from vllm_tetri.engine.compat import Request, RequestQueue, RequestStatus
 from vllm_tetri.plugins import load_policy
+from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.order import Order
-from vllm_tetri.policy.queue import DecodeGate, PromptEngine, PromptQueue
+from vllm_tetri.policy.queue import PromptEngine, PromptQueue
 
 
 class PredictionHolder(Protocol):
@@ -51,7 +52,6 @@ class PrefillQueue(RequestQueue):
 
     def __init__(self, order: Order, sched_batch: int, engine: QueueEngine) -> None:
         self.lane: PromptQueue[Request] = PromptQueue(order, sched_batch, engine)
-        self.prompts = self.lane.prompts
         self.is_open = True
         self.awaits_predictions = False
         self._engine = engine
@@ -89,7 +89,7 @@ class PrefillQueue(RequestQueue):
         name = request.request_id
         if is_dummy(name):
             self._dummies.appendleft(request)
-        elif self.prompts.is_started(name):
+        elif self.lane.is_started(name):
             is_lost = request.status is RequestStatus.PREEMPTED
             self.lane.put_back(request, is_lost=is_lost)
             if not is_lost:
@@ -163,7 +163,7 @@ class PrefillQueue(RequestQueue):
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ended while it was running."""
-        self.prompts.remove(request_id)
+        self.lane.discard(request_id)
 
     def _lane(self) -> deque[Request] | None:
         """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""

@@ -202,7 +202,7 @@ class TetriScheduler(Scheduler):
                 free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 tokens_per_step=self.max_num_scheduled_tokens,
             )
-        if self._queue.prompts.order.is_preemptive:
+        if self._queue.lane.order.is_preemptive:
             self._share_out()
         else:
             # Leave the tokens added by `_set_budget` to the requests that are ready.
@@ -273,7 +273,7 @@ class TetriScheduler(Scheduler):
 
     def _share_out(self) -> None:
         """Share the chunk out among started prompts; the queue gets the rest."""
-        queue, prompts = self._queue, self._queue.prompts
+        queue, prompts = self._queue, self._queue.lane
         if self._is_stuck:
             queue.lane.free_blocks, self._shares = 0, {}  # started prompts continue as in vLLM
             return
@@ -303,7 +303,7 @@ class TetriScheduler(Scheduler):
         return min(num_new_tokens, self._shares.get(request.request_id, num_new_tokens))
 
     def _pad(self) -> None:
-        missing_tokens = self._chunk_tokens - self._queue.prompts.unfinished_tokens
+        missing_tokens = self._chunk_tokens - self._queue.lane.unfinished_tokens
         if 0 < missing_tokens < self._chunk_tokens:
             self._padding, self._has_padded = self._dummies.pad(missing_tokens), True
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
@@ -332,7 +332,7 @@ class TetriScheduler(Scheduler):
             self._endpoint.preempted.forget_all()
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
-        prompts = self._queue.prompts
+        prompts = self._queue.lane
         is_idle = True
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in prompts:

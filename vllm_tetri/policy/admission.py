@@ -25,79 +25,67 @@ Predictions that are too short reserve too little and come close to greedy by th
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from math import inf
-from operator import itemgetter
 from typing import Protocol
+
+from vllm_tetri.policy.lengths import End, OutputLengths, RequestView
 
 _TRUSTED = 1.05
 _DISTRUSTED = 1.3
 _MEMORY_OUTPUTS = 64
 _ANY_BLOCKS = float(1 << 40)  # where trust is nearly 0
 _CREDIT_TOKENS = 256.0  # counted as predicted rightly before the first output
+# As often as loads are reported (paper section 3.4).
+_SNAPSHOT_PERIOD_S = 0.1
+# The expected end of an output changes slowly while it is written.
+_ESTIMATE_TOKENS = 16
+_UNKNOWN = (0, 0, 0)
 
 Held = tuple[int, int]  # tokens whose KV a request holds, and those it is predicted to write
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A KV pool at the moment at which a request wants to enter the decode batch."""
-
-    batch: Occupancy
-    free_blocks: int  # once the request has its own; more where predictions have been too long
-    limit_blocks: int  # what batch and request may hold together at any later step
-    is_shared: bool  # whether requests share blocks, which `batch` counts once for each
-
-    def holds_all(self, tokens: int, remaining_tokens: int) -> bool:
-        """Whether everything in the batch and the request fit if no block comes back."""
-        growth_blocks = self.batch.growth_of(tokens, remaining_tokens)
-        return growth_blocks + self.batch.growth_blocks <= self.free_blocks
 
 
 class AdmissionPolicy(Protocol):
     """When a request may enter the decode batch."""
 
-    def fits(self, pool: Pool, tokens: int, remaining_tokens: int) -> bool:
+    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
         """Whether a request may enter that holds `tokens` and will write `remaining_tokens`.
         Asked only if its tokens have blocks and the batch is not empty."""
 
-    def growth_blocks(self, batch: Occupancy) -> int:
+    def growth_blocks(self, pool: Admission) -> int:
         """Blocks to keep for the batch beyond what it holds; reported to prefill instances."""
 
 
 class Greedy:
     """Let a request in as soon as vLLM has blocks for it."""
 
-    def fits(self, pool: Pool, tokens: int, remaining_tokens: int) -> bool:
+    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
         return True
 
-    def growth_blocks(self, batch: Occupancy) -> int:
+    def growth_blocks(self, pool: Admission) -> int:
         return 0
 
 
 class ReserveStatic:
     """Let a request in if it and the batch fit to their ends without a block coming back."""
 
-    def fits(self, pool: Pool, tokens: int, remaining_tokens: int) -> bool:
+    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
         return pool.holds_all(tokens, remaining_tokens)
 
-    def growth_blocks(self, batch: Occupancy) -> int:
-        return batch.growth_blocks
+    def growth_blocks(self, pool: Admission) -> int:
+        return pool.all_growth_blocks
 
 
 class ReserveDynamic:
     """Let a request in if everything fits just before every end that it lives to see."""
 
-    def fits(self, pool: Pool, tokens: int, remaining_tokens: int) -> bool:
-        if pool.free_blocks < 0:
-            return False
+    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
         if pool.is_shared and pool.holds_all(tokens, remaining_tokens):
             return True
-        return pool.batch.fits(tokens, remaining_tokens, pool.limit_blocks)
+        return pool.holds_until_ends(tokens, remaining_tokens)
 
-    def growth_blocks(self, batch: Occupancy) -> int:
-        return batch.most_growth_blocks
+    def growth_blocks(self, pool: Admission) -> int:
+        return pool.most_growth_blocks
 
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
@@ -108,22 +96,22 @@ ADMISSIONS: dict[str, AdmissionPolicy] = {
 
 
 class Admission:
-    """One instance's decisions, in order of arrival. Owner: the engine thread.
+    """The KV pool of one instance, and its decisions in order of arrival. Owner: the engine
+    thread.
 
     Per step: `begin`, then `admit` for the next held request until one is refused. How many are
-    held does not matter. `trust`, 0 to 1, is the part of the predicted growth that is reserved.
+    held does not matter. `trust`, 0 to 1, is the part of the predicted growth that is reserved;
+    with less of it there are more free blocks for a policy.
     """
 
     def __init__(self, policy: AdmissionPolicy, *, block_size: int, total_blocks: int) -> None:
-        if block_size < 1 or total_blocks < 1:
-            raise ValueError(f"no pool: {total_blocks} blocks of {block_size} tokens")
         self.policy = policy
         self.trust = 1.0
-        self._block_size = block_size
+        self._size = block_size
         self._total_blocks = total_blocks
         self._used_blocks = 0
         self._shared_blocks = 0  # below 0: held by others than the batch
-        self._batch = Occupancy(block_size, [])
+        self._batch: list[Held] = []  # the last to end first
         self._expected_tokens = self._actual_tokens = _CREDIT_TOKENS
 
     def begin(self, free_blocks: int, running: list[Held]) -> None:
@@ -136,16 +124,17 @@ class Admission:
                 computed) and are predicted to write on top, at least 1.
         """
         self._used_blocks = self._total_blocks - free_blocks
-        self._batch = Occupancy(self._block_size, running)
-        self._shared_blocks = self._batch.held_blocks - self._used_blocks
+        self._batch = sorted(running, key=_by_end)
+        self._shared_blocks = self._held_blocks - self._used_blocks
 
     def admit(self, tokens: int, remaining_tokens: int) -> bool:
         """Whether the next held request may enter now; if so it counts as running. It needs KV of
         `tokens` at entry."""
-        if not self._may_enter(tokens, remaining_tokens):
+        # In an empty batch vLLM checks whether it fits now.
+        if self._batch and self.trust and not self.policy.fits(self, tokens, remaining_tokens):
             return False
-        self._batch.add(tokens, remaining_tokens)
-        self._used_blocks += self._blocks(tokens)
+        insort(self._batch, (tokens, remaining_tokens), key=_by_end)
+        self._used_blocks += -(-tokens // self._size)
         return True
 
     def finished(self, expected_tokens: int, actual_tokens: int) -> None:
@@ -160,92 +149,183 @@ class Admission:
     @property
     def reserved_blocks(self) -> int:
         """Blocks kept for the batch beyond what it holds, as of `begin` (any thread)."""
-        return max(0, round(self.trust * self.policy.growth_blocks(self._batch)))
+        return max(0, round(self.trust * self.policy.growth_blocks(self)))
 
-    def _may_enter(self, tokens: int, remaining_tokens: int) -> bool:
-        if not len(self._batch) or not self.trust:
-            return True  # vLLM checks whether it fits now
-        used_blocks = self._used_blocks + self._blocks(tokens)
-        free_blocks = self._total_blocks - used_blocks
-        free_blocks = int(min(free_blocks / self.trust, _ANY_BLOCKS))
-        limit_blocks = used_blocks + free_blocks + min(0, self._shared_blocks)
-        pool = Pool(self._batch, free_blocks, limit_blocks, self._shared_blocks > 0)
-        return self.policy.fits(pool, tokens, remaining_tokens)
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
-
-
-_remaining = itemgetter(1)
-
-
-class Occupancy:
-    """KV blocks of a decode batch, now and just before each of its requests ends. Every request
-    writes one token a step and then gives all its blocks back."""
-
-    def __init__(self, block_size: int, batch: Iterable[Held]) -> None:
-        self._size = block_size
-        self._batch = sorted(batch, key=_remaining, reverse=True)  # the last to end first
-
-    def __len__(self) -> int:
-        return len(self._batch)
-
-    def add(self, tokens: int, remaining_tokens: int) -> None:
-        """Count one more request."""
-        insort(self._batch, (tokens, remaining_tokens), key=lambda held: -held[1])
+    # -- what policies ask --------------------------------------------------------
 
     @property
-    def held_blocks(self) -> int:
-        """Blocks held now, as if no block were shared."""
-        size = self._size
-        return sum([-(-tokens // size) for tokens, _ in self._batch])
-
-    def growth_of(self, tokens: int, remaining_tokens: int) -> int:
-        """Return the blocks that one request takes on top until its end."""
-        size = self._size
-        return -(-(tokens + remaining_tokens) // size) + -tokens // size
+    def is_shared(self) -> bool:
+        """Whether requests share blocks, which count once for each when they come back."""
+        return self._shared_blocks > 0
 
     @property
-    def growth_blocks(self) -> int:
-        """Blocks that all requests take on top if none is given back."""
+    def all_growth_blocks(self) -> int:
+        """Blocks that the batch takes on top if none is given back."""
         size = self._size
         return sum([-(-(held + rest) // size) + -held // size for held, rest in self._batch])
 
     @property
     def most_growth_blocks(self) -> int:
-        """Blocks held on top at the end at which most are held; at least 0."""
-        held_blocks = self.held_blocks
-        most_blocks = max(self._peaks(self._batch, 0, inf), default=held_blocks)
-        return max(0, most_blocks - held_blocks)
+        """Blocks that the batch holds on top at the end at which it holds most; at least 0."""
+        held_blocks = self._held_blocks
+        return max(self._peaks(self._batch, held_blocks, inf), default=held_blocks) - held_blocks
 
-    def fits(self, tokens: int, remaining_tokens: int, limit_blocks: int) -> bool:
-        """Whether with one more request at most `limit_blocks` are held just before every end
-        up to its own."""
-        batch = sorted([*self._batch, (tokens, remaining_tokens)], key=_remaining, reverse=True)
-        return next(self._peaks(batch, limit_blocks, remaining_tokens), None) is None
+    def holds_all(self, tokens: int, remaining_tokens: int) -> bool:
+        """Whether the batch and a request that enters fit if no block comes back."""
+        own_blocks = -(-(tokens + remaining_tokens) // self._size) + -tokens // self._size
+        return own_blocks + self.all_growth_blocks <= self._free_blocks(tokens)
+
+    def holds_until_ends(self, tokens: int, remaining_tokens: int) -> bool:
+        """Whether the batch and a request that enters fit just before every end up to its own."""
+        free_blocks = self._free_blocks(tokens)
+        used_blocks = self._used_blocks + -(-tokens // self._size)
+        limit_blocks = used_blocks + free_blocks + min(0, self._shared_blocks)
+        batch = sorted([*self._batch, (tokens, remaining_tokens)], key=_by_end)
+        return free_blocks >= 0 and not any(self._peaks(batch, limit_blocks, remaining_tokens))
+
+    def _free_blocks(self, tokens: int) -> int:
+        """Blocks that are free once a request has those of its `tokens`."""
+        free_blocks = self._total_blocks - self._used_blocks + -tokens // self._size
+        return int(min(free_blocks / self.trust, _ANY_BLOCKS))
+
+    @property
+    def _held_blocks(self) -> int:
+        """Blocks that the batch holds now, as if no block were shared."""
+        size = self._size
+        return sum([-(-tokens // size) for tokens, _ in self._batch])
 
     def _peaks(self, batch: list[Held], above_blocks: int, last_tokens: float) -> Iterator[int]:
         """Yield the blocks held just before each end, where that is more than `above_blocks`; the
-        last end first. Ends after `last_tokens` steps do not matter. `batch` is sorted as
-        `_batch`."""
+        last end first. Ends after `last_tokens` steps do not matter."""
         size = self._size
         blocks = 0  # held now by those that are still in the batch
-        last_used: list[int] = []  # per request: tokens in its last block, less 1
-        is_sorted = False
+        last_used: list[int] = []  # sorted, per request: tokens in its last block, less 1
         for count, (tokens, remaining_tokens) in enumerate(batch, 1):
             full = (tokens - 1) // size
             blocks += full + 1
+            insort(last_used, tokens - 1 - full * size)
             rounds = remaining_tokens // size
             at_most = blocks + count * (rounds + 1)
-            if not is_sorted:
-                last_used.append(tokens - 1 - full * size)
-                if at_most <= above_blocks or remaining_tokens > last_tokens:
-                    continue
-                last_used.sort()
-                is_sorted = True
-            else:
-                insort(last_used, tokens - 1 - full * size)
+            if at_most <= above_blocks or remaining_tokens > last_tokens:
+                continue
             # A request whose last block has room for the rest of a round starts no other one.
             exact = at_most - bisect_left(last_used, size - (remaining_tokens - rounds * size))
             if exact > above_blocks:
                 yield exact
+
+
+def _by_end(held: Held) -> int:
+    return -held[1]
+
+
+class GateEngine(Protocol):
+    """What a gate reads of its engine, in the step that it was opened for."""
+
+    def growing_requests(self) -> Collection[RequestView]:
+        """All requests that hold blocks and grow."""
+
+
+class DecodeGate:
+    """Decides which waiting requests enter the decode batch of one engine, by any policy but
+    greedy, which needs no gate. `end` of a predicted bucket is reserved. The first request that is
+    refused shuts the gate for the step (`is_shut`): requests after it stay in the queue, and
+    received KV stays in the arena. Owner: the engine thread."""
+
+    def __init__(
+        self,
+        policy: AdmissionPolicy,
+        end: End,
+        *,
+        lengths: OutputLengths,
+        block_size: int,
+        total_blocks: int,
+    ) -> None:
+        self._admission = Admission(policy, block_size=block_size, total_blocks=total_blocks)
+        self._end = end
+        self._lengths = lengths
+        self._block_size = block_size
+        self._now = self._snapshot_s = float("-inf")
+        self._engine: GateEngine | None = None  # while the step has no snapshot
+        self._free_blocks = total_blocks
+        self._tokens_per_step = 1
+        self._missing_tokens = 0  # prompt tokens that are to be computed before
+        # Per request that decodes: from how many tokens held until how many its expected end,
+        # in tokens held, stays as it is.
+        self._ends: dict[str, tuple[int, int, int]] = {}
+        self.is_shut = self.was_shut = False
+
+    def begin_step(
+        self, engine: GateEngine, now: float, *, free_blocks: int, tokens_per_step: int
+    ) -> None:
+        """Open the gate, before anything is allocated in this step: of what the engine could hand
+        out now, and for a step that computes at most `tokens_per_step`."""
+        self.was_shut, self.is_shut = self.is_shut, False
+        self._now, self._engine = now, engine
+        self._free_blocks, self._tokens_per_step = free_blocks, tokens_per_step
+        if now - self._snapshot_s >= _SNAPSHOT_PERIOD_S:
+            self._take_snapshot(engine)
+
+    def _take_snapshot(self, engine: GateEngine) -> None:
+        """Read what runs, as it was when the step began: vLLM counts what a step computes
+        only when it has scheduled all of it."""
+        running, free_blocks = engine.growing_requests(), self._free_blocks
+        self._engine, self._snapshot_s = None, self._now
+        self._missing_tokens = 0
+        self._tokens_per_step = max(1, self._tokens_per_step - len(running))
+        size, snapshot, ends = self._block_size, [], self._ends
+        for request in running:
+            computed_tokens = request.num_computed_tokens
+            since, until, end = ends.get(request.request_id, _UNKNOWN)
+            if since <= computed_tokens < until:
+                snapshot.append((computed_tokens, end - computed_tokens))
+                continue
+            tokens = max(computed_tokens, request.num_tokens - 1)
+            missing_tokens = tokens - computed_tokens
+            self._missing_tokens += missing_tokens
+            remaining_tokens = self._remaining_tokens(request, missing_tokens > 0)
+            snapshot.append((tokens, remaining_tokens))
+            if missing_tokens:  # blocks that its prompt will take count as taken
+                free_blocks -= -(-tokens // size) + (-computed_tokens // size)
+            else:
+                until = tokens + min(_ESTIMATE_TOKENS, remaining_tokens)
+                ends[request.request_id] = (tokens, until, tokens + remaining_tokens)
+        self._admission.begin(max(0, free_blocks), snapshot)
+
+    def _remaining_tokens(self, request: RequestView, has_missing: bool) -> int:
+        """Steps to the end of its output: a token each, and what is computed before."""
+        produced_tokens = request.num_output_tokens + request.num_output_placeholders
+        total = self._lengths.total_tokens(request, self._end, produced_tokens=produced_tokens)
+        steps = -(-self._missing_tokens // self._tokens_per_step) if has_missing else 0
+        return total - produced_tokens + steps
+
+    def admit(self, request: RequestView, missing_tokens: int) -> bool:
+        """Whether the next request may enter now. Its `missing_tokens` are neither computed nor
+        loaded, except for the one from which the next token is sampled."""
+        if self.is_shut:
+            return False
+        if self._engine is not None:
+            self._take_snapshot(self._engine)
+        self._missing_tokens += missing_tokens
+        remaining_tokens = self._remaining_tokens(request, missing_tokens > 0)
+        self.is_shut = not self._admission.admit(request.num_tokens - 1, remaining_tokens)
+        return not self.is_shut
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that ended."""
+        self._ends.pop(request_id, None)
+
+    @property
+    def num_known(self) -> int:
+        """Requests whose end is followed (any thread)."""
+        return len(self._ends)
+
+    def record_output(self, request: RequestView) -> None:
+        """Learn from an output that ended by itself: what was expected, and its length."""
+        expected = self._lengths.total_tokens(request, self._end, produced_tokens=0)
+        self._admission.finished(expected, request.num_output_tokens)
+
+    @property
+    def reserved_blocks(self) -> int:
+        """Blocks kept for what runs, beyond what it holds, as of the last snapshot (any
+        thread)."""
+        return self._admission.reserved_blocks

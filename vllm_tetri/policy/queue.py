@@ -1,22 +1,19 @@
-"""What may start in a step: waiting prompts in order, and the gate of the decode batch. Pure.
+"""Prompts that wait for their first chunk, and those that share the chunks. Pure.
 
-Both work on requests of an engine or of the simulator, by `RequestView`.
+It works on requests of an engine or of the simulator, by `RequestView`. How raw, scheduled and
+started prompts follow each other is told in `policy.order`.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Collection, Iterator
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-from vllm_tetri.policy.admission import Admission, AdmissionPolicy
-from vllm_tetri.policy.lengths import End, OutputLengths, RequestView
-from vllm_tetri.policy.order import Order, PrefillQueues
-
-# As often as loads are reported (paper section 3.4).
-_SNAPSHOT_PERIOD_S = 0.1
-# The expected end of an output changes slowly while it is written.
-_ESTIMATE_TOKENS = 16
-_UNKNOWN = (0, 0, 0)
+from vllm_tetri.policy.lengths import RequestView
+from vllm_tetri.policy.order import SRTF_BOUND, Order, Prompt
 
 R = TypeVar("R", bound=RequestView)
 R_contra = TypeVar("R_contra", bound=RequestView, contravariant=True)
@@ -33,23 +30,49 @@ class PromptEngine(Protocol[R_contra]):
 
 
 class PromptQueue(Generic[R]):
-    """Prompts that wait for their first chunk, by `policy.order`. Owner: the engine thread.
+    """Prompts that are not computed to their end; `sched_batch` of them are ordered together.
 
-    `free_blocks` is what prompts started in this step may need of KV until they are done; None if
-    the engine's own check is enough.
+    Its length and items are those that wait. Owner: the engine thread; calls come in the order
+    of events. `free_blocks` is what prompts started in this step may need of KV until they are
+    done; None if the engine's own check is enough.
     """
 
     def __init__(self, order: Order, sched_batch: int, engine: PromptEngine[R]) -> None:
-        self.prompts = PrefillQueues(order, sched_batch)
+        self.order = order
+        self.sched_batch = sched_batch
         self.free_blocks: int | None = None
+        self.unfinished_tokens = 0
         self._engine = engine
         self._waiting: dict[str, R] = {}
+        self._all: dict[str, Prompt] = {}
+        self._raw: dict[str, Prompt] = {}
+        self._scheduled: list[Prompt] = []  # in order
+        self._started: dict[str, Prompt] = {}
+        self._arrivals = 0
+        self._next_check_tokens = 0  # no prompt becomes due before so many are computed
+        self._computed_tokens = 0
+
+    # -- waiting prompts ------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[R]:
-        return (self._waiting[name] for name in self.prompts)
+        """Yield those that wait, the next one first as far as it is known."""
+        return (self._waiting[each.id] for each in chain(self._scheduled, self._raw.values()))
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a prompt waits or is started."""
+        return request_id in self._all
+
+    @property
+    def num_started(self) -> int:
+        """Prompts of which some, but not all, was computed."""
+        return len(self._started)
+
+    def is_started(self, request_id: str) -> bool:
+        """Whether some of it was computed, but not all."""
+        return request_id in self._started
 
     def get(self, request_id: str) -> R | None:
         """Return a waiting request by its id."""
@@ -58,37 +81,51 @@ class PromptQueue(Generic[R]):
     def add(self, request: R) -> None:
         """Append a new prompt. What the prefix cache holds is looked up when it is ordered."""
         name = request.request_id
-        self.prompts.remove(name)  # of an aborted request that the last step still knew
-        self.prompts.add(name, request.num_tokens, request.priority)
+        self.discard(name)  # of an aborted request that the last step still knew
+        self.unfinished_tokens += request.num_tokens
+        self._arrivals += 1
+        self._raw[name] = self._all[name] = Prompt(
+            name, self._arrivals, request.num_tokens, request.priority,
+            fcfs_tokens=self.unfinished_tokens, computed_before_tokens=self._computed_tokens,
+        )  # fmt: skip
         self._waiting[name] = request
 
     def discard(self, request_id: str) -> bool:
-        """Remove a request; False if it does not wait here."""
-        self.prompts.remove(request_id)
+        """Remove a finished or aborted prompt, if it is known; False if it did not wait here."""
+        entry = self._all.pop(request_id, None)
+        if entry is not None:
+            self.unfinished_tokens -= entry.remaining_tokens
+            if entry in self._scheduled:
+                self._scheduled.remove(entry)
+            self._started.pop(request_id, None)
+            self._raw.pop(request_id, None)
         return self._waiting.pop(request_id, None) is not None
+
+    def order_waiting(self, *, is_chunk_open: bool = False) -> None:
+        """Fill up the set of prompts that are ordered together. A chunk that has room after
+        everything started and scheduled (`is_chunk_open`) is filled whatever the batch says."""
+        room = self.sched_batch
+        if self.order.is_preemptive:
+            room -= len(self._scheduled) + len(self._started)
+            if is_chunk_open and not self._scheduled:
+                room = max(room, 1)
+        elif self._scheduled:
+            room = 0
+        batch = list(islice(self._raw.values(), max(room, 0)))
+        for entry in batch:
+            del self._raw[entry.id]
+            self._set_remaining(entry, self._engine.remaining_tokens(self._waiting[entry.id]))
+            # Nothing has overtaken it in the raw queue.
+            due_tokens = self._computed_tokens + (SRTF_BOUND - 1) * entry.fcfs_tokens
+            self._next_check_tokens = min(self._next_check_tokens, due_tokens)
+        if batch:
+            self._scheduled = sorted([*self._scheduled, *batch], key=self.order.key)
 
     def head(self) -> R:
         """Return the next prompt; there must be one."""
-        name = self.prompts.head()
-        if name is None:
+        if not self._scheduled:
             self.order_waiting(is_chunk_open=True)
-            name = self.prompts.head()
-        assert name is not None, "every prompt that waits can be ordered"
-        return self._waiting[name]
-
-    def start(self) -> R:
-        """Take the next prompt out: it is about to be computed."""
-        request = self.head()
-        if self.free_blocks is not None:
-            self.free_blocks -= self._engine.num_blocks(request)
-        return self._waiting.pop(self.prompts.start())
-
-    def put_back(self, request: R, *, is_lost: bool) -> None:
-        """Let a started prompt wait again, without its KV if `is_lost`."""
-        name = request.request_id
-        remaining_tokens = self._engine.remaining_tokens(request) if is_lost else None
-        self.prompts.put_back(name, remaining_tokens)
-        self._waiting[name] = request
+        return self._waiting[self._scheduled[0].id]
 
     def may_start(self) -> bool:
         """Whether the next prompt may start in this step."""
@@ -96,12 +133,44 @@ class PromptQueue(Generic[R]):
             return bool(self._waiting)
         return 0 < self.free_blocks >= self._engine.num_blocks(self.head())
 
-    def order_waiting(self, *, is_chunk_open: bool = False) -> None:
-        """Fill up the set of prompts that are ordered together."""
-        batch = self.prompts.pull(is_chunk_open=is_chunk_open)
-        if batch:
-            remaining = self._engine.remaining_tokens
-            self.prompts.enter((name, remaining(self._waiting[name])) for name in batch)
+    def start(self) -> R:
+        """Take the next prompt out: it is about to be computed."""
+        request = self.head()
+        if self.free_blocks is not None:
+            self.free_blocks -= self._engine.num_blocks(request)
+        entry = self._scheduled.pop(0)
+        self._started[entry.id] = entry
+        return self._waiting.pop(entry.id)
+
+    def put_back(self, request: R, *, is_lost: bool) -> None:
+        """Let a started prompt wait again, without its KV if `is_lost`: as the first scheduled
+        one unless `srtf` says otherwise."""
+        name = request.request_id
+        entry = self._started.pop(name)
+        self._waiting[name] = request
+        if is_lost:
+            self._set_remaining(entry, self._engine.remaining_tokens(request))
+            self._next_check_tokens = 0
+        if self.order.is_preemptive:
+            insort(self._scheduled, entry, key=self.order.key)
+        else:
+            self._scheduled.insert(0, entry)
+
+    # -- progress ---------------------------------------------------------------
+
+    def computed(self, request_id: str, num_tokens: int, remaining_tokens: int) -> None:
+        """Record that a step computes `num_tokens` of a started prompt, which is removed when
+        nothing remains."""
+        self._computed_tokens += num_tokens
+        self._set_remaining(self._started[request_id], remaining_tokens)
+        if remaining_tokens <= 0:
+            self.discard(request_id)
+
+    def _set_remaining(self, entry: Prompt, remaining_tokens: int) -> None:
+        self.unfinished_tokens += remaining_tokens - entry.remaining_tokens
+        entry.remaining_tokens = remaining_tokens
+
+    # -- shortest remaining first -------------------------------------------------
 
     def share_out(
         self,
@@ -109,136 +178,68 @@ class PromptQueue(Generic[R]):
         *,
         free_blocks: int,
         block_size: int,
-        was_refused: bool,
+        was_refused: bool = False,
         unable: Collection[str] = (),
     ) -> dict[str, int]:
-        """Share out the prompt tokens of a step under a preemptive order; see
-        `PrefillQueues.plan`. Paused prompts keep their blocks, so new ones leave them enough to be
-        finished.
+        """Share out the prompt tokens of a step under a preemptive order. Paused prompts keep
+        their blocks, so new ones leave them enough to be finished.
 
         Args:
             free_blocks: What the engine could hand out; 0 if it may run no other request.
             was_refused: Whether the gate refused a request in the last step; it most likely
                 does so again.
+            unable: Prompts that cannot start.
+
+        Returns:
+            Tokens per started prompt; 0 pauses it. What is not shared out is for those that wait.
         """
-        prompts = self.prompts
-        started_blocks = sum(-(-tokens // block_size) for tokens in prompts.started_tokens())
+        started = self._started.values()
+        started_blocks = sum(-(-each.remaining_tokens // block_size) for each in started)
         self.free_blocks = max(0, free_blocks - started_blocks)
         self.order_waiting()
-        shares = prompts.plan(chunk_tokens, unable=unable)
-        if len(prompts) and (was_refused or not self.may_start()):
-            shares = prompts.plan(chunk_tokens, only_started=True)
+        if self._computed_tokens >= self._next_check_tokens:
+            self._check_due(chunk_tokens)
+        shares = self._plan(
+            chunk_tokens, [each for each in self._scheduled if each.id not in unable]
+        )
+        if self._waiting and (was_refused or not self.may_start()):
+            shares = self._plan(chunk_tokens, [])
         return shares
 
-
-class GateEngine(Protocol):
-    """What a gate reads of its engine, in the step that it was opened for."""
-
-    def growing_requests(self) -> Collection[RequestView]:
-        """All requests that hold blocks and grow."""
-
-
-class DecodeGate:
-    """Decides which waiting requests enter the decode batch of one engine, by any policy but
-    greedy, which needs no gate. `end` of a predicted bucket is reserved. The first request that is
-    refused shuts the gate for the step (`is_shut`): requests after it stay in the queue, and
-    received KV stays in the arena. Owner: the engine thread."""
-
-    def __init__(
-        self,
-        policy: AdmissionPolicy,
-        end: End,
-        *,
-        lengths: OutputLengths,
-        block_size: int,
-        total_blocks: int,
-    ) -> None:
-        self._admission = Admission(policy, block_size=block_size, total_blocks=total_blocks)
-        self._end = end
-        self._lengths = lengths
-        self._block_size = block_size
-        self._now = self._snapshot_s = float("-inf")
-        self._engine: GateEngine | None = None  # while the step has no snapshot
-        self._free_blocks = total_blocks
-        self._tokens_per_step = 1
-        self._missing_tokens = 0  # prompt tokens that are to be computed before
-        # Per request that decodes: from how many tokens held until how many its expected end,
-        # in tokens held, stays as it is.
-        self._ends: dict[str, tuple[int, int, int]] = {}
-        self.is_shut = self.was_shut = False
-
-    def begin_step(
-        self, engine: GateEngine, now: float, *, free_blocks: int, tokens_per_step: int
-    ) -> None:
-        """Open the gate, before anything is allocated in this step: of what the engine could hand
-        out now, and for a step that computes at most `tokens_per_step`."""
-        self.was_shut, self.is_shut = self.is_shut, False
-        self._now, self._engine = now, engine
-        self._free_blocks, self._tokens_per_step = free_blocks, tokens_per_step
-        if now - self._snapshot_s >= _SNAPSHOT_PERIOD_S:
-            self._take_snapshot(engine)
-
-    def _take_snapshot(self, engine: GateEngine) -> None:
-        """Read what runs, as it was when the step began: vLLM counts what a step computes
-        only when it has scheduled all of it."""
-        running, free_blocks = engine.growing_requests(), self._free_blocks
-        self._engine, self._snapshot_s = None, self._now
-        self._missing_tokens = 0
-        self._tokens_per_step = max(1, self._tokens_per_step - len(running))
-        size, snapshot, ends = self._block_size, [], self._ends
-        for request in running:
-            computed_tokens = request.num_computed_tokens
-            since, until, end = ends.get(request.request_id, _UNKNOWN)
-            if since <= computed_tokens < until:
-                snapshot.append((computed_tokens, end - computed_tokens))
-                continue
-            tokens = max(computed_tokens, request.num_tokens - 1)
-            missing_tokens = tokens - computed_tokens
-            self._missing_tokens += missing_tokens
-            remaining_tokens = self._remaining_tokens(request, missing_tokens > 0)
-            snapshot.append((tokens, remaining_tokens))
-            if missing_tokens:  # blocks that its prompt will take count as taken
-                free_blocks -= -(-tokens // size) + (-computed_tokens // size)
+    def _plan(self, chunk_tokens: int, waiting: list[Prompt]) -> dict[str, int]:
+        """Share out a chunk among started prompts and those of `waiting` that go before them."""
+        shares = dict.fromkeys(self._started, 0)
+        started = sorted(self._started.values(), key=self.order.key, reverse=True)
+        passed = 0  # of those that wait
+        while chunk_tokens > 0 and started:
+            entry, is_next = started[-1], passed < len(waiting)
+            if is_next and self.order.key(waiting[passed]) < self.order.key(entry):
+                chunk_tokens -= waiting[passed].remaining_tokens
+                passed += 1
             else:
-                until = tokens + min(_ESTIMATE_TOKENS, remaining_tokens)
-                ends[request.request_id] = (tokens, until, tokens + remaining_tokens)
-        self._admission.begin(max(0, free_blocks), snapshot)
+                shares[entry.id] = min(entry.remaining_tokens, chunk_tokens)
+                chunk_tokens -= shares[entry.id]
+                started.pop()
+        return shares
 
-    def _remaining_tokens(self, request: RequestView, has_missing: bool) -> int:
-        """Steps to the end of its output: a token each, and what is computed before."""
-        produced_tokens = request.num_output_tokens + request.num_output_placeholders
-        total = self._lengths.total_tokens(request, self._end, produced_tokens=produced_tokens)
-        steps = -(-self._missing_tokens // self._tokens_per_step) if has_missing else 0
-        return total - produced_tokens + steps
+    def _check_due(self, chunk_tokens: int) -> None:
+        """Find out which prompts are due, and when to check again.
 
-    def admit(self, request: RequestView, missing_tokens: int) -> bool:
-        """Whether the next request may enter now. Its `missing_tokens` are neither computed nor
-        loaded, except for the one from which the next token is sampled."""
-        if self.is_shut:
-            return False
-        if self._engine is not None:
-            self._take_snapshot(self._engine)
-        self._missing_tokens += missing_tokens
-        remaining_tokens = self._remaining_tokens(request, missing_tokens > 0)
-        self.is_shut = not self._admission.admit(request.num_tokens - 1, remaining_tokens)
-        return not self.is_shut
-
-    def forget(self, request_id: str) -> None:
-        """Drop a request that ended."""
-        self._ends.pop(request_id, None)
-
-    @property
-    def num_known(self) -> int:
-        """Requests whose end is followed (any thread)."""
-        return len(self._ends)
-
-    def record_output(self, request: RequestView) -> None:
-        """Learn from an output that ended by itself: what was expected, and its length."""
-        expected = self._lengths.total_tokens(request, self._end, produced_tokens=0)
-        self._admission.finished(expected, request.num_output_tokens)
-
-    @property
-    def reserved_blocks(self) -> int:
-        """Blocks kept for what runs, beyond what it holds, as of the last snapshot (any
-        thread)."""
-        return self._admission.reserved_blocks
+        What overtook a prompt is all that was computed since it came, less what was computed of
+        it and of those before it: `fcfs_tokens` less what of them is left. Nothing in the raw
+        queue came before a prompt outside it.
+        """
+        left_tokens, slack_tokens = 0, chunk_tokens * self.sched_batch
+        for entry in sorted(
+            chain(self._scheduled, self._started.values()), key=attrgetter("arrival")
+        ):
+            left_tokens += entry.remaining_tokens
+            since_tokens = self._computed_tokens - entry.computed_before_tokens
+            overtaken_tokens = since_tokens - (entry.fcfs_tokens - left_tokens)
+            allowed_tokens = (SRTF_BOUND - 1) * entry.fcfs_tokens + self.sched_batch * chunk_tokens
+            entry.is_due = overtaken_tokens >= allowed_tokens
+            if not entry.is_due:
+                slack_tokens = min(slack_tokens, allowed_tokens - overtaken_tokens)
+        self._scheduled.sort(key=self.order.key)
+        # A step overtakes no prompt by more than it computes.
+        self._next_check_tokens = self._computed_tokens + slack_tokens

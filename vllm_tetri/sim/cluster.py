@@ -138,7 +138,7 @@ class _Simulation:
             assert each.free_blocks == each.engine.kv_blocks, f"{each.config.id} keeps blocks"
             if isinstance(each, TetriInstance):
                 assert not each.arena.used_tokens, f"{each.config.id} keeps KV"
-                assert not each.prompts.unfinished_tokens, f"{each.config.id} keeps prompts"
+                assert not each.queue.unfinished_tokens, f"{each.config.id} keeps prompts"
 
     # -- router --------------------------------------------------------------------
 

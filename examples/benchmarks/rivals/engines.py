@@ -150,7 +150,7 @@ class UnchunkedInstance(TetriInstance):
             self.start(self.engine.chunk_tokens, shares)
             self.admit(self.engine.max_requests)
         for request, tokens in shares:
-            self.prompts.computed(request.request_id, tokens, 0)
+            self.queue.computed(request.request_id, tokens, 0)
         return shares
 
     def part_of(self, request: SimRequest, left_tokens: int, *, is_first: bool) -> int:

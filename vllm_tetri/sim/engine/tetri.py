@@ -9,8 +9,9 @@ from functools import partial
 from typing import NamedTuple
 
 from vllm_tetri.plugins import load_policy
+from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, OutputLengths
-from vllm_tetri.policy.queue import DecodeGate, PromptQueue
+from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
 from vllm_tetri.sim.cost.step_cost import linear
 from vllm_tetri.sim.engine.arena import Arena
@@ -58,7 +59,6 @@ class TetriInstance(Instance):
         engine = self.engine
         order = load_policy("order", engine.order)
         self.queue: PromptQueue[SimRequest] = PromptQueue(order, engine.sched_batch, self)
-        self.prompts = self.queue.prompts
         self.lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)
         self.arena = Arena(engine.arena_tokens, engine.block_size)
         self.held: deque[SimRequest] = deque()
@@ -140,7 +140,7 @@ class TetriInstance(Instance):
 
     def put_back(self, request: SimRequest) -> None:
         """Keep KV in the arena, except that of a prompt that is decoded elsewhere."""
-        if request.request_id not in self.prompts:
+        if request.request_id not in self.queue:
             self.arena.take(request.held_tokens)
             self.held.appendleft(request)
             return
@@ -169,7 +169,7 @@ class TetriInstance(Instance):
             self._is_stuck = False
             self.grow(now)
             return []
-        parts = self._share_out(chunk_tokens) if self.prompts.order.is_preemptive else None
+        parts = self._share_out(chunk_tokens) if self.queue.order.is_preemptive else None
         preemptions = self.preemptions
         self.grow(now)
         shares: list[Share] = []
@@ -187,7 +187,7 @@ class TetriInstance(Instance):
                 request.hidden_tokens = request.num_computed_tokens if request.is_granted else 0
             if request in self._kept:
                 self._kept[request].left_tokens = remaining_tokens
-            self.prompts.computed(request.request_id, tokens, remaining_tokens)
+            self.queue.computed(request.request_id, tokens, remaining_tokens)
         # Started prompts must go on, even if the next prompt could not start.
         self._is_stuck = not shares and bool(self.started)
         return shares
@@ -332,7 +332,7 @@ class TetriInstance(Instance):
             running=running,
             waiting=len(self.held) + len(self.coming) + len(self.queue),
             held=len(self.held) + len(self.coming),
-            queued_prefill_tokens=self.prompts.unfinished_tokens - kept_tokens,
+            queued_prefill_tokens=self.queue.unfinished_tokens - kept_tokens,
             blocks_used=self.engine.kv_blocks - self.free_blocks,
             blocks_total=self.engine.kv_blocks,
             arena_used_bytes=self.arena.used_tokens,
