@@ -293,8 +293,7 @@ PRIVATE_ACCESSES = {
     "tests/engine/test_decode_admission.py": 6,
     "tests/engine/test_handover.py": 2,
     "tests/engine/test_order.py": 2,
-    "tests/engine/test_preempted.py": 6,
-    "tests/engine/test_robustness.py": 3,
+    "tests/engine/test_robustness.py": 4,
     "tests/engine/test_roles.py": 3,
 }
 

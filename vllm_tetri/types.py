@@ -211,9 +211,6 @@ class InstanceLoad:
     recomputed: Annotated[int, _counter("Requests whose prior output was unfit.", "requests")] = 0
     dropped_messages: Annotated[int, _counter("Dropped control messages.", "messages")] = 0
     preemptions: Annotated[int, _counter("Preempted requests.", "requests")] = 0
-    swapped_out: Annotated[int, _counter("Preemptions with KV kept in the arena.", "requests")] = 0
-    swapped_in: Annotated[int, _counter("Preemptions whose KV was loaded again.", "requests")] = 0
-    preemptions_recomputed: Annotated[int, _counter("Preemptions without KV.", "requests")] = 0
     flips: Annotated[int, _counter("Role changes of the instance.", "flips")] = 0
     cpu_s: Annotated[float, _counter("CPU time of engine and API server.", "seconds")] = 0.0
     threads: Annotated[int, _gauge("Python threads of the engine process.", "threads")] = 0

@@ -74,20 +74,6 @@ def test_every_request_passes_the_method_that_lowers_its_tokens() -> None:
     assert inspect.getsource(Scheduler.schedule).count("self._reserve_prefill_lookahead(") == 2
 
 
-def test_blocks_of_preempted_requests_are_whole_when_the_connector_hears_of_them() -> None:
-    """`engine/preempted.py` copies them then: nothing was written, zeroed or copied yet."""
-    from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    v1 = inspect.getsource(GPUModelRunner.execute_model)
-    assert v1.index("handle_preemptions(") < v1.index("self._update_states(scheduler_output)")
-    v2 = inspect.getsource(ActiveKVConnector.pre_forward)
-    assert v2.index("handle_preemptions(") < v2.index("_start_load_kv()")
-    # No copy on write in a step that preempts: no request is admitted, so none hits a prefix.
-    schedule = inspect.getsource(Scheduler.schedule)
-    assert "if not preempted_reqs and self._pause_state" in schedule
-
-
 def test_the_connector_is_asked_about_every_request_that_enters() -> None:
     """Where requests are held back (`engine/admission.py`)."""
     source = inspect.getsource(Scheduler.schedule)

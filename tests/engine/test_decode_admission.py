@@ -190,7 +190,6 @@ def test_a_preempted_request_comes_back_before_those_who_never_ran(tmp_path: Pat
     cluster.decode.run_until(lambda: "c" in cluster.decode.outputs)
     assert len(cluster.decode.outputs[victim.request_id]) > ended
     cluster.run("a", "b", "c")
-    assert load(cluster.decode).swapped_in > 0
     cluster.close()
 
 

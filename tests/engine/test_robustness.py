@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from tests.engine.harness import BLOCK
+from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
 from vllm_tetri.engine.receive import MAX_REMEMBERED
@@ -35,7 +36,7 @@ from vllm_tetri.handover import (
     to_params,
 )
 from vllm_tetri.router.first_token import read_first_token
-from vllm_tetri.types import InstanceId, RequestId, TransferId
+from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
 
 
 @pytest.fixture
@@ -267,3 +268,31 @@ def test_a_prompt_that_is_computed_again_keeps_its_blocks_until_they_are_sent(pa
     pair.prefill.step()
     assert "a" in pair.prefill.finished
     assert len(sends) == 1
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_preempted_and_aborted_requests_leave_a_right_cache_and_nothing_else(
+    tmp_path: Path, seed: int
+) -> None:
+    rng = Random(seed)
+    # Twenty blocks, and vLLM's own admission: what is admitted grows too large.
+    engine = Engine(tmp_path, Role.BOTH, num_blocks=21, decode_policy="greedy")
+    scheduler, wanted, aborted = engine.scheduler, {}, set()
+    for turn in range(150):
+        if rng.random() < 0.1:
+            wanted[f"r{turn}"] = rng.randint(1, 120)
+            tokens = prompt(rng.randint(1, 90), seed=turn + 1)
+            engine.add(f"r{turn}", tokens, max_tokens=wanted[f"r{turn}"])
+        if rng.random() < 0.05 and scheduler.requests:
+            aborted.add(name := rng.choice(list(scheduler.requests)))
+            engine.abort(name)
+        if rng.random() < 0.1 and scheduler.running:
+            scheduler._preempt_request(scheduler.running.pop(), 0.0)
+        engine.step()
+        for request in scheduler.running:
+            assert engine.holds(request, min(request.num_computed_tokens, request.num_tokens))
+    engine.run_until(lambda: engine.is_at_rest)
+    assert engine.endpoint.read_load().preemptions > 0
+    for name in wanted.keys() - aborted:
+        assert len(engine.outputs[name]) == wanted[name]
+    engine.close()

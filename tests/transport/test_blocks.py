@@ -77,29 +77,6 @@ def test_blocks_arrive_where_they_belong(device: str, receiver: Receiver, sender
     assert sent
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_saved_blocks_are_those_from_before_they_are_reused(
-    device: str, receiver: Receiver
-) -> None:
-    source = caches(device, fill=True)
-    before = [layer.clone() for layer in source]
-    mover = mover_for(source, NUM_BLOCKS)
-    slot = receiver.claim("kept", 3, mover.block_bytes)
-    assert slot is not None
-    arena = Arena(receiver.segment)
-    rest = mover.save(arena, slot.offset, np.asarray([7, 2, 9], dtype=np.int32))
-    for layer in source:
-        layer.zero_()
-    if rest is not None:
-        rest()
-    mover.scatter(arena, slot.offset, 1, np.asarray([5, 0], dtype=np.int32))
-    mover.settle()
-    for layer, was in zip(source, before, strict=True):
-        assert torch.equal(layer[[5, 0]], was[[2, 9]])
-    receiver.release("kept")
-    arena.close()
-
-
 def send(mover: BlockMover, transfer: Transfer, first: int, ids: list[int]) -> object:
     gathered = mover.gather(np.asarray(ids, dtype=np.int32))
     while not gathered.is_ready():

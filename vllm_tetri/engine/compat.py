@@ -68,11 +68,9 @@ SIGNATURES: dict[Any, str] = {
     Scheduler.has_requests: "",
     Scheduler.add_request: "request",
     Scheduler.finish_requests: "request_ids finished_status",
-    Scheduler.reset_prefix_cache: "reset_running_requests reset_connector",
     Scheduler.set_pause_state: "pause_state",
     Scheduler._reserve_prefill_lookahead: "request num_computed_tokens num_new_tokens",
     Scheduler._handle_blocked_waiting_request: "request",
-    Scheduler._preempt_request: "request timestamp drop_stale_output",
     StructuredOutputManager.accept_tokens: "request new_token_ids",
     Request.append_output_token_ids: "token_ids",
     Request.is_finished: "",
@@ -106,7 +104,6 @@ SCHEDULER_ATTRIBUTES = (
     "waiting",  # W: our RequestQueue, once, before the first request
     "finished_req_ids",  # R: ended since the last step
     "kv_holding_waiting",  # R: requests whose KV is loaded in the background
-    "needs_kv_cache_zeroing",  # R
     "block_size",  # R
     "max_num_active_reqs",  # R
     "hash_block_size",  # R
@@ -137,7 +134,6 @@ REQUEST_ATTRIBUTES = (
     "sampling_params",  # R
     "structured_output_request",  # R: .grammar, None until it is compiled
     "skip_reading_prefix_cache",  # R, W: True where prior output follows the prompt
-    "num_preemptions",  # R
     "status",  # R
 )
 

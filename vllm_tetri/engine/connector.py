@@ -98,7 +98,6 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, StepMeta)
         if self.worker is not None:
             self.worker.stop_preempted(kv_connector_metadata)
-            self.worker.save_preempted(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -177,12 +176,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         block_ids = blocks.get_block_ids()[0]
         self.endpoint.receives.admitted(request, block_ids, num_external_tokens)
-        self.endpoint.preempted.admitted(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        receives, preempted = self.endpoint.receives, self.endpoint.preempted
-        loads = receives.take_loads() + preempted.take_loads()
-        meta = StepMeta(loads=loads, saves=preempted.take_saves())
+        meta = StepMeta(loads=self.endpoint.receives.take_loads())
         self.endpoint.sends.fill(meta, scheduler_output)
         meta.is_empty = not scheduler_output.total_num_scheduled_tokens
         return meta
@@ -192,7 +188,6 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(report, WorkerReport):
             endpoint.receives.report(report)
             endpoint.sends.report(report)
-            endpoint.preempted.report(report)
         if sent := connector_output.finished_sending:
             # vLLM asserts on an id that it does not hold; never return one.
             connector_output.finished_sending = endpoint.sends.take_freeable(sent)

@@ -27,7 +27,6 @@ from vllm_tetri.engine.prediction import (
     lengths_folder,
     make_predictor,
 )
-from vllm_tetri.engine.preempted import PreemptedKV
 from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.roles import device_place
 from vllm_tetri.engine.send import SendSide
@@ -59,7 +58,6 @@ class Endpoint:
     dispatcher: Dispatcher
     sends: SendSide
     receives: ReceiveSide
-    preempted: PreemptedKV
     load: LoadReader
     info: InstanceInfo
 
@@ -95,12 +93,6 @@ class Endpoint:
             key=kv_key_of(config.secret_file),
         )
         self.receives = ReceiveSide(self.receiver, layout, config)
-        self.preempted = PreemptedKV(
-            self.receiver,
-            layout,
-            arena_bytes=config.arena_bytes,
-            budget_bytes=config.load_budget_bytes,
-        )
         self.info = self._describe(shape, self.receiver.endpoint)
         self.agent = Agent(
             config.control,
@@ -182,20 +174,17 @@ class Endpoint:
                 self.predictions.begin(request)
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Do as `ReceiveSide.match`, also for preempted requests."""
-        if request.request_id in self.preempted:
-            return self.preempted.match(request, num_local_tokens), False
+        """Do as `ReceiveSide.match`."""
         is_busy = bool(self.scheduler.running)
         return self.receives.match(request, num_local_tokens, is_busy=is_busy)
 
     def has_kv(self, request: Request) -> bool:
         """Whether a waiting request's KV is here, so that it needs one token of a step."""
-        return self.receives.is_here(request.request_id) or self.preempted.is_here(request)
+        return self.receives.is_here(request.request_id)
 
     def finish(self, request: Request, block_ids: list[int]) -> tuple[bool, Prefilled | None]:
         """Forget a request that ended in any way. Return as `SendSide.finish` does."""
         self.receives.finish(request)
-        self.preempted.forget(request)
         return self.sends.finish(request, block_ids)
 
     def forget(self, request: Request) -> None:

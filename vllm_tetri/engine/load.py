@@ -21,7 +21,6 @@ from vllm_tetri.engine.continuation import Continuations
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.prediction import LengthsStore, Predictions
-from vllm_tetri.engine.preempted import PreemptedKV
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.send import SendSide
@@ -70,7 +69,6 @@ class Members(Protocol):
     dispatcher: Dispatcher
     sends: SendSide
     receives: ReceiveSide
-    preempted: PreemptedKV
     predictions: Predictions
     lengths_store: LengthsStore
 
@@ -89,7 +87,7 @@ class LoadReader:
         """Return the numbers of a report; counters are exact at rest."""
         scheduler, members = self._scheduler, self._members
         agent, arena = members.agent, members.receiver.stats()
-        sends, receives, preempted = members.sends, members.receives, members.preempted
+        sends, receives = members.sends, members.receives
         predictions, continuations = members.predictions, scheduler.continuations
         gate = scheduler.gate  # the engine may replace it meanwhile
         requests = [
@@ -131,9 +129,6 @@ class LoadReader:
             recomputed=sum(continuations.refused.values()),
             dropped_messages=agent.dropped_messages,
             preemptions=scheduler.preemptions,
-            swapped_out=preempted.swapped_out,
-            swapped_in=preempted.swapped_in,
-            preemptions_recomputed=preempted.recomputed,
             flips=agent.num_flips,
             cpu_s=self._cpu.read_s(),
             threads=threading.active_count(),
@@ -146,8 +141,7 @@ class LoadReader:
         )
 
     def _queued_tokens(self, request: Request) -> int:
-        name, members = request.request_id, self._members
-        if name in members.receives or name in members.preempted:
+        if request.request_id in self._members.receives:
             return 0
         return max(0, request.num_prompt_tokens - request.num_computed_tokens)
 
@@ -182,7 +176,7 @@ class LoadReader:
         if self._num_unfinished():
             return {}
         finished = sum(each.is_finished() for each in list(scheduler.requests.values()))
-        num_receives, num_preempted = len(members.receives), len(members.preempted)
+        num_receives = len(members.receives)
         used = len(members.sends) + num_receives  # transfers and loads that use blocks
         arena, gate, waiting = members.receiver.stats(), scheduler.gate, scheduler.waiting
         own_slots = arena.slots - arena.filling - arena.unclaimed - arena.quarantined
@@ -190,8 +184,7 @@ class LoadReader:
             "finished requests whose blocks nothing uses": finished - used,
             "transfers without a request": used - finished,
             "KV blocks": 0 if finished else self._used_blocks(),
-            "arena slots": own_slots - num_preempted - num_receives,
-            "saved preempted requests": num_preempted,
+            "arena slots": own_slots - num_receives,
             "continued requests": scheduler.continuations.num_open,
             "received predictions": scheduler.lengths.num_received,
             "pending predictions": members.predictions.num_asked,

@@ -70,7 +70,6 @@ class TetriScheduler(Scheduler):
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self.gate = make_gate(config, self.lengths, self.block_size, num_blocks)
         self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
-        self._keeps_preempted = not self.needs_kv_cache_zeroing
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
         self._dummies = DummyRequests(self)
@@ -307,29 +306,6 @@ class TetriScheduler(Scheduler):
         if 0 < missing_tokens < self._chunk_tokens:
             self._padding, self._has_padded = self._dummies.pad(missing_tokens), True
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
-
-    # -- preempted requests --------------------------------------------------------
-
-    def _preempt_request(
-        self, request: Request, timestamp: float, drop_stale_output: bool = False
-    ) -> None:
-        # A prompt for another instance is sent anew from its first block.
-        is_worth_it = self._keeps_preempted and request.request_id not in self._endpoint.sends
-        if is_worth_it and not is_dummy(request.request_id):
-            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)[0]
-            self._endpoint.preempted.save(request, block_ids)
-        super()._preempt_request(request, timestamp, drop_stale_output)
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        # Called after a weight update: saved KV is invalid, too.
-        keeps_preempted, self._keeps_preempted = self._keeps_preempted, False
-        try:
-            return super().reset_prefix_cache(reset_running_requests, reset_connector)
-        finally:
-            self._keeps_preempted = keeps_preempted
-            self._endpoint.preempted.forget_all()
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
         prompts = self._queue.lane

@@ -111,8 +111,7 @@ class Load:
     """Copy slot blocks from `first_block` on into paged blocks `block_ids`.
 
     `offset` is rank 0's; rank r's part follows `r * rank_bytes` later. A
-    background load does not delay the step that orders it. `preempted` names the slot of a
-    preempted request that is restored; it is empty for received KV.
+    background load does not delay the step that orders it.
     """
 
     request_id: str
@@ -122,7 +121,6 @@ class Load:
     first_block: int
     block_ids: BlockIds
     is_background: bool
-    preempted: str = ""
 
     @classmethod
     def of(
@@ -134,7 +132,6 @@ class Load:
         first_block: int,
         *,
         is_background: bool = False,
-        is_preempted: bool = False,
     ) -> Load:
         """Return the order to copy a slot of `segment` into the request's blocks
         `block_ids`, from `first_block` on."""
@@ -146,22 +143,7 @@ class Load:
             first_block=first_block,
             block_ids=np.asarray(block_ids[first_block : slot.num_blocks], dtype=np.int32),
             is_background=is_background,
-            preempted=slot.transfer if is_preempted else "",
         )
-
-
-@dataclass(slots=True)
-class Save:
-    """Copy paged blocks `block_ids` of a preempted request to the start of `slot`.
-
-    `offset` and `rank_bytes` as in `Load`.
-    """
-
-    slot: str
-    segment: str
-    offset: int
-    rank_bytes: int
-    block_ids: BlockIds
 
 
 @dataclass
@@ -170,7 +152,6 @@ class StepMeta(KVConnectorMetadata):
     may be gone after the step, so the worker waits until nothing reads them."""
 
     stops: list[str] = field(default_factory=list)  # requests whose transfer ends now
-    saves: list[Save] = field(default_factory=list)  # before the forward pass reuses the blocks
     opens: list[Open] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)  # blocks that earlier steps completed
     tails: list[Write] = field(default_factory=list)  # to be pushed after the forward pass
@@ -186,9 +167,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         loaded: Number of ranks that executed the load of a request.
-        saved: Number of ranks that filled a slot of a preempted request, by slot.
-        unsaved: Number of ranks that failed to fill it.
-        restored: Number of ranks that executed the load from it.
         failed: Why the transfer of a request failed: (status name, text).
         sent_bytes: KV bytes sent by transfers that completed.
         loaded_bytes: KV bytes copied from the arena into blocks.
@@ -196,9 +174,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
-    saved: dict[str, int] = field(default_factory=dict)
-    unsaved: dict[str, int] = field(default_factory=dict)
-    restored: dict[str, int] = field(default_factory=dict)
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
     sent_bytes: int = 0
     loaded_bytes: int = 0

@@ -66,7 +66,6 @@ class KVWorker:
         self._arenas: dict[str, Arena] = {}
         self._copier: ThreadPoolExecutor | None = None
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
-        self._saving: dict[str, Future[None]] = {}  # by slot
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
         self._freed_at_once: set[str] = set()
@@ -89,22 +88,6 @@ class KVWorker:
                 transfer = self._sending.pop(request_id).transfer
                 while not transfer.quiesced and time.monotonic() < deadline:
                     self._sender.wait(0.001)
-
-    def save_preempted(self, meta: StepMeta) -> None:
-        """Copy blocks that this step's forward pass reuses."""
-        for order in meta.saves:
-            try:
-                arena = self._arena(order.segment)
-                offset = order.offset + self._rank * order.rank_bytes
-                rest = self._mover.save(arena, offset, order.block_ids)
-            except (ValueError, OSError, RuntimeError):
-                logger.exception("saving KV of a preempted request failed; it is computed again")
-                self._report.unsaved[order.slot] = 1
-                continue
-            if rest is None:
-                self._report.saved[order.slot] = 1
-            else:
-                self._saving[order.slot] = self._in_background(rest)
 
     def begin_step(self, meta: StepMeta) -> None:
         """Open and feed transfers; blocks named here are complete."""
@@ -202,9 +185,6 @@ class KVWorker:
         self._mover.settle()
 
     def _count_load(self, order: Load) -> None:
-        if order.preempted:
-            self._report.restored[order.preempted] = 1
-            return
         self._report.loaded_bytes += len(order.block_ids) * self._mover.block_bytes
         self._report.loaded[order.request_id] = 1
 
@@ -269,10 +249,6 @@ class KVWorker:
 
     def take_report(self) -> WorkerReport | None:
         """Return the events since the last call; None when there were none."""
-        for slot, future in list(self._saving.items()):
-            if future.done():
-                del self._saving[slot]
-                (self._report.unsaved if future.exception() else self._report.saved)[slot] = 1
         report, self._report = self._report, WorkerReport()
         return report or None
 

@@ -52,11 +52,6 @@ class BlockMover(Protocol):
     def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None:
         """Fill blocks from an arena slot before any work submitted later."""
 
-    def save(self, arena: Arena, offset: int, block_ids: BlockIds) -> Callable[[], None] | None:
-        """Copy blocks, as they are after all work submitted so far, to the start of an
-        arena slot; work submitted later may write them. Returns the rest of the copy, for
-        any thread; None when nothing is left to do."""
-
     def settle(self) -> None:
         """Wait until every `scatter` of the calling thread has reached the blocks."""
 
@@ -119,9 +114,6 @@ class HostMover:
 
     def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None:
         arena.load(offset, first_block, self._layout, block_ids)
-
-    def save(self, arena: Arena, offset: int, block_ids: BlockIds) -> None:
-        arena.save(offset, 0, self._layout, block_ids)
 
     def settle(self) -> None:
         """Do nothing: host copies are done when `scatter` returns."""

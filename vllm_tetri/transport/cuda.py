@@ -3,15 +3,14 @@
 Gather: the side stream waits for an event of the compute stream, so it sees every block that
 was complete at the call; it copies the blocks together and down to pinned memory. Scatter:
 arena to pinned memory on the host, up to the device on the side stream; the compute stream
-waits for the event of the last copy, so the next forward pass reads the blocks. Save: as
-gather, but the compute stream waits until the blocks were copied together.
+waits for the event of the last copy, so the next forward pass reads the blocks.
 
 Threads: the worker's main thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,7 +40,14 @@ class CudaMover:
         return sum(self._sizes)
 
     def gather(self, block_ids: BlockIds) -> Gathered:
-        pinned, _, done = self._stage(block_ids)
+        pinned = self._pinned(len(block_ids))
+        ready = torch.cuda.current_stream(self._device).record_event()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            rows = self._rows(block_ids)
+            staged = torch.cat([page.index_select(0, rows) for page in self._pages], dim=1)
+            pinned.copy_(staged, non_blocking=True)
+            done = self._stream.record_event()
         return Gathered(*staged_rows(pinned), is_ready=done.query)
 
     def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None:
@@ -55,30 +61,6 @@ class CudaMover:
                     page.index_copy_(0, rows, part)
                 done = self._stream.record_event()
             torch.cuda.current_stream(self._device).wait_event(done)
-
-    def save(self, arena: Arena, offset: int, block_ids: BlockIds) -> Callable[[], None]:
-        pinned, is_read, done = self._stage(block_ids)
-        torch.cuda.current_stream(self._device).wait_event(is_read)
-
-        def rest() -> None:
-            done.synchronize()
-            arena.save(offset, 0, *staged_rows(pinned))
-
-        return rest
-
-    def _stage(
-        self, block_ids: BlockIds
-    ) -> tuple[torch.Tensor, torch.cuda.Event, torch.cuda.Event]:
-        """Copy blocks to a pinned buffer; the events tell when they are read and copied."""
-        pinned = self._pinned(len(block_ids))
-        ready = torch.cuda.current_stream(self._device).record_event()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            rows = self._rows(block_ids)
-            staged = torch.cat([page.index_select(0, rows) for page in self._pages], dim=1)
-            is_read = self._stream.record_event()
-            pinned.copy_(staged, non_blocking=True)
-            return pinned, is_read, self._stream.record_event()
 
     def settle(self) -> None:
         self._stream.synchronize()

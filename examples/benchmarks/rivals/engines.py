@@ -148,10 +148,15 @@ class UnchunkedInstance(TetriInstance):
         shares: list[Share] = []
         if self.preemptions == preemptions:
             self.start(self.engine.chunk_tokens, shares)
-            self.admit(self.engine.max_requests)
+            self.admit(self.engine.max_requests, shares)
         for request, tokens in shares:
             self.queue.computed(request.request_id, tokens, 0)
         return shares
+
+    def put_back(self, request: SimRequest) -> None:
+        """Keep the KV of decodes: these systems swap it out."""
+        self.arena.take(request.held_tokens)
+        self.held.appendleft(request)
 
     def part_of(self, request: SimRequest, left_tokens: int, *, is_first: bool) -> int:
         is_fit = is_first or request.missing_tokens <= left_tokens

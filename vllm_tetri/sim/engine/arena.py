@@ -8,8 +8,7 @@ from vllm_tetri.sim.request import SimRequest
 
 
 class Arena:
-    """Memory apart from the KV pool, in whole blocks. KV of preempted requests is kept there too,
-    even beyond its size."""
+    """Memory apart from the KV pool, in whole blocks."""
 
     def __init__(self, total_tokens: int, block_size: int) -> None:
         self.total_tokens = total_tokens

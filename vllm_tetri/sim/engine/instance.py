@@ -223,7 +223,7 @@ class Instance(ABC):
         blocks takes those of the prompt that was started last, possibly its own. Returns the
         tokens that are left of the step."""
         for request in tuple(self.started):
-            most = request.missing_tokens if parts is None else parts[request.request_id]
+            most = (parts or {}).get(request.request_id, request.missing_tokens)
             tokens = min(most, left_tokens)
             if tokens <= 0 or request not in self.started:
                 continue

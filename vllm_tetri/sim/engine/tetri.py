@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -38,19 +37,11 @@ class RunningDecode(NamedTuple):
         return self.num_prompt_tokens + self.num_output_tokens
 
 
-@dataclass(slots=True)
-class _Kept:
-    """A preempted prompt: tokens whose KV is kept, and other tokens to compute."""
-
-    tokens: int
-    left_tokens: int
-
-
 class TetriInstance(Instance):
     """A simulated `vllm serve --role ...`.
 
     Attributes:
-        held: Requests with all their KV here that wait for the batch.
+        held: Requests that wait for the batch: all their KV is here, or lost by preemption.
         coming: Requests with computed prompts whose KV is on its way here.
     """
 
@@ -79,7 +70,6 @@ class TetriInstance(Instance):
         self._admitted: list[SimRequest] = []
         self._begun: list[SimRequest] = []
         self._loaded: list[int] = []
-        self._kept: dict[SimRequest, _Kept] = {}
 
     # -- `policy.queue.PromptEngine` -----------------------------------------------------
 
@@ -139,16 +129,12 @@ class TetriInstance(Instance):
         self._grant(now)
 
     def put_back(self, request: SimRequest) -> None:
-        """Keep KV in the arena, except that of a prompt that is decoded elsewhere."""
-        if request.request_id not in self.queue:
-            self.arena.take(request.held_tokens)
-            self.held.appendleft(request)
-            return
-        if not request.is_split:
-            self.arena.take(request.num_computed_tokens)
-            self._kept[request] = _Kept(request.num_computed_tokens, request.target_tokens)
         request.num_computed_tokens = 0
-        self.queue.put_back(request, is_lost=True)
+        if request.request_id in self.queue:
+            self.queue.put_back(request, is_lost=True)
+        else:
+            request.target_tokens = request.num_tokens
+            self.held.appendleft(request)
 
     def on_end(self, request: SimRequest) -> None:
         if self.gate is not None:
@@ -176,32 +162,31 @@ class TetriInstance(Instance):
         left = self.go_on(chunk_tokens, shares, now, parts)
         # vLLM admits no request in a step with a preemption.
         if self.preemptions == preemptions:
-            self.start(self.admit(left + len(self.held)), shares)
+            num_ready = sum(not request.missing_tokens for request in self.held)
+            self.start(self.admit(left + num_ready, shares), shares)
         # The KV that split prompts have so far can be sent now, in order of arrival.
-        for request, _ in sorted(shares, key=lambda share: share[0].spec.arrival_s):
+        prompts = [share for share in shares if share[0].request_id in self.queue]
+        for request, _ in sorted(prompts, key=lambda share: share[0].spec.arrival_s):
             if request.is_split and request.num_computed_tokens:
                 self.cluster.computed(request, now)
-        for request, tokens in shares:
+        for request, tokens in prompts:
             remaining_tokens = request.missing_tokens - tokens
             if not remaining_tokens:
                 request.hidden_tokens = request.num_computed_tokens if request.is_granted else 0
-            if request in self._kept:
-                self._kept[request].left_tokens = remaining_tokens
             self.queue.computed(request.request_id, tokens, remaining_tokens)
         # Started prompts must go on, even if the next prompt could not start.
-        self._is_stuck = not shares and bool(self.started)
+        self._is_stuck = not prompts and self.queue.num_started > 0
         return shares
 
     def settle(self, now: float) -> None:
         """Between two steps, take what has arrived and clean up after the last step."""
         while self._news:
             self._news.popleft()()
-        if not self._loaded:
+        if not self._admitted:
             return
         # As in vLLM: requests whose prompts ended in the step come first, then admitted ones.
         for request in (*self._admitted, *self._begun):
             self.batch.put_last(request)
-            self._kept.pop(request, None)
         for tokens in self._loaded:
             self.arena.give_back(tokens)
         self._admitted.clear()
@@ -246,24 +231,32 @@ class TetriInstance(Instance):
         ]
         return [*decodes, *self.started]
 
-    def admit(self, left_tokens: int) -> int:
-        """Admit held requests to the batch, first come first served, a token of the step each.
-        Returns the tokens that are left of the step; 0 if a request must wait."""
+    def admit(self, left_tokens: int, shares: list[Share]) -> int:
+        """Admit held requests, first come first served: to the batch, a token of the step each, or
+        where KV was lost, to compute it again. Returns the tokens that are left of the step; 0
+        if a request must wait."""
         while self.held:
             request = self.held[0]
             if left_tokens <= 0 or not self.has_place():
                 return 0
-            if self.gate is not None and not self.gate.admit(request, 0):
+            lost_tokens = request.missing_tokens
+            if self.gate is not None and not self.gate.admit(request, max(0, lost_tokens - 1)):
                 return 0
-            blocks = self.blocks(request.held_tokens + 1)
+            blocks = self.blocks(lost_tokens or request.held_tokens + 1)
             if blocks > self.free_blocks:
                 return 0
             self.held.popleft()
-            self.free_blocks -= blocks
-            self._loaded.append(request.held_tokens)
             self._admitted.append(request)
-            self.batch.join(request)
-            left_tokens -= 1
+            if lost_tokens:
+                self.started.append(request)
+                tokens = self.take_blocks(request, min(lost_tokens, left_tokens))
+                shares.append((request, tokens))
+                left_tokens -= tokens
+            else:
+                self.free_blocks -= blocks
+                self._loaded.append(request.held_tokens)
+                self.batch.join(request)
+                left_tokens -= 1
         return left_tokens
 
     def start(self, left_tokens: int, shares: list[Share]) -> None:
@@ -271,22 +264,16 @@ class TetriInstance(Instance):
         self._begun.clear()
         while left_tokens > 0 and self.queue.may_start() and self.has_place():
             request = self.queue.head()
-            kept_tokens = self._kept[request].tokens if request in self._kept else 0
-            missing_tokens = request.target_tokens - 1 - kept_tokens
-            if self.gate is not None and not self.gate.admit(request, missing_tokens):
+            if self.gate is not None and not self.gate.admit(request, request.missing_tokens - 1):
                 return
             if self.num_blocks(request) > self.free_blocks:
                 return
-            request.num_computed_tokens = kept_tokens
             tokens = self.part_of(request, left_tokens, is_first=not shares)
             if not tokens:
                 return
             self.queue.start()
             self.started.append(request)
             self._begun.append(request)
-            if kept_tokens:
-                self._loaded.append(kept_tokens)
-                self.free_blocks -= self.blocks(kept_tokens)
             shares.append((request, self.take_blocks(request, tokens)))
             left_tokens -= tokens
 
@@ -325,14 +312,20 @@ class TetriInstance(Instance):
             for request, produced in rows
         ]
         heavy = sum(total > HEAVY_TOKENS for total in totals)
-        kept_tokens = sum(each.left_tokens for each in self._kept.values())
+        lost = [each for each in self.held if each.missing_tokens]
+        again = [each for each in self.started if each.num_output_tokens]
+        under_way = dict(self._shares)
+        unfinished_tokens = self.queue.unfinished_tokens + sum(
+            max(0, each.num_prompt_tokens - each.num_computed_tokens - under_way.get(each, 0))
+            for each in (*lost, *again)
+        )
         running = len(self.batch) + len(self.started)
         handover_s, handover_token_s = cluster.handover_s(self.engine)
         return InstanceLoad(
             running=running,
             waiting=len(self.held) + len(self.coming) + len(self.queue),
-            held=len(self.held) + len(self.coming),
-            queued_prefill_tokens=self.queue.unfinished_tokens - kept_tokens,
+            held=len(self.held) - len(lost) + len(self.coming),
+            queued_prefill_tokens=unfinished_tokens,
             blocks_used=self.engine.kv_blocks - self.free_blocks,
             blocks_total=self.engine.kv_blocks,
             arena_used_bytes=self.arena.used_tokens,

@@ -1,4 +1,4 @@
-"""KV of preempted requests goes to the arena and back, and nobody can tell."""
+"""Preempted requests are computed again, and their outputs stay the same."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SERVE = ("--kv-cache-memory-bytes", str(POOL_BYTES), "--tetri-decode-policy", "g
 
 @pytest.fixture(scope="module")
 def tight(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("swap"), serve=SERVE)) as cluster:
+    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("tight"), serve=SERVE)) as cluster:
         yield cluster
 
 
-async def test_answers_are_those_of_one_instance_that_preempts_nobody(
+async def test_answers_are_those_of_one_instance_that_preempts_none(
     stock: Stock, tight: Cluster
 ) -> None:
     # vLLM compiles a function at the first log probabilities; transfers would time out.
@@ -44,6 +44,4 @@ async def test_answers_are_those_of_one_instance_that_preempts_nobody(
     tight.rest()
     decode = tight.instances()["decode-0"]
     assert decode["preemptions"] > 0
-    assert decode["swapped_in"] > 0
-    assert decode["swapped_out"] + decode["preemptions_recomputed"] == decode["preemptions"]
     assert decode["kv_loads_failed"] == failed_before
