@@ -22,7 +22,7 @@ from tests.router.fakes import eventually
 
 needed("kubernetes_asyncio")
 
-from vllm_tetri.router.kube_lease import KubeLease, LeaseObject  # noqa: E402
+from vllm_tetri.router.kube_lease import KubeLease  # noqa: E402
 
 NAME = "tetri"
 _FOLDER = "/apis/coordination.k8s.io/v1/namespaces/serving/leases"
@@ -143,9 +143,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.clock = Clock()
         self.api = FakeApi(self.clock)
-        self.leases: list[KubeLease] = []  # those whose watchers ask
+        self.leases: dict[str, KubeLease] = {}  # by token
         self.held: list[tuple[float, int, int]] = []  # when, which, its epoch
-        self._made: dict[str, KubeLease] = {}
         self._folder = folder
 
     def account(self, token: str) -> Path:
@@ -157,46 +156,46 @@ class Cluster:
         self.api.tokens.add(token)
         return folder
 
-    def lease_object(self, token: str = "one", timeout_s: float = 2.5) -> LeaseObject:
-        return LeaseObject(NAME, account=self.account(token), timeout_s=timeout_s)
-
     def lease(self, token: str) -> KubeLease:
         sleep = partial(self.clock.sleep, token)
-        made = KubeLease(self.lease_object(token), clock=self.clock, sleep=sleep)
-        self.leases.append(made)
-        self._made[token] = made
+        made = KubeLease(NAME, account=self.account(token), clock=self.clock, sleep=sleep)
+        self.leases[token] = made
         return made
+
+    async def end(self, token: str) -> None:
+        """Close the lease of one router."""
+        made = self.leases.pop(token)
+        made.close()
+        made.close()
+        assert made.hold() is None
+        await made.wait_closed()
+
+    def hold(self) -> list[int | None]:
+        return [each.hold() for each in self.leases.values()]
 
     async def settle(self) -> None:
         """Until all of them wait."""
-        for each in self.leases:
-            each.hold()
-        await eventually(
-            lambda: all(
-                not made.is_running or self.clock.is_asleep(token)
-                for token, made in self._made.items()
-            )
-        )
+        self.hold()
+        await eventually(lambda: all(map(self.clock.is_asleep, self.leases)))
 
     async def go(self, seconds: float, until: int | None = None) -> list[int | None]:
         """Let time pass, half a second at a time, or until that one holds it; who holds it
         then. There are never two."""
         for _ in range(int(2 * seconds)):
             await self.settle()
-            held = [each.hold() for each in self.leases]
+            held = self.hold()
             assert sum(each is not None for each in held) <= 1
             self.held += [(self.clock.now, n, e) for n, e in enumerate(held) if e is not None]
             if until is not None and held[until] is not None:
                 break
             self.clock.move(0.5)
         await self.settle()
-        return [each.hold() for each in self.leases]
+        return self.hold()
 
     async def close(self) -> None:
         self.api.gate.set()
-        for each in self._made.values():
-            each.close()
-            await each.wait_closed()
+        for token in list(self.leases):
+            await self.end(token)
 
 
 @asynccontextmanager

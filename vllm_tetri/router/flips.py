@@ -155,13 +155,13 @@ def lease_of(text: str | None) -> Lease | None:
         return None
     if text.startswith(_KUBERNETES):
         try:  # slow to import, and an extra
-            from vllm_tetri.router.kube_lease import KubeLease, LeaseObject
+            from vllm_tetri.router.kube_lease import KubeLease
         except ImportError as error:
             raise ConfigError(
                 f"--flip-lease {text} needs kubernetes-asyncio: "
                 f"pip install 'vllm-tetri[kubernetes]' ({error})"
             ) from error
-        return KubeLease(LeaseObject(text.removeprefix(_KUBERNETES)))
+        return KubeLease(text.removeprefix(_KUBERNETES))
     return FileLease(text)
 
 
