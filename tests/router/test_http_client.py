@@ -96,13 +96,6 @@ async def test_what_comes_before_the_answer_is_passed_over() -> None:
         assert server.num_connections == 1
 
 
-async def test_an_answer_to_head_has_no_body() -> None:
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
-    async with serving(says(head)) as server, wires() as client:
-        assert await whole(client, server.url, "HEAD", b"") == b""
-    assert b"ontent-Length" not in server.requests[0]
-
-
 async def test_a_connection_that_was_closed_while_idle_is_exchanged() -> None:
     async def serve(request: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if server.num_connections == 1 and len(server.requests) == 2:

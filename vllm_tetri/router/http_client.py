@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
-from typing import cast
+from typing import Protocol, cast
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
@@ -20,13 +20,12 @@ import httptools
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CONNECT_S = 5.0
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
-# Reading pauses above this, so that a slow client slows its instance down.
-_MAX_UNREAD_BYTES = 1 << 18
+# Reading pauses above twice this, so that a slow client slows its instance down.
+_MAX_UNREAD_BYTES = 1 << 17
 _MAX_HEAD_BYTES = 1 << 16
 _MAX_BODY_BYTES = 1 << 29  # of a response that is read whole, as embeddings
 _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
-_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 _tls_context = cache(ssl.create_default_context)
 
 
@@ -39,46 +38,52 @@ class Unreachable(HttpError):
 
 
 class ConnectionLost(HttpError):
-    """The connection ended, timed out, or carried something else than HTTP."""
+    """The connection ended, or carried something else than HTTP."""
+
+
+class Silent(ConnectionLost):
+    """No byte came for too long."""
+
+
+class GivenUp(ConnectionLost):
+    """The router ended the request, because its instance is gone."""
+
+
+class Sender(Protocol):
+    """The sender of a request; knows whether another instance can take over by now."""
+
+    @property
+    def is_migratable(self) -> bool: ...
 
 
 class HttpResponse:
     """An instance's response to one request; to be closed.
 
     Names of headers and the media type are in lower case; of repeated headers the last counts.
-    `is_migratable` is set by the owner: another instance can continue the response.
     """
 
-    def __init__(self, connection: _Connection, status: int, headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        connection: _Connection,
+        transport: asyncio.Transport,
+        status: int,
+        headers: dict[str, str],
+    ) -> None:
         self._connection: _Connection | None = connection
-        self._unread: list[bytes] = []
-        self._num_unread = 0
-        self._reader: asyncio.Future[None] | None = None
         self._error: HttpError | None = None
-        self._is_complete = False
+        self._body = asyncio.StreamReader(_MAX_UNREAD_BYTES)
+        self._body.set_transport(transport)
+        self.feed = self._body.feed_data
         self.status, self.headers = status, headers
-        self.is_migratable = False
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         self.content_type = kind if _MEDIA_TYPE.fullmatch(kind) else "application/octet-stream"
 
     async def read_some(self) -> bytes:
         """Return the bytes since the last call, at least one; empty at the end. Raises
         `ConnectionLost` if the rest will not come."""
-        while not self._unread:
-            if self._error is not None:
-                raise self._error
-            if self._is_complete:
-                return b""
-            assert self._reader is None, "two readers of one response"
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        some = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
-        self._unread, self._num_unread = [], 0
-        if self._connection is not None:
-            self._connection.resume()
+        some = await self._body.read(_MAX_BODY_BYTES)
+        if not some and self._error is not None:
+            raise self._error
         return some
 
     async def read(self) -> bytes:
@@ -92,36 +97,21 @@ class HttpResponse:
                 raise ConnectionLost(f"the response has more than {_MAX_BODY_BYTES} bytes")
         return bytes(body)
 
-    def close(self, why: str = "closed") -> None:
+    def close(self) -> None:
         """Give up the rest of the response. Idempotent."""
         if self._connection is not None:
-            self._connection.drop(ConnectionLost(why))
-
-    def is_quiet(self, since_s: float) -> bool:
-        """Whether more is expected and nothing came since a time of the event loop."""
-        return self._connection is not None and self._connection.received_s <= since_s
-
-    def feed(self, some: bytes) -> bool:
-        """Take bytes; returns whether more may come now."""
-        self._unread.append(some)
-        self._num_unread += len(some)
-        self._wake()
-        return self._num_unread <= _MAX_UNREAD_BYTES
+            self._connection.drop(ConnectionLost("closed"))
 
     def end(self, error: HttpError | None = None) -> None:
         """Mark the end of the response, or the error that ended it."""
-        self._connection, self._error, self._is_complete = None, error, error is None
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._connection, self._error = None, error
+        self._body.feed_eof()
 
 
 class HttpClient:
     """Connections to all instances. Build it on a running event loop and close it there.
 
-    `silence_s` is the longest wait for the next byte of a response, in seconds.
+    `silence_s` is the longest wait for the first or next byte of a response, in seconds.
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -135,11 +125,20 @@ class HttpClient:
         return len(self._all)
 
     async def send(
-        self, url: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        label: str = "",
+        sender: Sender | None = None,
     ) -> HttpResponse:
         """Send a request to the server at `url` and wait for the head of its response.
 
-        A connection that the instance closed while it was idle is replaced by a new one.
+        A connection that the instance closed while it was idle is replaced by a new one. `label`
+        and `sender` are for `fail_requests`.
 
         Raises:
             Unreachable: There is no connection.
@@ -150,12 +149,27 @@ class HttpClient:
         if idle := self._idle.get(url):
             connection = idle.pop()
             try:
-                return await connection.request(message, has_body=method != "HEAD")
+                return await connection.request(message, label, sender)
             except ConnectionLost:
                 if not connection.was_closed_idle:
                     raise
         connection = await self._connect(url, parts, port)
-        return await connection.request(message, has_body=method != "HEAD")
+        return await connection.request(message, label, sender)
+
+    def fail_requests(self, label: str, why: str, quiet_s: float, *, only_migratable: bool) -> int:
+        """Fail the requests with a label of which no byte came in the last `quiet_s` seconds; if
+        wanted, only those that another instance can continue. Returns their number."""
+        since_s = self._loop.time() - quiet_s
+        failed = [
+            each
+            for each in self._all
+            if each.label == label
+            and each.is_quiet(since_s)
+            and (not only_migratable or (each.sender is not None and each.sender.is_migratable))
+        ]
+        for each in failed:
+            each.drop(GivenUp(why))
+        return len(failed)
 
     def close(self) -> None:
         """Close every connection, for good. Idempotent."""
@@ -204,27 +218,31 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, owner: HttpClient, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._owner, self._loop, self.url = owner, loop, url
+        self.label, self.sender = "", cast("Sender | None", None)
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[HttpResponse] | None = None
         self._response: HttpResponse | None = None
         self._headers: dict[str, str] = {}
-        self._has_body = True
         self._num_responses = 0
         self._num_bytes = 0  # since the request
-        self.received_s = 0.0
+        self._sent_s = self._received_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._is_paused = False
         self.was_closed_idle = False
-        self._sent_s = 0.0
 
-    async def request(self, message: bytes, *, has_body: bool) -> HttpResponse:
+    def is_quiet(self, since_s: float) -> bool:
+        """Whether more is expected and nothing came since a time of the event loop; true also
+        before the response."""
+        is_silent = self._response is not None and self._received_s <= since_s
+        return is_silent or self._head is not None
+
+    async def request(self, message: bytes, label: str, sender: Sender | None) -> HttpResponse:
         """Send one request and wait for the head of its response."""
         if self._transport is None:
             raise ConnectionLost("closed")
-        self._set_timer(None)
-        self._has_body, self._num_bytes = has_body, 0
+        self.label, self.sender, self._num_bytes = label, sender, 0
         self._sent_s = self._loop.time()
+        self._set_timer(self._owner.silence_s)
         head: asyncio.Future[HttpResponse] = self._loop.create_future()
         self._head = head
         self._transport.write(message)
@@ -237,13 +255,6 @@ class _Connection(asyncio.Protocol):
             else:
                 self.drop(ConnectionLost("the request was cancelled"))
             raise
-
-    def resume(self) -> None:
-        """Resume reading, if it was paused."""
-        if self._is_paused and self._transport is not None:
-            self._is_paused = False
-            self.received_s = self._loop.time()
-            self._transport.resume_reading()
 
     def drop(self, error: HttpError) -> None:
         """Close the connection and fail its request. Idempotent."""
@@ -264,7 +275,7 @@ class _Connection(asyncio.Protocol):
         self._owner.made(self)
 
     def data_received(self, data: bytes) -> None:
-        self.received_s = self._loop.time()
+        self._received_s = self._loop.time()
         self._num_bytes += len(data)
         if self._head is None and self._response is None:
             self.drop(ConnectionLost("bytes came without a request"))
@@ -299,27 +310,19 @@ class _Connection(asyncio.Protocol):
             self._headers[name.decode("latin-1").lower()] = value.decode("utf-8", "surrogateescape")
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        head = self._head
-        if status < 200 or head is None:
+        status, head = self._parser.get_status_code(), self._head
+        if status < 200 or head is None or self._transport is None:
             return  # 100: the final one follows
         self._head = None
-        self._response = HttpResponse(self, status, self._headers)
+        self._response = HttpResponse(self, self._transport, status, self._headers)
         if head.done():
             self.drop(ConnectionLost("the request was cancelled"))
-            return
-        head.set_result(self._response)
-        if not self._has_body:
-            self._end_response(is_reusable=False)  # the parser waits for a body
         else:
-            self._set_timer(self._owner.silence_s)
+            head.set_result(self._response)
 
     def on_body(self, body: bytes) -> None:
-        if self._response is None or self._response.feed(body) or self._is_paused:
-            return
-        if self._transport is not None:
-            self._is_paused = True
-            self._transport.pause_reading()
+        if self._response is not None:
+            self._response.feed(body)
 
     def on_message_complete(self) -> None:
         if self._response is not None:
@@ -331,11 +334,13 @@ class _Connection(asyncio.Protocol):
         self._num_responses += 1
         response.end()
         transport = self._transport
-        # A response may come before the request was sent completely.
-        if transport is None or not is_reusable or transport.get_write_buffer_size():
+        # A response may come before the request was sent completely; one that is paused is
+        # resumed by its reader.
+        is_free = transport is not None and transport.is_reading()
+        if transport is None or not (is_reusable and is_free) or transport.get_write_buffer_size():
             self.drop(ConnectionLost("closed"))
             return
-        self.resume()
+        self.label, self.sender = "", None
         self._set_timer(_IDLE_S)
         self._owner.freed(self)
 
@@ -344,15 +349,18 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         if limit_s is not None:
-            self.received_s = self._loop.time()
+            self._received_s = self._loop.time()
             self._timer = self._loop.call_later(limit_s, self._check_time, limit_s)
 
     def _check_time(self, limit_s: float) -> None:
-        rest_s = self.received_s + limit_s - self._loop.time()
-        if rest_s <= 0 and not self._is_paused:
-            self.drop(ConnectionLost(f"no byte for {limit_s:g} s"))
+        now = self._loop.time()
+        if self._transport is not None and not self._transport.is_reading():
+            self._received_s = now
+        rest_s = self._received_s + limit_s - now
+        if rest_s <= 0:
+            self.drop(Silent(f"no byte for {limit_s:g} s"))
         else:
-            self._timer = self._loop.call_later(max(rest_s, 0.1), self._check_time, limit_s)
+            self._timer = self._loop.call_later(rest_s, self._check_time, limit_s)
 
 
 @lru_cache(maxsize=4096)
@@ -376,7 +384,7 @@ def _message(
         f"Host: {url.netloc.rpartition('@')[2]}",
     ]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    if body or method not in _WITHOUT_BODY:
+    if body or method != "GET":
         lines.append(f"Content-Length: {len(body)}")
     head = "\r\n".join(lines)
     if head.count("\n") != len(lines) - 1 or head.count("\r") != len(lines) - 1:

@@ -63,7 +63,7 @@ class Relay:
     @property
     def is_migratable(self) -> bool:
         """Whether the client has received something that another instance can continue."""
-        return self._output.has_content
+        return self._output.is_migratable
 
     async def serve(self) -> web.StreamResponse:
         """Serve the request; raises `Refusal` if no instance could and the client has no byte."""

@@ -94,6 +94,11 @@ class Output:
         return self._first is not None or self.has_begun
 
     @property
+    def is_migratable(self) -> bool:
+        """Whether the client has a stream that another instance may be able to continue."""
+        return self._record is not None
+
+    @property
     def prompt_token_ids(self) -> list[int]:
         """Token ids of the prompt, as far as instances sent them; read `received` first."""
         return self._record.prompt_token_ids if self._record is not None else []
@@ -249,7 +254,6 @@ class Output:
         elif self._record is not None:
             self._record.begin_continuation()
         record, entry, is_resumed = self._record, self._entry, splice is None
-        response.is_migratable = record is not None
         stream = await self._begin(response)
         while True:
             events = chunk

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import defaultdict
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Coroutine, Hashable, Mapping
+from contextlib import suppress
+from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
-from weakref import WeakSet
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.errors import (
@@ -19,15 +18,21 @@ from vllm_tetri.router.errors import (
     is_at_limit,
     is_at_limit_event,
 )
-from vllm_tetri.router.http_client import HttpClient, HttpError, HttpResponse, Unreachable
+from vllm_tetri.router.http_client import (
+    GivenUp,
+    HttpClient,
+    HttpError,
+    HttpResponse,
+    Sender,
+    Silent,
+    Unreachable,
+)
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
 
 _ERROR_BODY_S = 5.0
 _MAX_ERROR_BYTES = 4096
-_NOW = 0.0
 _ALIVE_S = 1.0  # longest wait for `/health` of an instance that failed a request
-_MAX_NAMES = 2048  # twice the number of instances that a router accepts
 _AUTHORIZATION = "authorization"
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 1.0
@@ -39,14 +44,22 @@ _GOODBYE_S = 0.3  # by then the message of an instance that ended in good order 
 _REACH_S = 1.0
 _NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
+_Key = TypeVar("_Key", bound=Hashable)
+_T = TypeVar("_T")
+
 _log = logging.getLogger(__name__)
 
 
-class Sender(Protocol):
-    """The sender of a request; knows whether another instance can take over by now."""
-
-    @property
-    def is_migratable(self) -> bool: ...
+def _shared(
+    tasks: dict[_Key, asyncio.Task[_T]], key: _Key, work: Coroutine[None, None, _T]
+) -> asyncio.Task[_T]:
+    """Return the task that does some work already, or begin it."""
+    if (task := tasks.get(key)) is not None:
+        work.close()
+        return task
+    task = tasks[key] = asyncio.ensure_future(work)
+    task.add_done_callback(lambda _: tasks.pop(key, None))
+    return task
 
 
 class Upstream:
@@ -58,16 +71,7 @@ class Upstream:
     def __init__(self, first_byte_s: float, authorization: str | None = None) -> None:
         self._first_byte_s, self._authorization = first_byte_s, authorization
         self._http = HttpClient(first_byte_s)
-        self._waiting: defaultdict[InstanceId, dict[asyncio.Timeout, Sender | None]]
-        self._waiting = defaultdict(dict)
-        self._responses: defaultdict[InstanceId, WeakSet[HttpResponse]] = defaultdict(WeakSet)
-        self._failures: dict[InstanceId, str] = {}  # the reason of the last one
         self._checks: dict[str, asyncio.Task[bool]] = {}
-
-    @property
-    def num_connections(self) -> int:
-        """Number of open connections."""
-        return len(self._http)
 
     async def send(
         self,
@@ -90,27 +94,18 @@ class Upstream:
             InstanceFailed: There is no response; checked, or one of status 5xx.
             InstanceAtLimit: Checked, the instance is at its limit and did not take the request.
         """
-        headers = self._authorized(headers)
-        limit = asyncio.timeout(self._first_byte_s)
-        self._waiting[instance.id][limit] = sender
         try:
-            async with limit:
-                response = await self._http.send(instance.url, method, path, body, headers)
-        except TimeoutError as error:
-            if limit.when() == _NOW:
-                raise InstanceFailed(
-                    instance.id, self._failures[instance.id], status=503
-                ) from error
-            raise self._timed_out(instance) from error
-        except Unreachable as error:
-            raise InstanceFailed(instance.id, str(error), status=503, had_it=False) from error
+            response = await self._http.send(
+                instance.url,
+                method,
+                path,
+                body,
+                self._authorized(headers),
+                label=instance.id,
+                sender=sender,
+            )
         except HttpError as error:
-            raise InstanceFailed(instance.id, f"connection lost: {error}") from error
-        finally:
-            self._waiting[instance.id].pop(limit, None)
-            if len(self._responses) > _MAX_NAMES:
-                self._expire()
-        self._responses[instance.id].add(response)
+            raise self._failure(instance, error) from error
         if is_checked and response.status >= 500:
             raise await _read_error(instance, response)
         return response
@@ -128,32 +123,7 @@ class Upstream:
 
         Also needed when an instance ends in good order: its server waits for its connections.
         """
-        self._failures[instance] = why
-        waiting = [
-            limit
-            for limit, sender in self._waiting.get(instance, {}).items()
-            if not limit.expired()
-            and (not only_migratable or (sender is not None and sender.is_migratable))
-        ]
-        for limit in waiting:
-            limit.reschedule(_NOW)
-        since_s = asyncio.get_running_loop().time() - quiet_s
-        quiet = [
-            each
-            for each in self._responses.get(instance, ())
-            if each.is_quiet(since_s) and (each.is_migratable or not only_migratable)
-        ]
-        for response in quiet:
-            response.close(why)
-        return len(waiting) + len(quiet)
-
-    def _expire(self) -> None:
-        """Drop the names of instances without requests."""
-        for name in [name for name, found in self._responses.items() if not found]:
-            if not self._waiting.get(name):
-                self._waiting.pop(name, None)
-                self._failures.pop(name, None)
-                del self._responses[name]
+        return self._http.fail_requests(instance, why, quiet_s, only_migratable=only_migratable)
 
     async def first_chunk(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
         """Return the first bytes of a stream; empty when it ends at once.
@@ -163,14 +133,11 @@ class Upstream:
             InstanceAtLimit: The stream says only that the instance is at its limit.
         """
         try:
-            async with asyncio.timeout(self._first_byte_s):
-                chunk = await response.read_some()
-                while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
-                    chunk = await response.read_some()  # a keep-alive comment
-        except TimeoutError as error:
-            raise self._timed_out(instance) from error
+            chunk = await response.read_some()
+            while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
+                chunk = await response.read_some()  # a keep-alive comment
         except HttpError as error:
-            raise InstanceFailed(instance.id, f"connection lost: {error}") from error
+            raise self._failure(instance, error) from error
         if is_at_limit_event(chunk):
             raise InstanceAtLimit(instance.id)
         if chunk.startswith(ERROR_EVENT) and not await self.is_alive(instance):
@@ -190,12 +157,8 @@ class Upstream:
 
     async def is_alive(self, instance: InstanceInfo) -> bool:
         """Whether an instance that failed a request is healthy; one check for all requests."""
-        check = self._checks.get(instance.url)
-        if check is None:
-            check = asyncio.ensure_future(self.is_healthy(instance.url, _ALIVE_S))
-            self._checks[instance.url] = check
-            check.add_done_callback(lambda _: self._checks.pop(instance.url, None))
-        return await asyncio.shield(check)
+        check = self.is_healthy(instance.url, _ALIVE_S)
+        return await asyncio.shield(_shared(self._checks, instance.url, check))
 
     async def is_healthy(self, url: str, timeout_s: float) -> bool:
         """Whether ``/health`` answers 200."""
@@ -219,24 +182,27 @@ class Upstream:
         kept = {name: value for name, value in headers.items() if name.lower() != _AUTHORIZATION}
         return {**kept, _AUTHORIZATION: self._authorization} if self._authorization else kept
 
-    def _timed_out(self, instance: InstanceInfo) -> InstanceFailed:
-        reason = f"no byte of the response within {self._first_byte_s:g} s"
-        return InstanceFailed(instance.id, reason, status=504, is_final=True)
+    def _failure(self, instance: InstanceInfo, error: HttpError) -> InstanceFailed:
+        match error:
+            case Silent():
+                reason = f"no byte of the response within {self._first_byte_s:g} s"
+                return InstanceFailed(instance.id, reason, status=504, is_final=True)
+            case Unreachable():
+                return InstanceFailed(instance.id, str(error), status=503, had_it=False)
+            case GivenUp():
+                return InstanceFailed(instance.id, str(error), status=503)
+        return InstanceFailed(instance.id, f"connection lost: {error}")
 
 
 async def _read_error(
     instance: InstanceInfo, response: HttpResponse
 ) -> InstanceFailed | InstanceAtLimit:
-    text = bytearray()
-    try:
+    text = b""
+    with suppress(HttpError, TimeoutError):
         async with asyncio.timeout(_ERROR_BODY_S):
-            while len(text) < _MAX_ERROR_BYTES and (chunk := await response.read_some()):
-                text += chunk
-    except (HttpError, TimeoutError):
-        pass
-    finally:
-        response.close()
-    if is_at_limit(response.status, bytes(text)):
+            text = await response.read()
+    response.close()
+    if is_at_limit(response.status, text):
         return InstanceAtLimit(instance.id)
     status = 503 if response.status == 503 else 502
     words = text[:_MAX_ERROR_BYTES].decode(errors="replace")
@@ -287,10 +253,7 @@ class Liveness:
 
         A silent instance is probed on: it may be slow to start, or the router was stopped.
         """
-        key = (info.id, info.pid, info.url)
-        if key not in self._probes:
-            task = self._probes[key] = asyncio.ensure_future(self._probe(info))
-            task.add_done_callback(lambda _: self._probes.pop(key, None))
+        _shared(self._probes, (info.id, info.pid, info.url), self._probe(info))
 
     async def _probe(self, info: InstanceInfo) -> None:
         wait_s = _FIRST_WAIT_S
@@ -308,11 +271,8 @@ class Liveness:
         host responds: a broken network or machine is not the fault of a request.
         """
         process = (instance.id, instance.pid)
-        task = self._crashes.get(process)  # one check for all requests of a process
-        if task is None:
-            task = self._crashes[process] = asyncio.ensure_future(self._check_crash(instance))
-            task.add_done_callback(lambda _: self._crashes.pop(process, None))
-        return await asyncio.shield(task)
+        check = self._check_crash(instance)
+        return await asyncio.shield(_shared(self._crashes, process, check))
 
     async def _check_crash(self, instance: InstanceInfo) -> bool:
         is_alive, has_host = await asyncio.gather(
