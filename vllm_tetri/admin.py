@@ -38,7 +38,7 @@ class AdminError(TetriError):
     exit_status = 1
 
 
-def call(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def call(url: str, path: str, body: Row | None = None) -> Row:
     """Return what a router responds to a GET, or to a POST of `body`.
 
     Raises:
@@ -58,20 +58,13 @@ def call(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, A
     except urllib.error.HTTPError as error:
         raise AdminError(_refusal_of(error)) from error
     except (OSError, ValueError) as error:
-        raise AdminError(_unreachable(url, error)) from error
+        reason = getattr(error, "reason", error)
+        words = str(getattr(reason, "strerror", None) or reason).lower()
+        hint = "start one with `vllm-tetri up MODEL` or give --url"
+        if isinstance(reason, ssl.SSLError):
+            hint = "SSL_CERT_FILE may name the certificate to trust"
+        raise AdminError(f"no router answers at {url}: {words}; {hint}") from error
     return content
-
-
-def _unreachable(url: str, error: Exception) -> str:
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    words = str(reason)
-    if isinstance(reason, OSError) and reason.strerror:
-        words = reason.strerror.lower()
-    if isinstance(reason, ssl.SSLError):
-        return f"{url}: {words}; SSL_CERT_FILE may name the certificate to trust"
-    return (
-        f"no router answers at {url}: {words}; start one with `vllm-tetri up MODEL` or give --url"
-    )
 
 
 def _refusal_of(error: urllib.error.HTTPError) -> str:
@@ -86,13 +79,13 @@ class Status:
     """`vllm-tetri status`: show the instances of a running cluster."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        # fmt: off
         parser.add_argument(
             "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS",
-            help="refresh the table until Ctrl-C, every second if no period is given",
-        )  # fmt: skip
+            help="refresh the table until Ctrl-C, every second if no period is given")
         parser.add_argument(
-            "--json", action="store_true", help="print the response of /tetri/v1/instances as JSON"
-        )
+            "--json", action="store_true", help="print the response of /tetri/v1/instances as JSON")
+        # fmt: on
         _add_url(parser)
 
     def run(self, options: argparse.Namespace) -> int:
@@ -100,7 +93,7 @@ class Status:
         if not console.is_terminal:
             console.width = _WIDE
         if options.watch is not None:
-            _watch(options.url, console, max(options.watch, _POLL_S))
+            self._watch(options.url, console, max(options.watch, _POLL_S))
         content = call(options.url, _INSTANCES)
         if options.json:
             print(json.dumps(content, indent=2))
@@ -108,36 +101,38 @@ class Status:
             console.print(status_of(content))
         return 0
 
+    def _watch(self, url: str, console: Console, period_s: float) -> None:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                try:
+                    shown = status_of(call(url, _INSTANCES))
+                except AdminError as error:  # it may come back
+                    shown = Text(str(error))
+                live.update(shown, refresh=True)
+                time.sleep(period_s)
+
 
 class FlipCommand:
     """`vllm-tetri flip`: give an instance another role while it serves."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_instance(parser)
+        # fmt: off
         parser.add_argument(
             "role", choices=[role.value for role in Role],
-            help="target role; the current role cancels a pending flip",
-        )  # fmt: skip
+            help="target role; the current role cancels a pending flip")
         parser.add_argument(
             "--now", action="store_true",
-            help="take new work at once and finish the old work meanwhile, instead of first",
-        )  # fmt: skip
+            help="take new work at once and finish the old work meanwhile, instead of first")
         parser.add_argument(
             "--deadline", type=float, default=FLIP_DEADLINE_S, metavar="SECONDS",
-            help="keep the old role if its work takes longer than this (default: %(default)s)",
-        )  # fmt: skip
-        _add_url(parser)
+            help="keep the old role if its work takes longer than this (default: %(default)s)")
+        # fmt: on
 
     def run(self, options: argparse.Namespace) -> int:
         name, role = options.instance, options.role
-        order = {
-            "role": role,
-            "now": options.now,
-            "deadline_s": options.deadline,
-            "force": options.force,
-            "reason": "ordered by vllm-tetri flip",
-        }
-        ordered = call(options.url, f"{_INSTANCES}/{quote(name, safe='')}/flip", order)
+        order = {"role": role, "now": options.now, "reason": "ordered by vllm-tetri flip"}
+        ordered = _order(options, "flip", order)
         if not ordered["is_under_way"]:
             print(f"{name} is a {role} instance already")
             return 0
@@ -176,12 +171,10 @@ class DrainCommand:
             "--deadline", type=float, metavar="SECONDS",
             help="end it after this time even with requests in flight (default: no deadline)",
         )  # fmt: skip
-        _add_url(parser)
 
     def run(self, options: argparse.Namespace) -> int:
         url, name = options.url, options.instance
-        order = {"force": options.force, "deadline_s": options.deadline}
-        call(url, f"{_INSTANCES}/{quote(name, safe='')}/drain", order)
+        _order(options, "drain", {})
         for _ in _progress(url, name):
             pass
         departed = call(url, _INSTANCES)["departed"]
@@ -222,6 +215,14 @@ def _add_instance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="even if no other instance can take over its role"
     )
+    _add_url(parser)
+
+
+def _order(options: argparse.Namespace, verb: str, order: Row) -> Row:
+    path = f"{_INSTANCES}/{quote(options.instance, safe='')}/{verb}"
+    return call(
+        options.url, path, {**order, "deadline_s": options.deadline, "force": options.force}
+    )
 
 
 def _progress(url: str, name: str) -> Iterator[Row]:
@@ -241,17 +242,6 @@ def _progress(url: str, name: str) -> Iterator[Row]:
             shown = words
         yield row
         time.sleep(_POLL_S)
-
-
-def _watch(url: str, console: Console, period_s: float) -> None:
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            try:
-                shown = status_of(call(url, _INSTANCES))
-            except AdminError as error:  # it may come back
-                shown = Text(str(error))
-            live.update(shown, refresh=True)
-            time.sleep(period_s)
 
 
 # A format of the row, to which `_extended` adds the names that it does not have.

@@ -17,19 +17,6 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec.inspect import (
-    EnumType,
-    FloatType,
-    IntType,
-    LiteralType,
-    Metadata,
-    NoneType,
-    StructType,
-    Type,
-    UnionType,
-    VarTupleType,
-    type_info,
-)
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.plugins import Kind, load_policy
@@ -58,13 +45,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-_UNITS = {"s": "SECONDS", "bytes": "BYTES"}
-
-
 def _option(text: str, unit: str = "", default: str = "") -> msgspec.Meta:
     """Make a field an option: its help, the placeholder of its value where the name does not
     end with one, and its default where the field's own default does not say it."""
-    return msgspec.Meta(description=text, extra={"unit": unit, "default": default})
+    return msgspec.Meta(description=text, extra_json_schema={"unit": unit, "shown": default})
 
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
@@ -82,119 +66,71 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     push: Literal["chunk", "request"] = "chunk"  # send KV per chunk, or once per request
     reserve_end: End = End.EXPECTED  # which end of a predicted bucket is reserved
 
+    # fmt: off
     # In the cluster.
     instance: Annotated[str, _option("name in the cluster", "NAME", "role and port")] = ""
-    url: Annotated[
-        str,
-        _option("URL at which the router reaches this server", "URL", "from --host and --port"),
-    ] = ""
-    control: Annotated[
-        tuple[str, ...],
-        _option("control addresses of the routers, separated by commas", "tcp://HOST:PORT"),
-    ] = (DEFAULT_CONTROL,)
-    host: Annotated[
-        str,
-        _option("address for receiving KV; not loopback only with a secret file", "ADDRESS"),
-    ] = "127.0.0.1"
-    secret_file: Annotated[
-        str,
-        _option("secret of the cluster, see `vllm-tetri secret`", "FILE", "$TETRI_SECRET_FILE"),
-    ] = ""
-    device: Annotated[
-        str,
-        _option(
-            "name of the hardware; instances with the same name share it and slow each other down",
-            "NAME",
-            "host name with cores or GPUs",
-        ),
-    ] = ""
-    report_period_s: Annotated[
-        Seconds, _option("time between two load reports (paper section 3.4)")
-    ] = 0.1
+    url: Annotated[str, _option(
+        "URL at which the router reaches this server", "URL", "from --host and --port")] = ""
+    control: Annotated[tuple[str, ...], _option(
+        "control addresses of the routers, separated by commas", "tcp://HOST:PORT",
+    )] = (DEFAULT_CONTROL,)
+    host: Annotated[str, _option(
+        "address for receiving KV; not loopback only with a secret file", "ADDRESS",
+    )] = "127.0.0.1"
+    secret_file: Annotated[str, _option(
+        "secret of the cluster, see `vllm-tetri secret`", "FILE", "$TETRI_SECRET_FILE")] = ""
+    device: Annotated[str, _option(
+        "name of the hardware; instances with the same name share it and slow each other down",
+        "NAME", "host name with cores or GPUs")] = ""
+    report_period_s: Annotated[Seconds, _option(
+        "time between two load reports (paper section 3.4)")] = 0.1
 
     # Policies.
-    prefill_policy: Annotated[
-        str,
-        _option(
-            "order of waiting prompts (paper section 3.3.1): fcfs, sjf, ljf, srtf (shortest "
-            "remaining first, which may pause a started prompt), or your own as module:attribute",
-            "NAME",
-        ),
-    ] = "sjf"
-    sched_batch: Annotated[
-        Positive, _option("waiting prompts that are ordered together (paper)", "PROMPTS")
-    ] = 16  # paper section 5.2.1
-    decode_policy: Annotated[
-        str,
-        _option(
-            "when a request enters the decode batch (paper section 3.4): greedy (as vLLM), "
-            "reserve-static (when its predicted output fits now), reserve-dynamic (when all "
-            "outputs fit until each one ends), or your own as module:attribute",
-            "NAME",
-        ),
-    ] = "reserve-dynamic"  # paper section 5.2.3
-    dispatch_policy: Annotated[
-        str,
-        _option(
-            "choice among decode instances that have capacity (paper section 3.3.4): "
-            "power-of-two, power-of-two-ratio (the paper's), or your own as module:attribute",
-            "NAME",
-        ),
-    ] = "power-of-two"
-    predictor: Annotated[
-        Annotated[str, msgspec.Meta(min_length=1)],
-        _option(
-            "predictor of output lengths (paper section 3.3.2): its folder, oracle (the true "
-            "length, where the client fixes it) or none",
-            "FOLDER|oracle|none",
-        ),
-    ] = "none"
-    predictor_mode: Annotated[
-        Literal["parallel", "sequential"],
-        _option("compute a prompt while its output length is predicted, or afterwards"),
-    ] = "parallel"
-    granularity: Annotated[
-        Positive | None,
-        _option("width of a predicted bucket", "TOKENS", "the predictor's own, else 200"),
-    ] = None
+    prefill_policy: Annotated[str, _option(
+        "order of waiting prompts (paper section 3.3.1): fcfs, sjf, ljf, srtf (shortest "
+        "remaining first, which may pause a started prompt), or your own as module:attribute",
+        "NAME")] = "sjf"
+    sched_batch: Annotated[Positive, _option(
+        "waiting prompts that are ordered together (paper)", "PROMPTS",
+    )] = 16  # paper section 5.2.1
+    decode_policy: Annotated[str, _option(
+        "when a request enters the decode batch (paper section 3.4): greedy (as vLLM), "
+        "reserve-static (when its predicted output fits now), reserve-dynamic (when all "
+        "outputs fit until each one ends), or your own as module:attribute",
+        "NAME")] = "reserve-dynamic"  # paper section 5.2.3
+    dispatch_policy: Annotated[str, _option(
+        "choice among decode instances that have capacity (paper section 3.3.4): "
+        "power-of-two, power-of-two-ratio (the paper's), or your own as module:attribute",
+        "NAME")] = "power-of-two"
+    predictor: Annotated[str, msgspec.Meta(min_length=1), _option(
+        "predictor of output lengths (paper section 3.3.2): its folder, oracle (the true "
+        "length, where the client fixes it) or none", "FOLDER|oracle|none")] = "none"
+    predictor_mode: Annotated[Literal["parallel", "sequential"], _option(
+        "compute a prompt while its output length is predicted, or afterwards")] = "parallel"
+    granularity: Annotated[Positive | None, _option(
+        "width of a predicted bucket", "TOKENS", "the predictor's own, else 200")] = None
 
     # One step.
-    chunk_size: Annotated[
-        Positive | Literal["auto"],
-        _option(
-            "prompt tokens per step (paper section 3.3.3), or auto: measured at start",
-            "TOKENS|auto",
-            "512, on CPU 256",
-        ),
-    ] = 512
-    tbt_slo_s: Annotated[
-        Seconds | None,
-        _option(
-            "target for the longest time between two output tokens; it limits the prompt tokens "
-            "that share a step with decodes",
-            default="no target",
-        ),
-    ] = None
-    load_budget_bytes: Annotated[
-        Positive, _option("KV loads above this size run outside of decode steps")
-    ] = 64 << 20
+    chunk_size: Annotated[Positive | Literal["auto"], _option(
+        "prompt tokens per step (paper section 3.3.3), or auto: measured at start",
+        "TOKENS|auto", "512, on CPU 256")] = 512
+    tbt_slo_s: Annotated[Seconds | None, _option(
+        "target for the longest time between two output tokens; it limits the prompt tokens "
+        "that share a step with decodes", default="no target")] = None
+    load_budget_bytes: Annotated[Positive, _option(
+        "KV loads above this size run outside of decode steps")] = 64 << 20
 
     # Transfer of KV.
-    link: Annotated[
-        Literal["auto", "shm", "tcp"],
-        _option("how KV travels: shared memory, TCP, or the best that reaches the peer"),
-    ] = "auto"
+    link: Annotated[Literal["auto", "shm", "tcp"], _option(
+        "how KV travels: shared memory, TCP, or the best that reaches the peer")] = "auto"
     arena_bytes: Annotated[Positive, _option("size of the receive arena")] = 1 << 28
-    streams: Annotated[
-        Annotated[int, msgspec.Meta(ge=1, le=16)],
-        _option("TCP connections per peer that carry KV", "N"),
-    ] = 2
-    transfer_timeout_s: Annotated[
-        Seconds, _option("longest wait for progress of one KV transfer")
-    ] = 30.0
-    hold_timeout_s: Annotated[
-        Seconds, _option("longest time that received KV waits for its request")
-    ] = 60.0
+    streams: Annotated[int, msgspec.Meta(ge=1, le=16), _option(
+        "TCP connections per peer that carry KV", "N")] = 2
+    transfer_timeout_s: Annotated[Seconds, _option(
+        "longest wait for progress of one KV transfer")] = 30.0
+    hold_timeout_s: Annotated[Seconds, _option(
+        "longest time that received KV waits for its request")] = 60.0
+    # fmt: on
 
     def __post_init__(self) -> None:
         has_secret = bool(self.secret_file)
@@ -215,29 +151,60 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of `vllm serve`; ``unit`` is the placeholder for its value in the help."""
+    """An option of `vllm serve`; ``unit`` is the placeholder for its value in the help, and
+    ``allowed`` says in words what it may be."""
 
     flag: str
     text: str
     unit: str
     default: str
     choices: tuple[str, ...]
+    allowed: str
 
 
 @cache
 def options() -> dict[str, Option]:
     """The options by field name, in the order of the fields."""
-    found = {}
-    for name, kind, default in _fields():
-        if isinstance(kind, Metadata) and kind.extra is not None:
-            found[name] = Option(
-                flag=option_of(name),
-                text=(kind.extra_json_schema or {})["description"],
-                unit=kind.extra["unit"] or _UNITS.get(name.rpartition("_")[2], ""),
-                default=kind.extra["default"] or _shown(name, default),
-                choices=_choices(kind.type),
-            )
-    return found
+    fields = msgspec.json.schema(TetriConfig)["$defs"]["TetriConfig"]["properties"]
+    return {name: _option_of(name, field) for name, field in fields.items() if "unit" in field}
+
+
+def _option_of(name: str, field: dict[str, Any]) -> Option:
+    default, unit, allowed = str(field["default"]), "", _words(field)
+    if name.endswith("_s"):
+        unit, allowed = "SECONDS", f"{allowed} seconds"
+    elif name.endswith("_bytes"):
+        unit, default = "BYTES", f"{field['default'] >> 20}M"
+    elif isinstance(field["default"], tuple):
+        default = ",".join(field["default"])
+    return Option(
+        flag=option_of(name),
+        text=field["description"],
+        unit=field["unit"] or unit,
+        default=field["shown"] or default,
+        choices=tuple(field.get("enum", ())),
+        allowed=allowed,
+    )
+
+
+def _words(schema: dict[str, Any]) -> str:
+    """Say what a value may be, by its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(_words(each) for each in schema["anyOf"] if each != {"type": "null"})
+    if "enum" in schema:
+        *words, last = schema["enum"]
+        return f"{', '.join(words)} or {last}" if words else str(last)
+    most = f" and at most {schema['maximum']}" if "maximum" in schema else ""
+    match schema["type"]:
+        case "integer":
+            least = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
+            return f"a whole number of at least {least}{most}"
+        case "number":
+            return f"a number above {schema['exclusiveMinimum']}{most}"
+        case "array":
+            return "a list of words"
+        case _:
+            return "a word"
 
 
 def decode_config(raw: dict[str, Any]) -> TetriConfig:
@@ -251,17 +218,16 @@ def decode_config(raw: dict[str, Any]) -> TetriConfig:
         return msgspec.convert(raw, TetriConfig, strict=False)
     except msgspec.ValidationError as error:
         path = re.search(r"`\$\.(\w+)", str(error))
-        if path is None:  # an unknown key, or a check of TetriConfig's own
+        if path is None or path[1] not in options():  # or a check of TetriConfig's own
             raise ConfigError(str(error)) from error
-        name, value = path[1], raw.get(path[1])
+        value, option = raw[path[1]], options()[path[1]]
         shown = f"{value:g}" if isinstance(value, float) else str(value)
-        raise ConfigError(f"{option_of(name)} {shown}: must be {allowed_values(name)}") from error
+        raise ConfigError(f"{option.flag} {shown}: must be {option.allowed}") from error
 
 
 def encode_config(config: TetriConfig) -> dict[str, Any]:
     """The plain values of a config; `decode_config` reads them back."""
-    plain = msgspec.to_builtins(config)
-    assert isinstance(plain, dict)
+    plain: dict[str, Any] = msgspec.to_builtins(config)
     return plain
 
 
@@ -273,13 +239,6 @@ def option_of(name: str) -> str:
 def file_key_of(name: str) -> str:
     """A field's name without its unit, as the command line and files have it."""
     return name.replace("-", "_").removesuffix("_s").replace("_", "-")
-
-
-@cache
-def allowed_values(name: str) -> str:
-    """What a field may be, in words."""
-    (kind,) = (kind for each, kind, _ in _fields() if each == name)
-    return _words(kind) + (" seconds" if name.endswith("_s") else "")
 
 
 def parse_size(text: str) -> int:
@@ -328,52 +287,3 @@ def require_guarded(option: str, host: str, *, has_secret: bool) -> None:
             "cluster needs a secret: `vllm-tetri secret FILE` makes one; give FILE to routers "
             "(--secret-file) and instances (--tetri-secret-file), or use 127.0.0.1"
         )
-
-
-def _fields() -> list[tuple[str, Type, Any]]:
-    info = type_info(TetriConfig)
-    assert isinstance(info, StructType)
-    return [(field.name, field.type, field.default) for field in info.fields]
-
-
-def _shown(name: str, default: Any) -> str:
-    if name.endswith("_bytes"):
-        return f"{default >> 20}M"
-    return ",".join(default) if isinstance(default, tuple) else f"{default}"
-
-
-def _choices(kind: Type) -> tuple[str, ...]:
-    match kind:
-        case LiteralType():
-            return tuple(map(str, kind.values))
-        case EnumType():
-            return tuple(str(member.value) for member in kind.cls)
-        case _:
-            return ()
-
-
-def _words(kind: Type) -> str:
-    match kind:
-        case Metadata():
-            return _words(kind.type)
-        case UnionType():
-            return " or ".join(
-                _words(each) for each in kind.types if not isinstance(each, NoneType)
-            )
-        case LiteralType() | EnumType():
-            *words, last = _choices(kind)
-            return " or ".join(filter(None, (", ".join(words), last)))
-        case IntType():
-            least = f"of at least {kind.ge if kind.gt is None else kind.gt + 1}"
-            return f"a whole number {least}" + _most(kind)
-        case FloatType():
-            least = f"of at least {kind.ge}" if kind.gt is None else f"above {kind.gt}"
-            return f"a number {least}" + _most(kind)
-        case VarTupleType():
-            return "a list of words"
-        case _:
-            return "a word"
-
-
-def _most(kind: IntType | FloatType) -> str:
-    return "" if kind.le is None else f" and at most {kind.le}"

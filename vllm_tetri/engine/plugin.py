@@ -20,7 +20,6 @@ import yaml
 
 from vllm_tetri.config import (
     PRESETS,
-    allowed_values,
     file_key_of,
     option_of,
     options,
@@ -152,7 +151,7 @@ def _checked(convert: Callable[[str], Any], name: str = "") -> Callable[[str], A
         try:
             return convert(text)
         except ValueError as error:
-            why = f"{text!r}: must be {allowed_values(name)}" if name else str(error)
+            why = f"{text!r}: must be {options()[name].allowed}" if name else str(error)
             raise argparse.ArgumentTypeError(why) from None
 
     return parse
