@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, overload
 
 from vllm_tetri.errors import ConfigError
@@ -48,7 +47,7 @@ def load_policy(kind: Kind, name: str) -> Any:
     """
     found = _BUILT_IN[kind].get(name)
     if found is None:
-        found = _from_path(kind, name) if ":" in name else _from_entry_point(kind, name)
+        found = _checked(kind, name, _loaded(kind, name))
     if kind == "order" and not isinstance(found, Order):
         return Order(found)
     return found
@@ -64,14 +63,21 @@ def _group(kind: Kind) -> str:
     return f"vllm_tetri.{kind}"
 
 
-def _from_entry_point(kind: Kind, name: str) -> Any:
+def _loaded(kind: Kind, name: str) -> Any:
+    is_path = ":" in name
+    entry = EntryPoint(name, name, _group(kind)) if is_path else _entry_point(kind, name)
+    try:
+        return entry.load()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{kind} policy {name!r} cannot be loaded from {entry.value}: {error}. Write "
+            "package.module:attribute, and install the package or add its folder to PYTHONPATH"
+        ) from error
+
+
+def _entry_point(kind: Kind, name: str) -> EntryPoint:
     for entry in entry_points(group=_group(kind), name=name):
-        try:
-            return _checked(kind, name, entry.load())
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"{kind} policy {name!r} of the entry point {entry.value} cannot be loaded: {error}"
-            ) from error
+        return entry
     names = policy_names(kind)
     close = get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? There" if close else "there"
@@ -79,17 +85,6 @@ def _from_entry_point(kind: Kind, name: str) -> Any:
         f"there is no {kind} policy {name!r}; {hint} are {', '.join(names)}; "
         "name your own as package.module:attribute"
     )
-
-
-def _from_path(kind: Kind, name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return _checked(kind, name, getattr(import_module(module), attribute))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{kind} policy {name!r} cannot be loaded: {error}. Write package.module:attribute, "
-            "and install the package or add its folder to PYTHONPATH"
-        ) from error
 
 
 def _checked(kind: Kind, name: str, found: Any) -> Any:
