@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,8 @@ class LocalCluster:
             if all(states.get(name) == "ready" for name in wanted):
                 return
             await asyncio.sleep(_JOIN_PERIOD_S)
-        missing = [
-            f"{name} is {states.get(name, 'unknown')}"
-            for name in sorted(wanted)
-            if states.get(name) != "ready"
-        ]
+        found = {name: states.get(name, "unknown") for name in sorted(wanted)}
+        missing = [f"{name} is {state}" for name, state in found.items() if state != "ready"]
         raise LaunchError(f"{router.spec.name} cannot use every instance: {', '.join(missing)}")
 
     def _write_ready_file(self, path: Path, model: str) -> None:
@@ -178,19 +176,14 @@ class LocalCluster:
 
 
 class Keeper:
-    """Owns one child at a time and restarts it with back-off. Used by one event loop.
-
-    Attributes:
-        ready: Set while the child responds, and when it was drained.
-        has_left: The child ended because an operator drained it, and is not restarted.
-    """
+    """Owns one child at a time and restarts it with back-off. Used by one event loop."""
 
     def __init__(
         self, spec: ChildSpec, cluster: LocalCluster, session: aiohttp.ClientSession
     ) -> None:
         self.spec = spec
-        self.ready = asyncio.Event()
-        self.has_left = False
+        self.ready = asyncio.Event()  # set while the child responds, and when it was drained
+        self.has_left = False  # it ended because an operator drained it, and is not restarted
         self._cluster = cluster
         self._display = cluster.display
         self._session = session
@@ -224,11 +217,8 @@ class Keeper:
         return content if isinstance(content, dict) else {}
 
     async def run(self) -> None:
-        """Keep the child running until cancelled, or until it was drained.
-
-        Raises:
-            LaunchError: The child ended repeatedly, or took too long, before it was ready once.
-        """
+        """Keep the child running until cancelled, or until it was drained; LaunchError if it ended
+        repeatedly, or took too long, before it was ready once."""
         deaths = 0
         while True:
             ready_at = await self._start_and_watch()
@@ -273,17 +263,23 @@ class Keeper:
             with contextlib.suppress(ConfigError):  # the child says so
                 self._fingerprint = fingerprint_of(self.spec.certificate)
         child = self._child = await ChildProcess.start(
-            self.spec, self._port, self._display, self._log_file
+            self.spec, self._port, partial(self._display.line, self.spec.name), self._log_file
         )
         death = asyncio.create_task(child.wait())
         readiness = asyncio.create_task(self._until_ready())
+        ready_at: float | None = None
         try:
-            await asyncio.wait(
-                (death, readiness),
-                timeout=self._start_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            ready_at = self._on_started(child, readiness, death)
+            timeout_s, first = self._start_timeout_s, asyncio.FIRST_COMPLETED
+            await asyncio.wait((death, readiness), timeout=timeout_s, return_when=first)
+            if readiness.done() and not death.done():
+                ready_at = time.monotonic()
+                self._was_ready = True
+                self.ready.set()
+                self._display.phase(self.spec.name, "ready")
+            elif not death.done():
+                if not self._was_ready:
+                    raise LaunchError(self._describe(f"was not ready after {timeout_s:.0f} s"))
+                child.kill()
             status = await death
         finally:
             self.ready.clear()
@@ -298,21 +294,6 @@ class Keeper:
         else:
             self._report_death(status)
         return ready_at
-
-    def _on_started(
-        self, child: ChildProcess, readiness: asyncio.Task[None], death: asyncio.Task[int]
-    ) -> float | None:
-        if death.done():
-            return None
-        if readiness.done():
-            self.ready.set()
-            self._was_ready = True
-            self._display.phase(self.spec.name, "ready")
-            return time.monotonic()
-        if not self._was_ready:
-            raise LaunchError(self._describe(f"was not ready after {self._start_timeout_s:.0f} s"))
-        child.kill()
-        return None
 
     async def _until_ready(self) -> None:
         while True:

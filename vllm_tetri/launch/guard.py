@@ -1,16 +1,14 @@
 """Run one command so that no process of it outlives the process that started it.
 
-``python -P -m vllm_tetri.launch.guard --parent PID [--nice N] [--cores 0,1]
-[--grace S] -- COMMAND...`` stays as a small process between `up` and an
-instance. It is needed because the kernel's "kill me when my parent dies"
-reaches one process only, while an instance is a tree of processes.
+It stays as a small process between `up` and an instance, because the kernel's "kill me when my
+parent dies" reaches one process only, while an instance is a tree of processes.
 
-- The guard asks the kernel for SIGTERM when its parent dies, however it dies,
-  and looks at its parent once a second in case that request was lost.
-- It is a subreaper: a process of the tree whose own parent died becomes a child
-  of the guard, so the whole tree can always be found.
-- On SIGTERM it passes SIGTERM to the command, which is the orderly way; processes
-  that are left after the grace period are killed.
+- The guard asks the kernel for SIGTERM when its parent dies, however it dies, and looks at its
+  parent once a second in case that request was lost.
+- It is a subreaper: a process of the tree whose own parent died becomes a child of the guard, so
+  the whole tree can always be found.
+- On SIGTERM it passes SIGTERM to the command, which is the orderly way; processes that are left
+  after the grace period are killed.
 - Should the guard itself be killed, the kernel kills the command.
 
 It ends with the command's exit status, or 128 + signal number.

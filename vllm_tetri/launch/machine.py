@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import metadata, util
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -47,60 +47,36 @@ class CoreSharing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What `up` needs to know of the options for `vllm serve`.
+    """What `up` needs to know of the options for `vllm serve`."""
 
-    Attributes:
-        names: Names of the given options, without dashes in front and with dashes inside.
-        api_keys: Values of ``--api-key``.
-        tensor_parallel_size: GPUs per instance.
-        num_gpus: GPUs that vLLM can use here.
-    """
-
-    names: frozenset[str]
-    api_keys: tuple[str, ...] = ()
-    tensor_parallel_size: int = 1
-    num_gpus: int = 0
+    names: frozenset[str]  # of the given options, without dashes in front and with dashes inside
+    api_keys: tuple[str, ...] = ()  # values of ``--api-key``
+    tensor_parallel_size: int = 1  # GPUs per instance
+    num_gpus: int = 0  # that vLLM can use here
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What may be handed out.
+    """What may be handed out."""
 
-    Attributes:
-        cores: Logical CPUs that this process may use, in order.
-        gpus: Names for ``CUDA_VISIBLE_DEVICES``; empty on a CPU host.
-        memory_bytes: Memory available for all instances together.
-    """
-
-    cores: tuple[int, ...]
-    gpus: tuple[str, ...]
-    memory_bytes: int
+    cores: tuple[int, ...]  # logical CPUs that this process may use, in order
+    gpus: tuple[str, ...]  # names for ``CUDA_VISIBLE_DEVICES``; empty on a CPU host
+    memory_bytes: int  # available for all instances together
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one instance runs.
+    """Where one instance runs."""
 
-    Attributes:
-        cores: Logical CPUs it is pinned to; empty means no pinning.
-        nice: Added to its niceness; a larger value yields more.
-        environment: Variables to set, as pairs.
-        gpu_sharers: Instances on the same GPUs, this one included; 0 without GPUs.
-    """
-
-    cores: tuple[int, ...] = ()
-    nice: int = 0
+    cores: tuple[int, ...] = ()  # logical CPUs it is pinned to; empty means no pinning
+    nice: int = 0  # added to its niceness; a larger value yields more
     environment: tuple[tuple[str, str], ...] = ()
-    gpu_sharers: int = 0
+    gpu_sharers: int = 0  # instances on the same GPUs, this one included; 0 without GPUs
 
 
 def inspect(num_gpus: int | None = None) -> Machine:
-    """Find the cores, GPUs and memory that this process may use.
-
-    Args:
-        num_gpus: GPUs that vLLM can use; None asks it. ``CUDA_VISIBLE_DEVICES`` names them
-            where it is set, else they have the numbers that CUDA gives them.
-    """
+    """Find the cores, memory and GPUs that this process may use; vLLM is asked how many of these
+    unless it has been. They have the names in ``CUDA_VISIBLE_DEVICES``, else CUDA's numbers."""
     if num_gpus is None:
         num_gpus = 0 if is_cpu_build() else ask_vllm().num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
@@ -115,14 +91,8 @@ def inspect(num_gpus: int | None = None) -> Machine:
 def place(
     roles: Sequence[Role], machine: Machine, sharing: CoreSharing | None = None, gpus_each: int = 1
 ) -> list[Placement]:
-    """Place instances on a machine, one placement per role in the same order.
-
-    Args:
-        sharing: None means own cores, or shared cores where there are fewer than instances.
-
-    Raises:
-        ConfigError: The machine has too few cores or GPUs.
-    """
+    """Place instances on a machine, one placement per role in the same order; ConfigError if it
+    has too few cores or GPUs. Without `sharing` they share cores where these are too few."""
     if machine.gpus:
         return _on_gpus(len(roles), machine.gpus, gpus_each)
     cores, instances = machine.cores, len(roles)
@@ -137,16 +107,15 @@ def place(
             f"--placement own-cores: {instances} instances need as many cores, and this machine "
             f"has {len(cores)}; use --placement shared-cores or fewer instances"
         )
-    bounds = [len(cores) * index // instances for index in range(instances + 1)]
-    return [
-        Placement(cores[start:end], environment=_threads(end - start))
-        for start, end in pairwise(bounds)
+    parts = [
+        cores[len(cores) * index // instances : len(cores) * (index + 1) // instances]
+        for index in range(instances)
     ]
+    return [Placement(part, environment=_threads(len(part))) for part in parts]
 
 
 def kv_bytes_each(instances: int, machine: Machine) -> int:
-    """KV cache bytes per instance on a CPU host: at most 1 GiB, and all
-    instances together at most an eighth of the memory."""
+    """KV cache per instance on a CPU host: at most 1 GiB, and all at most 1/8 of the memory."""
     part = machine.memory_bytes // (_KV_PART_OF_MEMORY * max(1, instances))
     return max(_KV_GRAIN, min(MAX_KV_BYTES, part // _KV_GRAIN * _KV_GRAIN))
 
@@ -192,11 +161,7 @@ def is_cpu_build() -> bool:
 
 
 def require_vllm() -> None:
-    """Check that this Python has vLLM.
-
-    Raises:
-        UnsupportedError: It has none.
-    """
+    """Check that this Python has vLLM; UnsupportedError if not."""
     if vllm_version() is None:
         raise UnsupportedError(
             "vLLM is not installed in this Python; install a build of it for your hardware "
@@ -205,13 +170,10 @@ def require_vllm() -> None:
 
 
 def read_serve_options(model: str, words: Sequence[str]) -> ServeOptions:
-    """Read options for `vllm serve`.
+    """Read options for `vllm serve`; ConfigError if vLLM refuses them.
 
     On a CPU host the words say enough, unless some are in a ``--config`` file. vLLM itself is
     asked about that file and about GPUs, which takes seconds.
-
-    Raises:
-        ConfigError: vLLM refuses the options.
     """
     options = serve_options_in(words)
     if is_cpu_build() and "config" not in options.names:
@@ -235,11 +197,8 @@ def serve_options_in(words: Sequence[str]) -> ServeOptions:
 
 
 def ask_vllm(words: Sequence[str] = ()) -> ServeOptions:
-    """Let vLLM's own parser read options, and let vLLM count the GPUs that it can use.
-
-    Raises:
-        ConfigError: vLLM refuses the options, or cannot be imported.
-    """
+    """Let vLLM's own parser read options, and let vLLM count the GPUs that it can use;
+    ConfigError if it refuses the options or cannot be imported."""
     command = [sys.executable, "-P", "-m", "vllm_tetri.launch.machine", *words]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -51,30 +51,18 @@ Environment = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One child of `up`.
+    """One child of `up`."""
 
-    Attributes:
-        name: Name in the cluster and before its log lines.
-        role: None for a router.
-        words: Command line, but for the port of its HTTP server.
-        ready_path: Responds with 200 as soon as the child is of use.
-        host: Address that its HTTP server binds.
-        port: Its fixed port; 0 for a free one, chosen anew at every start.
-        environment: Variables that only this child gets; secrets among them.
-        key: API key that its HTTP server asks for, if it does.
-        certificate: File of its certificate, if it speaks https.
-    """
-
-    name: str
-    role: Role | None
-    words: tuple[str, ...]
+    name: str  # in the cluster and before its log lines
+    role: Role | None  # None for a router
+    words: tuple[str, ...]  # command line, but for the port of its HTTP server
     placement: Placement
-    ready_path: str
-    host: str = HOST
-    port: int = 0
-    environment: Environment = field(default=(), repr=False)
-    key: str = field(default="", repr=False)
-    certificate: str | None = None
+    ready_path: str  # responds with 200 as soon as the child is of use
+    host: str = HOST  # address that its HTTP server binds
+    port: int = 0  # 0 for a free one, chosen anew at every start
+    environment: Environment = field(default=(), repr=False)  # has secrets
+    key: str = field(default="", repr=False)  # that its HTTP server asks for, if it does
+    certificate: str | None = None  # file of its certificate, if it speaks https
 
     def command(self, port: int) -> list[str]:
         """The command line for a port."""
@@ -83,15 +71,11 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Everything that `up` runs.
-
-    Attributes:
-        control: Where instances and routers meet: one address per router, separated by commas.
-    """
+    """Everything that `up` runs."""
 
     instances: tuple[ChildSpec, ...]
     routers: tuple[ChildSpec, ...]
-    control: str
+    control: str  # where they meet: one address per router, separated by commas
 
     @property
     def specs(self) -> tuple[ChildSpec, ...]:
@@ -100,11 +84,8 @@ class LaunchPlan:
 
 
 def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions) -> LaunchPlan:
-    """What to run for these options of `up` on this machine.
-
-    Raises:
-        ConfigError: No instance, a contradiction, too little machine, or a port in use.
-    """
+    """What to run for these options of `up` on this machine; ConfigError if there is no instance,
+    a contradiction, too little machine, or a port in use."""
     _refuse_own_options(serve.names)
     roles = _roles(options, machine, serve.tensor_parallel_size)
     sharing = CoreSharing(options.placement) if options.placement else None
@@ -232,10 +213,7 @@ def _keys(
 
     Instances get a key of their own, new at each start: their ports are on the loopback
     interface, which is open to every user of this machine. The router also asks clients for
-    keys that were meant for instances only: else it would open instances to all.
-
-    Args:
-        in_command: Keys among the options for `vllm serve`.
+    keys that were meant for instances only (`in_command`): else it would open instances to all.
     """
     clients = keys_of(options) or in_command
     if not clients:

@@ -7,10 +7,10 @@ import contextlib
 import os
 import signal
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from vllm_tetri.launch.display import Display
 from vllm_tetri.launch.guard import GRACE_S, guarded
 from vllm_tetri.launch.plan import ChildSpec
 
@@ -27,24 +27,18 @@ class ChildProcess:
     """
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        name: str,
-        display: Display,
-        log: BinaryIO | None,
+        self, process: asyncio.subprocess.Process, on_line: Callable[[str], None], log: BinaryIO
     ) -> None:
         self._process = process
-        self._name = name
-        self._display = display
-        self._log = log
+        self._on_line = on_line
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._pump = asyncio.create_task(self._read_lines())
+        self._pump = asyncio.create_task(self._read_lines(log))
 
     @classmethod
     async def start(
-        cls, spec: ChildSpec, port: int, display: Display, log_file: Path | None
+        cls, spec: ChildSpec, port: int, on_line: Callable[[str], None], log: Path | None
     ) -> ChildProcess:
-        """Start a child in a session of its own; `display` gets its lines.
+        """Start a child in a session of its own, whose output is appended to a log.
 
         Neither the guard nor any Python below it imports from the current directory: in a
         clone of this project that would be the source tree, without the built extension.
@@ -53,6 +47,7 @@ class ChildProcess:
         kernel tells the guard when that *thread* ends.
         """
         placement = spec.placement
+        file = (log or Path(os.devnull)).open("ab", buffering=0)
         process = await asyncio.create_subprocess_exec(
             *guarded(spec.command(port), placement.cores, placement.nice, GRACE_S),
             stdin=asyncio.subprocess.DEVNULL,
@@ -67,8 +62,7 @@ class ChildProcess:
             },
             start_new_session=True,
         )
-        log = log_file.open("ab", buffering=0) if log_file else None
-        return cls(process, spec.name, display, log)
+        return cls(process, on_line, file)
 
     @property
     def pid(self) -> int:
@@ -79,9 +73,8 @@ class ChildProcess:
         """Exit status, after the last line was delivered."""
         status = await self._process.wait()
         self._kill_group()  # a killed guard may have left something
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._pump), 1.0)
-        self._close()
+        await asyncio.wait({self._pump}, timeout=1.0)
+        self._pump.cancel()
         return status
 
     async def stop(self) -> None:
@@ -105,30 +98,21 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _close(self) -> None:
-        self._pump.cancel()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
-
-    async def _read_lines(self) -> None:
+    async def _read_lines(self, log: BinaryIO) -> None:
         stream = self._process.stdout
-        if stream is None:
-            return
+        assert stream is not None
         rest = b""
-        while data := await stream.read(_MAX_LINE_BYTES):
-            if self._log is not None:
-                self._log.write(data)
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > _MAX_LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._deliver(line)
-        if rest:
-            self._deliver(rest)
+        with log:
+            while data := await stream.read(_MAX_LINE_BYTES):
+                log.write(data)
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > _MAX_LINE_BYTES:
+                    lines, rest = [*lines, rest], b""
+                self._deliver(lines)
+        self._deliver([rest])
 
-    def _deliver(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        if text:
-            self.tail.append(text)
-            self._display.line(self._name, text)
+    def _deliver(self, lines: list[bytes]) -> None:
+        for line in lines:
+            if text := line.decode(errors="replace").rstrip():
+                self.tail.append(text)
+                self._on_line(text)
