@@ -21,12 +21,13 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "plugins": (VALUES | {"policy"}, set()),
     "config": (VALUES | {"plugins", "policy"}, {"msgspec", "vllm"}),
-    "security": (VALUES, {"zmq"}),
+    "security": (VALUES, set()),
+    "curve": (VALUES | {"security"}, {"zmq"}),
     "messages": (VALUES, {"msgspec"}),
     "handover": (VALUES, {"msgspec"}),
     "policy": (VALUES, set()),
     "transport": (VALUES, {"numpy", "torch"}),
-    "control": (SHARED, {"msgspec", "zmq"}),
+    "control": (SHARED | {"curve"}, {"msgspec", "zmq"}),
     "router": (
         SHARED | {"control", "__init__"},
         {

@@ -1,9 +1,7 @@
-"""The secret that the processes of one cluster share, and CURVE keys on ZeroMQ sockets.
+"""The secret that the processes of one cluster share.
 
-The secret lies in a file that only its owner may read, as hexadecimal digits or base64, and
-never travels: peers prove that they hold it. Both ends' CURVE keys follow from it. The caller
-knows the listener's key in advance and the listener admits only that one caller, so both have
-proved the secret before a message passes, encrypted and authenticated.
+It lies in a file that only its owner may read, as hexadecimal digits or base64, and never
+travels: peers prove that they hold it, by keys that follow from it (`curve`, and those of KV).
 """
 
 from __future__ import annotations
@@ -18,27 +16,14 @@ import string
 from pathlib import Path
 from typing import NoReturn
 
-import zmq
-from zmq.utils import z85
-
 from vllm_tetri.errors import ConfigError
 
 VARIABLE = "TETRI_SECRET_FILE"
-CONTROL = "control"  # the CURVE channel between routers and instances
 KEY_BYTES = 32
 _LEAST_BYTES = 32
 _LEAST_KINDS = 8  # different bytes: 32 random ones have fewer once in 10^30 times
 _MOST_TEXT = 4096
 _PURPOSE = b"vllm-tetri 1 "
-# libzmq asks a handler about each connection: ZAP, https://rfc.zeromq.org/spec/27/.
-_ZAP_DOMAIN = "tetri"
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_ZAP_VERSION = b"1.0"
-HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 class Secret:
@@ -130,11 +115,6 @@ def write_secret(path: Path) -> None:
         file.write(Secret.make().text + "\n")
 
 
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether a message can be received."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
-
 def share_secret(given: str | None) -> str:
     """Let all children of this process find a secret, the given one, else that of the environment,
     else a new one that is kept in memory only. Returns its path; raises like `read_secret`."""
@@ -151,61 +131,6 @@ def in_memory(name: str, content: str = "") -> str:
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, content.encode())
     return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-class Curve:
-    """The keys of one channel's two ends; ConfigError if this build of ZeroMQ has no CURVE."""
-
-    def __init__(self, secret: Secret, channel: str) -> None:
-        if not zmq.has("curve"):
-            raise ConfigError("this pyzmq was built without CURVE; install another build of it")
-        self._listener = z85.encode(secret.key(f"{channel} listener"))
-        self._caller = z85.encode(secret.key(f"{channel} caller"))
-
-    @property
-    def caller(self) -> bytes:
-        """The caller's public key, as it comes over the wire."""
-        return z85.decode(zmq.curve_public(self._caller))
-
-    def listen(self, socket: zmq.Socket[bytes]) -> None:
-        """Admit callers only, before `bind`. A context without `Gatekeeper` refuses all."""
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._listener)
-        socket.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-    def call(self, socket: zmq.Socket[bytes]) -> None:
-        """Talk to the listener only; call it before `connect`."""
-        socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(self._listener))
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._caller))
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._caller)
-
-
-class Gatekeeper:
-    """Tells libzmq which connections of a context to admit; they wait for `answer`."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], curve: Curve) -> None:
-        self._caller = curve.caller
-        self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(_ZAP_ADDRESS)
-
-    def answer(self) -> None:
-        """Answer every question of libzmq; call it whenever the socket is readable."""
-        while is_readable(self.socket):
-            asked = self.socket.recv_multipart()
-            status = b"200" if self._is_caller(asked) else b"400"
-            request = asked[1] if len(asked) > 1 else b""
-            self.socket.send_multipart([_ZAP_VERSION, request, status, b"", b"", b""])
-
-    def _is_caller(self, asked: list[bytes]) -> bool:
-        # version, request, domain, address, routing id, mechanism, the caller's public key
-        is_curve = len(asked) == 7 and asked[0] == _ZAP_VERSION and asked[5] == b"CURVE"
-        return is_curve and hmac.compare_digest(asked[6], self._caller)
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        self.socket.close(linger=0)
 
 
 def _require_private(path: str, status: os.stat_result) -> None:

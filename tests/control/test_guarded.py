@@ -22,9 +22,10 @@ from tests.control.channel import (
 )
 from vllm_tetri import messages
 from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.curve import CONTROL, Curve, Gatekeeper
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.messages import CancelTransfer, Hello
-from vllm_tetri.security import CONTROL, Curve, Gatekeeper, Secret
+from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, TransferId
 
 OURS, OTHER = Secret.make(), Secret.make()

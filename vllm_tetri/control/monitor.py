@@ -21,8 +21,9 @@ from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded
 from vllm_tetri.control.membership import Membership
 from vllm_tetri.control.view import row_of
+from vllm_tetri.curve import CONTROL, HANDSHAKE_FAILED, Curve, Gatekeeper, is_readable
 from vllm_tetri.errors import ConfigError, ProtocolError
-from vllm_tetri.security import CONTROL, HANDSHAKE_FAILED, Curve, Gatekeeper, Secret, is_readable
+from vllm_tetri.security import Secret
 from vllm_tetri.types import ClusterView, Flip, InstanceId, InstanceInfo, InstanceView, Role
 
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
@@ -77,7 +78,6 @@ class Monitor:
         self._opened = contextlib.ExitStack()  # what `close` closes
         self._socket: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
-        self._gatekeeper: Gatekeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when it fires
 
@@ -97,11 +97,10 @@ class Monitor:
         opened.callback(self._socket.disable_monitor)
         if self._curve is not None:
             self._curve.listen(self._socket)
-            self._gatekeeper = Gatekeeper(context, self._curve)
-            opened.callback(self._gatekeeper.close)
-            asked = self._gatekeeper.socket.fileno()
-            loop.add_reader(asked, self._gatekeeper.answer)
-            opened.callback(loop.remove_reader, asked)
+            gatekeeper = Gatekeeper(context, self._curve)
+            opened.callback(gatekeeper.close)
+            loop.add_reader(gatekeeper.socket.fileno(), gatekeeper.answer)
+            opened.callback(loop.remove_reader, gatekeeper.socket.fileno())
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
