@@ -113,8 +113,7 @@ class Agent:
         secret: Secret | None = None,
     ) -> None:
         for address in routers:
-            host = control_host(address)
-            require_guarded("--tetri-control", host, has_secret=secret is not None)
+            require_guarded("--tetri-control", control_host(address), has_secret=bool(secret))
         self._curve = None if secret is None else Curve(secret, CONTROL)
         self._routers, self._info, self._engine = routers, info, engine
         self._period_s = period_s

@@ -78,6 +78,7 @@ class Monitor:
         self._opened = contextlib.ExitStack()  # what `close` closes
         self._socket: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
+        self._gatekeeper: Gatekeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when it fires
 
@@ -97,10 +98,10 @@ class Monitor:
         opened.callback(self._socket.disable_monitor)
         if self._curve is not None:
             self._curve.listen(self._socket)
-            gatekeeper = Gatekeeper(context, self._curve)
-            opened.callback(gatekeeper.close)
-            loop.add_reader(gatekeeper.socket.fileno(), gatekeeper.answer)
-            opened.callback(loop.remove_reader, gatekeeper.socket.fileno())
+            keeper = self._gatekeeper = Gatekeeper(context, self._curve)
+            opened.callback(keeper.close)
+            loop.add_reader(keeper.socket.fileno(), keeper.answer)
+            opened.callback(loop.remove_reader, keeper.socket.fileno())
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
