@@ -11,7 +11,7 @@ import pytest
 
 from tests.eventually import eventually
 from vllm_tetri.transport import native
-from vllm_tetri.transport.native import TransferState
+from vllm_tetri.transport.native import Status, TransferState
 
 IDENTITY = {"model": "tiny", "block_size": "16"}
 KEY = bytes(range(32))
@@ -21,6 +21,13 @@ ENDED = (TransferState.DONE, TransferState.FAILED, TransferState.CANCELLED)
 def ended(transfer: Any, timeout_s: float = 10.0) -> Any:
     """Wait for the last state of a transfer."""
     return eventually(lambda: transfer.state in ENDED and transfer.state, timeout_s)
+
+
+def fails(transfer: Any, status: Status, words: str = "", timeout_s: float = 10.0) -> None:
+    """Check that a transfer fails, how and why."""
+    assert ended(transfer, timeout_s) == TransferState.FAILED
+    assert transfer.status == status, transfer.error
+    assert words in transfer.error
 
 
 def empty(receiver: Any) -> bool:
@@ -96,6 +103,24 @@ class Backend:
         transfer.write(cache.layout, 0, ids)
         transfer.finish()
         return transfer
+
+    def pushed(self, sender: Any, receiver: Any, name: str, cache: Cache, ids: Any) -> Any:
+        """Send all, to the end."""
+        transfer = self.push(sender, receiver, name, cache, ids)
+        assert ended(transfer) == TransferState.DONE, transfer.error
+        return transfer
+
+    def ends(self, **options: Any) -> tuple[Any, Any, Cache]:
+        """A receiver, a sender, and blocks to send."""
+        return self.receiver(**options), self.sender(), self.cache(seed=1)
+
+    def begun(self, num_blocks: int, **options: Any) -> tuple[Any, Any, Cache, Any]:
+        """Those, and a transfer `t` of which the first block was written."""
+        receiver, sender, cache = self.ends(**options)
+        transfer = sender.open(receiver.endpoint, "t", num_blocks, cache.layout.block_bytes)
+        transfer.write(cache.layout, 0, np.array([0], np.int32))
+        eventually(lambda: receiver.find("t"))
+        return receiver, sender, cache, transfer
 
     def arrived(self, receiver: Any, name: str, cache: Cache) -> bytes:
         """Take a slot, copy it out, release it; its bytes."""

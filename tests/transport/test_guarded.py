@@ -10,10 +10,10 @@ import pytest
 
 from tests.faults.proxy import Proxy
 from tests.transport import wire
-from tests.transport.conftest import IDENTITY, KEY, Backend, ended, eventually
+from tests.transport.conftest import IDENTITY, KEY, Backend, eventually, fails
 from tests.transport.wire import Rogue
 from tests.transport.wire_proof import PROOF, Prover, challenge, proof, proof_of
-from vllm_tetri.transport.native import Status, TransferState
+from vllm_tetri.transport.native import Status
 
 OTHER = bytes(range(1, 33))
 CONTROL_BYTES = 48  # of a challenge, or a proof
@@ -43,8 +43,7 @@ def test_ends_that_do_not_refuse_each_other_in_words(
     sender = core.sender(key=here)
     cache = core.cache(seed=1)
     transfer = core.push(sender, receiver, "t", cache, [1, 2])
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.REFUSED
+    fails(transfer, Status.REFUSED)
     assert words in transfer.error
     assert receiver.find("t") is None
     assert receiver.stats().refused_unauthenticated == bool(there)
@@ -136,9 +135,7 @@ def test_a_listener_elsewhere_cannot_relay_the_proof(core: Backend) -> None:
         transfer = sender.open(elsewhere.endpoint, "t", 2, cache.layout.block_bytes)
         transfer.write(cache.layout, 0, np.arange(2, dtype=np.int32))
         transfer.finish()
-        assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.REFUSED
-    assert "or came by another address" in transfer.error
+        fails(transfer, Status.REFUSED, "or came by another address")
     assert receiver.find("t") is None
     assert receiver.stats().refused_unauthenticated == 1
     core.still_works(receiver, key=KEY)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.mutation import COUNTS, mutated
 from tests.transport import wire
-from tests.transport.conftest import IDENTITY, KEY, Backend, empty, ended, eventually
+from tests.transport.conftest import IDENTITY, KEY, Backend, empty, ended, eventually, fails
 from tests.transport.wire import Rogue
 from tests.transport.wire_proof import FalseReceiver, Prover, challenge, proof
 from vllm_tetri.transport.native import Arena, SlotState, Status, TransferState
@@ -108,7 +108,7 @@ def test_data_that_is_not_what_it_says(tcp: Backend, count: int) -> None:
     receiver = tcp.receiver(arena_bytes=1 << 20, hold_timeout_s=600.0)
     cache = tcp.cache(1, 2, 4096, seed=1)
     sender = tcp.sender()
-    assert ended(tcp.push(sender, receiver, "kept", cache, [0, 1])) == TransferState.DONE
+    tcp.pushed(sender, receiver, "kept", cache, [0, 1])
     rng = Random(3)
     sent = 0
     while sent < count:
@@ -172,7 +172,7 @@ def test_a_receiver_that_says_strange_things(tcp: Backend, count: int) -> None:
             assert transfer.error or transfer.state == TransferState.DONE
             eventually(lambda transfer=transfer: transfer.quiesced)
         receiver = tcp.receiver()
-        assert ended(tcp.push(sender, receiver, "last", cache, [1])) == TransferState.DONE
+        tcp.pushed(sender, receiver, "last", cache, [1])
     finally:
         sender.close()
         false.close()
@@ -213,8 +213,6 @@ def test_an_arena_that_others_may_open_is_not_attached(shm: Backend) -> None:
     with pytest.raises(RuntimeError, match="not this user's alone"):
         Arena(receiver.segment)
     transfer = shm.sender(link="shm").open(receiver.endpoint, "t", 1, 4096)
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.REFUSED
-    assert "not this user's alone" in transfer.error
+    fails(transfer, Status.REFUSED, "not this user's alone")
     path.chmod(0o600)
     shm.still_works(receiver, "later")

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.eventually import eventually
-from tests.transport.conftest import IDENTITY, Backend, empty, ended
+from tests.transport.conftest import IDENTITY, Backend, empty, ended, fails
 from vllm_tetri.transport.native import Arena, SlotState, Status, TransferState
 
 ONE = np.array([0], np.int32)
 
 
-def quiesces(transfer: Any) -> bool:
-    return bool(eventually(lambda: transfer.quiesced, 2.0))
-
-
 def test_sender_cancels_while_filling(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
-    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
-    transfer.write(cache.layout, 0, ONE)
-    eventually(lambda: receiver.find("t"))
+    receiver, _, cache, transfer = core.begun(4)
     transfer.cancel()
     transfer.cancel()
     assert (transfer.state, transfer.status) == (TransferState.CANCELLED, Status.CANCELLED)
@@ -43,7 +34,7 @@ def test_sender_cancels_while_filling(core: Backend) -> None:
 
 
 def test_sender_cancels_before_the_answer(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
+    receiver, sender, _ = core.ends()
     for index in range(20):
         sender.open(receiver.endpoint, f"t{index}", 4, 512).cancel()
     assert sender.send(receiver.endpoint, b"after", 5.0) == Status.OK
@@ -53,8 +44,7 @@ def test_sender_cancels_before_the_answer(core: Backend) -> None:
 
 
 def test_cancel_after_done_changes_nothing(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends()
     transfer = core.push(sender, receiver, "t", cache, [1, 2])
     ended(transfer)
     transfer.cancel()
@@ -71,54 +61,32 @@ def test_cancel_from_another_thread_while_large_writes_run(core: Backend) -> Non
         transfer.write(cache.layout, 0, ids)
         time.sleep(0.001 * index)
         transfer.cancel()
-        assert quiesces(transfer)
+        eventually(lambda transfer=transfer: transfer.quiesced, 2.0)
     eventually(lambda: empty(receiver))
-    good = core.push(sender, receiver, "good", cache, ids)
-    assert ended(good) == TransferState.DONE, good.error
+    core.pushed(sender, receiver, "good", cache, ids)
     assert core.arrived(receiver, "good", cache) == cache.bytes_of(ids)
 
 
 def test_receiver_cancels_while_filling_and_refuses_the_name(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
-    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
-    transfer.write(cache.layout, 0, ONE)
-    eventually(lambda: receiver.find("t"))
+    receiver, sender, cache, transfer = core.begun(4)
     receiver.cancel("t")
     assert receiver.find("t") is None
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.REFUSED
+    fails(transfer, Status.REFUSED)
     assert transfer.quiesced
     eventually(lambda: empty(receiver))
     again = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
-    assert ended(again) == TransferState.FAILED
-    assert again.status == Status.REFUSED
-    assert "cancelled it before" in again.error
+    fails(again, Status.REFUSED, "cancelled it before")
 
 
-def test_receiver_cancels_before_anything_was_opened(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
+def test_a_name_cancelled_before_it_was_opened_is_refused_until_fill_timeout(core: Backend) -> None:
+    receiver, sender, cache = core.ends(fill_timeout_s=0.5)
     receiver.cancel("t")
-    transfer = sender.open(receiver.endpoint, "t", 4, 512)
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.REFUSED
-
-
-def test_a_cancelled_name_is_accepted_again_after_fill_timeout(core: Backend) -> None:
-    receiver, sender = core.receiver(fill_timeout_s=0.2), core.sender()
-    receiver.cancel("t")
-    cache = core.cache(seed=1)
-
-    def accepted() -> bool:
-        transfer = core.push(sender, receiver, "t", cache, [1])
-        return bool(ended(transfer) == TransferState.DONE)
-
-    eventually(accepted)
+    fails(core.push(sender, receiver, "t", cache, [1]), Status.REFUSED)
+    eventually(lambda: ended(core.push(sender, receiver, "t", cache, [1])) == TransferState.DONE)
 
 
 def test_receiver_cancels_what_arrived_but_never_what_is_taken(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends()
     for name in ("a", "b"):
         ended(core.push(sender, receiver, name, cache, [1]))
     receiver.take("b")
@@ -133,25 +101,19 @@ def test_receiver_cancels_what_arrived_but_never_what_is_taken(core: Backend) ->
 def test_a_full_arena_is_an_answer_and_has_room_again_later(core: Backend) -> None:
     receiver, sender = core.receiver(arena_bytes=64 << 10), core.sender()
     cache = core.cache(1, 16, 4096, seed=1)
-    first = core.push(sender, receiver, "a", cache, range(12))
-    assert ended(first) == TransferState.DONE
+    core.pushed(sender, receiver, "a", cache, range(12))
     second = core.push(sender, receiver, "b", cache, range(8))
-    assert ended(second) == TransferState.FAILED
-    assert second.status == Status.FULL
-    assert "no room" in second.error
+    fails(second, Status.FULL, "no room")
     assert receiver.find("b") is None
     assert receiver.stats().refused_full == 1
     core.arrived(receiver, "a", cache)
-    third = core.push(sender, receiver, "b", cache, range(8))
-    assert ended(third) == TransferState.DONE
+    core.pushed(sender, receiver, "b", cache, range(8))
 
 
 def test_a_transfer_larger_than_the_arena_is_refused_for_good(core: Backend) -> None:
     receiver, sender = core.receiver(arena_bytes=8192), core.sender()
     transfer = sender.open(receiver.endpoint, "t", 3, 4096)
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.REFUSED
-    assert "arena_bytes" in transfer.error
+    fails(transfer, Status.REFUSED, "arena_bytes")
 
 
 def test_the_same_name_cannot_be_open_twice(core: Backend) -> None:
@@ -159,33 +121,25 @@ def test_the_same_name_cannot_be_open_twice(core: Backend) -> None:
     first = sender.open(receiver.endpoint, "t", 1, 512)
     eventually(lambda: receiver.find("t"))
     second = sender.open(receiver.endpoint, "t", 1, 512)
-    assert ended(second) == TransferState.FAILED
-    assert second.status == Status.REFUSED
-    assert "open already" in second.error
+    fails(second, Status.REFUSED, "open already")
     assert first.state != TransferState.FAILED
     first.cancel()
 
 
 def test_filling_without_progress_ends(core: Backend) -> None:
-    receiver, sender = core.receiver(fill_timeout_s=0.2), core.sender()
-    cache = core.cache(seed=1)
-    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
-    transfer.write(cache.layout, 0, ONE)
-    eventually(lambda: receiver.find("t"))
+    receiver, _, _, transfer = core.begun(4, fill_timeout_s=0.2)
     assert receiver.wait(5.0)
     slot = receiver.find("t")
     assert slot.state == SlotState.FAILED
     assert "no progress for 0.2 s" in slot.error
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.TIMEOUT
+    fails(transfer, Status.TIMEOUT)
     eventually(lambda: empty(receiver))
     assert receiver.stats().expired == 1
     eventually(lambda: receiver.find("t") is None or receiver.find("t").state == SlotState.FAILED)
 
 
 def test_filling_with_progress_goes_on(core: Backend) -> None:
-    receiver, sender = core.receiver(fill_timeout_s=0.4), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends(fill_timeout_s=0.4)
     transfer = sender.open(receiver.endpoint, "t", 12, cache.layout.block_bytes)
     for block in range(12):
         assert transfer.write(cache.layout, block, np.array([block], np.int32)) == Status.OK
@@ -195,8 +149,7 @@ def test_filling_with_progress_goes_on(core: Backend) -> None:
 
 
 def test_arrived_but_not_taken_ends(core: Backend) -> None:
-    receiver, sender = core.receiver(hold_timeout_s=0.2), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends(hold_timeout_s=0.2)
     ended(core.push(sender, receiver, "t", cache, [1]))
     ended(core.push(sender, receiver, "pinned", cache, [1]))
     assert receiver.take("pinned") is not None
@@ -220,8 +173,7 @@ def test_a_claimed_slot_is_this_sides_own_until_it_is_released(core: Backend) ->
     assert receiver.claim("none", 0, 4096) is None
     assert ended(core.push(sender, receiver, "own", cache, [1])) == TransferState.FAILED
     refused = core.push(sender, receiver, "big", cache, [1, 2, 3])
-    assert ended(refused) == TransferState.FAILED
-    assert refused.status == Status.FULL
+    fails(refused, Status.FULL)
     arena = Arena(receiver.segment)
     second_rank = slot.offset + slot.rank_bytes
     arena.save(second_rank, 0, cache.layout, np.array([5, 1, 9], np.int32))
@@ -247,15 +199,12 @@ def test_a_claimed_slot_is_this_sides_own_until_it_is_released(core: Backend) ->
 
 
 def test_finish_with_missing_blocks_fails_and_names_one(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends()
     transfer = sender.open(receiver.endpoint, "t", 3, cache.layout.block_bytes)
     transfer.write(cache.layout, 0, ONE)
     transfer.write(cache.layout, 2, ONE)
     transfer.finish()
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.INVALID
-    assert "block 1 of 3" in transfer.error
+    fails(transfer, Status.INVALID, "block 1 of 3")
     eventually(lambda: empty(receiver))
 
 
@@ -266,17 +215,14 @@ def test_too_many_queued_blocks_fail_the_transfer(core: Backend) -> None:
     assert transfer.write(cache.layout, 0, np.arange(9, dtype=np.int32)) == Status.FULL
     assert (transfer.state, transfer.status) == (TransferState.FAILED, Status.FULL)
     eventually(lambda: empty(receiver))
-    other = core.push(sender, receiver, "u", cache, range(8))
-    assert ended(other) == TransferState.DONE
+    core.pushed(sender, receiver, "u", cache, range(8))
 
 
 def test_identity_that_differs_is_refused_key_by_key(core: Backend) -> None:
     receiver = core.receiver(identity=IDENTITY | {"block_size": "128", "isa": "avx2"})
     sender = core.sender()
     transfer = sender.open(receiver.endpoint, "t", 1, 512)
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.REFUSED
-    assert "block_size: here 16, there 128" in transfer.error
+    fails(transfer, Status.REFUSED, "block_size: here 16, there 128")
     assert "isa: here absent, there avx2" in transfer.error
     assert "model" not in transfer.error
     assert sender.send(receiver.endpoint, b"m", 5.0) == Status.REFUSED
@@ -289,18 +235,13 @@ def test_an_endpoint_without_a_receiver(core: Backend) -> None:
     receiver = core.receiver()
     receiver.close()
     transfer = sender.open(receiver.endpoint, "t", 1, 512)
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.PEER_LOST
+    fails(transfer, Status.PEER_LOST)
     assert transfer.quiesced
     assert sender.send(receiver.endpoint, b"m", 5.0) == Status.PEER_LOST
 
 
 def test_sender_closes_with_work_in_flight(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
-    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
-    transfer.write(cache.layout, 0, ONE)
-    eventually(lambda: receiver.find("t"))
+    receiver, sender, _, transfer = core.begun(4)
     sender.close()
     sender.close()
     assert transfer.quiesced
@@ -315,15 +256,10 @@ def test_sender_closes_with_work_in_flight(core: Backend) -> None:
 
 
 def test_receiver_closes_with_work_in_flight(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
-    transfer = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
-    transfer.write(cache.layout, 0, ONE)
-    eventually(lambda: receiver.find("t"))
+    receiver, _, _, transfer = core.begun(4)
     receiver.close()
     receiver.close()
-    assert ended(transfer) == TransferState.FAILED
-    assert transfer.status == Status.PEER_LOST
+    fails(transfer, Status.PEER_LOST)
     assert receiver.take("t") is None
     receiver.cancel("t")
     receiver.release("t")
@@ -343,17 +279,10 @@ def test_close_wakes_those_who_wait(core: Backend) -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("options", [{"arena_bytes": 0}, {"port": 70000}, {"fill_timeout_s": 0.0}])
-def test_wrong_receiver_options_are_refused(core: Backend, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"arena_bytes|port|timeout"):
-        core.receiver(**options)
-
-
 def test_slots_of_a_router_that_is_gone_fail_with_the_reason(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends()
     for name in ("r/arrived", "r/kept", "r/taken", "s/other"):
-        assert ended(core.push(sender, receiver, name, cache, [1, 2])) == TransferState.DONE
+        core.pushed(sender, receiver, name, cache, [1, 2])
     filling = sender.open(receiver.endpoint, "r/filling", 2, cache.layout.block_bytes)
     eventually(lambda: receiver.find("r/filling"))
     assert receiver.take("r/taken")
@@ -361,8 +290,7 @@ def test_slots_of_a_router_that_is_gone_fail_with_the_reason(core: Backend) -> N
 
     receiver.abandon("r/", ["r/kept"], "its router is gone")
 
-    assert ended(filling) == TransferState.FAILED
-    assert filling.status == Status.CANCELLED
+    fails(filling, Status.CANCELLED)
     for name in ("r/arrived", "r/filling"):
         assert receiver.find(name).error == "its router is gone"
     eventually(lambda: (receiver.stats().filling, receiver.stats().unclaimed) == (0, 2))
@@ -373,9 +301,8 @@ def test_slots_of_a_router_that_is_gone_fail_with_the_reason(core: Backend) -> N
 
 
 def test_a_name_that_was_abandoned_may_come_again(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
-    assert ended(core.push(sender, receiver, "t", cache, [1])) == TransferState.DONE
+    receiver, sender, cache = core.ends()
+    core.pushed(sender, receiver, "t", cache, [1])
     receiver.abandon("", [], "its router is gone")
-    assert ended(core.push(sender, receiver, "t", cache, [2])) == TransferState.DONE
+    core.pushed(sender, receiver, "t", cache, [2])
     assert core.arrived(receiver, "t", cache) == cache.bytes_of([2])

@@ -10,13 +10,10 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.eventually import eventually
 from tests.transport.children import ROOT, child, stop
-from tests.transport.conftest import Backend, empty, ended
-from vllm_tetri.errors import TransferError
-from vllm_tetri.transport import native
+from tests.transport.conftest import Backend, empty, ended, fails
 from vllm_tetri.transport.native import SlotState, Status, TransferState
 
 
@@ -41,12 +38,10 @@ def test_a_stopped_shm_writer_is_quarantined_until_it_answers(shm: Backend) -> N
         receiver.cancel("child")
         assert receiver.stats().quarantined_bytes == 4 << 20
         full = shm.push(sender, receiver, "next", cache, range(64))
-        assert ended(full) == TransferState.FAILED
-        assert full.status == Status.FULL
+        fails(full, Status.FULL)
         process.send_signal(signal.SIGCONT)
         eventually(lambda: empty(receiver))
-        again = shm.push(sender, receiver, "next", cache, range(64))
-        assert ended(again) == TransferState.DONE
+        shm.pushed(sender, receiver, "next", cache, range(64))
         assert process.stdout is not None
         assert process.stdout.readline() == "REFUSED\n"
         assert shm.arrived(receiver, "next", cache) == cache.bytes_of(range(64))
@@ -58,8 +53,7 @@ def test_a_stopped_tcp_sender_times_out_and_its_bytes_go_nowhere(tcp: Backend) -
     with child(receiver.endpoint, "tcp") as process:
         stop(process)
         eventually(lambda: empty(receiver))
-        transfer = tcp.push(tcp.sender(), receiver, "next", cache, range(64))
-        assert ended(transfer) == TransferState.DONE
+        tcp.pushed(tcp.sender(), receiver, "next", cache, range(64))
         process.send_signal(signal.SIGCONT)
         assert process.stdout is not None
         assert process.stdout.readline() in ("TIMEOUT\n", "STALE\n")
@@ -90,10 +84,8 @@ def test_a_receiver_that_stops_answering_times_out(core: Backend) -> None:
             second = sender.open(endpoint, "b", 2, cache.layout.block_bytes)
             first.write(cache.layout, 0, np.array([0, 1], np.int32))
             first.finish()
-            assert ended(first) == TransferState.FAILED
-            assert first.status == Status.TIMEOUT
-            assert ended(second) == TransferState.FAILED
-            assert second.status == Status.TIMEOUT
+            fails(first, Status.TIMEOUT)
+            fails(second, Status.TIMEOUT)
             assert first.quiesced
             assert second.quiesced
         finally:
@@ -130,8 +122,7 @@ def wakes(threads: set[str]) -> int:
 
 def test_an_idle_pair_sleeps(core: Backend) -> None:
     others = {path.name for path in Path("/proc/self/task").iterdir()}
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends()
     ended(core.push(sender, receiver, "t", cache, range(8)))
     held = sender.open(receiver.endpoint, "held", 4, 512)
     eventually(lambda: receiver.find("held"))
@@ -141,8 +132,3 @@ def test_an_idle_pair_sleeps(core: Backend) -> None:
     threading.Event().wait(1.0)
     assert wakes(threads) - before <= 20
     held.cancel()
-
-
-def test_an_arena_that_does_not_fit_is_an_error_of_this_package() -> None:
-    with pytest.raises(TransferError, match="lower arena_bytes"):
-        native.open_receiver(arena_bytes=1 << 45, identity={})

@@ -23,8 +23,7 @@ def test_blocks_arrive_unchanged_in_any_layout(
     receiver, sender = core.receiver(arena_bytes=4 << 20), core.sender()
     cache = core.cache(layers, 32, page_bytes, gap, seed=1)
     ids = np.random.default_rng(2).permutation(32)[:count].astype(np.int32)
-    transfer = core.push(sender, receiver, "t", cache, ids)
-    assert ended(transfer) == TransferState.DONE
+    transfer = core.pushed(sender, receiver, "t", cache, ids)
     assert transfer.status == Status.OK
     assert transfer.quiesced
     assert transfer.link == core.link
@@ -52,8 +51,7 @@ def test_chunks_may_come_in_any_order_and_twice(core: Backend) -> None:
 
 
 def test_a_slot_is_not_takeable_before_it_arrived(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends()
     transfer = sender.open(receiver.endpoint, "t", 2, cache.layout.block_bytes)
     eventually(lambda: receiver.find("t"))
     assert receiver.find("t").state == SlotState.FILLING
@@ -216,8 +214,17 @@ def test_malformed_endpoints_are_refused(core: Backend, endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"rank": 1}, {"streams": 0}, {"link": "rdma"}, {"io_timeout_s": 0.0}]
+    ("make", "option", "value"),
+    [
+        ("sender", "rank", 1),
+        ("sender", "streams", 0),
+        ("sender", "link", "rdma"),
+        ("sender", "io_timeout_s", 0.0),
+        ("receiver", "arena_bytes", 0),
+        ("receiver", "port", 70000),
+        ("receiver", "fill_timeout_s", 0.0),
+    ],
 )
-def test_wrong_sender_options_are_refused(core: Backend, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"rank|streams|link|timeout"):
-        core.sender(**options)
+def test_wrong_options_are_refused(core: Backend, make: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=option.removesuffix("_s")):
+        getattr(core, make)(**{option: value})

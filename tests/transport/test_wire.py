@@ -15,7 +15,8 @@ from tests.eventually import eventually
 from tests.transport import wire
 from tests.transport.conftest import IDENTITY, Backend, empty, ended
 from tests.transport.wire import Rogue
-from vllm_tetri.transport.native import SlotState, TransferState
+from vllm_tetri.errors import TransferError
+from vllm_tetri.transport.native import SlotState, TransferState, open_receiver
 from vllm_tetri.transport.segments import abandoned_segments
 
 
@@ -111,7 +112,7 @@ def test_stale_and_misplaced_data_never_reach_the_arena(tcp: Backend) -> None:
         assert struct.unpack_from("<Q", body)[0] == old
         cache = tcp.cache(1, 2, 4096, seed=1)
         sender = tcp.sender()
-        assert ended(tcp.push(sender, receiver, "new", cache, [0, 1])) == TransferState.DONE
+        tcp.pushed(sender, receiver, "new", cache, [0, 1])
         stream.send(wire.data(old, 0, b"\xff" * 8192))
         kind, body = control.receive()
         assert kind == wire.STOP
@@ -158,8 +159,7 @@ def test_a_stalled_shm_writer_keeps_its_slot_in_quarantine(shm: Backend) -> None
         memory.close()
         rogue.send(wire.frame(wire.STOPPED, struct.pack("<Q", generation)))
         eventually(lambda: empty(receiver))
-        accepted = shm.push(sender, receiver, "next", cache, [0, 1])
-        assert ended(accepted) == TransferState.DONE
+        shm.pushed(sender, receiver, "next", cache, [0, 1])
         assert shm.arrived(receiver, "next", cache) == cache.bytes_of([0, 1])
 
 
@@ -203,8 +203,7 @@ def test_auto_link_falls_back_to_tcp_when_the_segment_cannot_be_opened(shm: Back
     receiver = shm.receiver()
     cache = shm.cache(seed=1)
     Path(receiver.segment).unlink()
-    transfer = shm.push(shm.sender(link="auto"), receiver, "t", cache, [1])
-    assert ended(transfer) == TransferState.DONE
+    transfer = shm.pushed(shm.sender(link="auto"), receiver, "t", cache, [1])
     assert transfer.link == "tcp"
     refused = shm.push(shm.sender(link="shm"), receiver, "u", cache, [1])
     assert ended(refused) == TransferState.FAILED
@@ -212,17 +211,15 @@ def test_auto_link_falls_back_to_tcp_when_the_segment_cannot_be_opened(shm: Back
     assert "'tcp'" in refused.error
 
 
-def test_an_arena_larger_than_dev_shm_is_an_error(shm: Backend) -> None:
+def test_an_arena_larger_than_dev_shm_is_an_error_of_this_package() -> None:
     before = abandoned_segments()
-    with pytest.raises(RuntimeError, match="lower arena_bytes"):
-        shm.receiver(arena_bytes=1 << 45)
+    with pytest.raises(TransferError, match="lower arena_bytes"):
+        open_receiver(arena_bytes=1 << 45, identity={})
     eventually(lambda: set(abandoned_segments()) <= set(before))
 
 
 def test_ids_may_be_any_contiguous_int32_view(core: Backend) -> None:
-    receiver, sender = core.receiver(), core.sender()
-    cache = core.cache(seed=1)
+    receiver, sender, cache = core.ends()
     ids = np.arange(16, dtype=np.int32)[::3]
-    transfer = core.push(sender, receiver, "t", cache, ids)
-    assert ended(transfer) == TransferState.DONE
+    core.pushed(sender, receiver, "t", cache, ids)
     assert core.arrived(receiver, "t", cache) == cache.bytes_of(ids)
