@@ -292,8 +292,7 @@ class Relay:
         self._metrics.fallbacks.labels("decode_failed").inc()
         instance = await self._wait_for_instance()
         self.route = "fallback"
-        ids = self._output.prompt_token_ids
-        body = resume_body(self._request, received, self._first, ids, instance)
+        body = resume_body(self._request, received, self._first, instance)
         return await self._aggregated(instance, None, body)
 
     async def _wait_for_instance(self) -> InstanceInfo:
