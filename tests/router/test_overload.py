@@ -27,7 +27,7 @@ class Sizes:
         made = self._made
         self.in_flight = max(self.in_flight, len(made.scheduler.table))
         self.connections = max(self.connections, made.listener.num_connections)
-        self.upstream = max(self.upstream, made.scheduler.upstream.num_connections)
+        self.upstream = max(self.upstream, len(made.scheduler.upstream.http))
 
 
 async def ask(made: Cluster, client: aiohttp.ClientSession, number: int) -> tuple[str, int]:
