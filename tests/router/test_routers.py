@@ -141,7 +141,7 @@ async def test_without_a_lease_no_watcher_flips_where_there_are_several_routers(
                 assert each.watcher.looks == looks
             assert first.role_of("d2") is Role.DECODE
             ordered = second.scheduler.flips.order(D2, FlipRole(0, Role.PREFILL))
-            assert ordered.is_new
+            assert ordered[0]
             await eventually(lambda: first.role_of("d2") is Role.PREFILL)
 
 

@@ -211,7 +211,7 @@ class _Routes:
 
     async def instances(self, _: web.Request) -> web.Response:
         monitor = self._scheduler.monitor
-        workers = self._scheduler.table.workers()
+        workers = self._scheduler.table.workers
         rows = [_plain_instance(each, workers[each.info.id]) for each in monitor.view().instances]
         return _json(
             {
@@ -316,7 +316,7 @@ def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:
         "age_s": round(each.age_s, 3),
         "seq": each.seq,
         "in_flight": in_flight,
-        **{number.field: load[number.field] for number in LOAD_NUMBERS},
+        **{field: load[field] for field in LOAD_NUMBERS},
         "flip": each.flip and {**asdict(each.flip), "age_s": round(each.flip.age_s, 3)},
     }
 

@@ -169,7 +169,7 @@ class Relay:
         ending = last_chunk.result().ending if last_chunk.done() else None
         self._first = first = first.with_prompt(ending)
         prefilled = first.prefilled
-        entry.finish_prefill(prefilled.num_tokens)
+        entry.prompt_tokens, entry.last_chunk = prefilled.num_tokens, None
         self._scheduler.placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
         if first.is_last:
             return await self._end_at_prefill(first, instance)
@@ -195,7 +195,7 @@ class Relay:
         if first.prefilled.is_final and first.prefilled.num_chunks <= 1:
             self._entry.take_transfer()  # it was never opened
         self._drop_transfer()
-        self._entry.end_at_prefill()
+        self._entry.decode = self._entry.prefill
         self._metrics.first_tokens.labels("last").inc()
         if request.is_streamed:
             events = first.complete_stream(

@@ -302,7 +302,7 @@ class Liveness:
             self._missed[name] += 1
             if self._missed[name] == _MIGRATION_CHECKS:
                 self._listener.on_unresponsive(name)
-            if self._missed[name] >= _MIGRATION_CHECKS and self._table.workers()[name]:
+            if self._missed[name] >= _MIGRATION_CHECKS and self._table.workers[name]:
                 self._fail_requests(name, is_final=self._missed[name] >= _CHECKS)
         for name in self._reports.keys() - {each.info.id for each in views}:
             del self._reports[name], self._missed[name]
