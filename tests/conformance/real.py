@@ -243,7 +243,6 @@ class Play:
         )
         assert isinstance(route, Split | Whole)
         first = route.prefill if isinstance(route, Split) else route.instance
-        self._placer.record_sent(first, request)
         self.decisions.append(Routed(spec.id, first, isinstance(route, Split)))
         kv_params = PrefillParams(TransferId(f"t{name}"), RequestId(name))
         params = to_params(kv_params) if isinstance(route, Split) else None

@@ -364,22 +364,6 @@ def test_of_many_any_that_is_not_taken_is_found() -> None:
     assert where(*many, taken=(*taken, "d37")) is None
 
 
-def test_those_who_share_a_view_do_not_all_choose_the_same() -> None:
-    many = [serving(f"d{n}", "decode", decodes=30 + n % 7) for n in range(60)]
-    many[31] = serving("d31", "decode")
-    made = known(*many)
-    chosen = []
-    for seed in range(30):
-        candidates = PriceCandidates(made.state, made.bases, USUAL, Random(seed), is_alone=False)
-        answers = candidates.decode(())
-        assert 2 <= len(answers) <= 4
-        chosen.append(price_decode(answers, USUAL, at=None))
-    assert len({each for each in chosen if each is not None}) > 10
-    rest = {site.id for site in made.bases if site.id != "d7"}
-    (left,) = PriceCandidates(made.state, made.bases, USUAL, Random(0), is_alone=False).decode(rest)
-    assert left.id == "d7"
-
-
 def test_when_all_that_decode_are_taken_one_of_many_prefill_instances_answers() -> None:
     many = [serving(f"p{n}", "prefill") for n in range(20)]
     place = choose(*many, *(serving(f"d{n}", "decode") for n in range(20)))

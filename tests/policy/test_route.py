@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policy.builders import instance, view
-from vllm_tetri.policy.cluster import InFlightLedger, Need
+from tests.policy.builders import instance, known, view
+from vllm_tetri.policy.cluster import Need
 from vllm_tetri.policy.route import (
     AllAtLimit,
     Route,
@@ -25,11 +25,12 @@ def route(
     at_limit: tuple[str, ...] = (),
     model: str = "tiny",
 ) -> Route | AllAtLimit | None:
+    made = known(*instances)
+    for name, tokens in (own or {}).items():
+        made.send(InstanceId(name), None, Need(tokens, 0), 100.0)
     return choose_route(
-        view(*instances),
-        model=model,
+        map(made.state.row, made.by_model.get(model, ())),
         may_split=may_split,
-        sent_tokens={InstanceId(name): tokens for name, tokens in (own or {}).items()},
         excluded=frozenset(map(InstanceId, excluded)),
         refused=frozenset(map(InstanceId, refused)),
         at_limit=frozenset(map(InstanceId, at_limit)),
@@ -210,27 +211,6 @@ def test_somebody_serves_whenever_anybody_can(many: list[InstanceView], may_spli
         case Whole(instance=name):
             assert name in able
             assert name != "e"
-
-
-def test_submissions_count_until_a_later_report_shows_them() -> None:
-    sent = InFlightLedger(grace_s=0.05)
-    sent.add(InstanceId("p"), None, Need(100, 0), 10.0)
-    sent.add(InstanceId("p"), None, Need(20, 0), 10.2)
-
-    def unreported(reported_s: float, now: float) -> dict[InstanceId, int]:
-        return sent.prompt_tokens(view(instance("p", age_s=now - reported_s)), now)
-
-    assert unreported(9.9, 10.3) == {"p": 120}
-    assert unreported(10.04, 10.3) == {"p": 120}  # the engine may not have seen it yet
-    assert unreported(10.1, 10.3) == {"p": 20}
-    assert unreported(10.3, 10.4) == {}
-    assert unreported(9.0, 10.4) == {}
-
-
-def test_submissions_to_an_instance_that_is_gone_are_forgotten() -> None:
-    sent = InFlightLedger(grace_s=0.05)
-    sent.add(InstanceId("p"), None, Need(100, 0), 10.0)
-    assert sent.prompt_tokens(view(), 11.0) == {}
 
 
 def test_answers_are_kept_by_the_same_instance_whatever_its_load() -> None:

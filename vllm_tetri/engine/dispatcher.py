@@ -59,7 +59,7 @@ class Dispatcher:
 
     def set_info(self, me: InstanceInfo) -> None:
         """Decide for this instance with its new role from now on."""
-        self._policy.act_as(me)
+        self._policy.me = me
 
     def choose(
         self,
@@ -70,10 +70,9 @@ class Dispatcher:
     ) -> Dispatch | None:
         """Return the decode instance of a prompt; None if no instance can take it, or none
         has capacity and the prompt is not done yet."""
-        need, may_wait = self.need(request, num_bytes), not request.is_finished()
-        policy = self._policy
-        choose = policy.choose_anywhere if params.anywhere else policy.choose
-        return choose(request.request_id, need, refused, self._clock(), may_wait=may_wait)
+        need, now = self.need(request, num_bytes), self._clock()
+        options = {"may_wait": not request.is_finished(), "anywhere": params.anywhere}
+        return self._policy.choose(request.request_id, need, refused, now, **options)
 
     def need(self, request: Request, num_bytes: int) -> Need:
         """Return what a request will take where it is decoded, by the newest snapshot."""

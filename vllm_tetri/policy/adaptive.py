@@ -149,7 +149,6 @@ class PriceCandidates:
         usual: What requests are like; orders the instances where there are many.
         spares_prefill: Whether prefill instances are kept free of outputs.
         spares_decode: Whether decode instances are kept free of prompts.
-        is_alone: Whether this is the only one that decides by the same view.
     """
 
     def __init__(
@@ -161,53 +160,36 @@ class PriceCandidates:
         *,
         spares_prefill: bool = True,
         spares_decode: bool = False,
-        is_alone: bool = True,
     ) -> None:
-        self._state, self._rng, self._is_alone, self._all = state, rng, is_alone, rows
+        self._state, self._rng, self._all = state, rng, rows
         self._prefill = [row for row in rows if row.role is not Role.DECODE or not spares_decode]
         self._decode = [row for row in rows if row.role is not Role.PREFILL or not spares_prefill]
-        self._price_s = lambda row: _decode_cost(row, usual)[1]
-        # Only the first ones need an order; with several deciders all are drawn.
-        if is_alone and len(self._prefill) > _ALL:
+        if len(self._prefill) > _ALL:
             self._prefill.sort(key=lambda row: ttft_s(row, usual.prompt_tokens))
-        if is_alone and len(self._decode) > _ALL:
-            self._decode.sort(key=self._price_s)
+        if len(self._decode) > _ALL:
+            self._decode.sort(key=lambda row: _decode_cost(row, usual)[1])
 
     def prefill(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
         """Return instances for a prompt."""
-        return self._some_of(self._prefill, taken)
+        return self._some_of(self._prefill, taken) or self._some_of(self._all, taken)
 
     def decode(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
         """Return instances for an output."""
-        return self._some_of(self._decode, taken)
-
-    def all_decode(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
-        """Return all instances for an output, the best for the view first; slow among many."""
-        found = [row for row in self._decode if row.id not in taken]
-        found = found or [row for row in self._all if row.id not in taken]
-        return sorted(map(self._state.row, found), key=self._price_s)
+        return self._some_of(self._decode, taken) or self._some_of(self._all, taken)
 
     def _some_of(
-        self, rows: Sequence[InstanceRow], taken: Collection[InstanceId]
-    ) -> list[InstanceRow]:
-        found = self._drawn(rows, taken) or self._drawn(self._all, taken)
-        return [self._state.row(row) for row in found]
-
-    def _drawn(
         self, ordered: Sequence[InstanceRow], taken: Collection[InstanceId]
     ) -> list[InstanceRow]:
-        """All candidates if few; otherwise the best and random ones. With several deciders on
-        the same view random ones only, since the best would be the best for all of them."""
+        """Return all candidates if they are few; otherwise the best and random ones."""
+        able = (row for row in ordered if row.id not in taken)
         if len(ordered) <= _ALL:
-            return [row for row in ordered if row.id not in taken]
-        found: list[InstanceRow] = []
-        if self._is_alone:
-            found = list(islice((row for row in ordered if row.id not in taken), _PROBES))
+            return [self._state.row(row) for row in able]
+        found = dict.fromkeys(islice(able, _PROBES))
         for _ in range(2 * _PROBES - len(found)):
             row = ordered[int(self._rng.random() * len(ordered))]
-            if row.id not in taken and row not in found:
-                found.append(row)
-        return found or [row for row in ordered if row.id not in taken][:1]
+            if row.id not in taken:
+                found[row] = None
+        return [self._state.row(row) for row in found]
 
 
 # -- choices ---------------------------------------------------------------------------------

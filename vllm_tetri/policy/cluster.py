@@ -2,17 +2,16 @@
 
 A view is up to two report periods old, so what a router or instance sent somewhere counts there
 until a report shows it; two requests do not both take the last free blocks. A `ClusterTable` is
-made once per view and never changes, so all who decide by the same view share it. What one of
-them sent is in its own `InFlightLedger`, and `ClusterState` shows both together.
+made once per view and never changes, so all who decide by the same view share it. `ClusterState`
+shows it together with what one of them sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from math import exp, inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -34,7 +33,6 @@ _MAX_IDENTITIES = 1024
 _SHARE_S = 2.0  # memory of the part of an instance's time that prompts take
 _MAX_SHARE = 0.9
 _DEFAULT_CHUNK_TOKENS = 512
-_NONE = InstanceId("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +133,17 @@ class InstanceRow:
 
 
 class Takers(NamedTuple):
-    """Instances between which KV may travel."""
+    """Instances that may take KV over, in three orders."""
 
-    all: list[InstanceRow]
-    decode: list[InstanceRow]  # all that decode, by name
-    by_blocks: list[InstanceRow]  # the same by free blocks
-    by_bytes: list[InstanceRow]  # and by free arena
+    by_name: list[InstanceRow]
+    by_blocks: list[InstanceRow]  # by free blocks
+    by_bytes: list[InstanceRow]  # by free arena
+
+    @classmethod
+    def of(cls, rows: Sequence[InstanceRow]) -> Takers:
+        """Order instances."""
+        orders = ("id", "base_blocks", "free_bytes")
+        return cls(*(sorted(rows, key=attrgetter(order)) for order in orders))
 
 
 class ClusterTable:
@@ -152,6 +155,8 @@ class ClusterTable:
         self.by_model: dict[str, list[InstanceRow]] = {}
         self.devices: dict[str, list[InstanceRow]] = {}
         self._bucket_tokens: dict[int, list[float]] = {}
+        self._takers: dict[tuple[int, bool], Takers] = {}
+        self._kinds = {row.key: row.view.info.identity for row in rows}
         for row in rows:
             if row.device:
                 self.devices.setdefault(row.device, []).append(row)
@@ -167,26 +172,15 @@ class ClusterTable:
             found = self._bucket_tokens[num_buckets] = reported_tokens(self.view, num_buckets)
         return found
 
-    @cached_property
-    def _takers(self) -> dict[int, Takers]:
-        found: dict[int, list[InstanceRow]] = {}
-        for row in self.by_id.values():
-            if row.kv_endpoint:
-                found.setdefault(row.key, []).append(row)
-        return {key: _takers(rows) for key, rows in found.items()}
-
-    def takers(self, me: InstanceInfo) -> Takers:
-        """Return the instances that can exchange KV with one."""
-        for takers in self._takers.values():
-            if takers.all[0].view.info.identity == me.identity:
-                return takers
-        return _takers([])
-
-
-def _takers(rows: list[InstanceRow]) -> Takers:
-    decode = sorted((row for row in rows if row.role is not Role.PREFILL), key=attrgetter("id"))
-    by_blocks = sorted(decode, key=attrgetter("base_blocks"))
-    return Takers(rows, decode, by_blocks, sorted(decode, key=attrgetter("free_bytes")))
+    def takers(self, me: InstanceInfo, *, any_role: bool = False) -> Takers:
+        """Return the instances that can take KV from one: those that decode, or of `any_role`."""
+        key = next((key for key, kind in self._kinds.items() if kind == me.identity), -1)
+        found = self._takers.get((key, any_role))
+        if found is None:
+            kin = [row for row in self.by_id.values() if row.key == key and row.kv_endpoint]
+            rows = [row for row in kin if any_role or row.role is not Role.PREFILL]
+            found = self._takers[key, any_role] = Takers.of(rows)
+        return found
 
 
 def _count_neighbours(together: Sequence[InstanceRow]) -> None:
@@ -274,79 +268,34 @@ class Sent(NamedTuple):
     decode_s: float
 
 
-class InFlightLedger:
-    """What one router or instance sent to others since their last reports. A request also counts
-    for `grace_s` after it was sent, whatever was reported: an engine knows it only some time after
-    its bytes arrived. Owner: one thread; calls come in order of time."""
-
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._entries: deque[Sent] = deque(maxlen=_MAX_ENTRIES)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(
-        self,
-        prefill: InstanceId | None,
-        decode: InstanceId | None,
-        need: Need,
-        now: float,
-        *,
-        decode_after_s: float = 0.0,
-    ) -> Sent:
-        """Record a request: which instance computes its prompt, if that is to be done, and which
-        one writes its output, if that is known, and knows of it `decode_after_s` from now."""
-        sent = Sent(now, prefill, decode, need, now + decode_after_s)
-        self._entries.append(sent)
-        return sent
-
-    def unreported(self, reported_s: Mapping[InstanceId, float]) -> list[Sent]:
-        """List what the reports of those times do not show yet, with None for an instance whose
-        report does. What was sent to instances that are gone is dropped."""
-        found = []
-        for sent in self._entries:
-            prefill = sent.prefill if self._is_new(sent.prefill, sent.at_s, reported_s) else None
-            decode = sent.decode if self._is_new(sent.decode, sent.decode_s, reported_s) else None
-            if prefill or decode:
-                found.append(sent._replace(prefill=prefill, decode=decode))
-        self._entries = deque(found, _MAX_ENTRIES)
-        return found
-
-    def _is_new(
-        self, name: InstanceId | None, sent_s: float, reported_s: Mapping[InstanceId, float]
-    ) -> bool:
-        return name is not None and sent_s >= reported_s.get(name, inf) - self._grace_s
-
-    def prompt_tokens(self, view: ClusterView, now: float) -> dict[InstanceId, int]:
-        """Prompt tokens per instance that its load in `view` does not show yet."""
-        limit_s = {each.info.id: now - each.age_s - self._grace_s for each in view.instances}
-        entries, found = self._entries, dict[InstanceId, int]()
-        while entries and entries[0].at_s < limit_s.get(entries[0].prefill or _NONE, inf):
-            entries.popleft()
-        for sent in entries:
-            name = sent.prefill or _NONE
-            if sent.at_s >= limit_s.get(name, inf):
-                found[name] = found.get(name, 0) + sent.need.prompt_tokens
-        return found
-
-
 class ClusterState:
-    """What one router or instance knows of the cluster. Owner: one thread."""
+    """What one router or instance knows of the cluster: the newest table, and what it sent to
+    others since their last reports. A request also counts for `grace_s` after it was sent,
+    whatever was reported: an engine knows it only some time after its bytes arrived. Owner: one
+    thread; calls come in order of time."""
 
     def __init__(self, grace_s: float) -> None:
         self.table = ClusterTable(ClusterView(), -inf, ())
-        self._ledger = InFlightLedger(grace_s)
+        self._grace_s = grace_s
+        self._sent: deque[Sent] = deque(maxlen=_MAX_ENTRIES)
         self._changed: dict[InstanceId, InstanceRow] = {}  # rows with something sent on top
 
     def observe(self, table: ClusterTable) -> None:
-        """Take over the table of a newer view."""
+        """Take over the table of a newer view. What it shows, or was sent to instances that are
+        gone, does not count any more."""
         if table is self.table:
             return
         self.table, self._changed = table, {}
-        reported_s = {name: row.reported_s for name, row in table.by_id.items()}
-        for sent in self._ledger.unreported(reported_s) if len(self._ledger) else ():
-            self._count(sent)
+        before, self._sent = self._sent, deque(maxlen=_MAX_ENTRIES)
+        for sent in before:
+            prefill = sent.prefill if self._is_new(sent.prefill, sent.at_s) else None
+            decode = sent.decode if self._is_new(sent.decode, sent.decode_s) else None
+            if prefill or decode:
+                self._count(sent._replace(prefill=prefill, decode=decode))
+
+    def _is_new(self, name: InstanceId | None, sent_s: float) -> bool:
+        row = self.table.by_id.get(name) if name else None
+        return row is not None and sent_s >= row.reported_s - self._grace_s
 
     def row(self, base: InstanceRow) -> InstanceRow:
         """Return a row of the table with what was sent to it since."""
@@ -366,17 +315,21 @@ class ClusterState:
         *,
         decode_after_s: float = 0.0,
     ) -> None:
-        """Count a request from now on, see `InFlightLedger.add`."""
-        self._count(self._ledger.add(prefill, decode, need, now, decode_after_s=decode_after_s))
+        """Record a request: which instance computes its prompt, if that is to be done, and which
+        one writes its output, if that is known, and knows of it `decode_after_s` from now."""
+        self._count(Sent(now, prefill, decode, need, now + decode_after_s))
 
     def _count(self, sent: Sent) -> None:
-        if sent.prefill in self.table.by_id:
-            self._own(sent.prefill).queued_tokens += sent.need.prompt_tokens
-        if sent.decode in self.table.by_id:
-            self._own(sent.decode).add_decode(sent.need)
+        self._sent.append(sent)
         for name in {sent.prefill, sent.decode}:
-            row = self.table.by_id.get(name) if name else None
-            if row is not None and row.device:
+            if name is None or name not in self.table.by_id:
+                continue
+            row = self._own(name)
+            if name == sent.prefill:
+                row.queued_tokens += sent.need.prompt_tokens
+            if name == sent.decode:
+                row.add_decode(sent.need)
+            if row.device:
                 _count_neighbours([self._own(each.id) for each in self.table.devices[row.device]])
 
     def _own(self, name: InstanceId) -> InstanceRow:

@@ -22,7 +22,7 @@ from math import inf
 from random import Random
 from typing import Protocol
 
-from vllm_tetri.policy.adaptive import PriceCandidates, price_decode
+from vllm_tetri.policy.adaptive import price_decode
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need, Takers
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.types import InstanceId, InstanceInfo, Prediction, Role
@@ -32,8 +32,7 @@ GRACE_S = 0.5
 AVOID_S = 10.0  # an endpoint that was not reached is left alone for this long
 _MAX_ENDPOINTS = 1024
 _DRAWS = 8  # for one probe; with fewer hits all that may have capacity are looked at
-# Orders instances where there are many; the request itself decides among the first.
-_USUAL = Need(512, 128)
+_PRICED = 8  # instances that are priced for one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +46,41 @@ class Dispatch:
 
 
 class DecodeCandidates:
-    """The decode instances that could take over one request."""
+    """The instances that could decode one request of `me`: others, `me` only if there is none
+    and it does both. With `anywhere` `me` as well, and any instance if none decodes."""
 
     def __init__(
         self,
         state: ClusterState,
-        takers: Takers,
         me: InstanceInfo,
         need: Need,
         refused: Collection[InstanceId],
         rng: Random,
+        *,
+        anywhere: bool = False,
     ) -> None:
-        self._state, self._takers, self._rng = state, takers, rng
-        self._need = need
-        self._refused = {*refused, me.id}
-        self._last: list[InstanceRow] | None = None  # `me`, if there is no other candidate
-        if all(row.id in self._refused for row in takers.decode):
-            self._refused = set(refused)
-            is_able = me.role is Role.BOTH and me.id not in refused
-            self._last = [row for row in takers.decode if is_able and row.id == me.id]
+        self._state, self._need, self._rng = state, need, rng
+        self._refused = {*refused} if anywhere else {*refused, me.id}
+        self._takers = state.table.takers(me)
+        if all(row.id in self._refused for row in self._takers.by_name):
+            self._refused = {*refused}
+            if anywhere:
+                self._takers = state.table.takers(me, any_role=True)
+            else:
+                is_able = me.role is Role.BOTH and me.id not in refused
+                own = (row for row in self._takers.by_name if is_able and row.id == me.id)
+                self._takers = Takers.of(list(own))
 
     @property
     def rows(self) -> Sequence[InstanceRow]:
         """Instances that can take KV, by name, refused ones included; empty if none is left."""
-        return self._takers.decode if self._last is None else self._last
+        return self._takers.by_name
 
     def draw(self, num: int) -> list[InstanceRow]:
         """Draw candidates with capacity at random; fewer only if there are fewer."""
-        rows, start = self._maybe_able()
+        rows, need = self._takers.by_blocks, self._need
+        blocks = -(-need.total_tokens // rows[0].block_size) if rows else 0
+        start = bisect_left(rows, blocks, key=lambda row: row.base_blocks)
         if len(rows) - start > num * _DRAWS:
             found: dict[InstanceId, InstanceRow] = {}
             for _ in range(num * _DRAWS):
@@ -90,10 +96,12 @@ class DecodeCandidates:
         """List all candidates with capacity, by name; slow among many."""
         return self._all_able(self.rows)
 
+    def get(self, name: InstanceId) -> InstanceRow | None:
+        """Return an instance if it is a candidate with capacity."""
+        return next((self._able(row) for row in self.rows if row.id == name), None)
+
     def most_arena(self) -> InstanceRow:
         """Return the candidate with the most free arena, whether that is enough or not."""
-        if self._last is not None:
-            return self._state.row(self._last[0])
         best: InstanceRow | None = None
         for base in reversed(self._takers.by_bytes):
             if best is not None and base.free_bytes <= best.free_bytes:
@@ -109,20 +117,9 @@ class DecodeCandidates:
         return row if row.id not in self._refused and row.has_capacity(self._need) else None
 
     def _all_able(self, rows: Sequence[InstanceRow]) -> list[InstanceRow]:
-        return [row for base in rows if (row := self._able(base)) is not None]
-
-    def _maybe_able(self) -> tuple[Sequence[InstanceRow], int]:
-        """Find a list with all candidates with capacity and as few others as is easily known,
-        and where in it they start."""
-        if self._last is not None:
-            return self._last, 0
-        takers, need = self._takers, self._need
-        blocks = -(-need.total_tokens // takers.decode[0].block_size)
-        blocks_at = bisect_left(takers.by_blocks, blocks, key=lambda row: row.base_blocks)
-        bytes_at = bisect_left(takers.by_bytes, need.num_bytes, key=lambda row: row.free_bytes)
-        if blocks_at >= bytes_at:
-            return takers.by_blocks, blocks_at
-        return takers.by_bytes, bytes_at
+        num_bytes = self._need.num_bytes
+        roomy = (base for base in rows if base.free_bytes >= num_bytes)
+        return [row for base in roomy if (row := self._able(base)) is not None]
 
 
 class DispatchPolicy(Protocol):
@@ -172,7 +169,7 @@ def choose_decode(
     Returns:
         The choice, to be recorded if it is followed; None when no instance could take the KV.
     """
-    candidates = DecodeCandidates(state, state.table.takers(me), me, need, refused, rng)
+    candidates = DecodeCandidates(state, me, need, refused, rng)
     if not candidates.rows:
         return None
     best = policy(candidates, need)
@@ -207,31 +204,38 @@ class DecodeDispatcher:
         self._patience_s, self._rng = patience_s, rng
         self._state = ClusterState(GRACE_S)
         self._bucket_tokens: list[float] = []
-        self._candidates: PriceCandidates | None = None
         self._held: dict[str, float] = {}  # since when, by request
         # A network can be cut between two instances only, which no view shows.
         self._avoid_until_s: dict[str, float] = {}
-
-    def act_as(self, me: InstanceInfo) -> None:
-        """Go on with another role."""
-        self.me = me
 
     def observe(self, table: ClusterTable) -> None:
         """Take over the table of the newest view."""
         if table is not self._state.table:
             self._state.observe(table)
-            self._candidates = None
             self._bucket_tokens = table.bucket_tokens(self._lengths.num_buckets)
 
     def choose(
-        self, request_id: str, need: Need, refused: frozenset[InstanceId], now: float,
-        *, may_wait: bool,
-    ) -> Dispatch | None:  # fmt: skip
-        """Choose where a request's KV goes that the `refused` instances did not take. If no
-        instance has capacity and the caller retries after the next chunk (`may_wait`), returns
-        None for up to `patience_s` (paper section 3.3.4 leaves this open)."""
+        self,
+        request_id: str,
+        need: Need,
+        refused: frozenset[InstanceId],
+        now: float,
+        *,
+        may_wait: bool,
+        anywhere: bool = False,
+    ) -> Dispatch | None:
+        """Choose where a request's KV goes that the `refused` instances did not take; with
+        `anywhere` by what it costs, and this instance is a choice, too. If no instance has
+        capacity and the caller retries after the next chunk (`may_wait`), returns None for up to
+        `patience_s` (paper section 3.3.4 leaves this open)."""
         unreachable = self._unreachable(now)
-        dispatch = self._choose_decode(need, refused | unreachable)
+        dispatch = self._cheapest(need, refused | unreachable) if anywhere else None
+        if dispatch is None and anywhere and not may_wait and self.me.id not in refused:
+            # The prompt can stay where it is: this instance knows itself.
+            reason = "adaptive: no instance has capacity, so it stays"
+            return Dispatch(self.me.id, self.me.kv_endpoint, reason, has_capacity=False)
+        if dispatch is None:
+            dispatch = self._choose_decode(need, refused | unreachable)
         if dispatch is None and unreachable:
             dispatch = self._choose_decode(need, refused)
         if dispatch is None:
@@ -239,54 +243,24 @@ class DecodeDispatcher:
         may_wait = may_wait and not dispatch.has_capacity
         if may_wait and now - self._held.setdefault(request_id, now) < self._patience_s:
             return None
-        self._record(dispatch, need, now)
+        self._state.record_sent(None, dispatch.instance, need, now)
+        if dispatch.kv_endpoint in self._avoid_until_s:  # the next ones wait for its result
+            self._avoid_until_s[dispatch.kv_endpoint] = now + AVOID_S
         return dispatch
 
-    def choose_anywhere(
-        self, request_id: str, need: Need, refused: frozenset[InstanceId], now: float,
-        *, may_wait: bool,
-    ) -> Dispatch | None:  # fmt: skip
-        """Choose for a request that any instance may decode, this one included, by what it
-        costs; see `choose`."""
-        state, me = self._state, self.me
-        candidates = self._price_candidates()
-        without = refused | self._unreachable(now)
-        able = [row for row in candidates.decode(without) if row.has_capacity(need)]
-        if not able:
-            others = candidates.all_decode(without)
-            able = [row for row in others if row.has_capacity(need)][:1]
-        here = next((row for row in able if row.id == me.id), None)
-        if here is None and me.role is not Role.PREFILL and me.id not in refused:
-            here = state.get(me.id)
-            here = here if here is not None and here.has_capacity(need) else None
+    def _cheapest(self, need: Need, refused: frozenset[InstanceId]) -> Dispatch | None:
+        candidates = DecodeCandidates(self._state, self.me, need, refused, self._rng, anywhere=True)
+        able, here = candidates.draw(_PRICED), candidates.get(self.me.id)
         chosen = price_decode(able, need, at=here)
         if chosen is None:
-            if may_wait or me.id in refused or not me.kv_endpoint:
-                return self.choose(request_id, need, refused, now, may_wait=may_wait)
-            # The prompt can stay where it is: this instance knows itself.
-            reason = "adaptive: no instance has capacity, so it stays"
-            return Dispatch(me.id, me.kv_endpoint, reason, has_capacity=False)
-        instance, reason = chosen
-        endpoint = state.table.by_id[instance].kv_endpoint
-        dispatch = Dispatch(instance, endpoint, f"adaptive: {reason}")
-        self._record(dispatch, need, now)
-        return dispatch
+            return None
+        endpoint = self._state.table.by_id[chosen[0]].kv_endpoint
+        return Dispatch(chosen[0], endpoint, f"adaptive: {chosen[1]}")
 
     def _choose_decode(self, need: Need, refused: frozenset[InstanceId]) -> Dispatch | None:
         return choose_decode(
             self._state, self.me, need=need, refused=refused, policy=self._policy, rng=self._rng
         )
-
-    def _record(self, dispatch: Dispatch, need: Need, now: float) -> None:
-        self._state.record_sent(None, dispatch.instance, need, now)
-        if dispatch.kv_endpoint in self._avoid_until_s:  # the next ones wait for its result
-            self._avoid_until_s[dispatch.kv_endpoint] = now + AVOID_S
-
-    def _price_candidates(self) -> PriceCandidates:
-        if self._candidates is None:
-            rows = self._state.table.takers(self.me).all
-            self._candidates = PriceCandidates(self._state, rows, _USUAL, self._rng, is_alone=False)
-        return self._candidates
 
     def record_transfer(self, endpoint: str, now: float, *, was_reached: bool) -> None:
         """Record whether a transfer reached its endpoint; one that it did not is avoided while

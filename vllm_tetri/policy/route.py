@@ -5,14 +5,14 @@ Also the phases of a request in a router; they change only by `advance`, along `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView, Role
+from vllm_tetri.policy.cluster import InstanceRow
+from vllm_tetri.types import ClusterView, InstanceId, InstanceState, Role
 
-# A prefill instance counts a prompt only some time after its bytes arrived.
-GRACE_S = 0.05
 _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
 
 
@@ -46,11 +46,9 @@ Route = Split | Whole
 
 
 def choose_route(
-    view: ClusterView,
+    rows: Iterable[InstanceRow],
     *,
-    model: str,
     may_split: bool,
-    sent_tokens: Mapping[InstanceId, int],
     excluded: Collection[InstanceId] = (),
     refused: Collection[InstanceId] = (),
     at_limit: Collection[InstanceId] = (),
@@ -60,38 +58,52 @@ def choose_route(
     what they do.
 
     Args:
-        sent_tokens: Prompt tokens sent to an instance that its report does not show yet.
+        rows: The ready instances that serve the model.
         excluded: Instances that already failed this request.
         refused: Instances that just had no capacity for it.
         at_limit: Instances that have as many requests in flight as they may.
 
     Returns:
-        None when no ready instance serves the model.
+        None when there is no instance.
     """
-    ready = _able(view, model, excluded, InstanceState.READY)
+    ready = [row for row in rows if row.id not in excluded]
     if not ready:
         return None
-    prefills = _prefills(ready) if may_split else []
-    last_resort = min(_LAST_RESORT[each.info.role] for each in ready)
-    kind = prefills or [each for each in ready if _LAST_RESORT[each.info.role] == last_resort]
-    able = [each for each in kind if each.info.id not in {*refused, *at_limit}]
+    decodes = [row for row in ready if row.role is not Role.PREFILL]
+    prefills = _prefills(ready, decodes) if may_split else []
+    last_resort = min(_LAST_RESORT[row.role] for row in ready)
+    kind = prefills or [row for row in ready if _LAST_RESORT[row.role] == last_resort]
+    able = [row for row in kind if row.id not in refused and row.id not in at_limit]
     if not able:
         return _all_at_limit(
             kind, "prefill instances" if prefills else "instances that could serve it alone"
         )
-
-    def tokens(each: InstanceView) -> int:
-        return each.load.queued_prefill_tokens + sent_tokens.get(each.info.id, 0)
-
     if not prefills:
-        best = min(able, key=lambda each: (tokens(each), each.load.running + each.load.waiting))
+        best = min(able, key=_work)
         why = "no pair to split over" if may_split else "not split"
-        return Whole(best.info.id, f"{why}: {best.info.role} with {tokens(best)} tokens queued")
-    decodes = [each for each in ready if each.info.role is not Role.PREFILL]
-    if all(each.info.id in at_limit for each in decodes):
+        return Whole(best.id, f"{why}: {best.role} with {best.queued_tokens} tokens queued")
+    if all(row.id in at_limit for row in decodes):
         return _all_at_limit(decodes, "decode instances")
-    best = min(able, key=lambda each: (tokens(each), each.info.role is Role.BOTH))
-    return Split(best.info.id, f"least of {len(able)}: {tokens(best)} tokens queued")
+    best = min(able, key=lambda row: (row.queued_tokens, row.role is Role.BOTH))
+    return Split(best.id, f"least of {len(able)}: {best.queued_tokens} tokens queued")
+
+
+def _work(row: InstanceRow) -> tuple[int, int]:
+    return row.queued_tokens, row.view.load.running + row.view.load.waiting
+
+
+def _prefills(ready: list[InstanceRow], decodes: list[InstanceRow]) -> list[InstanceRow]:
+    """List the instances for prompts that can hand over to another one."""
+    takers = Counter(row.key for row in decodes)
+    return [
+        row
+        for row in ready
+        if row.role is not Role.DECODE and takers[row.key] > (row.role is Role.BOTH)
+    ]
+
+
+def _all_at_limit(rows: list[InstanceRow], who: str) -> AllAtLimit:
+    return AllAtLimit(tuple(row.id for row in rows), who)
 
 
 def choose_keeper(
@@ -100,45 +112,14 @@ def choose_keeper(
     """Choose the instance that keeps what clients may ask for again (vLLM's stored responses);
     None when no ready instance serves the model. Every router chooses the same one while it is
     ready, without anything to remember."""
-    able = _able(view, model, excluded, InstanceState.READY, InstanceState.FLIPPING)
-    keepers = [(_LAST_RESORT[each.info.role], each.info.id) for each in able]
-    return min(keepers)[1] if keepers else None
-
-
-def _able(
-    view: ClusterView, model: str, excluded: Collection[InstanceId], *states: InstanceState
-) -> list[InstanceView]:
-    """List the instances that serve a model, in one of these states."""
-    return [
-        each
+    keepers = [
+        (_LAST_RESORT[each.info.role], each.info.id)
         for each in view.instances
-        if each.state in states and model in each.info.models and each.info.id not in excluded
+        if each.state in (InstanceState.READY, InstanceState.FLIPPING)
+        and model in each.info.models
+        and each.info.id not in excluded
     ]
-
-
-def _all_at_limit(instances: list[InstanceView], who: str) -> AllAtLimit:
-    return AllAtLimit(tuple(each.info.id for each in instances), who)
-
-
-def _prefills(ready: list[InstanceView]) -> list[InstanceView]:
-    """List the instances that can hand over to another one; a cluster has few identities."""
-    takers: list[tuple[dict[str, str], list[InstanceId]]] = []
-    for each in ready:
-        if each.info.role is not Role.PREFILL:
-            ids = next((ids for key, ids in takers if key == each.info.identity), None)
-            if ids is None:
-                takers.append((each.info.identity, [each.info.id]))
-            else:
-                ids.append(each.info.id)
-    return [
-        each
-        for each in ready
-        if each.info.role is not Role.DECODE
-        and any(
-            identity == each.info.identity and (len(ids) > 1 or ids[0] != each.info.id)
-            for identity, ids in takers
-        )
-    ]
+    return min(keepers)[1] if keepers else None
 
 
 class Phase(StrEnum):

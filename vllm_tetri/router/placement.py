@@ -9,7 +9,7 @@ from random import Random
 from statistics import fmean
 
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
-from vllm_tetri.policy.cluster import ClusterState, InFlightLedger, Need, TableMaker
+from vllm_tetri.policy.cluster import ClusterState, Need, TableMaker
 from vllm_tetri.policy.overload import (
     Late,
     PersistentQueues,
@@ -18,7 +18,6 @@ from vllm_tetri.policy.overload import (
     retry_after_s,
 )
 from vllm_tetri.policy.route import (
-    GRACE_S,
     AllAtLimit,
     Route,
     Split,
@@ -69,7 +68,6 @@ class Placer:
         self._tables = TableMaker()
         self._state = ClusterState(_GRACE_S)
         self._is_stale = True
-        self._sent = InFlightLedger(GRACE_S)
         self.speeds = PrefillSpeeds()
         self._queues = PersistentQueues(max_queue_delay_s)
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
@@ -117,35 +115,22 @@ class Placer:
             limited = self._shares.at_limit(request.client)
             if is_new:
                 limited |= self._shares.over_share(request.client, self._long_queues(now))
-        view = self._view()
-
-        def choose(model: str, *, may_split: bool = False) -> Route | AllAtLimit | None:
-            if request.is_stored:
-                return _choose_keeper(view, model, excluded, at_limit | limited)
-            return choose_route(
-                view,
-                model=model,
-                may_split=may_split,
-                sent_tokens=self._sent.prompt_tokens(view, now),
-                excluded=excluded,
-                refused=at_limit,
-                at_limit=limited,
-            )
-
         if request.rules is not None:
-            choices = map(choose, self._models_of(request, skipped_models))
+            choices = (
+                self._place_proxied(request, model, excluded, at_limit, limited, now)
+                for model in self._models_of(request, skipped_models)
+            )
             found = next((each for each in choices if each is not None), None)
         elif self.mode is Mode.SPLIT:
-            found = choose(request.model, may_split=may_split)
-            if isinstance(found, Split | Whole) and self._refuses_late:
-                first = found.prefill if isinstance(found, Split) else found.instance
-                self._state.record_sent(first, None, self._size_of(request), now)
+            found = self._choose_route(request.model, may_split, excluded, at_limit, limited, now)
         else:
             found = self._place_by_cost(request, may_split, excluded, at_limit | limited, now)
         if isinstance(found, AllAtLimit):
-            queues = self._long_queues(now)
-            wait_s = retry_after_s(view, found.instances, self.speeds, persistent=queues)
-            raise NoCapacity(found.who, len(found.instances), wait_s)
+            raise self._no_capacity(found, now)
+        if found is not None and (self.mode is Mode.SPLIT or request.rules is not None):
+            first = found.prefill if isinstance(found, Split) else found.instance
+            size = self._size_of(request) if request.generates else Need(1, 0)
+            self._state.record_sent(first, None, size, now)
         return found
 
     def expected_late(self, request: ApiRequest) -> Late | None:
@@ -156,13 +141,6 @@ class Placer:
         if place is None:
             return None
         return expected_late(place, self._objective, self._size_of(request).output_tokens)
-
-    def record_sent(self, instance: InstanceId, request: ApiRequest) -> None:
-        """The prompt of a request goes to an instance."""
-        # The modes that price instances record what they send when they choose.
-        if self.mode is Mode.SPLIT or request.rules is not None:
-            num_tokens = request.approx_tokens if request.generates else 1
-            self._sent.add(instance, None, Need(max(1, num_tokens), 0), time.monotonic())
 
     def record_prefill(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
         """An instance has computed a prompt that was sent at a monotonic time."""
@@ -195,6 +173,43 @@ class Placer:
             return Split(place.prefill, place.reason, anywhere=True)
         return Whole(place.prefill, place.reason)
 
+    def _place_proxied(
+        self,
+        request: ApiRequest,
+        model: str,
+        excluded: frozenset[InstanceId],
+        at_limit: frozenset[InstanceId],
+        limited: frozenset[InstanceId],
+        now: float,
+    ) -> Route | AllAtLimit | None:
+        if not request.is_stored:
+            return self._choose_route(model, False, excluded, at_limit, limited, now)
+        keeper = choose_keeper(self._view(), model=model, excluded=excluded)
+        if keeper in at_limit or keeper in limited:
+            assert keeper is not None
+            return AllAtLimit((keeper,), "instances that may store the output")
+        return None if keeper is None else Whole(keeper, "stores outputs")
+
+    def _choose_route(
+        self,
+        model: str,
+        may_split: bool,
+        excluded: frozenset[InstanceId],
+        at_limit: frozenset[InstanceId],
+        limited: frozenset[InstanceId],
+        now: float,
+    ) -> Route | AllAtLimit | None:
+        self._renew(now)
+        if model not in self._state.table.by_model:
+            self._renew(now, is_forced=True)  # its first instance has just joined
+        return choose_route(
+            map(self._state.row, self._state.table.by_model.get(model, ())),
+            may_split=may_split,
+            excluded=excluded,
+            refused=at_limit,
+            at_limit=limited,
+        )
+
     def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
         """The model that a proxied request names. About an unknown one, or none, an instance
         complains best itself."""
@@ -203,6 +218,11 @@ class Placer:
             yield request.model
         else:
             yield from sorted({info.models[0] for info in names.values()}.difference(skipped))
+
+    def _no_capacity(self, full: AllAtLimit, now: float) -> NoCapacity:
+        queues = self._long_queues(now)
+        wait_s = retry_after_s(self._view(), full.instances, self.speeds, persistent=queues)
+        return NoCapacity(full.who, len(full.instances), wait_s)
 
     def _long_queues(self, now: float) -> frozenset[InstanceId]:
         if not self._queues.is_fresh(now):
@@ -267,14 +287,3 @@ class Placer:
             for row in map(self._state.row, table.by_id.values())
             if row.queued_tokens > _MAX_QUEUED_TOKENS
         )
-
-
-def _choose_keeper(
-    view: ClusterView, model: str, excluded: frozenset[InstanceId], full: frozenset[InstanceId]
-) -> Whole | AllAtLimit | None:
-    keeper = choose_keeper(view, model=model, excluded=excluded)
-    if keeper is None:
-        return None
-    if keeper in full:
-        return AllAtLimit((keeper,), "instances that may store the output")
-    return Whole(keeper, "stores outputs")

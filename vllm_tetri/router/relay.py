@@ -144,7 +144,6 @@ class Relay:
     async def _prefill(self, instance: InstanceInfo, route: Split) -> web.StreamResponse:
         request, entry = self._request, self._entry
         transfer, last_chunk = entry.send_prefill(instance.id, route.reason)
-        self._scheduler.placer.record_sent(instance.id, request)
         self._early = asyncio.create_task(self._decode_early(last_chunk))
         params = PrefillParams(transfer, entry.id, anywhere=route.anywhere)
         try:
@@ -169,7 +168,7 @@ class Relay:
         ending = last_chunk.result().ending if last_chunk.done() else None
         self._first = first = first.with_prompt(ending)
         prefilled = first.prefilled
-        entry.prompt_tokens, entry.last_chunk = prefilled.num_tokens, None
+        entry.finish_prefill(prefilled.num_tokens)
         self._scheduler.placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
         if first.is_last:
             return await self._end_at_prefill(first, instance)
@@ -195,7 +194,7 @@ class Relay:
         if first.prefilled.is_final and first.prefilled.num_chunks <= 1:
             self._entry.take_transfer()  # it was never opened
         self._drop_transfer()
-        self._entry.decode = self._entry.prefill
+        self._entry.end_at_prefill()
         self._metrics.first_tokens.labels("last").inc()
         if request.is_streamed:
             events = first.complete_stream(
@@ -292,7 +291,8 @@ class Relay:
         self._metrics.fallbacks.labels("decode_failed").inc()
         instance = await self._wait_for_instance()
         self.route = "fallback"
-        body = resume_body(self._request, received, self._first, instance)
+        ids = self._output.prompt_token_ids
+        body = resume_body(self._request, received, self._first, ids, instance)
         return await self._aggregated(instance, None, body)
 
     async def _wait_for_instance(self) -> InstanceInfo:
@@ -326,7 +326,6 @@ class Relay:
         continues an output, without a body the client's."""
         self._entry.send_aggregated(instance.id, reason)
         self._writer = instance
-        self._scheduler.placer.record_sent(instance.id, self._request)
         if body is None:
             body = self._request.aggregated_body(instance)
         return await self._output.receive(instance, self._send(instance, body))

@@ -13,10 +13,10 @@ from random import Random
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.adaptive import PriceCandidates, price_route
-from vllm_tetri.policy.cluster import ClusterState, InFlightLedger, Need
+from vllm_tetri.policy.cluster import ClusterState, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.policy.route import GRACE_S, Route, Split, Whole, choose_route
+from vllm_tetri.policy.route import Route, Split, Whole, choose_route
 from vllm_tetri.sim.config import ClusterConfig
 from vllm_tetri.sim.request import MAX_TOKENS
 from vllm_tetri.sim.snapshot import MODEL, SimRouter, SimSnapshot
@@ -24,7 +24,7 @@ from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
 from vllm_tetri.types import InstanceId
 
 _USUAL_PROMPT_TOKENS = 512
-_ADAPTIVE_GRACE_S = 0.1  # as the router's
+_GRACE_S = 0.1  # as the router's
 
 
 class _Dispatching:
@@ -33,6 +33,7 @@ class _Dispatching:
     is_anywhere = False
 
     def __init__(self, config: ClusterConfig) -> None:
+        self._state = ClusterState(_GRACE_S)
         self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any output
         self._dispatchers = {
             each.id: DecodeDispatcher(
@@ -60,8 +61,9 @@ class _Dispatching:
         tokens, block_size = spec.prompt_tokens, chooser.me.block_size
         num_bytes = -(-tokens // block_size) * block_size  # a byte of the arena is a token
         need = chooser.need(tokens, spec.predicted, num_bytes=num_bytes, max_tokens=MAX_TOKENS)
-        choose = chooser.choose_anywhere if self.is_anywhere else chooser.choose
-        return choose(str(spec.id), need, frozenset(), now, may_wait=may_wait)
+        return chooser.choose(
+            str(spec.id), need, frozenset(), now, may_wait=may_wait, anywhere=self.is_anywhere
+        )
 
     def ended(self, spec: RequestSpec, now: float) -> None:
         for each in self._dispatchers.values():
@@ -71,17 +73,13 @@ class _Dispatching:
 class SplitMode(_Dispatching):
     """The router and prefill instances of mode `split`."""
 
-    def __init__(self, config: ClusterConfig) -> None:
-        super().__init__(config)
-        self._sent = InFlightLedger(GRACE_S)
-
     def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route:
-        view = snapshot.view
-        sent = self._sent.prompt_tokens(view, snapshot.at_s)
-        route = choose_route(view, model=MODEL, may_split=True, sent_tokens=sent)
+        self._state.observe(snapshot.table)
+        rows = map(self._state.row, self._state.table.by_model[MODEL])
+        route = choose_route(rows, may_split=True)
         assert isinstance(route, Split | Whole), "there is an instance"
         first = route.prefill if isinstance(route, Split) else route.instance
-        self._sent.add(first, None, Need(spec.prompt_tokens, 0), now)
+        self._state.record_sent(first, None, Need(spec.prompt_tokens, 0), now)
         return route
 
 
@@ -93,7 +91,6 @@ class AdaptiveMode(_Dispatching):
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
         self._rng = Random(f"{config.seed} adaptive")
-        self._state = ClusterState(_ADAPTIVE_GRACE_S)
         self._candidates: PriceCandidates | None = None
 
     def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route:
