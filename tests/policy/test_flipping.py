@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_tetri.policy.role import ROUTER_LOST_S, Flipping, Stage
+from vllm_tetri.policy.role import ROUTER_LOST_S, Flipping
 from vllm_tetri.types import FlipStage, Role
 
 BUSY = "1 unfinished requests"
@@ -20,21 +20,21 @@ def ordered(
 
 def test_it_drains_until_nothing_is_left_here_or_on_its_way() -> None:
     flipping = ordered()
-    flipping.look("", 0.1)
+    flipping.advance("", 0.1)
     assert flipping.wanted is None  # no router has said yet that it has nothing
-    flipping.told(0, 2, 0.2)
-    flipping.look("", 0.2)
-    assert flipping.stage is Stage.DRAINING
-    flipping.told(0, 0, 0.3)
-    flipping.look(BUSY, 0.3)
-    assert flipping.stage is Stage.DRAINING
-    flipping.look("", 0.5)
+    flipping.expected.record_in_flight(0, 2, 0.2)
+    flipping.advance("", 0.2)
+    assert flipping.stage is FlipStage.DRAINING
+    flipping.expected.record_in_flight(0, 0, 0.3)
+    flipping.advance(BUSY, 0.3)
+    assert flipping.stage is FlipStage.DRAINING
+    flipping.advance("", 0.5)
     assert flipping.wanted is Role.PREFILL
     assert flipping.role is Role.DECODE
-    flipping.taken(0.51)
-    assert (flipping.role, flipping.stage, flipping.num_flips) == (Role.PREFILL, Stage.STEADY, 1)
-    assert flipping.known(1, 0.502, 0.504)
-    assert not flipping.known(1, 0.7, 0.8)  # of a second router
+    flipping.record_taken(0.51)
+    assert (flipping.role, flipping.stage) == (Role.PREFILL, None)
+    assert flipping.record_commit(1, 0.502, 0.504)
+    assert not flipping.record_commit(1, 0.7, 0.8)  # of a second router
     flip = flipping.newest(1.51)
     assert flip is not None
     assert (flip.source, flip.target, flip.stage) == (Role.DECODE, Role.PREFILL, FlipStage.DONE)
@@ -45,10 +45,10 @@ def test_it_drains_until_nothing_is_left_here_or_on_its_way() -> None:
 def test_at_once_it_waits_for_the_step_boundary_only() -> None:
     flipping = ordered(is_now=True)
     assert flipping.wanted is Role.PREFILL
-    flipping.look(BUSY, 0.1)
-    assert flipping.stage is Stage.SWITCHING
-    flipping.taken(0.4)
-    flipping.known(1, 77.0, 0.401)  # another machine's clock
+    flipping.advance(BUSY, 0.1)
+    assert flipping.stage is FlipStage.SWITCHING
+    flipping.record_taken(0.4)
+    flipping.record_commit(1, 77.0, 0.401)  # another machine's clock
     flip = flipping.newest(0.4)
     assert flip is not None
     assert (flip.drain_s, flip.commit_s) == pytest.approx((0.0, 0.001))
@@ -56,11 +56,11 @@ def test_at_once_it_waits_for_the_step_boundary_only() -> None:
 
 def test_without_a_router_it_goes_on_after_a_while() -> None:
     flipping = ordered()
-    flipping.told(0, 3, 0.0)
-    flipping.look("", ROUTER_LOST_S - 0.1)
-    assert flipping.stage is Stage.DRAINING
-    flipping.look("", ROUTER_LOST_S)
-    assert flipping.stage is Stage.SWITCHING
+    flipping.expected.record_in_flight(0, 3, 0.0)
+    flipping.advance("", ROUTER_LOST_S - 0.1)
+    assert flipping.stage is FlipStage.DRAINING
+    flipping.advance("", ROUTER_LOST_S)
+    assert flipping.stage is FlipStage.SWITCHING
 
 
 @pytest.mark.parametrize(
@@ -70,35 +70,34 @@ def test_without_a_router_it_goes_on_after_a_while() -> None:
 def test_past_its_deadline_it_is_what_it_was(left: str, problem: str) -> None:
     flipping = ordered(deadline_s=5.0)
     for second in range(6):
-        flipping.told(0, 1, float(second))
-        flipping.look(left, float(second))
+        flipping.expected.record_in_flight(0, 1, float(second))
+        flipping.advance(left, float(second))
     flip = flipping.newest(7.0)
     assert flip is not None
-    assert (flipping.stage, flipping.role, flipping.wanted) == (Stage.STEADY, Role.DECODE, None)
+    assert (flipping.stage, flipping.role, flipping.wanted) == (None, Role.DECODE, None)
     assert (flip.stage, flip.problem, flip.age_s) == (FlipStage.ROLLED_BACK, problem, 2.0)
-    assert flipping.num_flips == 0
 
 
 def test_every_router_that_can_be_heard_has_a_say() -> None:
     flipping = Flipping(Role.DECODE)
-    flipping.heard(1, -0.1)
+    flipping.expected.record_message(1, -0.1)
     flipping.order(1, Role.PREFILL, is_now=False, deadline_s=None, reason="why", now=0.0)
-    flipping.told(0, 0, 0.1)
-    flipping.look("", 0.1)
-    assert flipping.stage is Stage.DRAINING  # the other one has not told yet
-    flipping.told(1, 3, 0.2)
-    flipping.look("", 0.2)
-    assert flipping.stage is Stage.DRAINING
-    flipping.told(1, 0, 0.3)
-    flipping.look("", 0.3)
-    assert flipping.stage is Stage.SWITCHING
+    flipping.expected.record_in_flight(0, 0, 0.1)
+    flipping.advance("", 0.1)
+    assert flipping.stage is FlipStage.DRAINING  # the other one has not told yet
+    flipping.expected.record_in_flight(1, 3, 0.2)
+    flipping.advance("", 0.2)
+    assert flipping.stage is FlipStage.DRAINING
+    flipping.expected.record_in_flight(1, 0, 0.3)
+    flipping.advance("", 0.3)
+    assert flipping.stage is FlipStage.SWITCHING
 
 
 def test_an_engine_that_takes_no_step_keeps_its_role() -> None:
     flipping = ordered(is_now=True, deadline_s=5.0)
     assert not flipping.is_overdue(4.9)
     assert flipping.is_overdue(5.0)
-    flipping.withdrawn(5.0)
+    flipping.roll_back("the engine takes no step", 5.0)
     flip = flipping.newest(5.0)
     assert flip is not None
     assert (flipping.role, flip.problem) == (Role.DECODE, "the engine takes no step")
@@ -113,7 +112,7 @@ def test_orders_that_are_repeated_or_late_do_nothing(epoch: int) -> None:
     flipping = ordered()
     assert not order(flipping, epoch, Role.BOTH)
     assert flipping.epoch == 1
-    flipping.look("", ROUTER_LOST_S)
+    flipping.advance("", ROUTER_LOST_S)
     assert flipping.wanted is Role.PREFILL
 
 
@@ -122,7 +121,7 @@ def test_its_present_role_calls_a_drain_off() -> None:
     assert order(flipping, 2, Role.DECODE)
     flip = flipping.newest(1.0)
     assert flip is not None
-    assert (flipping.stage, flipping.epoch) == (Stage.STEADY, 2)
+    assert (flipping.stage, flipping.epoch) == (None, 2)
     assert (flip.stage, flip.problem) == (FlipStage.ROLLED_BACK, "called off: again")
     assert not order(flipping, 3, Role.DECODE)
     assert flipping.epoch == 3  # heard, so the router need not say it again
@@ -139,5 +138,5 @@ def test_while_the_engine_switches_orders_wait() -> None:
     flipping = ordered(is_now=True)
     assert not order(flipping, 2, Role.DECODE)
     assert flipping.epoch == 1
-    flipping.taken(1.0)
+    flipping.record_taken(1.0)
     assert order(flipping, 2, Role.DECODE)

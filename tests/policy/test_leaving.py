@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.role import QUIET_S, ROUTER_LOST_S, Leaving, Verdict, why_needed
+from vllm_tetri.policy.role import QUIET_S, ROUTER_LOST_S, Expected, Leaving, Verdict, why_needed
 from vllm_tetri.types import Flip, FlipStage, InstanceView, Role
 
 STEP_S = 0.1
@@ -14,65 +14,65 @@ STEP_S = 0.1
 def looks(leaving: Leaving, start: float, for_s: float, *, is_at_rest: bool = True) -> set[Verdict]:
     """What it decides at every period of some time."""
     times = [start + STEP_S * index for index in range(round(for_s / STEP_S))]
-    return {leaving.look(is_at_rest=is_at_rest, now=now) for now in times}
+    return {leaving.decide(is_at_rest=is_at_rest, now=now) for now in times}
 
 
 def asked(deadline_s: float | None = None) -> Leaving:
-    leaving = Leaving()
+    leaving = Leaving(Expected())
     leaving.ask(deadline_s, now=0.0)
     return leaving
 
 
 def test_one_that_was_not_asked_stays() -> None:
-    assert looks(Leaving(), 0.0, 100.0) == {Verdict.STAY}
+    assert looks(Leaving(Expected()), 0.0, 100.0) == {Verdict.STAY}
 
 
 def test_it_goes_when_all_has_been_quiet_for_a_while() -> None:
     leaving = asked()
     assert looks(leaving, 0.0, 5.0, is_at_rest=False) == {Verdict.STAY}
-    assert leaving.look(is_at_rest=True, now=5.0) is Verdict.STAY
-    assert leaving.look(is_at_rest=True, now=5.0 + QUIET_S) is Verdict.GO
+    assert leaving.decide(is_at_rest=True, now=5.0) is Verdict.STAY
+    assert leaving.decide(is_at_rest=True, now=5.0 + QUIET_S) is Verdict.GO
 
 
 def test_anything_that_comes_starts_the_quiet_time_anew() -> None:
     leaving = asked()
-    assert leaving.look(is_at_rest=True, now=0.0) is Verdict.STAY
-    assert leaving.look(is_at_rest=False, now=QUIET_S - 0.1) is Verdict.STAY
-    assert leaving.look(is_at_rest=True, now=QUIET_S) is Verdict.STAY
-    assert leaving.look(is_at_rest=True, now=2 * QUIET_S) is Verdict.GO
+    assert leaving.decide(is_at_rest=True, now=0.0) is Verdict.STAY
+    assert leaving.decide(is_at_rest=False, now=QUIET_S - 0.1) is Verdict.STAY
+    assert leaving.decide(is_at_rest=True, now=QUIET_S) is Verdict.STAY
+    assert leaving.decide(is_at_rest=True, now=2 * QUIET_S) is Verdict.GO
 
 
 def test_it_waits_for_what_any_router_still_has_for_it() -> None:
     leaving = asked()
     for now in range(5):
-        leaving.told(0, 0, float(now))
-        leaving.told(1, 1, float(now))
-        assert leaving.look(is_at_rest=True, now=float(now)) is Verdict.STAY
-    leaving.told(1, 0, 5.0)
-    assert leaving.look(is_at_rest=True, now=5.0) is Verdict.STAY
-    assert leaving.look(is_at_rest=True, now=5.0 + QUIET_S) is Verdict.GO
+        leaving.expected.record_in_flight(0, 0, float(now))
+        leaving.expected.record_in_flight(1, 1, float(now))
+        assert leaving.decide(is_at_rest=True, now=float(now)) is Verdict.STAY
+    leaving.expected.record_in_flight(1, 0, 5.0)
+    assert leaving.decide(is_at_rest=True, now=5.0) is Verdict.STAY
+    assert leaving.decide(is_at_rest=True, now=5.0 + QUIET_S) is Verdict.GO
 
 
 def test_a_router_that_died_does_not_keep_it() -> None:
     leaving = asked()
-    leaving.told(0, 7, 0.0)
-    assert leaving.look(is_at_rest=True, now=ROUTER_LOST_S / 2) is Verdict.STAY
-    assert leaving.look(is_at_rest=True, now=ROUTER_LOST_S) is Verdict.STAY
-    assert leaving.look(is_at_rest=True, now=ROUTER_LOST_S + QUIET_S) is Verdict.GO
+    leaving.expected.record_in_flight(0, 7, 0.0)
+    assert leaving.decide(is_at_rest=True, now=ROUTER_LOST_S / 2) is Verdict.STAY
+    assert leaving.decide(is_at_rest=True, now=ROUTER_LOST_S) is Verdict.STAY
+    assert leaving.decide(is_at_rest=True, now=ROUTER_LOST_S + QUIET_S) is Verdict.GO
 
 
 def test_a_deadline_cuts_off_what_is_left_and_the_last_word_counts() -> None:
     leaving = asked(deadline_s=10.0)
     assert looks(leaving, 0.0, 9.0, is_at_rest=False) == {Verdict.STAY}
-    assert leaving.look(is_at_rest=False, now=10.0) is Verdict.CUT_OFF
+    assert leaving.decide(is_at_rest=False, now=10.0) is Verdict.CUT_OFF
     leaving.ask(None, now=10.0)
-    assert leaving.look(is_at_rest=False, now=1000.0) is Verdict.STAY
+    assert leaving.decide(is_at_rest=False, now=1000.0) is Verdict.STAY
 
 
 def test_a_deadline_does_not_hurry_one_that_is_at_rest() -> None:
     leaving = asked(deadline_s=10.0)
-    leaving.look(is_at_rest=True, now=9.0)
-    assert leaving.look(is_at_rest=True, now=20.0) is Verdict.GO
+    leaving.decide(is_at_rest=True, now=9.0)
+    assert leaving.decide(is_at_rest=True, now=20.0) is Verdict.GO
 
 
 P, D, B = instance("p", "prefill"), instance("d", "decode"), instance("b", "both")

@@ -21,9 +21,9 @@ from vllm_tetri.control.role import RoleKeeper
 from vllm_tetri.control.view import Snapshot, ViewStore
 from vllm_tetri.curve import CONTROL, HANDSHAKE_FAILED, Curve, is_readable
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.policy.role import Leaving, Stage, Verdict
+from vllm_tetri.policy.role import Leaving, Verdict
 from vllm_tetri.security import Secret
-from vllm_tetri.types import InstanceInfo, InstanceLoad, Role, TransferId
+from vllm_tetri.types import FlipStage, InstanceInfo, InstanceLoad, Role, TransferId
 
 MAX_QUEUED = 4096
 _CLOSE_S = 2.0
@@ -121,7 +121,7 @@ class Agent:
         self.roles = RoleKeeper(info.id, info.role)
         self._links: list[RouterLink] = []
         self._gone: dict[str, float] = {}  # names of routers that went, and until when it matters
-        self._leaving, self._verdict = Leaving(), Verdict.STAY
+        self._leaving, self._verdict = Leaving(self.roles.state.expected), Verdict.STAY
         self._outbox: deque[messages.Dispatched] = deque()
         self._views = ViewStore()
         self._logged: set[str] = set()
@@ -240,7 +240,7 @@ class Agent:
                 self._continue_flip()
             if self._leaving.is_asked:
                 is_at_rest = not self._read_unfinished(Role.BOTH)
-                self._verdict = self._leaving.look(is_at_rest=is_at_rest, now=time.monotonic())
+                self._verdict = self._leaving.decide(is_at_rest=is_at_rest, now=time.monotonic())
 
     def _on_event(self, link: RouterLink) -> None:
         event = link.next_event()
@@ -303,7 +303,7 @@ class Agent:
 
     def _continue_flip(self) -> None:
         roles, state = self.roles, self.roles.state
-        left = self._read_unfinished(state.role) if state.stage is Stage.DRAINING else ""
+        left = self._read_unfinished(state.role) if state.stage is FlipStage.DRAINING else ""
         if roles.advance(left, self._engine.is_idle(), time.monotonic()):
             self._info = replace(self._info, role=state.role)
             self.num_flips += 1
@@ -324,7 +324,7 @@ class Agent:
             if not is_readable(link.socket):
                 return
             parts = link.socket.recv_multipart()
-            self.roles.state.heard(link.index, time.monotonic())
+            self.roles.state.expected.record_message(link.index, time.monotonic())
             try:
                 if len(parts) != 1:
                     raise ProtocolError(f"{len(parts)} parts instead of one")
@@ -340,8 +340,7 @@ class Agent:
                 self._is_polled = True
                 self._record_router(link, message.router)
                 if message.in_flight is not None:
-                    self._leaving.told(link.index, message.in_flight, now)
-                    state.told(link.index, message.in_flight, now)
+                    state.expected.record_in_flight(link.index, message.in_flight, now)
                 if not self._views.observe(link.index, message, now):
                     self._send_hello(link)  # its view got lost: a router sends one after this
             case messages.Drain(deadline_s=deadline_s):
@@ -350,7 +349,7 @@ class Agent:
                 self.roles.order(message, now)
                 self._reported_s = _NEVER_S
             case messages.RoleCommitted(epoch=epoch, at_s=at_s):
-                if state.known(epoch, at_s, now):
+                if state.record_commit(epoch, at_s, now):
                     self._reported_s = _NEVER_S
             case messages.WhoAreYou():
                 self._send_hello(link)

@@ -7,14 +7,14 @@ import threading
 import time
 
 from vllm_tetri.messages import FlipRole
-from vllm_tetri.policy.role import Flipping, Stage
-from vllm_tetri.types import InstanceId, Role
+from vllm_tetri.policy.role import Flipping
+from vllm_tetri.types import FlipStage, InstanceId, Role
 
 _log = logging.getLogger(__name__)
 
 
 class RoleKeeper:
-    """The role of one instance; `state` tells how far a change is, by the table of `policy.role`.
+    """The role of one instance; `state` tells how far a change is.
 
     The engine's thread calls only `take`; all else is the agent's thread.
     """
@@ -30,7 +30,7 @@ class RoleKeeper:
     @property
     def is_steady(self) -> bool:
         """Whether no change is under way."""
-        return self.state.stage is Stage.STEADY
+        return self.state.stage is None
 
     def order(self, order: FlipRole, now: float) -> None:
         """Begin or call off a change, as a router orders."""
@@ -40,10 +40,10 @@ class RoleKeeper:
         self._lease = max(self._lease, order.lease)
         was_steady = self.is_steady
         is_call_off = order.epoch > state.epoch and order.role is state.role
-        if is_call_off and state.stage is Stage.SWITCHING:
+        if is_call_off and state.stage is FlipStage.SWITCHING:
             if not self._withdraw():
                 return  # the engine took it a moment ago; the router repeats the order
-            state.withdrawn(now, f"called off: {order.reason}")
+            state.roll_back(f"called off: {order.reason}", now)
             self._log(now)
         what = order.epoch, order.role, order.is_now, order.deadline_s, order.reason
         is_new = state.order(*what, now)
@@ -56,17 +56,17 @@ class RoleKeeper:
         """Continue the change that is under way, given the present role's unfinished work and
         whether the engine has no other; True when the engine has another role now."""
         state = self.state
-        if state.stage is Stage.DRAINING:
-            state.look(unfinished, now)
+        if state.stage is FlipStage.DRAINING:
+            state.advance(unfinished, now)
             if state.wanted is not None:
                 self.want(state.wanted)
         taken_s = None
-        if state.stage is Stage.SWITCHING:
+        if state.stage is FlipStage.SWITCHING:
             taken_s = now if self._wanted is not None and is_idle else self._taken_s
         if taken_s is not None:
-            state.taken(taken_s)
+            state.record_taken(taken_s)
         elif state.is_overdue(now) and self._withdraw():
-            state.withdrawn(now)
+            state.roll_back("the engine takes no step", now)
         if self.is_steady:
             self._log(now)
         return taken_s is not None

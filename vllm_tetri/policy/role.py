@@ -10,7 +10,7 @@ have stayed so for a few report periods, since requests may be on their way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from vllm_tetri.types import ClusterView, Flip, FlipStage, InstanceState, InstanceView, Role
@@ -31,13 +31,13 @@ class Expected:
         self._since = now
         self._in_flight.clear()
 
-    def heard(self, router: int, now: float) -> None:
+    def record_message(self, router: int, now: float) -> None:
         """Record any message of a router."""
         self._heard_s[router] = now
 
-    def told(self, router: int, in_flight: int, now: float) -> None:
+    def record_in_flight(self, router: int, in_flight: int, now: float) -> None:
         """Record how many requests a router has for this instance."""
-        self.heard(router, now)
+        self.record_message(router, now)
         self._in_flight[router] = in_flight, now
 
     def is_any(self, now: float) -> bool:
@@ -70,66 +70,35 @@ DRAINS = {  # what must come to its end before an instance has another role
 }
 
 
-class Stage(StrEnum):
-    """Where an instance is."""
-
-    STEADY = "steady"
-    DRAINING = "draining"
-    SWITCHING = "switching"  # the engine takes the new role at its next step
-
-
-class FlipEvent(StrEnum):
-    """What can happen to it."""
-
-    ORDER = "order"
-    ORDER_NOW = "order_now"
-    DRAINED = "drained"
-    TAKEN = "taken"  # by the engine
-    LATE = "late"  # the deadline has passed
-    WITHDRAWN = "withdrawn"  # before the engine took it
-    CALL_OFF = "call_off"
-
-
-TRANSITIONS = {
-    (Stage.STEADY, FlipEvent.ORDER): Stage.DRAINING,
-    (Stage.STEADY, FlipEvent.ORDER_NOW): Stage.SWITCHING,
-    (Stage.DRAINING, FlipEvent.ORDER): Stage.DRAINING,
-    (Stage.DRAINING, FlipEvent.ORDER_NOW): Stage.SWITCHING,
-    (Stage.DRAINING, FlipEvent.DRAINED): Stage.SWITCHING,
-    (Stage.DRAINING, FlipEvent.LATE): Stage.STEADY,
-    (Stage.DRAINING, FlipEvent.CALL_OFF): Stage.STEADY,
-    (Stage.SWITCHING, FlipEvent.TAKEN): Stage.STEADY,
-    (Stage.SWITCHING, FlipEvent.WITHDRAWN): Stage.STEADY,
-}
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One flip from its order on: what is reported of it, and when its stage began. Times are
-    monotonic seconds; `committing_s` is since when there was nothing left to wait for."""
-
-    flip: Flip
-    deadline: float | None
-    ordered_s: float
-    stage_s: float
-    committing_s: float = 0.0
-
-
 class Flipping:
-    """The role of one instance, and the `stage` on its way to another. Owner: one thread.
+    """The role of one instance, and its newest flip to another. Owner: one thread.
 
-    `epoch` is that of the newest order that it took. Orders have the number after the newest
-    that their router knows of, so of two at once one counts; repeats and late ones do nothing.
-    Times are monotonic seconds.
+    A flip drains until nothing of the old role is left or `expected`, then waits for the engine
+    to take the new role at its next step. `epoch` is that of the newest order that was taken.
+    Orders have the number after the newest that their router knows of, so of two at once one
+    counts; repeats and late ones do nothing. Times are monotonic seconds.
     """
 
     def __init__(self, role: Role) -> None:
         self.role = role
-        self.stage = Stage.STEADY
         self.epoch = 0
-        self.num_flips = 0  # roles taken
-        self._attempt: _Attempt | None = None
-        self._expected = Expected()
+        self.expected = Expected()
+        self._flip: Flip | None = None
+        self._deadline: float | None = None
+        self._ordered_s = self._ended_s = 0.0
+        self._committing_s = 0.0  # since when there was nothing left to wait for
+
+    @property
+    def stage(self) -> FlipStage | None:
+        """How far the flip under way is; None if there is none."""
+        flip = self._flip
+        return flip.stage if flip is not None and flip.is_under_way else None
+
+    @property
+    def wanted(self) -> Role | None:
+        """The role that the engine is to take at its next step."""
+        flip = self._flip
+        return flip.target if flip is not None and self.stage is FlipStage.SWITCHING else None
 
     def order(
         self,
@@ -142,109 +111,70 @@ class Flipping:
     ) -> bool:
         """Take a router's order of a role; the present role calls off what is under way. Returns
         whether the order is new and changes anything."""
-        if epoch <= self.epoch or self.stage is Stage.SWITCHING:
+        if epoch <= self.epoch or self.wanted is not None:
             return False  # in the latter case its router repeats it
         self.epoch = epoch
         if role is self.role:
-            if self.stage is Stage.STEADY:
-                return False
-            self._roll_back(FlipEvent.CALL_OFF, f"called off: {reason}", now)
-            return True
-        flip = Flip(epoch, self.role, role, FlipStage.DRAINING, reason=reason)
-        deadline = None if deadline_s is None else now + deadline_s
-        self._attempt = _Attempt(flip, deadline, now, now)
-        self._advance(FlipEvent.ORDER_NOW if is_now else FlipEvent.ORDER)
-        self._expected.ask_again(now)
+            return self.roll_back(f"called off: {reason}", now)
+        stage = FlipStage.SWITCHING if is_now else FlipStage.DRAINING
+        self._flip = Flip(epoch, self.role, role, stage, reason=reason)
+        self._deadline = None if deadline_s is None else now + deadline_s
+        self._ordered_s, self._committing_s = now, 0.0
+        self.expected.ask_again(now)
         return True
 
-    def heard(self, router: int, now: float) -> None:
-        """Record any message of a router."""
-        self._expected.heard(router, now)
-
-    def told(self, router: int, in_flight: int, now: float) -> None:
-        """Record how many requests a router has for this instance."""
-        self._expected.told(router, in_flight, now)
-
-    def look(self, left: str, now: float) -> None:
-        """Go on if the old role's work is done, or back if that takes too long. `left` names the
-        unfinished work of `DRAINS` in words; it is empty if there is none."""
-        one = self._attempt
-        if one is None or self.stage is not Stage.DRAINING:
+    def advance(self, left: str, now: float) -> None:
+        """End a drain if the old role's work is done, or the flip if that takes too long. `left`
+        names the unfinished work of `DRAINS` in words; it is empty if there is none."""
+        flip = self._flip
+        if flip is None or self.stage is not FlipStage.DRAINING:
             return
-        is_expected = self._expected.is_any(now) or not self._expected.is_known(now)
-        if not left and not is_expected:
-            one.committing_s = now
-            one.flip = replace(one.flip, drain_s=now - one.ordered_s)
-            self._advance(FlipEvent.DRAINED)
+        if not left and not self.expected.is_any(now) and self.expected.is_known(now):
+            self._committing_s, drain_s = now, now - self._ordered_s
+            self._flip = replace(flip, stage=FlipStage.SWITCHING, drain_s=drain_s)
         elif self._is_late(now):
-            problem = f"not drained in time: {left or 'more is on its way'}"
-            self._roll_back(FlipEvent.LATE, problem, now)
-
-    @property
-    def wanted(self) -> Role | None:
-        """The role that the engine is to take at its next step."""
-        one = self._attempt
-        return one.flip.target if one and self.stage is Stage.SWITCHING else None
+            self.roll_back(f"not drained in time: {left or 'more is on its way'}", now)
 
     def is_overdue(self, now: float) -> bool:
         """Whether the engine should have taken the wanted role by now."""
-        return self.stage is Stage.SWITCHING and self._is_late(now)
+        return self.wanted is not None and self._is_late(now)
 
-    def withdrawn(self, now: float, why: str = "the engine takes no step") -> None:
-        """Record that the engine was told to keep the role that it has."""
-        self._roll_back(FlipEvent.WITHDRAWN, why, now)
+    def roll_back(self, problem: str, now: float) -> bool:
+        """Keep the role; False if no flip is under way."""
+        if self._flip is None or self.stage is None:
+            return False
+        self._flip = replace(self._flip, stage=FlipStage.ROLLED_BACK, problem=problem)
+        self._ended_s = now
+        return True
 
-    def taken(self, now: float) -> None:
+    def record_taken(self, now: float) -> None:
         """Record that the engine took the wanted role, at a step boundary at time `now`."""
-        self._advance(FlipEvent.TAKEN)
-        one = self._end(FlipStage.DONE, "", now)
-        self.role = one.flip.target
-        self.num_flips += 1
-        one.committing_s = one.committing_s or now
+        assert self._flip is not None
+        self.role, self._ended_s = self._flip.target, now
+        self._flip = replace(self._flip, stage=FlipStage.DONE)
+        self._committing_s = self._committing_s or now
 
-    def known(self, epoch: int, at_s: float, now: float) -> bool:
+    def record_commit(self, epoch: int, at_s: float, now: float) -> bool:
         """Record that a router knows the role of this epoch since `at_s`; False if that is
         nothing new.
 
         `at_s` is by the router's clock. If that is another machine's, it is hardly ever between
         the two times here, and if it is, it is right within them.
         """
-        one = self._attempt
-        if one is None or one.flip.epoch != epoch or one.flip.stage is not FlipStage.DONE:
+        flip = self._flip
+        if flip is None or (flip.epoch, flip.stage) != (epoch, FlipStage.DONE) or flip.commit_s:
             return False
-        if one.flip.commit_s:
-            return False
-        is_ours = one.committing_s < at_s <= now
-        one.flip = replace(one.flip, commit_s=(at_s if is_ours else now) - one.committing_s)
+        is_ours = self._committing_s < at_s <= now
+        self._flip = replace(flip, commit_s=(at_s if is_ours else now) - self._committing_s)
         return True
 
     def newest(self, now: float) -> Flip | None:
         """Return what to report of the newest flip."""
-        one = self._attempt
-        if one is None:
-            return None
-        stage = FlipStage.SWITCHING if self.stage is Stage.SWITCHING else one.flip.stage
-        return replace(one.flip, stage=stage, age_s=now - one.stage_s)
+        since_s = self._ended_s if self.stage is None else self._ordered_s
+        return None if self._flip is None else replace(self._flip, age_s=now - since_s)
 
     def _is_late(self, now: float) -> bool:
-        deadline = self._attempt.deadline if self._attempt is not None else None
-        return deadline is not None and now >= deadline
-
-    def _roll_back(self, event: FlipEvent, problem: str, now: float) -> None:
-        self._advance(event)
-        self._end(FlipStage.ROLLED_BACK, problem, now)
-
-    def _end(self, stage: FlipStage, problem: str, now: float) -> _Attempt:
-        one = self._attempt
-        assert one is not None
-        one.flip, one.stage_s = replace(one.flip, stage=stage, problem=problem), now
-        return one
-
-    def _advance(self, event: FlipEvent) -> None:
-        try:
-            self.stage = TRANSITIONS[self.stage, event]
-        except KeyError:
-            raise ValueError(f"event {event} cannot happen to one that is {self.stage}") from None
+        return self._deadline is not None and now >= self._deadline
 
 
 QUIET_S = 0.5  # five report periods: a view, a report, and a request on its way
@@ -261,26 +191,22 @@ class Verdict(StrEnum):
 class Leaving:
     """Whether an instance that was told to leave may go. Times are monotonic seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Expected) -> None:
         self.is_asked = False
         self._deadline: float | None = None
         self._quiet_since: float | None = None
-        self._expected = Expected()
+        self.expected = expected
 
     def ask(self, deadline_s: float | None, now: float) -> None:
         """Record a router's order to leave, at the latest in `deadline_s`; the last one counts."""
         self.is_asked = True
         self._deadline = None if deadline_s is None else now + deadline_s
 
-    def told(self, router: int, in_flight: int, now: float) -> None:
-        """Record how many requests a router has for this instance."""
-        self._expected.told(router, in_flight, now)
-
-    def look(self, *, is_at_rest: bool, now: float) -> Verdict:
-        """Whether it may go, given whether its engine has anything left."""
+    def decide(self, *, is_at_rest: bool, now: float) -> Verdict:
+        """Decide whether it may go, given whether its engine has anything left."""
         if not self.is_asked:
             return Verdict.STAY
-        if self._expected.is_any(now) or not is_at_rest:
+        if self.expected.is_any(now) or not is_at_rest:
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
