@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.harness import Engine
 from vllm_tetri.engine import chunk_size
-from vllm_tetri.engine.chunk_size import is_dummy
+from vllm_tetri.engine.chunk_size import fitting_chunk, is_dummy
 from vllm_tetri.types import Role
 
 
@@ -97,3 +97,9 @@ def test_an_engine_can_be_closed_while_it_probes(device: Device) -> None:
     for _ in range(3):
         device.step()
     assert device.scheduler.has_requests()
+
+
+@pytest.mark.parametrize(("window_tokens", "lowered"), [(2048, 1024), (100, 100), (9999, 1024)])
+def test_a_chunk_that_no_step_can_hold_is_lowered(window_tokens: int, lowered: int) -> None:
+    assert fitting_chunk(5000, batched_tokens=1024, window_tokens=window_tokens) == lowered
+    assert fitting_chunk(64, batched_tokens=1024, window_tokens=window_tokens) == 64

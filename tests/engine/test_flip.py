@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
-from vllm_tetri.engine.chunk_size import fixed_chunk, is_dummy
+from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.predictor.oracle import Oracle
 from vllm_tetri.types import Role
@@ -121,10 +121,6 @@ def test_an_idle_engine_has_its_role_before_the_first_request(make: Any) -> None
     add(engine, "a", 3 * CHUNK)
     assert not engine.endpoint.is_idle()
     assert engine.step().total_num_scheduled_tokens == CHUNK
-
-
-def test_a_chunk_larger_than_vllms_budget_is_cut_where_it_may_be_needed_later() -> None:
-    assert fixed_chunk(5000, Role.DECODE, 1024, 2048) == 1024
 
 
 def test_the_prefix_cache_survives(make: Any) -> None:

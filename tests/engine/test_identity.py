@@ -32,30 +32,16 @@ def caches(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def config(**changes: Any) -> Any:
-    facts = {
-        "model_config": SimpleNamespace(model="some/model", is_multimodal_model=False),
-        "lora_config": None,
-        "speculative_config": None,
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
-    }
-    return SimpleNamespace(**{**facts, **changes})
+def config(*, is_multimodal: bool = False) -> Any:
+    model = SimpleNamespace(model="some/model", is_multimodal_model=is_multimodal)
+    return SimpleNamespace(model_config=model)
 
 
 REFUSED = {
     "hybrid": (config(), caches(FULL, SLIDING)),
     "SlidingWindowSpec": (config(), caches(SLIDING)),
     "MLA": (config(), caches(MLA)),
-    "multimodal": (
-        config(model_config=SimpleNamespace(model="some/model", is_multimodal_model=True)),
-        caches(FULL),
-    ),
-    "LoRA": (config(lora_config=object()), caches(FULL)),
-    "speculative": (config(speculative_config=object()), caches(FULL)),
-    "pipeline": (
-        config(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
-        caches(FULL),
-    ),
+    "multimodal": (config(is_multimodal=True), caches(FULL)),
 }
 
 

@@ -219,44 +219,8 @@ def test_the_preset_of_the_paper_gives_way_to_other_options(tmp_path: Path) -> N
     assert config(parse("--role", "prefill", "--tetri-preset", "none")).push == "chunk"
 
 
-def chunk(*arguments: str, model: Path | str = "m") -> int | str:
-    return config(parse("--role", "prefill", *arguments, "--model", str(model))).chunk_size
-
-
-def test_a_chunk_above_the_models_window_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(*arguments: str, role: str = "prefill") -> str:
-        return refusal(capsys, "--role", role, "--model", str(tmp_path), *arguments)
-
-    window = LLAMA["max_position_embeddings"]
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    for role in Role:
-        text = refused("--tetri-chunk-size", str(window + 1), role=role)
-        assert f"--tetri-chunk-size {window + 1}: must be auto or between 1 and {window}" in text
-    assert chunk("--tetri-chunk-size", str(window), model=tmp_path) == window
-    assert "between 1 and 100, the model's window" in refused(
-        "--max-model-len", "100", "--tetri-chunk-size", "101"
-    )
-    assert "between 1 and 64, the given --max-num-batched-tokens" in refused(
-        "--max-num-batched-tokens", "64", "--tetri-chunk-size", "65"
-    )
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"max_position_embeddings": "many"}', "{"])
-def test_a_window_that_is_not_known_yet_is_left_to_the_engine(tmp_path: Path, content: str) -> None:
-    assert chunk("--tetri-chunk-size", "99999") == 99999
-    (tmp_path / "config.json").write_text(content)
-    assert chunk("--tetri-chunk-size", "99999", model=tmp_path) == 99999
-
-
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "yarn"}, {"type": "linear"}, {"full": {"rope_type": "yarn"}}]
-)
-def test_scaled_positions_are_left_to_the_engine(tmp_path: Path, rope: dict[str, Any]) -> None:
-    scaled = {**LLAMA, "rope_scaling": {**rope, "factor": 64.0}}
-    (tmp_path / "config.json").write_text(json.dumps(scaled))
-    assert chunk("--tetri-chunk-size", "99999", model=tmp_path) == 99999
+def chunk(*arguments: str) -> int | str:
+    return config(parse(*arguments)).chunk_size
 
 
 @pytest.mark.parametrize("role", [role.value for role in Role])
@@ -264,14 +228,9 @@ def test_the_default_chunk_is_that_of_the_device_in_every_role(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chunk("--role", role) == roles.CPU_CHUNK_TOKENS
+    assert chunk("--role", role, "--tetri-chunk-size", "auto") == "auto"
     monkeypatch.setattr(roles, "is_cpu", lambda: False)
-    assert chunk("--role", role) == roles.CHUNK_TOKENS
-
-
-def test_the_default_chunk_fits_whatever_is_given() -> None:
-    assert chunk("--max-model-len", "100") == 100
-    assert chunk("--max-num-batched-tokens", "64") == 64
-    assert chunk("--tetri-chunk-size", "auto", "--max-model-len", "100") == "auto"
+    assert chunk("--role", role) == 512
 
 
 def test_only_a_prefill_instance_bounds_its_queue_by_itself() -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable
-from random import Random
 
 from vllm_tetri.engine.compat import (
     EngineCoreOutputs,
@@ -26,8 +26,6 @@ from vllm_tetri.engine.compat import (
     get_hash_fn_by_name,
     get_request_block_hasher,
 )
-from vllm_tetri.errors import ConfigError
-from vllm_tetri.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +41,11 @@ _LONGEST_STEP_S = 1.5
 DEADLINE_S = 30.0
 # Clients cannot guess it, so a client's request is never taken for a dummy one.
 DUMMY_PREFIX = f"tetri-dummy-{secrets.token_hex(8)}-"
-_PADDING = DUMMY_PREFIX + "pad-"
 
 
 def is_dummy(request_id: str) -> bool:
     """Whether a request comes from the instance itself."""
     return request_id.startswith(DUMMY_PREFIX)
-
-
-def is_padding(request_id: str) -> bool:
-    """Whether a dummy request only fills up a chunk."""
-    return request_id.startswith(_PADDING)
 
 
 class DummyRequests:
@@ -63,33 +55,22 @@ class DummyRequests:
     def __init__(self, scheduler: Scheduler) -> None:
         config = scheduler.vllm_config
         self._vocabulary = max(2, config.model_config.get_vocab_size())
-        self._hasher = (
-            get_request_block_hasher(
+        self._hasher = None
+        if config.cache_config.enable_prefix_caching:
+            self._hasher = get_request_block_hasher(
                 scheduler.hash_block_size,
                 get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo),
             )
-            if config.cache_config.enable_prefix_caching
-            else None
-        )
         self._numbers = itertools.count()
-        self._rng = Random()
-
-    def pad(self, num_tokens: int) -> Request:
-        """Return a prompt that only fills up a chunk."""
-        return self._make(_PADDING, num_tokens)
 
     def make(self, num_tokens: int) -> Request:
         """Return a prompt of `num_tokens` that generates one token."""
-        return self._make(DUMMY_PREFIX, num_tokens)
-
-    def _make(self, prefix: str, num_tokens: int) -> Request:
-        sampling = SamplingParams(
-            max_tokens=1, ignore_eos=True, temperature=0, skip_reading_prefix_cache=True
-        )
         return Request(
-            f"{prefix}{next(self._numbers)}",
-            self._rng.choices(range(self._vocabulary), k=num_tokens),
-            sampling,
+            f"{DUMMY_PREFIX}{next(self._numbers)}",
+            random.choices(range(self._vocabulary), k=num_tokens),
+            SamplingParams(
+                max_tokens=1, ignore_eos=True, temperature=0, skip_reading_prefix_cache=True
+            ),
             None,
             block_hasher=self._hasher,
         )
@@ -104,24 +85,16 @@ def remove_dummy_outputs(outputs: dict[int, EngineCoreOutputs]) -> list[str]:
     return found
 
 
-def fixed_chunk(chunk_size: int, role: Role, limit: int, window: int) -> int:
-    """Return a chunk size from the command line, as far as it fits.
-
-    Raises:
-        ConfigError: It fits no step of a prefill instance.
-    """
-    if role is not Role.PREFILL:  # it may become one
-        return min(chunk_size, limit, window)
-    if chunk_size > window:
-        raise ConfigError(
-            f"--tetri-chunk-size {chunk_size}: must be between 1 and {window}, the model's window"
-        )
-    if chunk_size > limit:
-        raise ConfigError(
-            f"--tetri-chunk-size {chunk_size} exceeds --max-num-batched-tokens {limit}; "
-            "raise the latter or lower the former"
-        )
-    return chunk_size
+def fitting_chunk(chunk_tokens: int, *, batched_tokens: int, window_tokens: int) -> int:
+    """Return a chunk size from the command line, lowered to what a step can hold."""
+    most = min(batched_tokens, window_tokens)
+    if chunk_tokens > most:
+        logger.warning(
+            "--tetri-chunk-size %d is lowered to %d: a step holds at most %d tokens "
+            "(--max-num-batched-tokens), the model's window %d.",
+            chunk_tokens, most, batched_tokens, window_tokens,
+        )  # fmt: skip
+    return min(chunk_tokens, most)
 
 
 class ChunkProbe:
@@ -147,12 +120,10 @@ class ChunkProbe:
         self._most_tokens = most_tokens
         self._clock = clock
         self._seconds: dict[int, float] = {}  # best time of a step, by prompt tokens
-        self._tokens = min(LEAST_TOKENS, most_tokens)
+        self._tokens = self.chunk_tokens = min(LEAST_TOKENS, most_tokens)
         self._num_runs = 0
         self._running = ""
-        self._begun_s = 0.0
-        self._deadline = float("inf")
-        self.chunk_tokens = self._tokens
+        self._begun_s = self._deadline = 0.0
         self.is_over = False
 
     def before_step(self) -> None:

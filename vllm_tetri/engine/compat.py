@@ -9,7 +9,6 @@ is installed when an engine starts; `tests/engine/test_contract.py` also reads v
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,14 +48,6 @@ from vllm_tetri.errors import UnsupportedError
 def is_cpu() -> bool:
     """Whether vLLM computes on the CPU."""
     return bool(current_platform.is_cpu())
-
-
-def share_logging() -> None:
-    """Let this package's loggers write where vLLM's do. Idempotent."""
-    ours, theirs = logging.getLogger("vllm_tetri"), logging.getLogger("vllm")
-    ours.handlers = theirs.handlers
-    ours.setLevel(theirs.level)
-    ours.propagate = theirs.propagate
 
 
 # Parameters of functions and methods that are called or overridden, beside `self`.

@@ -26,7 +26,6 @@ from vllm_tetri.engine.compat import (
     SupportsHMA,
     get_kv_transfer_group,
     has_kv_transfer_group,
-    share_logging,
 )
 from vllm_tetri.engine.continuation import teach_v1_runner
 from vllm_tetri.engine.endpoint import Endpoint
@@ -56,7 +55,6 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        share_logging()
         require_transferable(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._tetri = decode_config(extra[CONFIG_KEY])
@@ -161,11 +159,14 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        num_tokens, is_background = self.endpoint.match(request, num_computed_tokens)
+        endpoint = self.endpoint
+        num_tokens, is_background = endpoint.receives.match(
+            request, num_computed_tokens, is_busy=bool(endpoint.scheduler.running)
+        )
         if num_tokens is None:
             return None, is_background
         missing_tokens = request.num_tokens - 1 - num_computed_tokens - num_tokens
-        is_admitted = self.endpoint.scheduler.admits(request, missing_tokens)
+        is_admitted = endpoint.scheduler.admits(request, missing_tokens)
         return (num_tokens if is_admitted else None), is_background
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:

@@ -173,15 +173,6 @@ class Endpoint:
             case None:
                 self.predictions.begin(request)
 
-    def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Do as `ReceiveSide.match`."""
-        is_busy = bool(self.scheduler.running)
-        return self.receives.match(request, num_local_tokens, is_busy=is_busy)
-
-    def has_kv(self, request: Request) -> bool:
-        """Whether a waiting request's KV is here, so that it needs one token of a step."""
-        return self.receives.is_here(request.request_id)
-
     def finish(self, request: Request, block_ids: list[int]) -> tuple[bool, Prefilled | None]:
         """Forget a request that ended in any way. Return as `SendSide.finish` does."""
         self.receives.finish(request)

@@ -12,19 +12,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vllm_tetri.config import (
-    PRESETS,
-    file_key_of,
-    option_of,
-    options,
-    parse_size,
-)
+from vllm_tetri.config import PRESETS, file_key_of, option_of, options, parse_size
 from vllm_tetri.errors import ConfigError, TetriError
 from vllm_tetri.types import Role
 
@@ -100,9 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "other options still count (default: none)",
     )
     for name, option in options().items():
-        kind: dict[str, Any] = {"type": _parser(name), "metavar": option.unit}
-        if option.choices:
-            kind = {"choices": option.choices}
+        kind: Any = {"choices": option.choices} if option.choices else {"metavar": option.unit}
         group.add_argument(
             option.flag,
             dest="tetri_" + name,
@@ -116,7 +108,8 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return what the user set: by preset, overridden by the file, then by the command line.
 
     Raises:
-        ConfigError: The file cannot be read, is not a mapping or has an unknown key.
+        ConfigError: The file cannot be read, is not a mapping or has an unknown key; or a size
+            is none.
     """
     path = getattr(namespace, "tetri_config", None)
     given = _read_file(path) if path else {}
@@ -130,31 +123,13 @@ def given_options(namespace: argparse.Namespace) -> dict[str, Any]:
     given = PRESETS[preset] | given
     if isinstance(given.get("control"), str):
         given["control"] = [part.strip() for part in given["control"].split(",") if part.strip()]
+    for name, value in given.items():
+        if name.endswith("_bytes") and isinstance(value, str):
+            try:
+                given[name] = parse_size(value)
+            except ValueError as error:
+                raise ConfigError(f"{option_of(name)}: {error}") from error
     return given
-
-
-def _parser(name: str) -> Callable[[str], Any]:
-    """Return the function that reads the value of an option from the command line."""
-    if name.endswith("_bytes"):
-        return _checked(parse_size)
-    if name == "chunk_size":
-        return _checked(lambda text: text if text == "auto" else int(text), name)
-    if options()[name].unit == "SECONDS":
-        return _checked(float, name)
-    if options()[name].unit in ("N", "PROMPTS", "TOKENS"):
-        return _checked(int, name)
-    return str
-
-
-def _checked(convert: Callable[[str], Any], name: str = "") -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            return convert(text)
-        except ValueError as error:
-            why = f"{text!r}: must be {options()[name].allowed}" if name else str(error)
-            raise argparse.ArgumentTypeError(why) from None
-
-    return parse
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -171,11 +146,6 @@ def _read_file(path: str) -> dict[str, Any]:
         if name is None:
             raise ConfigError(f"--tetri-config {path}: {_unknown(str(key), fields)}")
         given[name] = value
-        if name.endswith("_bytes") and isinstance(value, str):
-            try:
-                given[name] = parse_size(value)
-            except ValueError as error:
-                raise ConfigError(f"{option_of(name)}: {error}") from error
     return given
 
 

@@ -4,36 +4,24 @@ Owner: the engine thread. The agent's thread reads `len`.
 
 Three lanes. *First*: requests with nothing to order, since another instance computed their
 prompt or vLLM preempted them while they decoded. *Ordered*: prompts, by `policy.order`.
-*Last*: padding. Dummy requests that time steps go before all of them.
+*Last*: dummy requests.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Protocol
 
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.chunk_size import is_dummy, is_padding
+from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import Request, RequestQueue, RequestStatus
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.order import Order
 from vllm_tetri.policy.queue import PromptEngine, PromptQueue
-
-
-class PredictionHolder(Protocol):
-    """Knows which prompts wait for their prediction."""
-
-    def holds(self, request_id: str) -> bool: ...
-
-
-class KVHolder(Protocol):
-    """Knows which requests have their KV here."""
-
-    def has_kv(self, request: Request) -> bool: ...
 
 
 class QueueEngine(PromptEngine[Request], Protocol):
@@ -55,18 +43,16 @@ class PrefillQueue(RequestQueue):
         self.is_open = True
         self.awaits_predictions = False
         self._engine = engine
-        self._dummies: deque[Request] = deque()
         self._first: deque[Request] = deque()
         self._unpredicted: dict[str, Request] = {}
-        self._last: deque[Request] = deque()
-        self._skipped: set[str] = set()  # ordered prompts that vLLM could not start
+        self._dummies: deque[Request] = deque()
 
     # -- vLLM's interface -------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         name = request.request_id
         if is_dummy(name):
-            (self._last if is_padding(name) else self._dummies).append(request)
+            self._dummies.append(request)
         elif self._engine.is_arriving(request):
             self._first.append(request)
         elif self.awaits_predictions:
@@ -90,10 +76,7 @@ class PrefillQueue(RequestQueue):
         if is_dummy(name):
             self._dummies.appendleft(request)
         elif self.lane.is_started(name):
-            is_lost = request.status is RequestStatus.PREEMPTED
-            self.lane.put_back(request, is_lost=is_lost)
-            if not is_lost:
-                self._skipped.add(name)
+            self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
             self._first.appendleft(request)
 
@@ -104,7 +87,7 @@ class PrefillQueue(RequestQueue):
     def remove_request(self, request: Request) -> None:
         name = request.request_id
         if self._unpredicted.pop(name, None) is None and not self.lane.discard(name):
-            for lane in (self._dummies, self._first, self._last):
+            for lane in (self._first, self._dummies):
                 if request in lane:
                     lane.remove(request)
 
@@ -113,18 +96,15 @@ class PrefillQueue(RequestQueue):
             self.remove_request(request)
 
     def __bool__(self) -> bool:
-        if not self.is_open:
+        if not self.is_open or self._engine.is_gate_shut():
             return bool(self._dummies)
-        if self._engine.is_gate_shut():
-            return bool(self._dummies or self._last)
-        return bool(self._dummies or self._first or self._last) or self.lane.may_start()
+        return bool(self._first or self._dummies) or self.lane.may_start()
 
     def __len__(self) -> int:
-        lanes = (self._dummies, self._first, self._unpredicted, self._last)
-        return sum(map(len, lanes)) + len(self.lane)
+        return len(self._first) + len(self._unpredicted) + len(self.lane) + len(self._dummies)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._dummies, self._first, self._unpredicted.values(), self.lane, self._last)
+        return chain(self._first, self._unpredicted.values(), self.lane, self._dummies)
 
     # -- ours -------------------------------------------------------------------
 
@@ -138,28 +118,27 @@ class PrefillQueue(RequestQueue):
         """Requests with nothing to order."""
         return len(self._first)
 
-    def count_first(self, holder: KVHolder) -> int:
+    def count_first(self, is_here: Callable[[str], bool]) -> int:
         """Count requests with nothing to order whose KV is here."""
-        return sum(map(holder.has_kv, self._first))
+        return sum(is_here(request.request_id) for request in self._first)
 
-    def let_in(self, predictions: PredictionHolder) -> None:
+    def let_in(self, must_wait: Callable[[str], bool]) -> None:
         """Let prompts start that need not wait for their prediction any more, by arrival."""
-        for name in [name for name in self._unpredicted if not predictions.holds(name)]:
+        for name in [name for name in self._unpredicted if not must_wait(name)]:
             self.lane.add(self._unpredicted.pop(name))
 
     @property
     def num_dummy(self) -> int:
         """Waiting dummy requests."""
-        return len(self._dummies) + len(self._last)
+        return len(self._dummies)
 
     def unable(self) -> set[str]:
         """Return ordered prompts that cannot start yet: their grammar is being compiled."""
-        self._skipped = {
-            name
-            for name in self._skipped
-            if (request := self.lane.get(name)) is not None and _waits_for_grammar(request)
+        return {
+            request.request_id
+            for request in islice(self.lane, self.lane.sched_batch)
+            if (asked := request.structured_output_request) is not None and asked.grammar is None
         }
-        return self._skipped
 
     def forget(self, request_id: str) -> None:
         """Forget a request that ended while it was running."""
@@ -167,25 +146,13 @@ class PrefillQueue(RequestQueue):
 
     def _lane(self) -> deque[Request] | None:
         """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""
+        if self.is_open and self._first:
+            return self._first
+        if self.is_open and self.lane.may_start():
+            return None
         if self._dummies:
             return self._dummies
-        if self.is_open:
-            if self._first:
-                return self._first
-            if self.lane.may_start():
-                return None
-            if self._last:
-                return self._last
         raise IndexError("nothing to schedule")
-
-
-def _waits_for_grammar(request: Request) -> bool:
-    asked = request.structured_output_request
-    return (
-        request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        and asked is not None
-        and asked.grammar is None
-    )
 
 
 def make_gate(

@@ -10,12 +10,9 @@ import argparse
 import atexit
 import hashlib
 import ipaddress
-import json
-import math
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +44,8 @@ EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"
 CONFIG_KEY = "tetri"
 KV_PROTOCOL = "1"
 
-# Where vLLM's prefill saturates (paper section 3.3.3 takes 512 on its GPUs).
+# Where vLLM's prefill saturates on CPUs (paper section 3.3.3 takes 512 on its GPUs).
 CPU_CHUNK_TOKENS = 256
-CHUNK_TOKENS = 512
 
 # Prompt tokens that a prefill instance queues before it responds with 503: seconds of work
 # for a GPU, a few minutes for a CPU. vLLM's --max-num-queued-tokens overrides it.
@@ -68,9 +64,6 @@ REFUSED = (
     "data_parallel_size",
     "decode_context_parallel_size",
 )
-
-# Keys of config.json that make the window another one than its positions.
-_SCALED = ("rope_scaling", "rope_parameters")
 
 
 def expand_role(
@@ -96,10 +89,12 @@ def expand_role(
     require_supported(vllm.__version__)
     _refuse_conflicts(namespace, role)
     config = config_of(namespace, Role(role), given_options(namespace))
-    require_fitting_chunk(namespace, config)
     require_predictor(config)
     read_secret(config.secret_file)
-    _bound_queue(namespace, config)
+    # A prefill instance that has too much to do says so (503), for the router to go elsewhere.
+    # Others may hold decodes that such a bound knows nothing of.
+    if config.role is Role.PREFILL and getattr(namespace, "max_num_queued_tokens", None) is None:
+        namespace.max_num_queued_tokens = QUEUED_TOKENS
     namespace.scheduler_cls = SCHEDULER
     namespace.kv_transfer_config = kv_transfer_config(config)
     # A new list: the argparse default is shared by all parsers.
@@ -140,8 +135,8 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
     given.setdefault("url", f"{scheme}://{_in_url(reachable)}:{port}")
     given["secret_file"] = secret_file_of(given.get("secret_file"))
-    usual_tokens = CPU_CHUNK_TOKENS if is_cpu() else CHUNK_TOKENS
-    given.setdefault("chunk_size", min(usual_tokens, most_chunk_tokens(namespace)))
+    if is_cpu():
+        given.setdefault("chunk_size", CPU_CHUNK_TOKENS)
     config = decode_config({**given, "role": role.value})
     if not is_url_given and _is_loopback(reachable):
         _refuse_remote_control(config, port)
@@ -191,13 +186,6 @@ def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
         raise UnsupportedError(f"--headless cannot be combined with --role {role}")
 
 
-def _bound_queue(namespace: argparse.Namespace, config: TetriConfig) -> None:
-    """Let a prefill instance that has too much to do say so (503), for the router to go
-    elsewhere. Others may hold decodes that such a bound knows nothing of."""
-    if config.role is Role.PREFILL and getattr(namespace, "max_num_queued_tokens", None) is None:
-        namespace.max_num_queued_tokens = QUEUED_TOKENS
-
-
 def kv_transfer_config(config: TetriConfig) -> Any:
     """Return vLLM's configuration of our connector."""
     from vllm.config import KVTransferConfig
@@ -222,71 +210,6 @@ def _choose_executor(namespace: argparse.Namespace) -> None:
         and (getattr(namespace, "tensor_parallel_size", None) or 1) == 1
     ):
         namespace.distributed_executor_backend = EXECUTOR
-
-
-def require_fitting_chunk(namespace: argparse.Namespace, config: TetriConfig) -> None:
-    """Refuse a chunk that no step could hold, as far as that is known before the model is
-    loaded: from the command line or a local `config.json`. The engine checks again.
-
-    Raises:
-        ConfigError: It is larger than the window, or on a prefill instance than
-            the `--max-num-batched-tokens` that the user gave.
-    """
-    if config.chunk_size == "auto":
-        return
-    most, why = _most(namespace, config.role)
-    if config.chunk_size > most:
-        raise ConfigError(
-            f"{option_of('chunk_size')} {config.chunk_size}: must be auto or between 1 and "
-            f"{most}, {why}"
-        )
-
-
-def most_chunk_tokens(namespace: argparse.Namespace) -> float:
-    """Return the largest chunk that `require_fitting_chunk` accepts; infinite if unknown."""
-    return _most(namespace, Role.PREFILL)[0]
-
-
-def _most(namespace: argparse.Namespace, role: Role) -> tuple[float, str]:
-    limits: list[tuple[float, str]] = [(math.inf, "")]
-    if (window := _window(namespace)) is not None:
-        limits.append((window, "the model's window"))
-    batched = getattr(namespace, "max_num_batched_tokens", None)
-    if batched is not None and role is Role.PREFILL:
-        limits.append((batched, "the given --max-num-batched-tokens"))
-    return min(limits)
-
-
-def _window(namespace: argparse.Namespace) -> int | None:
-    given = getattr(namespace, "max_model_len", None)
-    if given is not None and given > 0:  # -1 is vLLM's "auto"
-        return int(given)
-    if getattr(namespace, "hf_overrides", None):
-        return None
-    folder = getattr(namespace, "hf_config_path", None) or (
-        getattr(namespace, "model_tag", None) or getattr(namespace, "model", None)
-    )
-    return _positions(Path(str(folder)) / "config.json") if folder else None
-
-
-def _positions(file: Path) -> int | None:
-    try:
-        config: Any = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or any(_is_scaled(config.get(key)) for key in _SCALED):
-        return None
-    positions = config.get("max_position_embeddings")
-    return positions if isinstance(positions, int) and positions > 0 else None
-
-
-def _is_scaled(rope: object) -> bool:
-    """Whether rotary positions are stretched; some models have it per kind of layer."""
-    if not isinstance(rope, dict):
-        return False
-    if any(map(_is_scaled, rope.values())):
-        return True
-    return rope.get("rope_type", rope.get("type", "default")) != "default"
 
 
 def identity_of(
@@ -318,11 +241,8 @@ def identity_of(
 
 
 def _model_digest(config_json: str) -> str:
-    lines = [
-        line
-        for line in config_json.splitlines()
-        if not line.strip().startswith(('"_name_or_path"', '"transformers_version"'))
-    ]
+    names = ('"_name_or_path"', '"transformers_version"')  # differ between equal models
+    lines = [line for line in config_json.splitlines() if not line.strip().startswith(names)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -347,12 +267,6 @@ def require_transferable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     elif len(groups) != 1 or not isinstance(specs[0], FullAttentionSpec):
         kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "no KV cache"
         reason = f"its KV cache is hybrid ({len(groups)} groups: {kinds})"
-    elif vllm_config.lora_config is not None:
-        reason = "LoRA is enabled"
-    elif vllm_config.speculative_config is not None:
-        reason = "speculative decoding is enabled"
-    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
-        reason = "pipeline parallelism is enabled"
     if reason:
         raise UnsupportedError(
             f"--role cannot serve {model.model}: {reason}, and that KV cannot be handed over "

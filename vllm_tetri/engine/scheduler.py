@@ -12,7 +12,7 @@ from typing import Any
 from vllm_tetri.engine.chunk_size import (
     ChunkProbe,
     DummyRequests,
-    fixed_chunk,
+    fitting_chunk,
     is_dummy,
     remove_dummy_outputs,
 )
@@ -85,9 +85,10 @@ class TetriScheduler(Scheduler):
             self._probe = ChunkProbe(self, min(self._most_tokens, self.max_model_len - 1))
             self._queue.is_open = False
         else:
-            limit = self.scheduler_config.max_num_batched_tokens
-            self._chunk_tokens = fixed_chunk(
-                config.chunk_size, config.role, limit, self.max_model_len
+            self._chunk_tokens = fitting_chunk(
+                config.chunk_size,
+                batched_tokens=self.scheduler_config.max_num_batched_tokens,
+                window_tokens=self.max_model_len,
             )
         self._set_role(config.role)
         endpoint.bind_scheduler(self)
@@ -227,7 +228,7 @@ class TetriScheduler(Scheduler):
         if not self._queue.num_first:
             return num_loading
         self._endpoint.receives.pin_arrived(self.requests)
-        return num_loading + self._queue.count_first(self._endpoint)
+        return num_loading + self._queue.count_first(self._endpoint.receives.is_here)
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent."""
@@ -248,11 +249,11 @@ class TetriScheduler(Scheduler):
     def _let_predicted_in(self) -> None:
         predictions, queue = self._endpoint.predictions, self._queue
         predictions.exchange()
-        queue.let_in(predictions)
+        queue.let_in(predictions.holds)
         if 0 < queue.num_unpredicted == len(queue) and not self.running:
             predictions.wait(ARRIVAL_WAIT_S)
             predictions.exchange()
-            queue.let_in(predictions)
+            queue.let_in(predictions.holds)
 
     def growing_requests(self) -> list[Request]:
         """List the requests that hold blocks and grow."""
@@ -304,7 +305,7 @@ class TetriScheduler(Scheduler):
     def _pad(self) -> None:
         missing_tokens = self._chunk_tokens - self._queue.lane.unfinished_tokens
         if 0 < missing_tokens < self._chunk_tokens:
-            self._padding, self._has_padded = self._dummies.pad(missing_tokens), True
+            self._padding, self._has_padded = self._dummies.make(missing_tokens), True
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
