@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,19 +33,14 @@ class CommandModule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command; ``name`` may have two words.
+    """One command."""
 
-    Attributes:
-        group: Its heading in `vllm-tetri --help`; empty: not listed there.
-        tail: What may follow a bare `--`.
-    """
-
-    name: str
-    group: str
-    module: str
+    name: str  # one word or two
+    group: str  # its heading in `vllm-tetri --help`; empty: not listed there
+    module: str  # or ``module:Class``
     summary: str
     example: str
-    tail: str = ""
+    tail: str = ""  # what may follow a bare `--`
 
 
 COMMANDS = (
@@ -69,9 +65,10 @@ COMMANDS = (
             _SERVE_OPTIONS),
     Command("sim", "Measure", "vllm_tetri.sim.command", "simulate a cluster of any size",
             "sim --mode split whole --prefill 1 --decode 1 --kind mixed --rate 1"),
-    Command("secret", "Set up", "", "make the secret that the processes of a cluster share",
-            "secret cluster.secret"),
-    Command("completion", "Set up", "", "print a script that completes commands and options",
+    Command("secret", "Set up", "vllm_tetri.cli:SecretCommand",
+            "make the secret that the processes of a cluster share", "secret cluster.secret"),
+    Command("completion", "Set up", "vllm_tetri.cli:CompletionCommand",
+            "print a script that completes commands and options",
             "completion bash > ~/.local/share/bash-completion/completions/vllm-tetri"),
     Command("bench transfer", "", "vllm_tetri.bench_transfer",
             "measure the KV transport against memcpy and plain sockets",
@@ -130,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-class _SecretCommand:
+class SecretCommand:
     """`vllm-tetri secret`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -151,7 +148,7 @@ class _SecretCommand:
         return 0
 
 
-class _CompletionCommand:
+class CompletionCommand:
     """`vllm-tetri completion`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -170,28 +167,18 @@ class _CompletionCommand:
         return 0
 
 
-_LOCAL: dict[str, CommandModule] = {"secret": _SecretCommand(), "completion": _CompletionCommand()}
-
-
 def _load(command: Command) -> CommandModule:
-    if local := _LOCAL.get(command.name):
-        return local
     path, _, name = command.module.partition(":")
     module = importlib.import_module(path)
     return cast(CommandModule, getattr(module, name)() if name else module)
 
 
 def _find(words: Sequence[str]) -> Command:
-    """The command with the longest name that the words begin with.
-
-    Raises:
-        UnknownCommand: There is none.
-    """
+    """The command with the longest name that the words begin with, or UnknownCommand."""
     by_name = {command.name: command for command in COMMANDS}
-    for length in (2, 1):
-        found = by_name.get(" ".join(words[:length]))
-        if found is not None:
-            return found
+    found = by_name.get(" ".join(words[:2])) or by_name.get(words[0])
+    if found is not None:
+        return found
     listed = [command.name for command in COMMANDS if command.group]
     close = get_close_matches(words[0], listed, n=1, cutoff=0.7)
     hint = f"did you mean {close[0]!r}?" if close else f"{PROGRAM} --help lists them"
@@ -218,18 +205,9 @@ def _run(command: Command, words: list[str]) -> int:
     module.add_arguments(parser)
     if command.tail:
         parser.usage = f"{parser.format_usage()[len('usage: ') :].strip()} [-- {command.tail}]"
-    options = parser.parse_args([_with_dashes(word) for word in words])
-    if command.tail:
-        options.tail = tail
-    return module.run(options)
-
-
-def _with_dashes(word: str) -> str:
-    """An option as it is declared: like vLLM, `--max_in_flight` is `--max-in-flight`."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    # Like vLLM, `--max_in_flight` is `--max-in-flight`.
+    words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
+    return module.run(parser.parse_args(words, argparse.Namespace(tail=tail)))
 
 
 if __name__ == "__main__":

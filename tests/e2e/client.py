@@ -76,14 +76,20 @@ class Answer:
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 
-async def ask(url: str, body: Any, answer: Answer | None = None) -> Answer:
-    """One request; chat or completion by its body."""
-    answer = answer or Answer()
+@asynccontextmanager
+async def posted(url: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The response to one request; chat or completion by its body."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with (
         aiohttp.ClientSession(timeout=TIMEOUT) as session,
         session.post(url + path, json=body) as response,
     ):
+        yield response
+
+
+async def ask(url: str, body: Any, answer: Answer | None = None) -> Answer:
+    answer = answer or Answer()
+    async with posted(url, body) as response:
         await answer.read(response, is_streamed=bool(body.get("stream")))
     answer.end_s = time.monotonic()
     return answer
@@ -92,6 +98,13 @@ async def ask(url: str, body: Any, answer: Answer | None = None) -> Answer:
 async def ask_all(url: str, bodies: list[Any]) -> list[Answer]:
     """All at once."""
     return list(await asyncio.gather(*(ask(url, body) for body in bodies)))
+
+
+async def assert_as_stock(answers: list[Answer], url: str, bodies: list[Any]) -> None:
+    """Each answer is what one stock instance says."""
+    for answer, body in zip(answers, bodies, strict=True):
+        expected = await ask(url, body)
+        assert answer.same_as(expected), f"{body}: {answer} != {expected}"
 
 
 async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Stock, side_by_side
+from tests.e2e.cluster import Cluster, Stock, running, side_by_side
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +54,20 @@ def many(_four: tuple[Stock, Cluster]) -> Iterator[Cluster]:
     """Every test leaves it at rest."""
     yield _four[1]
     _four[1].rest()
+
+
+@pytest.fixture(scope="module")
+def own_started(
+    request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A cluster of the test's module alone, with the options `OWN` that this module has."""
+    folder = tmp_path_factory.mktemp("own")
+    with running(Cluster(tiny_llama, folder, **request.module.OWN)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def own(own_started: Cluster) -> Iterator[Cluster]:
+    """Every test leaves it at rest."""
+    yield own_started
+    own_started.rest()

@@ -12,6 +12,7 @@ LENGTHS = (
     3, 4, 10, 31, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513,
     700, 1000, 1023, 1024, 1025, 1300, 1500,
 )  # fmt: skip
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 WORDS = (Path(__file__).parents[2] / "LICENSE").read_text().lower().split()[:200]
 
 

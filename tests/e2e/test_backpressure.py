@@ -5,33 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.client import Answer, ask, ask_all
-from tests.e2e.cluster import Cluster, Stock, running
+from tests.e2e.client import Answer, ask, ask_all, assert_as_stock
+from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BOUND_TOKENS = 600  # one of the prompts below at a time; the decode instance has it too
+OWN = {"serve": ("--max-num-queued-tokens", str(BOUND_TOKENS))}
 PROMPT_TOKENS = (700, 900, 1100, 1300)
-
-
-@pytest.fixture(scope="module")
-def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    options = ("--max-num-queued-tokens", str(BOUND_TOKENS))
-    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("bounded"), serve=options)) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def bounded(started: Cluster) -> Iterator[Cluster]:
-    yield started
-    started.rest()
 
 
 def burst() -> list[dict[str, Any]]:
@@ -59,11 +45,9 @@ def count_of(cluster: Cluster, name: str, **labels: str) -> float:
     )
 
 
-async def test_a_burst_is_answered_rightly_or_refused_at_once(
-    stock: Stock, bounded: Cluster
-) -> None:
+async def test_a_burst_is_answered_rightly_or_refused_at_once(stock: Stock, own: Cluster) -> None:
     bodies = burst()
-    answers = await ask_all(bounded.url, bodies)
+    answers = await ask_all(own.url, bodies)
     served = [pair for pair in zip(answers, bodies, strict=True) if pair[0].status == 200]
     refused = [answer for answer in answers if answer.status != 200]
     assert served
@@ -74,53 +58,48 @@ async def test_a_burst_is_answered_rightly_or_refused_at_once(
         assert answer.error is None
         assert answer.headers["x-tetri-prefill"] == "prefill-0"  # never whole on the other one
         assert answer.same_as(await ask(stock.url, body))
-    bounded.rest()
-    assert count_of(bounded, "tetri_requests_total", outcome="busy") == len(refused)
-    assert count_of(bounded, "tetri_instance_busy_responses_total", instance="prefill-0") >= len(
+    own.rest()
+    assert count_of(own, "tetri_requests_total", outcome="busy") == len(refused)
+    assert count_of(own, "tetri_instance_busy_responses_total", instance="prefill-0") >= len(
         refused
     )
-    assert count_of(bounded, "tetri_requests_total", route="fallback") == 0
+    assert count_of(own, "tetri_requests_total", route="fallback") == 0
 
 
-async def test_clients_that_come_back_when_told_are_all_served(
-    stock: Stock, bounded: Cluster
-) -> None:
+async def test_clients_that_come_back_when_told_are_all_served(stock: Stock, own: Cluster) -> None:
     deadline = time.monotonic() + 60
 
     async def until_served(body: dict[str, Any]) -> Answer:
-        while (answer := await ask(bounded.url, body)).status == 503:
+        while (answer := await ask(own.url, body)).status == 503:
             assert time.monotonic() < deadline, "was never served"
             await asyncio.sleep(int(answer.headers["Retry-After"]))
         return answer
 
     bodies = [completion(n) for n in PROMPT_TOKENS]
     answers = await asyncio.gather(*map(until_served, bodies))
-    for answer, body in zip(answers, bodies, strict=True):
-        assert answer.same_as(await ask(stock.url, body))
+    await assert_as_stock(list(answers), stock.url, bodies)
 
 
-async def test_requests_that_are_not_split_are_bounded_too(stock: Stock, bounded: Cluster) -> None:
+async def test_requests_that_are_not_split_are_bounded_too(stock: Stock, own: Cluster) -> None:
     bodies = [completion(1300, n=2, temperature=1, stream=index % 2 == 0) for index in range(8)]
-    answers = await ask_all(bounded.url, bodies)
+    answers = await ask_all(own.url, bodies)
     assert {answer.status for answer in answers} == {200, 503}
     assert {answer.headers.get("x-tetri-decode") for answer in answers} == {None, "decode-0"}
     for answer in answers:
         assert answer.status == 503 or answer.error is None
 
 
-async def test_afterwards_service_is_normal(stock: Stock, bounded: Cluster) -> None:
+async def test_afterwards_service_is_normal(stock: Stock, own: Cluster) -> None:
     for body in (completion(100), completion(1500, stream=True), chat(50)):
-        assert (await ask(bounded.url, body)).same_as(await ask(stock.url, body))
+        assert (await ask(own.url, body)).same_as(await ask(stock.url, body))
 
 
-async def test_a_priority_is_accepted_and_a_wrong_one_refused(
-    stock: Stock, bounded: Cluster
-) -> None:
+async def test_a_priority_is_accepted_and_a_wrong_one_refused(stock: Stock, own: Cluster) -> None:
     body = completion(100)
     expected = await ask(stock.url, body)
     for priority in (-3, 7):
-        assert (await ask(bounded.url, {**body, "priority": priority})).same_as(expected)
-    answer = await ask(bounded.url, {**body, "priority": "high"})
+        assert (await ask(own.url, {**body, "priority": priority})).same_as(expected)
+    answer = await ask(own.url, {**body, "priority": "high"})
     assert answer.status == 400
     assert answer.error is not None
     assert "priority" in answer.error["message"]

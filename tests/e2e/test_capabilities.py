@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,15 +16,14 @@ import pytest
 
 from examples.benchmarks.faults import send
 from tests.e2e.client import ask, ask_all, until
-from tests.e2e.cluster import Cluster, Stock, get, post, running
-from tests.e2e.prompts import completion
+from tests.e2e.cluster import Cluster, Stock, get, post
+from tests.e2e.prompts import STREAM, completion
 from tests.eventually import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-ROLES = ("--prefill", "1", "--decode", "1", "--routers", "2")
-SERVE = ("--tetri-predictor", "oracle")
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+OWN = {"roles": ("--prefill", "1", "--decode", "1", "--routers", "2"),
+       "serve": ("--tetri-predictor", "oracle")}  # fmt: skip
 BODIES = [
     completion(num_tokens, max_tokens=max_tokens, **options)
     for num_tokens, max_tokens, options in (
@@ -38,22 +35,9 @@ BODIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("capabilities")
-    with running(Cluster(tiny_llama, folder, roles=ROLES, serve=SERVE)) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def cluster(started: Cluster) -> Iterator[Cluster]:
-    yield started
-    started.rest()
-
-
-async def test_both_routers_give_the_tokens_of_one_instance(cluster: Cluster, stock: Stock) -> None:
+async def test_both_routers_give_the_tokens_of_one_instance(own: Cluster, stock: Stock) -> None:
     expected = await ask_all(stock.url, BODIES)
-    for router in cluster.facts["routers"]:
+    for router in own.facts["routers"]:
         for output, reference in zip(await ask_all(router["url"], BODIES), expected, strict=True):
             assert output.same_as(reference)
             assert output.headers["x-tetri-prefill"] == "prefill-0"
@@ -62,10 +46,10 @@ async def test_both_routers_give_the_tokens_of_one_instance(cluster: Cluster, st
 
 @pytest.mark.slow
 async def test_what_a_dead_router_asked_for_is_freed_and_the_next_one_serves(
-    cluster: Cluster,
+    own: Cluster,
 ) -> None:
-    url = cluster.facts["routers"][1]["url"]
-    expected = await ask(cluster.url, completion(300))
+    url = own.facts["routers"][1]["url"]
+    expected = await ask(own.url, completion(300))
     streams = [completion(100 + index, max_tokens=1500, stream=True) for index in range(3)]
     prompts = [completion(1500 - index, max_tokens=500) for index in range(6)]
     for index, body in enumerate(prompts):
@@ -74,12 +58,12 @@ async def test_what_a_dead_router_asked_for_is_freed_and_the_next_one_serves(
     await until(lambda: phases(url).count("decoding") >= 3, "outputs are generated")
     orphans += [asyncio.create_task(ask(url, body)) for body in prompts]
     await until(lambda: "prefilling" in phases(url), "prompts are computed")
-    mine = asyncio.create_task(ask(cluster.url, completion(300)))
-    send([router_at(cluster, url)], signal.SIGKILL)
+    mine = asyncio.create_task(ask(own.url, completion(300)))
+    send([router_at(own, url)], signal.SIGKILL)
     await asyncio.wait(orphans, timeout=20.0)
     assert all(orphan.exception() is not None for orphan in orphans)
     assert (await mine).same_as(expected)
-    await asyncio.to_thread(cluster.rest, 20.0)
+    await asyncio.to_thread(own.rest, 20.0)
 
     def serves() -> bool:
         try:
@@ -102,44 +86,43 @@ def router_at(cluster: Cluster, url: str) -> psutil.Process:
     return found[-1]  # below its guard
 
 
-async def test_output_lengths_are_predicted(cluster: Cluster) -> None:
+async def test_output_lengths_are_predicted(own: Cluster) -> None:
     def predicted() -> int:
-        return int(cluster.instances()["prefill-0"]["predictions_made"])
+        return int(own.instances()["prefill-0"]["predictions_made"])
 
     before = predicted()
-    await ask(cluster.url, completion(100, max_tokens=20))
+    await ask(own.url, completion(100, max_tokens=20))
     await until(lambda: predicted() > before, "a prediction", 10.0)
 
 
-async def test_roles_are_exchanged_while_requests_run(cluster: Cluster, stock: Stock) -> None:
+async def test_roles_are_exchanged_while_requests_run(own: Cluster, stock: Stock) -> None:
     expected = await ask_all(stock.url, BODIES)
-    requests = asyncio.create_task(ask_all(cluster.url, BODIES * 4))
+    requests = asyncio.create_task(ask_all(own.url, BODIES * 4))
     for name, role in (("prefill-0", "decode"), ("decode-0", "prefill")):
-        url = f"{cluster.url}/tetri/v1/instances/{name}/flip"
+        url = f"{own.url}/tetri/v1/instances/{name}/flip"
         await asyncio.to_thread(post, url, {"role": role, "now": True, "force": True})
         await until(
-            lambda name=name, role=role: cluster.instances()[name]["role"] == role,
+            lambda name=name, role=role: own.instances()[name]["role"] == role,
             f"{name} is {role}",
         )
     for output, reference in zip(await requests, expected * 4, strict=True):
         assert output.same_as(reference)
-    swapped = await ask(cluster.url, BODIES[0])
+    swapped = await ask(own.url, BODIES[0])
     assert swapped.same_as(expected[0])
     assert swapped.headers["x-tetri-prefill"] == "decode-0"
     assert swapped.decode == "prefill-0"
 
 
 async def test_a_stream_continues_when_its_decode_instance_is_killed(
-    started: Cluster, stock: Stock
+    own: Cluster, stock: Stock
 ) -> None:
     body: dict[str, Any] = completion(50, max_tokens=600, **STREAM)
     expected = await ask(stock.url, body)
-    stream = asyncio.create_task(ask(started.url, body))
-    await until(lambda: decoding_on(started), "the output is being generated")
-    send(started.processes(decoding_on(started))[1:], signal.SIGKILL)  # all but the guard
+    stream = asyncio.create_task(ask(own.url, body))
+    await until(lambda: decoding_on(own), "the output is being generated")
+    send(own.processes(decoding_on(own))[1:], signal.SIGKILL)  # all but the guard
     assert (await stream).same_as(expected)
-    await until(lambda: started.are_ready(2), "the killed instance is back", 120)
-    started.rest()
+    await until(lambda: own.are_ready(2), "the killed instance is back", 120)
 
 
 def decoding_on(cluster: Cluster) -> str:
@@ -148,10 +131,8 @@ def decoding_on(cluster: Cluster) -> str:
     return next((row["decode"] for row in rows if row["phase"] == "decoding"), "")
 
 
-async def test_an_instance_is_drained_and_the_other_one_serves(
-    cluster: Cluster, stock: Stock
-) -> None:
+async def test_an_instance_is_drained_and_the_other_one_serves(own: Cluster, stock: Stock) -> None:
     expected = await ask(stock.url, BODIES[0])
-    post(f"{cluster.url}/tetri/v1/instances/prefill-0/drain", {"force": True})
-    eventually(lambda: cluster.state_of("prefill-0") == "gone", 120, "the instance has left")
-    assert (await ask(cluster.url, BODIES[0])).same_as(expected)
+    post(f"{own.url}/tetri/v1/instances/prefill-0/drain", {"force": True})
+    eventually(lambda: own.state_of("prefill-0") == "gone", 120, "the instance has left")
+    assert (await ask(own.url, BODIES[0])).same_as(expected)

@@ -13,7 +13,7 @@ import pytest
 from examples.benchmarks.faults import alive
 from tests.e2e.client import ask, ask_all, load, until
 from tests.e2e.cluster import ARENA_BYTES, CHUNK, PASSIVE, SERVE, Cluster, Process, Stock, free_port
-from tests.e2e.prompts import completion
+from tests.e2e.prompts import STREAM, completion
 
 pytestmark = [
     pytest.mark.e2e,
@@ -25,7 +25,6 @@ pytestmark = [
 # chunk or of many, answers of a few tokens or of many.
 LIGHT_PROMPTS, HEAVY_PROMPTS = (9, 20, 33, 47, 58, 63), (300, 450, 600, 801, 1000, 1300)
 LIGHT_ANSWER, HEAVY_ANSWER = 6, 60
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 LOAD = 3  # requests at a time while instances come and go
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import aiohttp
 import pytest
 
-from tests.e2e.client import ask
+from tests.e2e.client import ask, until
 from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import chat, completion
 
@@ -21,22 +20,12 @@ async def leave_when(
     cluster: Cluster, bodies: list[dict[str, Any]], is_time: Callable[[], bool]
 ) -> None:
     """Send all, drop every connection once the moment has come."""
-    async with aiohttp.ClientSession() as session:
-        tasks = [asyncio.create_task(_send(session, cluster.url, body)) for body in bodies]
-        deadline = asyncio.get_running_loop().time() + 60
-        while not await asyncio.to_thread(is_time):
-            assert asyncio.get_running_loop().time() < deadline, "the moment never came"
-            await asyncio.sleep(0.01)
-        assert not all(task.done() for task in tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> None:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    async with session.post(url + path, json=body) as response:
-        await response.read()
+    tasks = [asyncio.create_task(ask(cluster.url, body)) for body in bodies]
+    await until(is_time, "the moment came", 60)
+    assert not all(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def phases(cluster: Cluster) -> list[str]:

@@ -8,11 +8,10 @@ import pytest
 
 from tests.e2e.client import Answer, ask, ask_all
 from tests.e2e.cluster import Cluster, Stock
-from tests.e2e.prompts import LENGTHS, chat, completion
+from tests.e2e.prompts import LENGTHS, STREAM, chat, completion
 
 pytestmark = pytest.mark.e2e
 
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 CHATS = (1, 40, 120, 400)
 
 

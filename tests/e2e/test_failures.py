@@ -16,11 +16,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from examples.benchmarks.faults import send
-from tests.e2e.client import TIMEOUT, until
+from tests.e2e.client import posted, until
 from tests.e2e.cluster import Cluster, Stock, side_by_side
 from tests.e2e.compare import Reply, ask_raw, difference, joined, merged
 from tests.e2e.prompts import chat, completion
@@ -75,11 +74,7 @@ class Seen(Reply):
 
 
 async def read(url: str, body: dict[str, Any], seen: Seen) -> Seen:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    async with (
-        aiohttp.ClientSession(timeout=TIMEOUT) as session,
-        session.post(url + path, json=body) as response,
-    ):
+    async with posted(url, body) as response:
         seen.status, seen.headers = response.status, dict(response.headers)
         async for part in response.content.iter_any():
             seen.raw += part

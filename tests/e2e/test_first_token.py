@@ -5,32 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 
-from tests.e2e.client import TIMEOUT, Answer, ask
-from tests.e2e.cluster import Cluster, Stock, running
+from tests.e2e.client import Answer, ask, posted
+from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.compare import Reply, joined, text_of
-from tests.e2e.prompts import LENGTHS, chat, completion
+from tests.e2e.prompts import LENGTHS, STREAM, chat, completion
 
 pytestmark = pytest.mark.e2e
 
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+OWN: dict[str, Any] = {}  # a cluster whose decode instance dies
 
 
 @asynccontextmanager
 async def streamed(url: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    async with (
-        aiohttp.ClientSession(timeout=TIMEOUT) as session,
-        session.post(url + path, json=body) as response,
-    ):
+    async with posted(url, body) as response:
         assert response.status == 200
         yield response
 
@@ -140,28 +135,21 @@ async def test_the_first_token_does_not_wait_for_the_decode_instance(
     assert joined(parsed(seen)) == joined(await events(stock.url, body))
 
 
-@pytest.fixture(scope="module")
-def mortal(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster of this module's own, whose decode instance dies."""
-    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("mortal"))) as cluster:
-        yield cluster
-
-
 @pytest.mark.slow
 async def test_when_the_decode_instance_dies_after_the_token_the_text_is_the_same(
-    stock: Stock, mortal: Cluster
+    stock: Stock, own_started: Cluster
 ) -> None:
     bodies = [
         await with_text_first(stock, completion),
         await with_text_first(stock, chat),
         await with_text_first(stock, completion, temperature=0.9, seed=5, logprobs=1),
     ]
-    pid = server_of(mortal, "decode-0")
+    pid = server_of(own_started, "decode-0")
     os.kill(pid, signal.SIGSTOP)
     shown = asyncio.Barrier(len(bodies) + 1)
 
     async def one(body: dict[str, Any]) -> list[dict[str, Any]]:
-        async with streamed(mortal.url, body) as response:
+        async with streamed(own_started.url, body) as response:
             seen = await response.content.readany()
             assert b'"choices"' in seen
             await shown.wait()

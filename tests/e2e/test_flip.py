@@ -16,7 +16,7 @@ import pytest
 from examples.benchmarks.faults import send
 from tests.e2e.client import Answer, ask, ask_all, load, until
 from tests.e2e.cluster import Cluster, Stock
-from tests.e2e.prompts import completion
+from tests.e2e.prompts import STREAM, completion
 
 pytestmark = [
     pytest.mark.e2e,
@@ -26,7 +26,6 @@ pytestmark = [
 
 NUM_FLIPS, EACH = 100, 30  # requests for each flip
 CLIENTS = 12
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 # Prompts of less than a chunk to many, short and long answers, every other one streamed.
 BODIES = [
     completion(num_tokens, max_tokens=max_tokens, **(STREAM if index % 2 else {}))

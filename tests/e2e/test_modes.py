@@ -11,12 +11,11 @@ import pytest
 
 from tests.e2e.client import Answer, ask, ask_all, load
 from tests.e2e.cluster import Cluster, Stock, get, post
-from tests.e2e.prompts import completion
+from tests.e2e.prompts import STREAM, completion
 from vllm_tetri.types import Mode
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 # Short and long prompts to short and long outputs, streamed and not, greedy and seeded.
 BODIES = [
     completion(num_tokens, max_tokens=max_tokens, **options)

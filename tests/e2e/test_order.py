@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.e2e.client import ask, ask_all
-from tests.e2e.cluster import CHUNK, Cluster, Stock, running
+from tests.e2e.client import ask, ask_all, assert_as_stock
+from tests.e2e.cluster import CHUNK, Cluster, Stock
 from tests.e2e.prompts import chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+# One instance that does everything, under a bound that no step can keep.
+OWN = {"roles": ("--both", "1"), "serve": ("--tetri-tbt-slo", "0.0001",
+       "--tetri-prefill-policy", "srtf")}  # fmt: skip
 TILE = 16  # the least that a step with decodes takes of a prompt on CPUs
 ITERATION = re.compile(
     r"Iteration\((\d+)\): \d+ context requests, (\d+) context tokens, "
@@ -42,26 +43,6 @@ def unseen(num_tokens: int) -> list[int]:
     return Random(f"order {num_tokens}").choices(range(10, 1000), k=num_tokens)
 
 
-@pytest.fixture(scope="module")
-def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One instance that does everything, under a bound that no step can keep."""
-    with running(
-        Cluster(
-            tiny_llama,
-            tmp_path_factory.mktemp("both"),
-            roles=("--both", "1"),
-            serve=("--tetri-tbt-slo", "0.0001", "--tetri-prefill-policy", "srtf"),
-        )
-    ) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def both(started: Cluster) -> Iterator[Cluster]:
-    yield started
-    started.rest()
-
-
 async def test_prefill_steps_take_exactly_a_chunk_while_there_is_work(cluster: Cluster) -> None:
     iterations = Iterations(cluster, "prefill-0")
     lengths = (1500, 700, 400, 3, 90, 128, 50, 300)
@@ -76,33 +57,30 @@ async def test_prefill_steps_take_exactly_a_chunk_while_there_is_work(cluster: C
     assert sum(taken) >= sum(lengths)
 
 
-async def test_prompts_leave_room_for_decodes(both: Cluster, stock: Stock) -> None:
+async def test_prompts_leave_room_for_decodes(own: Cluster, stock: Stock) -> None:
     """The bound cannot be kept, so prompts get the least that a step gives them."""
-    iterations = Iterations(both, "both-0")
-    decoding = asyncio.create_task(ask(both.url, completion(5, max_tokens=400, ignore_eos=True)))
+    iterations = Iterations(own, "both-0")
+    decoding = asyncio.create_task(ask(own.url, completion(5, max_tokens=400, ignore_eos=True)))
     while not any(decoded for _, decoded in iterations.read()):
         await asyncio.sleep(0.02)
     asked = [completion(n) for n in (600, 40, 200)]
-    ours = await ask_all(both.url, asked)
+    ours = await ask_all(own.url, asked)
     beside = [prompt for prompt, decoded in iterations.read() if prompt and decoded]
     assert beside
     assert max(beside) <= 2 * TILE
     assert (await decoding).status == 200
-    for mine, body in zip(ours, asked, strict=True):
-        assert mine.same_as(await ask(stock.url, body))
+    await assert_as_stock(ours, stock.url, asked)
 
 
 async def test_equal_to_stock_while_prompts_interrupt_each_other(
-    both: Cluster, stock: Stock
+    own: Cluster, stock: Stock
 ) -> None:
     asked = [completion(n) for n in (1500, 900, 30, 128, 513, 3, 1000, 255)] + [chat(200)]
-    together = await ask_all(both.url, asked)
-    for mine, body in zip(together, asked, strict=True):
-        assert mine.same_as(await ask(stock.url, body))
+    together = await ask_all(own.url, asked)
+    await assert_as_stock(together, stock.url, asked)
 
 
-async def test_seeded_prompts_of_many_steps_equal_stock(both: Cluster, stock: Stock) -> None:
+async def test_seeded_prompts_of_many_steps_equal_stock(own: Cluster, stock: Stock) -> None:
     """Stock computes them in one step, which is all that it can do with a seed."""
     asked = [completion(n, seed=n, temperature=1.0) for n in (3, 40, 200, 700)]
-    for mine, body in zip(await ask_all(both.url, asked), asked, strict=True):
-        assert mine.same_as(await ask(stock.url, body))
+    await assert_as_stock(await ask_all(own.url, asked), stock.url, asked)

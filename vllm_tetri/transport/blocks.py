@@ -83,20 +83,10 @@ def block_pages(tensor: torch.Tensor, num_blocks: int) -> tuple[int, int]:
     itemsize = tensor.element_size()
     row_bytes = tensor[0].numel() * itemsize
     row_stride = tensor.stride(0) * itemsize
-    if not _is_dense(tensor[0]) or (rows > 1 and row_stride != row_bytes):
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor[0])
+    if not is_dense or (rows > 1 and row_stride != row_bytes):
         raise ValueError("a KV block is not one dense run of bytes in this cache layout")
     return row_stride * rows, row_bytes * rows
-
-
-def _is_dense(page: torch.Tensor) -> bool:
-    """Whether the page covers its span without holes, in any order of dimensions."""
-    dims = sorted((d for d in range(page.dim()) if page.shape[d] > 1), key=page.stride)
-    expected = 1
-    for dim in dims:
-        if page.stride(dim) != expected:
-            return False
-        expected *= page.shape[dim]
-    return True
 
 
 class HostMover:
