@@ -1,13 +1,4 @@
-"""The errors of this package.
-
-TetriError
- ├─ ConfigError        an option is wrong, or two options contradict each other
- ├─ UnsupportedError   this model, platform or vLLM version cannot be carried
- ├─ ProtocolError      a peer sent something that breaks the protocol
- └─ TransferError      the receive arena or its port cannot be opened
-
-Every message names the thing, the number and what to do next.
-"""
+"""The errors of this package. Each message names the thing, the number and what to do next."""
 
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 and the number of SIGINT, as shells say it."""

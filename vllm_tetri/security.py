@@ -33,28 +33,10 @@ class Secret:
 
     def __init__(self, raw: bytes) -> None:
         if len(raw) < _LEAST_BYTES:
-            raise ValueError(f"a secret has at least {_LEAST_BYTES} bytes, not {len(raw)}")
-        self._raw = raw
-
-    @classmethod
-    def make(cls) -> Secret:
-        """Return a new random secret."""
-        return cls(secrets.token_bytes(_LEAST_BYTES))
-
-    @classmethod
-    def from_text(cls, text: str) -> Secret:
-        """Decode hexadecimal digits or base64; a ValueError does not quote the text."""
-        raw = _decode("".join(text.split()))
-        if len(raw) < _LEAST_BYTES:
             raise ValueError(f"it has {len(raw)} bytes; a secret has at least {_LEAST_BYTES}")
         if len(set(raw)) < _LEAST_KINDS:
             raise ValueError("its bytes are nearly all the same; a secret is random")
-        return cls(raw)
-
-    @property
-    def text(self) -> str:
-        """What `from_text` reads: for a file of mode 0600, never for logs or screens."""
-        return self._raw.hex()
+        self._raw = raw
 
     def key(self, purpose: str) -> bytes:
         """Derive 32 bytes for one purpose; they reveal neither the secret nor other keys."""
@@ -90,7 +72,7 @@ def read_secret(path: str) -> Secret | None:
     try:
         if len(text) > _MOST_TEXT:
             raise ValueError(f"it has more than {_MOST_TEXT} characters")
-        return Secret.from_text(text.decode("ascii"))
+        return Secret(_decode("".join(text.decode("ascii").split())))
     except ValueError as error:  # a UnicodeDecodeError would quote the text
         why = "it is not text" if isinstance(error, UnicodeDecodeError) else str(error)
         hint = "`vllm-tetri secret FILE` makes a right one"
@@ -112,13 +94,13 @@ def write_secret(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     with os.fdopen(descriptor, "w") as file:
-        file.write(Secret.make().text + "\n")
+        file.write(secrets.token_hex(_LEAST_BYTES) + "\n")
 
 
 def share_secret(given: str | None) -> str:
     """Let all children of this process find a secret, the given one, else that of the environment,
     else a new one that is kept in memory only. Returns its path; raises like `read_secret`."""
-    path = secret_file_of(given) or in_memory("tetri-secret", Secret.make().text)
+    path = secret_file_of(given) or in_memory("tetri-secret", secrets.token_hex(_LEAST_BYTES))
     read_secret(path)
     os.environ[VARIABLE] = path
     return path
@@ -149,6 +131,7 @@ def _require_private(path: str, status: os.stat_result) -> None:
 
 
 def _decode(text: str) -> bytes:
+    """Read hexadecimal digits or base64; a ValueError does not quote the text."""
     if len(text) % 2 == 0 and set(text) <= set(string.hexdigits):
         return bytes.fromhex(text)
     plain = text.replace("-", "+").replace("_", "/").rstrip("=")

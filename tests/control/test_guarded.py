@@ -28,7 +28,7 @@ from vllm_tetri.messages import CancelTransfer, Hello
 from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, TransferId
 
-OURS, OTHER = Secret.make(), Secret.make()
+OURS, OTHER = Secret(bytes(range(32))), Secret(bytes(range(1, 33)))
 Context = zmq.Context[zmq.Socket[bytes]]
 
 

@@ -14,20 +14,14 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
-from tests.faults.processes import Tree, started
+from tests.transport.children import receiving
 from vllm_tetri.engine.step import FirstTokens, encode_note
 from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params
 from vllm_tetri.transport import native
 from vllm_tetri.types import TransferId
 
-ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 1.0
 ROUTER = "t-r"  # whose transfers are those of requests r/...
-RECEIVER = (
-    "import sys; from vllm_tetri.transport.native import open_receiver;"
-    "r = open_receiver(arena_bytes=1 << 20, identity={'model': 'harness'});"
-    "print(r.endpoint, flush=True); sys.stdin.read()"
-)
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -92,8 +86,8 @@ def open_slot(pair: Pair, name: str, tokens: list[int], link: str) -> tuple[Any,
 
 
 def test_a_decode_instance_is_killed_while_kv_travels_to_it(pair: Pair) -> None:
-    with started(["-c", RECEIVER], cwd=ROOT) as there:
-        sees(pair.prefill, there.line())
+    with receiving({"model": "harness"}) as (there, endpoint):
+        sees(pair.prefill, endpoint)
         pair.send("a", prompt(8 * CHUNK))
         for _ in range(4):
             pair.prefill.step()
@@ -105,9 +99,8 @@ def test_a_decode_instance_is_killed_while_kv_travels_to_it(pair: Pair) -> None:
 
 
 def test_a_decode_instance_is_killed_when_its_kv_is_all_there(pair: Pair) -> None:
-    there: Tree
-    with started(["-c", RECEIVER], cwd=ROOT) as there:
-        sees(pair.prefill, there.line())
+    with receiving({"model": "harness"}) as (there, endpoint):
+        sees(pair.prefill, endpoint)
         pair.send("a", prompt(2 * CHUNK))
         pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
         there.kill()

@@ -117,7 +117,7 @@ async def test_a_member_that_sends_malformed_frames_harms_no_other(count: int) -
 
 @pytest.mark.parametrize("count", COUNTS)
 async def test_unauthenticated_peers_are_dropped(count: int) -> None:
-    rng, secret = Random(12), Secret.make()
+    rng, secret = Random(12), Secret(bytes(range(32)))
     greeting = bytes.fromhex("ff00000000000000017f0301") + b"CURVE".ljust(20, b"\0") + bytes(32)
     async with serving(secret=secret) as (made, _):
         await still_serves(made)

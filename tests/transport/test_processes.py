@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 
 from tests.eventually import eventually
-from tests.transport.children import ROOT, child, stop
-from tests.transport.conftest import Backend, empty, ended, fails
+from tests.transport.children import child, receiving, stop
+from tests.transport.conftest import IDENTITY, Backend, empty, ended, fails
 from vllm_tetri.transport.native import SlotState, Status, TransferState
 
 
@@ -61,35 +58,19 @@ def test_a_stopped_tcp_sender_times_out_and_its_bytes_go_nowhere(tcp: Backend) -
 
 
 def test_a_receiver_that_stops_answering_times_out(core: Backend) -> None:
-    script = (
-        "import sys; from vllm_tetri.transport.native import open_receiver;"
-        "r = open_receiver(arena_bytes=1 << 20, identity={'model': 'tiny', 'block_size': '16'});"
-        "print(r.endpoint, flush=True); sys.stdin.read()"
-    )
     sender = core.sender(open_timeout_s=3.0, io_timeout_s=1.0)
     cache = core.cache(seed=1)
-    with subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            endpoint = process.stdout.readline().strip()
-            first = sender.open(endpoint, "a", 2, cache.layout.block_bytes)
-            eventually(lambda: first.state == TransferState.SENDING)
-            stop(process)
-            second = sender.open(endpoint, "b", 2, cache.layout.block_bytes)
-            first.write(cache.layout, 0, np.array([0, 1], np.int32))
-            first.finish()
-            fails(first, Status.TIMEOUT)
-            fails(second, Status.TIMEOUT)
-            assert first.quiesced
-            assert second.quiesced
-        finally:
-            process.kill()
+    with receiving(IDENTITY) as (process, endpoint):
+        first = sender.open(endpoint, "a", 2, cache.layout.block_bytes)
+        eventually(lambda: first.state == TransferState.SENDING)
+        stop(process)
+        second = sender.open(endpoint, "b", 2, cache.layout.block_bytes)
+        first.write(cache.layout, 0, np.array([0, 1], np.int32))
+        first.finish()
+        fails(first, Status.TIMEOUT)
+        fails(second, Status.TIMEOUT)
+        assert first.quiesced
+        assert second.quiesced
     later = sender.open(endpoint, "c", 2, cache.layout.block_bytes)
     assert ended(later) == TransferState.FAILED
     assert later.status in (Status.PEER_LOST, Status.TIMEOUT)
