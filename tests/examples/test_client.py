@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from examples.benchmarks.client import Request, Target, client, dechunk, outputs_of, play, send
+from examples.benchmarks.client import Request, Target, client, play, send
 from examples.benchmarks.figures import figures, share_in_time
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -168,15 +168,3 @@ async def test_a_client_in_a_process_of_its_own_plays_a_schedule() -> None:
     assert (found["completed"], found["failed"]) == (2, 0)
     assert share_in_time(replies, 60.0, 60.0) == 1.0
     assert share_in_time(replies, 0.0, 60.0) == 0.0
-
-
-def test_a_chunked_body_and_its_beginning_are_decoded() -> None:
-    raw = chunk(b"one ") + chunk(b"two") + b"0\r\n\r\n"
-    assert dechunk(raw) == b"one two"
-    assert dechunk(raw[:8]) == b"one "
-
-
-def test_outputs_of_chats_are_joined() -> None:
-    lines = [{"choices": [{"delta": {"content": text}, "token_ids": [1]}]} for text in "ab"]
-    body = "".join(f"data: {json.dumps(line)}\n\n" for line in lines).encode()
-    assert outputs_of(body) == ("ab", [1, 1])

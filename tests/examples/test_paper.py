@@ -67,12 +67,6 @@ def test_the_script_writes_raw_results_a_table_and_a_picture(tmp_path: Path) -> 
     assert not (tmp_path / "paper.svg").exists()  # of e1 only
 
 
-def test_a_wrong_experiment_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--only", "e3"])
-    assert "there are e1, e11" in capsys.readouterr().err
-
-
 # -- the paper's device ----------------------------------------------------------------------
 
 

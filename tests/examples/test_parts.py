@@ -26,11 +26,6 @@ def test_a_busy_engine_makes_up_for_a_late_step() -> None:
     assert timeline.begin(5.0, 1, 0) == pytest.approx(5.1)  # after idle time it begins anew
 
 
-def test_a_step_takes_longer_with_tokens_and_context() -> None:
-    paced = pace.Pace("", scale=0.5, base_s=0.01, token_s=0.001, context_s=0.0001)
-    assert paced.step_s(10, 100) == pytest.approx(0.5 * (0.01 + 0.01 + 0.01))
-
-
 def test_options_of_a_paced_engine_carry_its_pace(tmp_path: Path) -> None:
     words = pace.options(tmp_path, 0.25, 3200)
     given = json.loads(words[words.index("--additional-config") + 1])

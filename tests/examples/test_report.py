@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -54,23 +52,9 @@ def test_a_run_goes_on_after_a_line_that_was_cut(tmp_path: Path) -> None:
     assert not again.has(name="b")
 
 
-def test_compressed_results_are_read(tmp_path: Path) -> None:
-    lines = [{"head": {"by": ["a"], "metrics": ["b"]}}, {"cell": {"a": 1, "b": 2.0}}]
-    path = tmp_path / "run.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps(each) + "\n" for each in lines).encode()))
-    head, cells = report.load(path)
-    assert head["by"] == ["a"]
-    assert cells["b"].tolist() == [2.0]
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_schedule_depends_on_its_seed_only(name: str) -> None:
     first, again = (schedule(name, 8, 2.0, "seed") for _ in range(2))
     assert first == again
     assert first != schedule(name, 8, 2.0, "other seed")
     assert [each.at_s for each in first] == sorted(each.at_s for each in first)
-
-
-def test_three_digits_are_shown() -> None:
-    assert [report.number(value) for value in (1234.5, 12.345, 0.0123, 0.0)] == [
-        "1,234", "12.3", "0.0123", "0"]  # fmt: skip

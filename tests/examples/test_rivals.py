@@ -15,7 +15,6 @@ from examples.benchmarks.rivals.engines import Orca, PromptsFirst, Static, Unchu
 from examples.benchmarks.rivals.modes import MooncakeMode, SplitwiseMode
 from examples.benchmarks.rivals.systems import SYSTEMS, WITH_ROLES, Parts, system_of
 from tests.sim.builders import COST, ENGINE, decode_s, engine, one, pair, spec, steps
-from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import run, simulate
 from vllm_tetri.sim.config import (
@@ -55,11 +54,6 @@ def test_a_system_serves_every_request_token_by_token_or_refuses_it(name: str) -
         assert each.ttft_s + gaps.sum() == pytest.approx(each.jct_s)
     has_roles = any(each.role is Role.PREFILL for each in config.instances)
     assert has_roles == (name in WITH_ROLES)
-
-
-@pytest.mark.parametrize(("instances", "division"), [(2, (1, 1)), (3, (1, 2)), (8, (4, 4))])
-def test_half_of_the_instances_are_for_prompts(instances: int, division: tuple[int, int]) -> None:
-    assert Parts(instances).divided() == division
 
 
 def test_distserve_decodes_where_fewest_are() -> None:
@@ -231,10 +225,3 @@ def test_wrong_options_are_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error)
-
-
-def test_engines_with_numbers_out_of_range_are_errors() -> None:
-    with pytest.raises(ConfigError, match="most prompts: 0 must be at least 1"):
-        PromptsFirst(most_prompts=0)
-    with pytest.raises(ConfigError, match="does both, not prefill"):
-        make_instances(prefill=1, engine=engine(kind=Orca(WINDOW)))

@@ -28,11 +28,7 @@ _GONE_S = 5.0
 
 
 class Hosts:
-    """Made by `hosts`.
-
-    Attributes:
-        addresses: By name of the host.
-    """
+    """Made by `hosts`; `addresses` are by name."""
 
     def __init__(self, prefix: str, names: Sequence[str]) -> None:
         self._prefix = prefix
@@ -45,8 +41,7 @@ class Hosts:
 
     def cut(self, sender: str, receiver: str) -> None:
         """From now on nothing of one host reaches the other; answers still do."""
-        ends = ("from", self.addresses[sender], "to", self.addresses[receiver])
-        _ip("-n", self._wire, "rule", "add", "pref", "100", *ends, "type", "blackhole")
+        self._drop("from", self.addresses[sender], "to", self.addresses[receiver])
 
     def part(self, one: str, other: str) -> None:
         """Nothing passes between two hosts, in either direction."""
@@ -55,9 +50,8 @@ class Hosts:
 
     def isolate(self, host: str) -> None:
         """Nothing passes between a host and any other."""
-        address = self.addresses[host]
         for way in ("from", "to"):
-            _ip("-n", self._wire, "rule", "add", "pref", "100", way, address, "type", "blackhole")
+            self._drop(way, self.addresses[host])
 
     def mend(self) -> None:
         """Everything passes again."""
@@ -71,7 +65,7 @@ class Hosts:
         _ip("netns", "add", self._wire)
         _ip("-n", self._wire, "link", "set", "lo", "up")
         forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
-        _call("ip", "netns", "exec", self._wire, "sh", "-c", forward)
+        _ip("netns", "exec", self._wire, "sh", "-c", forward)
         for index, (name, address) in enumerate(self.addresses.items()):
             self._join(f"v{index}", name, address)
 
@@ -90,6 +84,9 @@ class Hosts:
     @property
     def _own_link(self) -> str:
         return f"tetri{self._prefix.rpartition('-')[2]}"  # at most 15 characters
+
+    def _drop(self, *packets: str) -> None:
+        _ip("-n", self._wire, "rule", "add", "pref", "100", *packets, "type", "blackhole")
 
     def _space(self, host: str) -> str:
         return f"{self._prefix}-{host}"
@@ -141,12 +138,8 @@ def require_hosts() -> None:
 
 
 def _ip(*words: str) -> str:
-    return _call("ip", *words)
-
-
-def _call(*words: str) -> str:
-    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
-    return done.stdout
+    command = ("ip", *words)
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
 def _end_all(space: str) -> None:
@@ -164,10 +157,7 @@ def _sweep() -> None:
     for line in _ip("netns", "list").splitlines():
         space = line.split()[0]
         owner = space.removeprefix(f"{_PREFIX}-").partition("-")[0]
-        if space.startswith(f"{_PREFIX}-") and owner.isdigit() and not _is_alive(int(owner)):
+        is_ours = space.startswith(f"{_PREFIX}-") and owner.isdigit()
+        if is_ours and not Path(f"/proc/{owner}").exists():
             _end_all(space)
             _ip("netns", "del", space)
-
-
-def _is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()

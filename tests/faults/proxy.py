@@ -13,7 +13,6 @@ import struct
 import threading
 from dataclasses import dataclass
 from enum import Enum, auto
-from types import TracebackType
 
 _PIECE = 65536
 _POLL_S = 0.002
@@ -33,21 +32,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What happens, where and when.
-
-    Attributes:
-        after_bytes: Bytes of a connection after which it begins.
-        up: Of those from the client to the server, else of the others.
-        connection: Only to this one, counted from 0 in the order of their coming; None means
-            to each.
-        delay_s: Of every piece.
-    """
+    """What happens, where and when."""
 
     kind: Kind
-    after_bytes: int = 0
-    up: bool = True
-    connection: int | None = None
-    delay_s: float = 0.0
+    after_bytes: int = 0  # of a connection
+    up: bool = True  # to bytes from the client to the server, else to the others
+    connection: int | None = None  # only to this one, in the order of their coming from 0
+    delay_s: float = 0.0  # of every piece
 
 
 class _Broken(Exception):
@@ -65,16 +56,12 @@ class _Bridge:
 
 
 class Proxy:
-    """Between clients and one server. Use it as a context manager.
-
-    Attributes:
-        num_connections: That came so far.
-    """
+    """Between clients and one server. Use it as a context manager."""
 
     def __init__(self, host: str, port: int) -> None:
         self._server = (host, port)
         self._trouble: Trouble | None = None
-        self.num_connections = 0
+        self.num_connections = 0  # that came so far
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -226,12 +213,7 @@ class Proxy:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join(10)
         assert not self._thread.is_alive()
