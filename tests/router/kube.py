@@ -165,10 +165,9 @@ class Cluster:
     async def end(self, token: str) -> None:
         """Close the lease of one router."""
         made = self.leases.pop(token)
-        made.close()
-        made.close()
+        await made.close()
+        await made.close()
         assert made.hold() is None
-        await made.wait_closed()
 
     def hold(self) -> list[int | None]:
         return [each.hold() for each in self.leases.values()]

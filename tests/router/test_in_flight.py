@@ -71,17 +71,17 @@ async def test_a_request_counts_where_it_is_worked_on() -> None:
     table, (p, d, x, y) = RequestTable("r"), map(InstanceId, "pdxy")
     entry = table.enter("1", now=0.0)
     transfer, _ = entry.send_prefill(p, "test")
-    assert table.workers() == {p: 1}
+    assert table.workers == {p: 1}
     for decode in (x, d):  # x refused it
         table.on_dispatched(Dispatched(RequestId("1"), transfer, decode, "test"))
-    assert table.workers() == {p: 1}
+    assert table.workers == {p: 1}
     assert [table.num_reaching(name) for name in (p, d, x, y)] == [1, 1, 1, 0]
     entry.hand_over(d)
-    assert table.workers() == {d: 1}
+    assert table.workers == {d: 1}
     entry.begin_output()
     assert [table.num_reaching(name) for name in (p, d, x)] == [0, 1, 0]
     table.leave(entry)
-    assert not table.workers()
+    assert not table.workers
 
 
 # -- queues that stand -----------------------------------------------------------------------

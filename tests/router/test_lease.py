@@ -34,13 +34,13 @@ def test_one_holds_it_until_it_is_closed(path: str) -> None:
     epoch = first.hold()
     assert epoch is not None
     assert [first.hold(), second.hold(), first.hold()] == [epoch, None, epoch]
-    first.close()
-    first.close()
+    first.release()
+    first.release()
     later = second.hold()
     assert later is not None
     assert later > epoch
     assert second.hold() == later
-    second.close()
+    second.release()
 
 
 def test_it_comes_free_when_its_holder_is_killed(path: str) -> None:
@@ -58,7 +58,7 @@ def test_it_comes_free_when_its_holder_is_killed(path: str) -> None:
         holder.wait()
     later = until(lease.hold, "the lease came free")
     assert later > epoch
-    lease.close()
+    lease.release()
 
 
 @pytest.mark.parametrize("damage", ["removed", "replaced", "overwritten"])
@@ -79,8 +79,8 @@ def test_a_file_that_changes_makes_no_two_holders(path: str, damage: str) -> Non
     if damage != "overwritten":
         assert taken[0] is not None
         assert taken[0] >= epoch  # by the clock, as the number is lost
-    first.close()
-    second.close()
+    first.release()
+    second.release()
 
 
 def test_a_folder_that_others_may_write_to_is_refused(path: str) -> None:
@@ -90,7 +90,7 @@ def test_a_folder_that_others_may_write_to_is_refused(path: str) -> None:
         with pytest.raises(ConfigError, match="mkdir -m 700"):
             FileLease(path)
     folder.chmod(0o755)  # others may look
-    FileLease(path).close()
+    FileLease(path).release()
     with pytest.raises(ConfigError, match="--flip-lease"):
         FileLease(path + "/no/folder")
 
@@ -100,9 +100,9 @@ def test_a_file_in_memory_will_do() -> None:
     first, second = FileLease(path), FileLease(path)
     assert first.hold() is not None
     assert second.hold() is None
-    first.close()
+    first.release()
     assert second.hold() is not None
-    second.close()
+    second.release()
 
 
 @pytest.mark.parametrize("is_link", [False, True])

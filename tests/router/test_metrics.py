@@ -8,16 +8,10 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.fakes import FakeInstance, cluster, eventually
-from vllm_tetri.router.metrics import LOAD_NUMBERS, reference
+from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.types import InstanceLoad, Role
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-
-def test_the_page_is_generated_from_the_code() -> None:
-    assert PAGE.read_text() == reference(), (
-        "run: python -m vllm_tetri.router.metrics > docs/metrics.md"
-    )
 
 
 async def test_the_page_lists_every_family_that_is_scraped() -> None:
@@ -31,8 +25,11 @@ async def test_the_page_lists_every_family_that_is_scraped() -> None:
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
         if not family.name.endswith("_created"):
-            assert f"| `{name}` | {family.type} |" in listed
-            assert family.documentation in listed
+            (row,) = (line for line in listed.splitlines() if line.startswith(f"| `{name}` |"))
+            assert f"| `{name}` | {family.type} |" in row
+            assert f"| {family.documentation} |" in row
+            field = name.removeprefix("tetri_instance_").removesuffix("_total")
+            assert field not in LOAD_NUMBERS or row.endswith(f"| `{field}` |")
 
 
 async def test_a_load_report_has_the_same_numbers_everywhere() -> None:
@@ -50,7 +47,7 @@ async def test_a_load_report_has_the_same_numbers_everywhere() -> None:
         async with made.client.get(made.url + "/metrics") as response:
             text = await response.text()
     assert rows[0]["leftovers"] == ["2 blocks", "1 slot"]
-    assert {number.field for number in LOAD_NUMBERS} <= rows[0].keys()
+    assert LOAD_NUMBERS.keys() <= rows[0].keys()
     for name, value in {
         "reserved_blocks": 5.0,
         "step_seconds": 0.5,
@@ -64,7 +61,7 @@ async def test_a_load_report_has_the_same_numbers_everywhere() -> None:
 
 def test_every_number_of_a_load_report_has_unit_and_help() -> None:
     undocumented = {"bucket_tokens"}  # for dispatchers only
-    assert {number.field for number in LOAD_NUMBERS} == set(InstanceLoad.__slots__) - undocumented
-    for number in LOAD_NUMBERS:
-        assert number.about.unit, number.field
-        assert number.about.help.endswith("."), number.field
+    assert LOAD_NUMBERS.keys() == set(InstanceLoad.__slots__) - undocumented
+    for field, number in LOAD_NUMBERS.items():
+        assert number.unit, field
+        assert number.help.endswith("."), field

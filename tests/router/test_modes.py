@@ -56,7 +56,7 @@ async def until_reported(made: Cluster) -> None:
         )
     )
     # It looks at a picture for a moment.
-    made.scheduler.set_mode(made.scheduler.mode)
+    made.scheduler.set_mode(made.scheduler.placer.mode)
 
 
 async def where(made: Cluster, **body: Any) -> tuple[str, str]:
@@ -305,7 +305,7 @@ async def test_the_command_shows_and_changes_the_mode(capsys: pytest.CaptureFixt
     async with cluster() as made:
         assert await run() == (0, "split")
         assert await run("adaptive") == (0, "adaptive")
-        assert made.scheduler.mode is Mode.ADAPTIVE
+        assert made.scheduler.placer.mode is Mode.ADAPTIVE
         assert await run() == (0, "adaptive")
 
 

@@ -27,7 +27,7 @@ class Sizes:
         made = self._made
         self.in_flight = max(self.in_flight, len(made.scheduler.table))
         self.connections = max(self.connections, made.listener.num_connections)
-        self.upstream = max(self.upstream, made.scheduler.upstream.num_connections)
+        self.upstream = max(self.upstream, len(made.scheduler.upstream.http))
 
 
 async def ask(made: Cluster, client: aiohttp.ClientSession, number: int) -> tuple[str, int]:
@@ -79,7 +79,7 @@ async def test_ten_times_too_much_is_refused_at_once_and_leaves_nothing() -> Non
         await eventually(lambda: made.listener.num_connections == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= before)
         assert len(made.scheduler.table) == 0
-        assert [made.scheduler.table.num_of(f"key-{n}") for n in range(2)] == [0, 0]
+        assert [made.scheduler.table.clients[f"key-{n}"] for n in range(2)] == [0, 0]
         for key in KEYS:
             headers = {"Authorization": f"Bearer {key}"}
             body = {"model": "tiny", "prompt": "x"}

@@ -17,8 +17,6 @@ from vllm_tetri.router.resume import (
     ContinuationFailed,
     ContinuationMismatch,
     NotResumable,
-    Received,
-    Splice,
     StreamRecord,
 )
 from vllm_tetri.types import InstanceId, TransferId
@@ -40,13 +38,25 @@ def first_of(script: Script, *, is_final: bool = False) -> FirstToken:
     return found
 
 
-def received_of(first: FirstToken, created: int) -> Received:
-    return Received(first.is_chat, created, first.text or "", tuple(first.token_ids))
+def new_record(script: Script, *, hides_ids: bool = True) -> StreamRecord:
+    return StreamRecord(is_chat=script.is_chat, hides_ids=hides_ids)
+
+
+def continuing(first: FirstToken, created: int) -> StreamRecord:
+    record = StreamRecord(is_chat=first.is_chat, hides_ids=False)
+    record.begin_with(first, created)
+    record.begin_continuation()
+    return record
 
 
 def spliced(first: FirstToken, created: int, reads: list[bytes]) -> bytes:
-    splice = Splice(received_of(first, created))
-    return b"".join([*(splice.feed(read) for read in reads), splice.finish()])
+    record = continuing(first, created)
+    return b"".join(map(record.feed, reads))
+
+
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+    return [data[at:end] for at, end in zip([0, *ends], ends, strict=False) if end > at]
 
 
 TEXTS = st.text(st.sampled_from('a é日🦙\n"\\{}:,\u2028'), max_size=6)
@@ -78,13 +88,8 @@ def test_however_the_bytes_are_cut_the_stream_is_that_of_one_instance(
 ) -> None:
     first = first_of(script)
     leg2 = b"".join(replace(script, created=script.created + later_s).events(merged))
-    ends = sorted({min(cut, len(leg2)) for cut in cuts} | {len(leg2)})
-    reads = [leg2[at:end] for at, end in zip([0, *ends], ends, strict=False) if end > at]
-
-    seen = first.opening(script.created, counts_each=script.counts_each) + spliced(
-        first, script.created, reads
-    )
-
+    opening = first.opening(script.created, counts_each=script.counts_each)
+    seen = opening + spliced(first, script.created, pieces(leg2, cuts))
     assert seen == b"".join(script.events(1, merged - 1))
 
 
@@ -127,11 +132,11 @@ def test_another_text_or_token_is_a_mismatch(is_chat: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "leg2", [b"", b"data: [DONE]\n\n", b"data: {\n\n", b"data: {}\n\n", b"data: 5\n\n", b": hi\n\n"]
+    "leg2", [b"data: [DONE]\n\n", b"data: {\n\n", b"data: {}\n\n", b"data: 5\n\n"]
 )
 def test_a_stream_of_something_else_is_a_mismatch(leg2: bytes) -> None:
     with pytest.raises(ContinuationMismatch):
-        spliced(first_of(Script(("ab", "c"))), 5, [leg2] if leg2 else [])
+        spliced(first_of(Script(("ab", "c"))), 5, [leg2])
 
 
 def test_an_error_as_the_first_event_can_be_tried_elsewhere() -> None:
@@ -155,25 +160,12 @@ def test_what_only_keeps_the_connection_alive_is_no_event(is_chat: bool) -> None
 
 
 def test_an_event_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_tetri.router.resume._MAX_EVENT_BYTES", 1000)
+    monkeypatch.setattr(record_module, "_MAX_EVENT_BYTES", 1000)
     script = Script(("a", "b", "c"))
-    splice = Splice(received_of(first_of(script), 1))
-    splice.feed(b"data: " + b"x" * 900)
+    record = continuing(first_of(script), 1)
+    record.feed(b"data: " + b"x" * 900)
     with pytest.raises(ContinuationMismatch, match="more than 1000 bytes"):
-        splice.feed(b"x" * 200)
-    splice = Splice(received_of(first_of(script), 1))
-    splice.feed(b"".join(script.events()[:2]))
-    with pytest.raises(ContinuationMismatch, match="more than 1000 bytes"):
-        splice.feed(b"data: " + b"x" * 1000)
-
-
-def new_record(script: Script, *, hides_ids: bool = True) -> StreamRecord:
-    return StreamRecord(is_chat=script.is_chat, hides_ids=hides_ids)
-
-
-def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
-    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
-    return [data[at:end] for at, end in zip([0, *ends], ends, strict=False) if end > at]
+        record.feed(b"x" * 200)
 
 
 @given(script=SCRIPTS, hides_ids=st.booleans(), cuts=st.lists(st.integers(0, 10_000)))
@@ -187,11 +179,9 @@ def test_the_client_gets_whole_events_without_ids_that_it_did_not_want(
     assert b"".join(got) == b"".join(wanted.events())
     assert all(each.endswith(b"\n\n") for each in got if each)
     assert record.is_complete
-    shown = record.received()
-    assert shown.text == "".join(script.texts)
-    assert list(shown.token_ids) == script.token_ids
-    assert (shown.created, shown.is_over) == (script.created, True)
-    assert record.prompt_token_ids == PROMPT_IDS
+    record.settle()
+    assert (record.text, record.is_over) == ("".join(script.texts), True)
+    assert (record.token_ids, record.prompt_token_ids) == (script.token_ids, PROMPT_IDS)
 
 
 @given(script=SCRIPTS, broken=st.integers(0, 10_000), later_s=st.sampled_from([0, 9]))
@@ -202,16 +192,15 @@ def test_a_stream_that_breaks_anywhere_goes_on_as_if_it_had_not(
     whole = b"".join(told.events())
     record = new_record(script)
     got = record.feed(whole[: broken % len(whole)])
-    if not got or record.received().is_over:
+    record.settle()
+    if not got or record.is_over:
         return  # nothing to go on behind, or nothing to go on with
-    shown = record.received()
     later = replace(told, created=script.created + later_s)
-    splice = Splice(shown)
     record.begin_continuation()
-    rest = record.feed(splice.feed(b"".join(later.events(len(shown.token_ids) + 1))))
-    rest += record.feed(splice.finish())
+    rest = record.feed(b"".join(later.events(len(record.token_ids) + 1)))
     assert joined(got + rest) == joined(b"".join(replace(script, has_token_ids=False).events()))
-    assert list(record.received().token_ids) == script.token_ids
+    record.settle()
+    assert record.token_ids == script.token_ids
 
 
 @given(script=SCRIPTS)
@@ -219,12 +208,10 @@ def test_a_token_that_was_shown_before_is_a_part_of_it(script: Script) -> None:
     told = replace(script, has_token_ids=True)
     first, record = first_of(told), new_record(script)
     record.begin_with(first, script.created)
-    assert record.received() == received_of(first, script.created)
-    splice = Splice(record.received())
-    record.feed(splice.feed(b"".join(told.events(2))))
-    record.feed(splice.finish())
-    assert list(record.received().token_ids) == script.token_ids
-    assert record.received().text == "".join(script.texts)
+    record.begin_continuation()
+    record.feed(b"".join(told.events(2)))
+    record.settle()
+    assert (record.text, record.token_ids) == ("".join(script.texts), script.token_ids)
 
 
 def test_long_answers_are_read_while_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +220,8 @@ def test_long_answers_are_read_while_they_pass(monkeypatch: pytest.MonkeyPatch) 
     record = new_record(script)
     for each in script.events()[:-2]:
         record.feed(each)
-    assert list(record.received().token_ids) == script.token_ids[:-1]
+    record.settle()
+    assert record.token_ids == script.token_ids[:-1]
 
 
 def test_an_error_is_kept_back_with_what_follows_it() -> None:
@@ -243,7 +231,8 @@ def test_an_error_is_kept_back_with_what_follows_it() -> None:
     got = record.feed(b"".join(script.events()[:2]) + error)
     assert got == b"".join(replace(script, has_token_ids=False).events()[:2])
     assert (record.error, record.is_aborted, record.is_complete) == (error, False, False)
-    assert record.received().text == "ab"
+    record.settle()
+    assert record.text == "ab"
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -253,7 +242,8 @@ def test_an_engine_that_gives_up_has_not_ended_the_answer(is_chat: bool) -> None
     given_up = replace(script, texts=("a", "b", ""), finish_reason="abort")
     record.feed(b"".join(given_up.events()))
     assert (record.is_aborted, record.is_complete) == (True, False)
-    assert (record.received().text, record.received().is_over) == ("ab", False)
+    record.settle()
+    assert (record.text, record.is_over) == ("ab", False)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +263,7 @@ def test_what_is_not_understood_cannot_be_gone_on_behind(raw: bytes, why: str) -
     record = StreamRecord(is_chat=False, hides_ids=True)
     assert record.feed(raw)
     with pytest.raises(NotResumable, match=why):
-        record.received()
+        record.settle()
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -286,10 +276,10 @@ def test_an_answer_that_is_over_gets_the_end_that_is_missing(
     events = script.events()
     record = new_record(script)
     got = record.feed(b"".join(events[:-num_missing]))
-    if num_missing == 2 and not wants_usage:
-        assert not record.received().is_over
+    record.settle()
+    assert record.is_over == (num_missing == 1 or wants_usage)
+    if not record.is_over:
         return
-    assert record.received().is_over
     end = got + record.ending(len(PROMPT_IDS), wants_usage=wants_usage)
     whole = replace(script, has_token_ids=False)
     fingerprint = b',"system_fingerprint":"f1"'
@@ -305,5 +295,6 @@ def test_an_event_that_only_tells_an_id_is_not_for_the_client() -> None:
     record = StreamRecord(is_chat=True, hides_ids=True)
     got = record.feed(silent + loud + silent + last)
     assert got == (loud + last).replace(b"[7]", b"null")
-    assert record.received().token_ids == (7, 7, 7, 7)
+    record.settle()
+    assert record.token_ids == [7, 7, 7, 7]
     assert StreamRecord(is_chat=True, hides_ids=False).feed(silent) == silent

@@ -112,7 +112,7 @@ async def test_only_the_one_with_the_lease_orders_and_all_follow(lease: str) -> 
             assert "another router flips roles" in other.scheduler.flips.explanation
             # An operator may order by any of them.
             await eventually(lambda: not other.is_flipping("d2"))
-            assert other.scheduler.flips.order(D2, FlipRole(0, Role.BOTH)).is_new
+            assert other.scheduler.flips.order(D2, FlipRole(0, Role.BOTH))[0]
 
 
 async def test_the_lease_goes_on_when_its_holder_ends(lease: str) -> None:
@@ -141,7 +141,7 @@ async def test_without_a_lease_no_watcher_flips_where_there_are_several_routers(
                 assert each.watcher.looks == looks
             assert first.role_of("d2") is Role.DECODE
             ordered = second.scheduler.flips.order(D2, FlipRole(0, Role.PREFILL))
-            assert ordered.is_new
+            assert ordered[0]
             await eventually(lambda: first.role_of("d2") is Role.PREFILL)
 
 

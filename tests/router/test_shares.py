@@ -186,10 +186,10 @@ def test_the_table_counts_by_client() -> None:
         shares.check("x")
     table.leave(first)
     table.leave(first)
-    assert (table.num_of("x"), table.num_of("y")) == (0, 1)
+    assert (table.clients["x"], table.clients["y"]) == (0, 1)
     shares.check("x")
     table.leave(second)
-    assert not table.workers()
+    assert not table.workers
 
 
 async def test_prompts_that_overload_an_instance_count_for_their_client() -> None:

@@ -146,9 +146,11 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
     app.add_routes([web.route("*", path, _refuse) for path in NOT_PROXIED])
 
     async def run(_: web.Application) -> AsyncIterator[None]:
-        await scheduler.start()
-        yield
-        await scheduler.close()
+        try:
+            scheduler.start()
+            yield
+        finally:
+            await scheduler.close()
 
     app.cleanup_ctx.append(run)
     return app
@@ -209,14 +211,14 @@ class _Routes:
 
     async def instances(self, _: web.Request) -> web.Response:
         monitor = self._scheduler.monitor
-        workers = self._scheduler.table.workers()
+        workers = self._scheduler.table.workers
         rows = [_plain_instance(each, workers[each.info.id]) for each in monitor.view().instances]
         return _json(
             {
                 "instances": rows,
                 "departed": monitor.members.departed,
                 "watcher": self._scheduler.flips.explanation,
-                "mode": self._scheduler.mode,
+                "mode": self._scheduler.placer.mode,
             }
         )
 
@@ -230,31 +232,31 @@ class _Routes:
     async def flip(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])
         order = decode_order(await self._bodies.read(request), FlipBody, "order to flip")
-        ordered = self._scheduler.flips.order(
+        is_new, epoch = self._scheduler.flips.order(
             name,
             FlipRole(0, order.role, order.now, order.deadline_s, order.reason),
             force=order.force,
         )
         one = self._scheduler.monitor.view_of(name)
         flip = one.flip if one is not None else None
-        is_under_way = ordered.is_new or (flip is not None and flip.is_under_way)
+        is_under_way = is_new or (flip is not None and flip.is_under_way)
         content = {
             "id": name,
             "role": order.role,
-            "epoch": ordered.epoch,
+            "epoch": epoch,
             "state": one.state if one is not None else InstanceState.SILENT,
-            "is_new": ordered.is_new,
+            "is_new": is_new,
             "is_under_way": is_under_way,
         }
         return _json(content, status=202 if is_under_way else 200)
 
     async def mode(self, _: web.Request) -> web.Response:
-        return _json({"mode": self._scheduler.mode})
+        return _json({"mode": self._scheduler.placer.mode})
 
     async def set_mode(self, request: web.Request) -> web.Response:
         order = decode_order(await self._bodies.read(request), ModeOrder, "mode")
         self._scheduler.set_mode(order.mode)
-        return _json({"mode": self._scheduler.mode})
+        return _json({"mode": self._scheduler.placer.mode})
 
     async def requests(self, _: web.Request) -> web.Response:
         return _json(self._scheduler.table.plain(time.monotonic()))
@@ -314,7 +316,7 @@ def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:
         "age_s": round(each.age_s, 3),
         "seq": each.seq,
         "in_flight": in_flight,
-        **{number.field: load[number.field] for number in LOAD_NUMBERS},
+        **{field: load[field] for field in LOAD_NUMBERS},
         "flip": each.flip and {**asdict(each.flip), "age_s": round(each.flip.age_s, 3)},
     }
 

@@ -27,7 +27,7 @@ from vllm_tetri.security import VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode
 
 if TYPE_CHECKING:
-    from vllm_tetri.router.scheduler import GlobalScheduler
+    from vllm_tetri.router.scheduler import RouterConfig
 
 _STOP_S = 5.0
 _OTHER_FILES = 256
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
     import uvloop
 
     from vllm_tetri.router.flips import lease_of
-    from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
+    from vllm_tetri.router.scheduler import RouterConfig
 
     try:
         configure_logging(options.log_level)
@@ -176,9 +176,8 @@ def run(options: argparse.Namespace) -> int:
             lease=lease_of(options.flip_lease),
             resumes_anywhere=options.resume_anywhere,
         )
-        scheduler = GlobalScheduler(config)
         _allow_files(limits.connections)
-        uvloop.run(_serve(scheduler, keys, limits, (options.host, options.port), tls))
+        uvloop.run(_serve(config, keys, limits, (options.host, options.port), tls))
     except (ConfigError, OSError) as error:
         print(f"vllm-tetri router: {error}", file=sys.stderr)
         return 1
@@ -193,15 +192,17 @@ def objective_of(options: argparse.Namespace) -> Objective:
 
 
 async def _serve(
-    scheduler: GlobalScheduler,
+    config: RouterConfig,
     keys: Keys,
     limits: Limits,
     address: tuple[str, int],
     tls: ssl.SSLContext | None,
 ) -> None:
     from vllm_tetri.router.app import build_app
+    from vllm_tetri.router.scheduler import GlobalScheduler
     from vllm_tetri.router.server import Listener
 
+    scheduler = GlobalScheduler(config)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

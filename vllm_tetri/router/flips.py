@@ -14,7 +14,6 @@ import logging
 import os
 import stat
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -53,17 +52,11 @@ class Lease(Protocol):
         """Why `hold` returns None, for operators."""
 
     def hold(self) -> int | None:
-        """Take or keep it, before every decision. Never waits.
+        """Take or keep it, before every decision, without waiting. Returns the epoch under which
+        this router decides; None while another one does."""
 
-        Returns:
-            The epoch under which this router decides; None while another one does.
-        """
-
-    def close(self) -> None:
-        """Decide no more, and give the lease back. Idempotent."""
-
-    async def wait_closed(self) -> None:
-        """Wait until another router can take it, for some seconds at most."""
+    async def close(self) -> None:
+        """Decide no more, and give the lease back, in some seconds at most. Idempotent."""
 
 
 class FileLease:
@@ -100,17 +93,18 @@ class FileLease:
             return None
         return self._epoch
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let another router have it until the next call of `hold`."""
         self._epoch = 0
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    async def wait_closed(self) -> None:
-        """Return at once."""
-
     def _reopen(self) -> None:
-        self.close()
+        self.release()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._file = os.open(self._path, flags, 0o600)
@@ -118,7 +112,7 @@ class FileLease:
             raise ConfigError(f"--flip-lease {self._path}: {error.strerror}") from error
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            self.close()
+            self.release()
             raise ConfigError(f"--flip-lease {self._path}: it is not a file of this user")
 
     def _is_replaced(self) -> bool:
@@ -165,70 +159,44 @@ def lease_of(text: str | None) -> Lease | None:
     return FileLease(text)
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered:
-    """The result of an order: whether there was anything to do, and its epoch."""
-
-    is_new: bool
-    epoch: int
-
-
 class Flips:
-    """Orders flips of this router's instances. Owner: the event loop.
+    """Orders flips of this router's instances. Build it on a running event loop; it owns it.
 
     Args:
         watcher: Decides when to flip; without it, only operators flip roles.
         is_dry: Only log what the watcher would do.
         lease: Closed with this object. Without one, the watcher is inactive as soon as instances
             have several routers; operators may order flips at any router.
+
+    Attributes:
+        explanation: Why the watcher did what it did last, for operators.
+        are_roles_needed: Whether requests are split by role. Else the watcher is inactive, and any
+            instance can take over from any other.
     """
 
     def __init__(
         self, monitor: Monitor, watcher: Watcher | None, *, is_dry: bool, lease: Lease | None = None
     ) -> None:
-        self._lease = lease
-        self._monitor = monitor
-        self._watcher = watcher
-        self._is_dry = is_dry
-        self._task: asyncio.Task[None] | None = None
+        self._lease, self._monitor, self._is_dry = lease, monitor, is_dry
         self._logged: tuple[InstanceId, Role] | None = None
-        self._are_roles_needed = True
-        self._explanation = "off: roles change by order only"
-
-    @property
-    def explanation(self) -> str:
-        """Why the watcher did what it did last, for operators."""
-        return self._explanation
-
-    @property
-    def are_roles_needed(self) -> bool:
-        """Whether requests are split by role. Else the watcher is inactive, and any instance
-        can take over from any other."""
-        return self._are_roles_needed
-
-    def set_roles_needed(self, are_needed: bool) -> None:
-        """Set whether requests are split by role."""
-        self._are_roles_needed = are_needed
-
-    def start(self) -> None:
-        """Start the watcher on the running event loop."""
-        if self._watcher is not None:
-            self._task = asyncio.get_running_loop().create_task(self._watch(self._watcher))
+        self.are_roles_needed = True
+        self.explanation = "off: roles change by order only"
+        watching = self._watch(watcher) if watcher is not None else None
+        self._task = asyncio.ensure_future(watching) if watching is not None else None
 
     async def close(self) -> None:
         """Stop the watcher and give the lease back. Idempotent."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+            await asyncio.wait({self._task})
         if self._lease is not None:
-            self._lease.close()
-            await self._lease.wait_closed()
+            await self._lease.close()
 
-    def order(self, instance: InstanceId, order: FlipRole, *, force: bool = False) -> Ordered:
+    def order(
+        self, instance: InstanceId, order: FlipRole, *, force: bool = False
+    ) -> tuple[bool, int]:
         """Order an instance to take a role; its current role cancels a flip under way. The
-        epoch of the order is set here.
+        epoch of the order is set here. Returns whether there was anything to do, and the epoch.
 
         Raises:
             Refusal: 404 if there is no such instance; 409 if it cannot flip now, or the
@@ -243,7 +211,7 @@ class Flips:
         under_way = flip.target if flip is not None and flip.is_under_way else None
         is_hurried = is_now and flip is not None and flip.stage is FlipStage.DRAINING
         if role is (under_way or one.info.role) and not is_hurried:
-            return Ordered(is_new=False, epoch=flip.epoch if flip else 0)
+            return False, flip.epoch if flip else 0
         if role is not one.info.role:  # else it cancels the flip under way
             if under_way not in (None, role):
                 hint = f"wait, or order {one.info.role} to cancel it"
@@ -257,10 +225,10 @@ class Flips:
             # If no other instance can take over while it drains, it does not drain.
             is_now = is_now or bool(self._why_needed(view, one))
         order = replace(order, is_now=is_now)
-        return Ordered(is_new=True, epoch=self._monitor.order_flip(instance, order))
+        return True, self._monitor.order_flip(instance, order)
 
     def _why_needed(self, view: ClusterView, one: InstanceView, becomes: Role | None = None) -> str:
-        return why_needed(view, one, becomes=becomes, are_roles_needed=self._are_roles_needed)
+        return why_needed(view, one, becomes=becomes, are_roles_needed=self.are_roles_needed)
 
     async def _watch(self, watcher: Watcher) -> None:
         while True:
@@ -271,15 +239,15 @@ class Flips:
                 _log.exception("the watcher failed; it will try again in %g s", _LOOK_S)
 
     def _look(self, watcher: Watcher) -> None:
-        if not self._are_roles_needed:
-            self._explanation = "inactive: requests are not split by role in this mode"
+        if not self.are_roles_needed:
+            self.explanation = "inactive: requests are not split by role in this mode"
             return
         view = self._monitor.view()
         lease = self._hold(view)
         if lease is None:
             return
         look = watcher.look(view, time.monotonic())
-        self._explanation, order = look.explanation, look.order
+        self.explanation, order = look.explanation, look.order
         if order is None:
             return
         words = f"{order.instance} to {order.role}{' now' if order.now else ''}: {order.reason}"
@@ -304,10 +272,10 @@ class Flips:
         if self._lease is not None:
             lease = self._lease.hold()
             if lease is None:
-                self._explanation = self._lease.why_not
+                self.explanation = self._lease.why_not
             return lease
         if any(each.info.num_routers > 1 for each in view.instances):
-            self._explanation = (
+            self.explanation = (
                 "inactive: instances have several routers, and this one has no --flip-lease"
             )
             return None

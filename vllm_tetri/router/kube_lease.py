@@ -115,16 +115,12 @@ class KubeLease:
             self._task = asyncio.get_running_loop().create_task(self._run())
         return self._candidate.epoch(self._clock())
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._is_closed = True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def wait_closed(self) -> None:
-        """Give the lease back."""
         task, self._task = self._task, None
         if task is None:
             return
+        task.cancel()
         await asyncio.wait({task})
         self._candidate.resign()
         self._candidate.on_error()  # a request may have been cancelled

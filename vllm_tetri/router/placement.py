@@ -115,18 +115,33 @@ class Placer:
             limited = self._shares.at_limit(request.client)
             if is_new:
                 limited |= self._shares.over_share(request.client, self._long_queues(now))
-        if request.rules is not None:
-            choices = (
-                self._place_proxied(request, model, excluded, at_limit, limited, now)
-                for model in self._models_of(request, skipped_models)
+        view = self._view()
+
+        def choose(model: str, *, may_split: bool = False) -> Route | AllAtLimit | None:
+            if request.is_stored:
+                return _choose_keeper(view, model, excluded, at_limit | limited)
+            self._renew(now)
+            if model not in self._state.table.by_model:
+                self._renew(now, is_forced=True)  # its first instance has just joined
+            return choose_route(
+                map(self._state.row, self._state.table.by_model.get(model, ())),
+                may_split=may_split,
+                excluded=excluded,
+                refused=at_limit,
+                at_limit=limited,
             )
+
+        if request.rules is not None:
+            choices = map(choose, self._models_of(request, skipped_models))
             found = next((each for each in choices if each is not None), None)
         elif self.mode is Mode.SPLIT:
-            found = self._choose_route(request.model, may_split, excluded, at_limit, limited, now)
+            found = choose(request.model, may_split=may_split)
         else:
             found = self._place_by_cost(request, may_split, excluded, at_limit | limited, now)
         if isinstance(found, AllAtLimit):
-            raise self._no_capacity(found, now)
+            queues = self._long_queues(now)
+            wait_s = retry_after_s(view, found.instances, self.speeds, persistent=queues)
+            raise NoCapacity(found.who, len(found.instances), wait_s)
         if found is not None and (self.mode is Mode.SPLIT or request.rules is not None):
             first = found.prefill if isinstance(found, Split) else found.instance
             size = self._size_of(request) if request.generates else Need(1, 0)
@@ -173,43 +188,6 @@ class Placer:
             return Split(place.prefill, place.reason, anywhere=True)
         return Whole(place.prefill, place.reason)
 
-    def _place_proxied(
-        self,
-        request: ApiRequest,
-        model: str,
-        excluded: frozenset[InstanceId],
-        at_limit: frozenset[InstanceId],
-        limited: frozenset[InstanceId],
-        now: float,
-    ) -> Route | AllAtLimit | None:
-        if not request.is_stored:
-            return self._choose_route(model, False, excluded, at_limit, limited, now)
-        keeper = choose_keeper(self._view(), model=model, excluded=excluded)
-        if keeper in at_limit or keeper in limited:
-            assert keeper is not None
-            return AllAtLimit((keeper,), "instances that may store the output")
-        return None if keeper is None else Whole(keeper, "stores outputs")
-
-    def _choose_route(
-        self,
-        model: str,
-        may_split: bool,
-        excluded: frozenset[InstanceId],
-        at_limit: frozenset[InstanceId],
-        limited: frozenset[InstanceId],
-        now: float,
-    ) -> Route | AllAtLimit | None:
-        self._renew(now)
-        if model not in self._state.table.by_model:
-            self._renew(now, is_forced=True)  # its first instance has just joined
-        return choose_route(
-            map(self._state.row, self._state.table.by_model.get(model, ())),
-            may_split=may_split,
-            excluded=excluded,
-            refused=at_limit,
-            at_limit=limited,
-        )
-
     def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
         """The model that a proxied request names. About an unknown one, or none, an instance
         complains best itself."""
@@ -218,11 +196,6 @@ class Placer:
             yield request.model
         else:
             yield from sorted({info.models[0] for info in names.values()}.difference(skipped))
-
-    def _no_capacity(self, full: AllAtLimit, now: float) -> NoCapacity:
-        queues = self._long_queues(now)
-        wait_s = retry_after_s(self._view(), full.instances, self.speeds, persistent=queues)
-        return NoCapacity(full.who, len(full.instances), wait_s)
 
     def _long_queues(self, now: float) -> frozenset[InstanceId]:
         if not self._queues.is_fresh(now):
@@ -287,3 +260,14 @@ class Placer:
             for row in map(self._state.row, table.by_id.values())
             if row.queued_tokens > _MAX_QUEUED_TOKENS
         )
+
+
+def _choose_keeper(
+    view: ClusterView, model: str, excluded: frozenset[InstanceId], full: frozenset[InstanceId]
+) -> Whole | AllAtLimit | None:
+    keeper = choose_keeper(view, model=model, excluded=excluded)
+    if keeper is None:
+        return None
+    if keeper in full:
+        return AllAtLimit((keeper,), "instances that may store the output")
+    return Whole(keeper, "stores outputs")

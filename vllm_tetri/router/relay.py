@@ -168,7 +168,7 @@ class Relay:
         ending = last_chunk.result().ending if last_chunk.done() else None
         self._first = first = first.with_prompt(ending)
         prefilled = first.prefilled
-        entry.finish_prefill(prefilled.num_tokens)
+        entry.prompt_tokens, entry.last_chunk = prefilled.num_tokens, None
         self._scheduler.placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
         if first.is_last:
             return await self._end_at_prefill(first, instance)
@@ -194,7 +194,7 @@ class Relay:
         if first.prefilled.is_final and first.prefilled.num_chunks <= 1:
             self._entry.take_transfer()  # it was never opened
         self._drop_transfer()
-        self._entry.end_at_prefill()
+        self._entry.decode = self._entry.prefill
         self._metrics.first_tokens.labels("last").inc()
         if request.is_streamed:
             events = first.complete_stream(
@@ -291,8 +291,7 @@ class Relay:
         self._metrics.fallbacks.labels("decode_failed").inc()
         instance = await self._wait_for_instance()
         self.route = "fallback"
-        ids = self._output.prompt_token_ids
-        body = resume_body(self._request, received, self._first, ids, instance)
+        body = resume_body(self._request, received, self._first, instance)
         return await self._aggregated(instance, None, body)
 
     async def _wait_for_instance(self) -> InstanceInfo:

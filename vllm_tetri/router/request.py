@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 import msgspec
@@ -50,9 +50,9 @@ class ProxyRules:
     has_body: bool = True  # else no body is read
 
 
-@dataclass(slots=True)
+@dataclass
 class ApiRequest:
-    """A parsed request. The attributes of the second group follow from the first."""
+    """A parsed request. What `__post_init__` adds follows from the rest."""
 
     path: str  # route on the router and on the instances; of a proxied request with its query
     body: dict[str, Any]  # without `kv_transfer_params`, which only the router may set
@@ -66,43 +66,31 @@ class ApiRequest:
     method: str = "POST"
     rules: ProxyRules | None = None  # None on the two routes that the router understands
 
-    generates: bool = field(init=False)  # keeps an engine busy
-    is_stored: bool = field(init=False)
-    is_streamed: bool = field(init=False)
-    has_choices: bool = field(init=False)  # several outputs, each with its own first token
-    num_choices: int = field(init=False)
-    max_tokens: int | None = field(init=False)  # bound of the output length, if there is one
-    ignores_eos: bool = field(init=False)  # outputs end at that bound only
-    wants_logprobs: bool = field(init=False)
-    wants_usage: bool = field(init=False)  # the stream ends with an event that counts tokens
-    wants_usage_each: bool = field(init=False)  # every event counts tokens
-    is_seeded: bool = field(init=False)
-    is_text: bool = field(init=False)  # the output is the text of its tokens, not tool calls
-    is_plain: bool = field(init=False)  # a token's text can be sent before the next is known
-    may_decode_early: bool = field(init=False)  # decode needs only the prefill response's token
-    shows_ids: bool = field(init=False)  # the client wants token ids
-
     def __post_init__(self) -> None:
         get, rules = self.body.get, self.rules
         options = get("stream_options")
         options = options if isinstance(options, dict) else {}
         num, logprobs = get("n"), get("logprobs")
         bounds = (get("max_completion_tokens"), get("max_tokens"))
-        self.generates = rules is None or rules.generates
+        self.generates = rules is None or rules.generates  # keeps an engine busy
         self.is_stored = rules is not None and rules.is_stored
         self.is_streamed = get("stream") is True
-        self.has_choices = num not in (None, 1)
+        self.has_choices = num not in (None, 1)  # outputs with a first token each
         self.num_choices = num if _is_int(num) and num > 0 else 1
+        # Bound of the output length, if there is one, and whether outputs end only there.
         self.max_tokens = next((each for each in bounds if _is_int(each) and each > 0), None)
         self.ignores_eos = get("ignore_eos") is True
         self.wants_logprobs = bool(logprobs) if self.path == CHAT else logprobs is not None
+        # Whether the stream ends with an event that counts tokens, and whether each does.
         self.wants_usage = bool(options.get("include_usage"))
         self.wants_usage_each = self.wants_usage and bool(options.get("continuous_usage_stats"))
         self.is_seeded = get("seed") is not None
-        self.is_text = not any(map(get, _STRUCTURED))
+        self.is_text = not any(map(get, _STRUCTURED))  # the text of its tokens, no tool calls
+        # A token's text can be sent before the next is known.
         self.is_plain = self.is_text and not any(map(get, _SHAPED))
+        # Decode needs only the prefill response's token.
         self.may_decode_early = self.is_plain and not (self.has_choices or self.wants_logprobs)
-        self.shows_ids = get("return_token_ids") is True
+        self.shows_ids = get("return_token_ids") is True  # the client wants token ids
 
     def is_parsed_by(self, instance: InstanceInfo) -> bool:
         """Whether an instance's server splits a chat output into reasoning and text."""

@@ -8,7 +8,6 @@ when there are many.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -51,17 +50,6 @@ class ContinuationFailed(Exception):
     """A stream that should continue the received output is an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """The beginning of an output, as the client has received it."""
-
-    is_chat: bool  # the events are of the chat API, else of the completions API
-    created: int  # time in the events, in seconds since 1970
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    is_over: bool = False  # this is all of the output
-
-
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
@@ -86,44 +74,67 @@ _decoder = msgspec.json.Decoder(_Event)
 
 
 class StreamRecord:
-    """The output of one request, over all instances that write it. Owned by its task."""
+    """What the client of one request has received, over all instances that write it.
+
+    Another instance writes the received output first, which is removed from its events; reads
+    may cut them anywhere. Owned by the request's task.
+
+    Attributes:
+        error: An error event, or that of an engine that aborted the request, and what followed
+            it; not sent to the client.
+        is_complete: Whether the end of the stream has passed.
+        text, token_ids, prompt_token_ids, is_over: The output, as far as it is decoded: call
+            `settle` first.
+    """
 
     def __init__(self, *, is_chat: bool, hides_ids: bool) -> None:
         self._is_chat, self._hides_ids = is_chat, hides_ids
         self._kept: list[bytes] = []  # events that are not decoded yet
         self._num_kept_bytes = 0
         self._rest = b""  # of an event that is not complete
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._created = 0
-        self._is_over = False
         self._last = b""  # decoded event
         self._problem = ""  # why the output cannot be continued
         self._has_prompt = False
-        # An error event, or that of an engine that aborted the request, and what followed it;
-        # not sent to the client.
+        self._created = 0
+        self._theirs = self._ours = b""  # the time in events, which stays that of the first
+        # What another instance has to write once more, if it has not yet.
+        self._is_due, self._text_due, self._ids_due = False, "", list[int]()
         self.error = b""
-        self.is_aborted = False
-        self.is_complete = False  # the end of the stream has passed
-        self.prompt_token_ids: list[int] = []  # if known; read `received` first
+        self.is_aborted = self.is_complete = self.is_over = False
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.prompt_token_ids: list[int] = []
 
     def begin_with(self, first: FirstToken, created: int) -> None:
         """The client gets the token of a prefill instance first."""
-        self._created, self._texts = created, [first.text or ""]
-        self._token_ids = first.token_ids
+        self._created, self.text, self.token_ids = created, first.text or "", first.token_ids
 
     def begin_continuation(self) -> None:
-        """Another instance writes from here on."""
+        """Another instance writes from here on; raises `NotResumable`."""
+        self.settle()
         self._rest, self._has_prompt = b"", False
         self.error, self.is_aborted = b"", False
+        self._is_due, self._text_due, self._ids_due = True, self.text, list(self.token_ids)
+        self._theirs = self._ours = _CREATED % self._created
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of an instance; returns the whole events that the client gets."""
+        """Take bytes of an instance; returns the whole events that the client gets.
+
+        Raises:
+            ContinuationMismatch: Going on would lose or repeat characters.
+            ContinuationFailed: The first event of a continuation is an error.
+        """
         if self._rest or not data.endswith(_END):
             whole, end, self._rest = (self._rest + data).rpartition(_END)
             data = whole + end
+            if len(self._rest) > _MAX_EVENT_BYTES:
+                raise ContinuationMismatch(f"an event has more than {_MAX_EVENT_BYTES} bytes")
+        if self._is_due:
+            data = self._skip_received(data)
         if not data:
             return data
+        if self._theirs != self._ours:
+            data = data.replace(self._theirs, self._ours)
         if ERROR_EVENT in data or ABORTED in data:
             data = self._until_error(data)
         self._kept.append(data)
@@ -134,26 +145,24 @@ class StreamRecord:
             self.is_complete = True
         return self._without_ids(data) if self._hides_ids else data
 
+    def settle(self) -> None:
+        """Decode all that the client has received; raises `NotResumable` if some of it is not
+        understood."""
+        self._decode_kept()
+        if self._problem:
+            raise NotResumable(self._problem)
+
     def take_error(self) -> bytes:
         """Return the error, which then is the regular end of the stream."""
         error, self.error, self.is_complete = self.error, b"", True
         return error
 
-    def received(self) -> Received:
-        """Return all that the client has received; raises `NotResumable` if some of it is
-        not understood."""
-        self._decode_kept()
-        if self._problem:
-            raise NotResumable(self._problem)
-        text, ids = "".join(self._texts), tuple(self._token_ids)
-        return Received(self._is_chat, self._created, text, ids, self._is_over)
-
     def ending(self, num_prompt_tokens: int, *, wants_usage: bool) -> bytes:
-        """Return the missing end of an output that is over; read `received` first."""
+        """Return the missing end of an output that is over; call `settle` first."""
         if not wants_usage or b'"choices":[]' in self._last:
             return DONE
         chunk: dict[str, Any] = msgspec.json.decode(self._last.removeprefix(_DATA))
-        num_tokens = len(self._token_ids)
+        num_tokens = len(self.token_ids)
         usage = {
             "prompt_tokens": num_prompt_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
@@ -180,86 +189,44 @@ class StreamRecord:
 
     def _decode_kept(self) -> None:
         kept, self._kept, self._num_kept_bytes = self._kept, [], 0
+        texts = [self.text]
         for raw in b"".join(kept).split(_END):
             if raw.startswith(_DATA) and raw != DONE.removesuffix(_END):
-                self._decode(raw)
-        self._texts = ["".join(self._texts)]
+                texts += self._decode(raw)
+        self.text = "".join(texts)
 
-    def _decode(self, raw: bytes) -> None:
+    def _decode(self, raw: bytes) -> list[str]:
         try:
             found = _decoder.decode(raw.removeprefix(_DATA))
         except JSON_ERRORS as error:
             self._problem = self._problem or f"an event is not understood: {error}"
-            return
+            return []
         self._last = raw
         self._created = self._created or found.created
         self.prompt_token_ids = found.prompt_token_ids or self.prompt_token_ids
-        for choice in found.choices:
-            self._add(choice)
+        return [self._add(choice) for choice in found.choices]
 
-    def _add(self, choice: _Choice) -> None:
-        delta = choice.delta
-        if delta is not None and (delta.reasoning or delta.tool_calls):
+    def _add(self, choice: _Choice) -> str:
+        delta = choice.delta or _Delta()
+        text = choice.text or delta.content or ""
+        if delta.reasoning or delta.tool_calls:
             self._problem = self._problem or "the output is more than text"
-        text = choice.text or (delta.content if delta is not None else None) or ""
         if text and choice.token_ids is None:
             self._problem = self._problem or "the instance sent no token ids"
-        self._texts.append(text)
-        self._token_ids += choice.token_ids or ()
-        self._is_over = self._is_over or choice.finish_reason is not None
+        self.token_ids += choice.token_ids or ()
+        self.is_over = self.is_over or choice.finish_reason is not None
         self.prompt_token_ids = choice.prompt_token_ids or self.prompt_token_ids
+        return text
 
-
-class Splice:
-    """Turns a stream that begins with the received output into the rest of it.
-
-    Reads may cut events anywhere. An event that was received in part is encoded again, all
-    others keep their bytes; only ``created`` becomes that of the received events.
-    """
-
-    def __init__(self, received: Received) -> None:
-        self._is_chat = received.is_chat
-        self._created = received.created
-        self._text = received.text  # not found yet
-        self._token_ids = list(received.token_ids)  # not found yet
-        self._buffer = b""
-        self._is_past = False  # the received output has been found
-        self._theirs = _CREATED % received.created
-        self._ours = self._theirs
-
-    def feed(self, data: bytes) -> bytes:
-        """Return what the client gets for these bytes; may be empty.
-
-        Raises:
-            ContinuationMismatch: Going on would lose or repeat characters.
-            ContinuationFailed: The first event is an error.
-        """
-        if self._is_past:
-            return self._pass(data)
-        *events, rest = (self._buffer + data).split(_END)
-        for index, found in enumerate(events):
-            if written := self._take(found):
-                self._is_past, self._buffer = True, b""
-                return written + self._pass(_END.join([*events[index + 1 :], rest]))
-        if len(rest) > _MAX_EVENT_BYTES:
-            raise ContinuationMismatch(f"its first event has more than {_MAX_EVENT_BYTES} bytes")
-        self._buffer = rest
+    def _skip_received(self, data: bytes) -> bytes:
+        """Remove received output from whole events; an event that was received in part is
+        encoded again, all others keep their bytes."""
+        *events, rest = data.split(_END)
+        for index, raw in enumerate(events):
+            if written := self._take(raw):
+                self._is_due = False
+                return written + _END.join([*events[index + 1 :], rest])
         return b""
-
-    def finish(self) -> bytes:
-        """Return the remaining bytes at the end of the stream; raises `ContinuationMismatch`
-        if it ended before the end of the received output."""
-        if not self._is_past:
-            raise ContinuationMismatch("it ended before the end of what the client has received")
-        return self._buffer
-
-    def _pass(self, data: bytes) -> bytes:
-        if self._theirs == self._ours:
-            return data
-        whole, end, self._buffer = (self._buffer + data).rpartition(_END)
-        if len(self._buffer) > _MAX_EVENT_BYTES:
-            raise ContinuationMismatch(f"an event has more than {_MAX_EVENT_BYTES} bytes")
-        return (whole + end).replace(self._theirs, self._ours)
 
     def _take(self, raw: bytes) -> bytes:
         """Take one event; returns its part after the received output, if it has one."""
@@ -279,29 +246,28 @@ class Splice:
         except (*JSON_ERRORS, LookupError, TypeError, ValueError) as error:
             raise ContinuationMismatch(f"unexpected event {raw[:200]!r}: {error!r}") from error
         if is_left and is_over:
-            raise ContinuationMismatch(f"it ends before {self._text!r}")
+            raise ContinuationMismatch(f"it ends before {self._text_due!r}")
         return b"" if is_left else event(chunk)
 
     def _strip(self, choice: dict[str, Any]) -> bool:
         """Remove the received output from a choice; returns whether more of it must follow."""
         holder, key = (choice["delta"], "content") if self._is_chat else (choice, "text")
-        text = holder.get(key) or ""
-        size = min(len(text), len(self._text))
-        if text[:size] != self._text[:size]:
-            raise ContinuationMismatch(f"{text[:80]!r} does not continue {self._text!r}")
-        holder[key], self._text = text[size:], self._text[size:]
-        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-        num_received = len(self._token_ids)
-        if logprobs is not None:
-            choice["logprobs"] = _logprobs_after(logprobs, num_received)
+        text, due = holder.get(key) or "", self._text_due
+        size = min(len(text), len(due))
+        if text[:size] != due[:size]:
+            raise ContinuationMismatch(f"{text[:80]!r} does not continue {due!r}")
+        holder[key], self._text_due = text[size:], due[size:]
+        ids, ids_due, num_due = choice.get("token_ids"), self._ids_due, len(self._ids_due)
+        if (logprobs := choice.get("logprobs")) is not None:
+            choice["logprobs"] = _logprobs_after(logprobs, num_due)
         if ids is not None:
-            if ids[:num_received] != self._token_ids[: len(ids)]:
-                raise ContinuationMismatch(f"tokens {ids[:num_received]} are not {self._token_ids}")
-            choice["token_ids"], self._token_ids = ids[num_received:], self._token_ids[len(ids) :]
+            if ids[:num_due] != ids_due[: len(ids)]:
+                raise ContinuationMismatch(f"tokens {ids[:num_due]} are not {ids_due}")
+            choice["token_ids"], self._ids_due = ids[num_due:], ids_due[len(ids) :]
         if "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = None  # only the first event of a stream has them
         # There may be received tokens that made no text yet.
-        return bool(self._text) or (ids is not None and bool(self._token_ids))
+        return bool(self._text_due) or (ids is not None and bool(self._ids_due))
 
 
 def surely_continues(request: ApiRequest, prior: PriorOutput, instance: InstanceInfo) -> bool:
@@ -326,26 +292,22 @@ def may_resume(
 
 
 def resume_body(
-    request: ApiRequest,
-    received: Received,
-    first: FirstToken | None,
-    prompt_token_ids: list[int],
-    instance: InstanceInfo,
+    request: ApiRequest, received: StreamRecord, first: FirstToken | None, instance: InstanceInfo
 ) -> bytes:
     """Encode a decode request without KV: the prompt, and as output what the client has.
 
-    An engine that cannot continue from output tokens computes all of it again; `Splice`
-    compares either with what the client has received.
+    An engine that cannot continue from output tokens computes all of it again; either is
+    compared with what the client has received.
     """
-    digest, predicted = "", None
+    digest, predicted, prompt_ids = "", None, received.prompt_token_ids
     if first is not None:
         digest, predicted = first.prefilled.digest, first.prefilled.predicted
-        prompt_token_ids = first.prefilled.prompt_token_ids or prompt_token_ids
-    ids = list(received.token_ids)
+        prompt_ids = first.prefilled.prompt_token_ids or prompt_ids
+    ids = received.token_ids
     logprobs = unseen_logprobs(ids) if ids and request.wants_logprobs else ""
     prior = PriorOutput(ids, logprobs) if ids else None
     params = DecodeParams(TransferId(""), digest, prior, predicted)
-    return request.decode_body(params, prompt_token_ids, instance)
+    return request.decode_body(params, prompt_ids, instance)
 
 
 def _logprobs_after(logprobs: dict[str, Any], num_received: int) -> dict[str, Any]:

@@ -119,12 +119,10 @@ class Scheduler(Protocol):
 
     placer: Placer
     metrics: Metrics
+    upstream: Upstream
+    poison: PoisonFilter
     resumes_anywhere: bool
 
-    @property
-    def upstream(self) -> Upstream: ...
-    @property
-    def poison(self) -> PoisonFilter: ...
     def info(self, instance: InstanceId) -> InstanceInfo | None: ...
     def record_at_limit(self, instance: InstanceId) -> None: ...
     def cancel_transfer(

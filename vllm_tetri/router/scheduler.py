@@ -64,12 +64,14 @@ class RouterConfig:
 
 
 class GlobalScheduler:
-    """Owns the control socket, the connections to instances and the request table."""
+    """Owns the control socket, the connections to instances and the request table.
+
+    Build it on a running event loop; `close` it also if `start` fails.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         # A new name with every start: instances drop the requests of a router that is gone.
         name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
-        self._config = config
         self.resumes_anywhere = config.resumes_anywhere
         self.table = RequestTable(name)
         self.shares = Shares(
@@ -88,6 +90,10 @@ class GlobalScheduler:
         )
         self.metrics = Metrics()
         self.metrics.add_state(self.monitor, self.table)
+        self.upstream = Upstream(config.first_byte_s, config.authorization)
+        give_up_s = GIVE_UP_AFTER * config.silent_after_s
+        self._liveness = Liveness(self.monitor, self.upstream, self.table, self, after_s=give_up_s)
+        self.poison = PoisonFilter(self._liveness, self.metrics)
         self.flips = Flips(
             self.monitor, config.watcher, is_dry=config.is_watcher_dry, lease=config.lease
         )
@@ -99,55 +105,23 @@ class GlobalScheduler:
             max_queue_delay_s=config.max_queue_delay_s,
         )
         self.set_mode(config.mode)
-        self._upstream: Upstream | None = None
-        self._liveness: Liveness | None = None
-        self._poison: PoisonFilter | None = None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Bind the control port; raises `ConfigError` if that fails."""
-        config = self._config
-        self._upstream = Upstream(config.first_byte_s, config.authorization)
-        give_up_s = GIVE_UP_AFTER * config.silent_after_s
-        self._liveness = Liveness(self.monitor, self._upstream, self.table, self, after_s=give_up_s)
-        self._poison = PoisonFilter(self._liveness, self.metrics)
-        try:
-            self.monitor.start()
-            self.flips.start()
-        except BaseException:
-            await self.close()
-            raise
+        self.monitor.start()
 
     async def close(self) -> None:
         """Release every socket and task. Idempotent."""
         await self.flips.close()
-        if self._liveness is not None:
-            await self._liveness.close()
+        await self._liveness.close()
         self.monitor.close()
-        if self._upstream is not None:
-            self._upstream.close()
-
-    @property
-    def upstream(self) -> Upstream:
-        """Connections to the instances; valid once started."""
-        assert self._upstream is not None
-        return self._upstream
-
-    @property
-    def poison(self) -> PoisonFilter:
-        """Filter of requests that crash engines; valid once started."""
-        assert self._poison is not None
-        return self._poison
-
-    @property
-    def mode(self) -> Mode:
-        """How requests are served that two instances could share."""
-        return self.placer.mode
+        self.upstream.close()
 
     def set_mode(self, mode: Mode) -> None:
         """Serve new requests in another mode; requests in flight are not affected."""
         self.placer.use(mode)
         self.monitor.mix(mode is Mode.ADAPTIVE)
-        self.flips.set_roles_needed(mode is Mode.SPLIT)
+        self.flips.are_roles_needed = mode is Mode.SPLIT
 
     def drain(self, instance: InstanceId, *, force: bool, deadline_s: float | None) -> None:
         """Drain an instance: it finishes its requests and ends.
@@ -238,8 +212,7 @@ class GlobalScheduler:
 
     def on_cut_off(self, instance: InstanceId) -> None:
         """An instance has left the cluster."""
-        if self._upstream is not None:
-            self._upstream.fail_requests(instance, "it has left the cluster")
+        self.upstream.fail_requests(instance, "it has left the cluster")
 
     def on_flip(self, instance: InstanceId, flip: Flip) -> None:
         """A flip of an instance has ended."""
@@ -253,8 +226,7 @@ class GlobalScheduler:
 
     def on_hello(self, info: InstanceInfo) -> None:
         """An instance announced itself."""
-        if self._liveness is not None:
-            self._liveness.probe(info)
+        self._liveness.probe(info)
 
     def _with_model(self, request: ApiRequest) -> ApiRequest:
         names = self.placer.models()

@@ -27,8 +27,6 @@ from vllm_tetri.router.resume import (
     ContinuationFailed,
     ContinuationMismatch,
     NotResumable,
-    Received,
-    Splice,
     StreamRecord,
 )
 from vllm_tetri.router.retry import Scheduler
@@ -97,11 +95,6 @@ class Output:
     def is_migratable(self) -> bool:
         """Whether the client has a stream that another instance may be able to continue."""
         return self._record is not None
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """Token ids of the prompt, as far as instances sent them; read `received` first."""
-        return self._record.prompt_token_ids if self._record is not None else []
 
     def respond(self, status: int, content_type: str, body: bytes) -> web.Response:
         """Build a response that is not streamed."""
@@ -213,18 +206,19 @@ class Output:
         counts_each = self._request.wants_usage_each
         await stream.write(self._first.opening(self._created, counts_each=counts_each))
 
-    def received(self) -> Received:
-        """Return all that the client has received; raises `Refusal` 502 if no other instance
-        can continue it."""
+    def received(self) -> StreamRecord:
+        """Return all that the client has received, decoded; raises `Refusal` 502 if no other
+        instance can continue it."""
         try:
             if self._record is None:
                 raise NotResumable("only one choice of plain text can be continued")
-            return self._record.received()
+            self._record.settle()
         except NotResumable as error:
             self._metrics.streams_broken.labels("unprovable").inc()
             name = self._broken[0].instance if self._broken is not None else "?"
             message = f"instance {name} broke off in the middle of the response; {error}"
             raise Refusal(502, message) from error
+        return self._record
 
     def record_break(self, error: InstanceFailed) -> None:
         """The stream broke, or the request that was to continue it failed."""
@@ -247,20 +241,16 @@ class Output:
     async def _relay_events(
         self, instance: InstanceInfo, response: HttpResponse
     ) -> web.StreamResponse:
-        splice = Splice(self.received()) if self.has_content else None
+        is_resumed = not self.has_content
+        if not is_resumed:
+            self.received().begin_continuation()
         chunk = await self._upstream.first_chunk(instance, response)
-        if splice is None:
+        if is_resumed:
             self._record = self._begin_with(instance, response)
-        elif self._record is not None:
-            self._record.begin_continuation()
-        record, entry, is_resumed = self._record, self._entry, splice is None
+        record, entry = self._record, self._entry
         stream = await self._begin(response)
-        while True:
-            events = chunk
-            if splice is not None:
-                events = splice.feed(chunk) if chunk else splice.finish()
-            if record is not None:
-                events = record.feed(events)
+        while chunk:
+            events = record.feed(chunk) if record is not None else chunk
             if events:
                 if not is_resumed:
                     is_resumed = True
@@ -270,8 +260,6 @@ class Output:
                 await stream.write(events)
             if record is not None and record.error:
                 await self._judge_error(instance, record, stream)
-            if not chunk:
-                break
             chunk = await response.read_some()
         if record is not None and not record.is_complete:
             raise InstanceFailed(instance.id, "its stream ended too early")

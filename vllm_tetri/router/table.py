@@ -74,14 +74,6 @@ class Entry:
         self.last_chunk = asyncio.get_running_loop().create_future()
         return self.transfer, self.last_chunk
 
-    def finish_prefill(self, num_tokens: int) -> None:
-        """The prefill response came; it tells the exact length of the prompt."""
-        self.prompt_tokens, self.last_chunk = num_tokens, None
-
-    def end_at_prefill(self) -> None:
-        """The prefill response is all of the output."""
-        self.decode = self.prefill
-
     def hand_over(self, decode: InstanceId) -> None:
         """A decode instance has or gets the KV of the prompt."""
         self.decode = decode
@@ -141,13 +133,16 @@ class Entry:
 
 
 class RequestTable:
-    """Every request of one router that is in flight, by id. Owned by the event loop."""
+    """Every request of one router that is in flight, by id. Owned by the event loop.
+
+    `workers` and `clients` count the requests of every instance and client that has any.
+    """
 
     def __init__(self, router: str = "") -> None:
         self.router = router
+        self.workers: Counter[InstanceId] = Counter()
+        self.clients: Counter[str] = Counter()
         self._entries: dict[RequestId, Entry] = {}
-        self._clients: Counter[str] = Counter()
-        self._workers: Counter[InstanceId] = Counter()
         self._clients_at: defaultdict[InstanceId, Counter[str]] = defaultdict(Counter)
 
     def __len__(self) -> int:
@@ -169,7 +164,7 @@ class RequestTable:
         entry = Entry(request, self, now=now, client=client)
         if is_counted:
             self._entries[request] = entry
-            self._clients[client] += 1
+            self.clients[client] += 1
         return entry
 
     def leave(self, entry: Entry) -> None:
@@ -177,7 +172,7 @@ class RequestTable:
         if self._entries.get(entry.id) is entry:
             self.move(entry, entry.worker, _NONE)
             del self._entries[entry.id]
-            self._clients[entry.client] -= 1
+            self.clients[entry.client] -= 1
 
     def move(self, entry: Entry, before: InstanceId, after: InstanceId) -> None:
         """Count a request at another instance; called by entries."""
@@ -187,20 +182,12 @@ class RequestTable:
             if not instance:
                 continue
             clients = self._clients_at[instance]
-            self._workers[instance] += change
+            self.workers[instance] += change
             clients[entry.client] += change
             if not clients[entry.client]:
                 del clients[entry.client]
             if not clients:
-                del self._workers[instance], self._clients_at[instance]
-
-    def num_of(self, client: str) -> int:
-        """Return the number of a client's requests in flight."""
-        return self._clients[client]
-
-    def workers(self) -> Counter[InstanceId]:
-        """Return the number of requests of every instance that has any."""
-        return self._workers
+                del self.workers[instance], self._clients_at[instance]
 
     def clients_at(self, instance: InstanceId) -> Counter[str]:
         """Return the number of an instance's requests by client."""
@@ -251,7 +238,7 @@ class Shares:
 
     def check(self, client: str) -> None:
         """Raise `Refusal` 429 if too many requests are in flight, in all or of this client."""
-        own, taken = self._table.num_of(client), len(self._table)
+        own, taken = self._table.clients[client], len(self._table)
         if may_begin(own, taken, self._limit, num_clients=self._num_clients):
             return
         whose = f"{taken} requests" if taken >= self._limit else f"{own} requests of this key"
@@ -265,7 +252,7 @@ class Shares:
         self._expire(now)
         return frozenset(
             instance
-            for instance, taken in self._table.workers().items()
+            for instance, taken in self._table.workers.items()
             if not self._has_capacity(instance, client, taken, now)
         )
 
@@ -286,7 +273,7 @@ class Shares:
         if self._num_clients > 1:  # a single client shares with no other
             now = time.monotonic()
             self._expire(now)
-            num_there = self._table.workers()[instance] - is_counted
+            num_there = self._table.workers[instance] - is_counted
             self._soft_limits[instance] = SoftLimit(num_there, now)
 
     def _has_capacity(self, instance: InstanceId, client: str, taken: int, now: float) -> bool:

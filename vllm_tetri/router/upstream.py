@@ -70,7 +70,7 @@ class Upstream:
 
     def __init__(self, first_byte_s: float, authorization: str | None = None) -> None:
         self._first_byte_s, self._authorization = first_byte_s, authorization
-        self._http = HttpClient(first_byte_s)
+        self.http = HttpClient(first_byte_s)
         self._checks: dict[str, asyncio.Task[bool]] = {}
 
     async def send(
@@ -95,7 +95,7 @@ class Upstream:
             InstanceAtLimit: Checked, the instance is at its limit and did not take the request.
         """
         try:
-            response = await self._http.send(
+            response = await self.http.send(
                 instance.url,
                 method,
                 path,
@@ -123,7 +123,7 @@ class Upstream:
 
         Also needed when an instance ends in good order: its server waits for its connections.
         """
-        return self._http.fail_requests(instance, why, quiet_s, only_migratable=only_migratable)
+        return self.http.fail_requests(instance, why, quiet_s, only_migratable=only_migratable)
 
     async def first_chunk(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
         """Return the first bytes of a stream; empty when it ends at once.
@@ -164,7 +164,7 @@ class Upstream:
         """Whether ``/health`` answers 200."""
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._http.send(url, "GET", "/health", b"", {})
+                response = await self.http.send(url, "GET", "/health", b"", {})
         except (HttpError, TimeoutError):
             return False
         response.close()
@@ -174,7 +174,7 @@ class Upstream:
         """Close every connection. Idempotent."""
         for check in list(self._checks.values()):
             check.cancel()
-        self._http.close()
+        self.http.close()
 
     def _authorized(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         if self._authorization is None:
@@ -302,7 +302,7 @@ class Liveness:
             self._missed[name] += 1
             if self._missed[name] == _MIGRATION_CHECKS:
                 self._listener.on_unresponsive(name)
-            if self._missed[name] >= _MIGRATION_CHECKS and self._table.workers()[name]:
+            if self._missed[name] >= _MIGRATION_CHECKS and self._table.workers[name]:
                 self._fail_requests(name, is_final=self._missed[name] >= _CHECKS)
         for name in self._reports.keys() - {each.info.id for each in views}:
             del self._reports[name], self._missed[name]
