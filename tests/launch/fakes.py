@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,29 +41,18 @@ class FakeUp:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(FAKE_UP), "some/model", "--port=0"]
+        command += [f"--ready-file={self.ready_file}", *arguments]
+        environment = {"FAKE_DIR": str(self.folder), "TETRI_CACHE": str(self.folder / "cache")}
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(FAKE_UP),
-                "some/model",
-                "--port=0",
-                f"--ready-file={self.ready_file}",
-                *arguments,
-            ],
-            env={
-                **os.environ,
-                "FAKE_DIR": str(self.folder),
-                "TETRI_CACHE": str(self.folder / "cache"),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            command, env={**os.environ, **environment}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
         return self.process
 
-    def ready(self) -> dict[str, Any]:
-        process = self.process
-        assert process is not None
+    def ready(self, *arguments: str) -> dict[str, Any]:
+        """Start unless it runs; the content of the ready file."""
+        process = self.process or self.start(*arguments)
 
         def look() -> Any:
             if process.poll() is not None:
@@ -80,20 +70,26 @@ class FakeUp:
 
     def pids(self) -> list[int]:
         """Every process that was ever started below `up`."""
-        found = [
-            start["pid"]
-            for path in self.folder.glob("*.starts")
-            for start in self.starts(path.stem)
-        ]
-        found += [int(path.read_text()) for path in self.folder.glob("*.below")]
-        return found
+        starts = [self.starts(path.stem) for path in self.folder.glob("*.starts")]
+        below = [int(path.read_text()) for path in self.folder.glob("*.below")]
+        return [start["pid"] for each in starts for start in each] + below
 
     def nothing_left(self) -> None:
         pids = self.pids()
         assert pids
         until(lambda: not any(map(is_alive, pids)), "every process is gone")
 
-    def end(self) -> tuple[int, str]:
+    def end(self, number: int | None = None) -> tuple[int, str]:
+        """Status and output, after a signal if one is given."""
         assert self.process is not None
+        if number is not None:
+            self.process.send_signal(number)
         output, _ = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, output
+
+    def interrupt(self) -> str:
+        """End it with Ctrl-C, which leaves nothing; the output."""
+        status, output = self.end(signal.SIGINT)
+        assert status == 0, output
+        self.nothing_left()
+        return output

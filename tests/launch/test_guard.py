@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from vllm_tetri.launch.guard import guarded
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "echo begun; trap 'exit 7' TERM; while :; do sleep 0.05; done"
 
 
 def test_a_guard_that_was_stopped_does_not_end_its_command() -> None:
-    words = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
     with subprocess.Popen(
-        [*words, "--", "/bin/sh", "-c", COMMAND],
+        guarded(["/bin/sh", "-c", COMMAND]),
         stdout=subprocess.PIPE,
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -96,24 +96,19 @@ def test_a_certificate_that_was_renewed_counts_from_the_next_start(
     ready = (line for line in process.stdout if "router: ready" in line)
     assert next(ready)
     assert next(ready)  # with the new one
-    process.send_signal(signal.SIGINT)
-    assert fake_up.end()[0] == 0
+    fake_up.interrupt()
 
 
 def test_up_speaks_to_its_router_with_key_and_https(fake_up: FakeUp) -> None:
-    process = fake_up.start("--api-key", "k-mine-7", "--verbose", *TLS)
-    content = fake_up.ready()
+    content = fake_up.ready("--api-key", "k-mine-7", "--verbose", *TLS)
     assert content["url"].startswith("https://127.0.0.1:")
     (router,) = fake_up.starts("router")
     (prefill,) = fake_up.starts("prefill-0")
     own = router["keys"]["TETRI_INSTANCE_API_KEY"]
     assert prefill["keys"]["VLLM_API_KEY"] == own
     assert "k-mine-7" not in " ".join(router["argv"] + prefill["argv"])
-    process.send_signal(signal.SIGINT)
-    status, output = fake_up.end()
-    assert status == 0
+    output = fake_up.interrupt()
     assert '-H "authorization: Bearer $VLLM_API_KEY"' in output
     assert f"--cacert {CERTIFICATE}" in output
     assert "k-mine-7" not in output
     assert own not in output
-    fake_up.nothing_left()

@@ -100,21 +100,11 @@ def test_impossible_clusters_are_refused(words: tuple[str, ...], message: str) -
         make_plan(options(*words), CPU)
 
 
-def names(machine: Machine, *words: str, gpus_each: int = 1) -> list[str]:
-    plan = make_plan(options(*words), machine, gpus_each)
-    return [spec.name for spec in plan.instances]
-
-
 def test_a_lone_instance_of_a_cpu_host_has_all_cores_and_usual_threads() -> None:
     (spec,) = make_plan(options("--mode=adaptive"), CPU).instances
     assert spec.placement.cores == CPU.cores
     assert dict(spec.placement.environment)["OMP_NUM_THREADS"] == "2"
     assert "OMP_WAIT_POLICY" not in dict(spec.placement.environment)
-
-
-def test_too_few_gpus_are_an_error_in_every_mode() -> None:
-    with pytest.raises(ConfigError, match="needs 2 GPUs"):
-        names(GPU, "--mode=whole", gpus_each=2)
 
 
 def test_the_router_is_told_the_mode() -> None:
@@ -158,7 +148,10 @@ def test_mode_counts_and_devices_say_which_instances_start(
 
 
 def test_an_instance_takes_as_many_devices_as_its_tensor_parallel_size() -> None:
-    assert names(GPUS, "--mode=whole", gpus_each=2) == ["both-0", "both-1"]
+    plan = make_plan(options("--mode=whole"), GPUS, gpus_each=2)
+    assert [spec.name for spec in plan.instances] == ["both-0", "both-1"]
+    with pytest.raises(ConfigError, match="needs 2 GPUs"):
+        make_plan(options("--mode=whole"), GPU, gpus_each=2)
 
 
 def test_many_instances_share_two_cores_and_prefill_yields() -> None:

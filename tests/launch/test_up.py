@@ -16,11 +16,10 @@ from vllm_tetri.security import read_secret, write_secret
 def test_children_get_what_they_need_and_the_ready_file_names_them(
     fake_up: FakeUp, tmp_path: Path
 ) -> None:
-    process = fake_up.start(
+    content = fake_up.ready(
         "--prefill=2", "--placement=shared-cores", f"--log-dir={tmp_path / 'logs'}",
         "--", "--max-model-len", "512",
     )  # fmt: skip
-    content = fake_up.ready()
     assert [row["id"] for row in content["instances"]] == ["prefill-0", "prefill-1", "decode-0"]
     assert content["model"] == "fake-model"
     assert len({row["url"] for row in content["instances"]} | {content["url"]}) == 4
@@ -36,8 +35,7 @@ def test_children_get_what_they_need_and_the_ready_file_names_them(
         assert start["safe_path"]  # nothing is imported from the current directory
         assert start["secret_file"] == path
         assert not any("secret" in word for word in start["argv"])
-    process.kill()
-    process.wait()
+    fake_up.end(signal.SIGKILL)
     assert not Path(path).exists()
     fake_up.nothing_left()
 
@@ -50,10 +48,7 @@ def test_a_stubborn_instance_is_killed(fake_up: FakeUp, interrupts: int, status:
     if interrupts:
         process.send_signal(signal.SIGINT)
         until(lambda: not is_alive(fake_up.starts("prefill-0")[0]["pid"]), "the polite one ended")
-        process.send_signal(signal.SIGINT)
-    else:
-        process.terminate()
-    assert fake_up.end()[0] == status
+    assert fake_up.end(signal.SIGINT if interrupts else signal.SIGTERM)[0] == status
     fake_up.nothing_left()
 
 
@@ -77,17 +72,14 @@ def test_an_instance_that_never_gets_ready_is_given_up_with_its_last_words(
 
 
 def test_several_routers_are_kept_and_share_a_lease_that_no_file_keeps(fake_up: FakeUp) -> None:
-    fake_up.start("--routers=2")
-    content = fake_up.ready()
+    content = fake_up.ready("--routers=2")
     assert [row["id"] for row in content["routers"]] == ["router-0", "router-1"]
     assert content["url"] == content["routers"][0]["url"] != content["routers"][1]["url"]
     first, second = [start["argv"] for start in fake_up.starts("router")]
     lease = first[first.index("--flip-lease") + 1]
     assert lease == second[second.index("--flip-lease") + 1]
     assert Path(lease).exists()
-    assert fake_up.process is not None
-    fake_up.process.kill()
-    fake_up.process.wait()
+    fake_up.end(signal.SIGKILL)
     assert not Path(lease).exists()
     fake_up.nothing_left()
 
@@ -103,28 +95,27 @@ def test_a_secret_that_others_may_read_is_refused(fake_up: FakeUp) -> None:
 
 
 def test_interrupt_ends_everything_with_status_0(fake_up: FakeUp) -> None:
-    process = fake_up.start()
     fake_up.ready()
-    process.send_signal(signal.SIGINT)
-    status, output = fake_up.end()
-    assert status == 0, output
-    assert "ready in" in output
-    fake_up.nothing_left()
+    assert "ready in" in fake_up.interrupt()
     assert not fake_up.ready_file.exists()
 
 
 def test_termination_before_ready_ends_everything(fake_up: FakeUp) -> None:
-    process = fake_up.start()
+    fake_up.start()
     until(lambda: fake_up.starts("prefill-0"), "an instance was started")
-    process.terminate()
-    assert fake_up.end()[0] == 0
+    assert fake_up.end(signal.SIGTERM)[0] == 0
     fake_up.nothing_left()
 
 
-@pytest.mark.parametrize("name", ["decode-0", "router"])
-def test_dead_child_is_restarted_and_its_tree_removed(fake_up: FakeUp, name: str) -> None:
-    fake_up.start()
+@pytest.mark.parametrize(
+    ("name", "was_drained"), [("decode-0", False), ("decode-0", True), ("router", False)]
+)
+def test_dead_child_is_restarted_and_its_tree_removed(
+    fake_up: FakeUp, name: str, was_drained: bool
+) -> None:
     fake_up.ready()
+    if was_drained:  # a crash is a crash
+        (fake_up.folder / f"{name}.departed").touch()
     below = [int(path.read_text()) for path in fake_up.folder.glob(f"{name}.below")]
     os.kill(fake_up.starts(name)[0]["pid"], signal.SIGKILL)
     until(lambda: len(fake_up.starts(name)) == 2, "it was started again")
@@ -132,29 +123,18 @@ def test_dead_child_is_restarted_and_its_tree_removed(fake_up: FakeUp, name: str
 
 
 def test_a_drained_instance_is_not_started_again(fake_up: FakeUp) -> None:
-    process = fake_up.start("--decode=2")
-    fake_up.ready()
+    fake_up.ready("--decode=2")
     below = int((fake_up.folder / "decode-1.below").read_text())
     (fake_up.folder / "decode-1.departed").touch()
     os.kill(fake_up.starts("decode-1")[0]["pid"], signal.SIGUSR1)
     until(lambda: not is_alive(below), "what it had started is gone")
     os.kill(fake_up.starts("decode-0")[0]["pid"], signal.SIGUSR1)  # ended all by itself
     until(lambda: len(fake_up.starts("decode-0")) == 2, "the other one was started again")
-    process.send_signal(signal.SIGINT)
-    status, output = fake_up.end()
-    assert (status, len(fake_up.starts("decode-1"))) == (0, 1)
+    output = fake_up.interrupt()
+    assert len(fake_up.starts("decode-1")) == 1
     assert "decode-1: drained" in output
     assert "decode-1: ended" not in output
     assert "decode-0: ended (exit status 0)" in output
-    fake_up.nothing_left()
-
-
-def test_a_crash_of_a_drained_instance_is_a_crash(fake_up: FakeUp) -> None:
-    fake_up.start()
-    fake_up.ready()
-    (fake_up.folder / "decode-0.departed").touch()
-    os.kill(fake_up.starts("decode-0")[0]["pid"], signal.SIGKILL)
-    until(lambda: len(fake_up.starts("decode-0")) == 2, "it was started again")
 
 
 def test_port_in_use_is_one_clear_line(fake_up: FakeUp) -> None:
@@ -176,8 +156,7 @@ def test_instances_have_own_cores_or_share_all(
 ) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two instances with cores of their own need two cores")
-    fake_up.start(f"--placement={placement}")
-    fake_up.ready()
+    fake_up.ready(f"--placement={placement}")
     prefill, decode = (
         os.sched_getaffinity(fake_up.starts(name)[0]["pid"]) for name in ("prefill-0", "decode-0")
     )
