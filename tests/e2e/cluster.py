@@ -191,7 +191,7 @@ class Cluster(Process):
 
 
 @contextmanager
-def running(cluster: Cluster) -> Iterator[Cluster]:
+def running(cluster: Any) -> Iterator[Any]:
     """Ready; gone afterwards."""
     try:
         cluster.ready()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +15,7 @@ INSTANCES = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
 class Hosted(Cluster):
-    """A router and three instances, each on a host of its own.
-
-    Attributes:
-        parts: The instances' processes by name.
-    """
+    """A router and three instances, each on a host of its own; `parts` are their processes."""
 
     def __init__(self, model: Path, folder: Path, hosts: Hosts, secret: Path) -> None:
         address = hosts.addresses["router"]
@@ -73,13 +67,3 @@ def _instance(
         VLLM_HOST_IP=address,
         **PASSIVE,
     )  # fmt: skip
-
-
-@contextmanager
-def hosted(cluster: Hosted) -> Iterator[Hosted]:
-    """Ready; gone afterwards."""
-    try:
-        cluster.ready()
-        yield cluster
-    finally:
-        cluster.stop()

@@ -29,12 +29,18 @@ def assert_equal(ours: list[Answer], stock: list[Answer], asked: list[dict[str, 
         assert mine.headers["x-tetri-decode"] == ("prefill-0" if is_over else "decode-0")
 
 
-async def test_alone(stock: Stock, cluster: Cluster) -> None:
-    before = cluster.instances()["decode-0"]
-    asked = bodies()
+async def assert_equal_one_by_one(
+    cluster: Cluster, stock: Stock, asked: list[dict[str, Any]]
+) -> None:
     ours = [await ask(cluster.url, body) for body in asked]
     theirs = [await ask(stock.url, body) for body in asked]
     assert_equal(ours, theirs, asked)
+
+
+async def test_alone(stock: Stock, cluster: Cluster) -> None:
+    before = cluster.instances()["decode-0"]
+    asked = bodies()
+    await assert_equal_one_by_one(cluster, stock, asked)
     cluster.rest()
     after = cluster.instances()["decode-0"]
     assert after["decodes_done"] - before["decodes_done"] == len(asked)
@@ -45,16 +51,12 @@ async def test_again_with_prefix_cache_hits_on_both_sides(stock: Stock, cluster:
     for body in asked:
         body["prompt"] = [*asked[-1]["prompt"][: len(body["prompt"]) - 7], 5, 6, 7, 8, 9, 10, 11]
     for _ in range(2):
-        ours = [await ask(cluster.url, body) for body in asked]
-        theirs = [await ask(stock.url, body) for body in asked]
-        assert_equal(ours, theirs, asked)
+        await assert_equal_one_by_one(cluster, stock, asked)
 
 
 async def test_streamed(stock: Stock, cluster: Cluster) -> None:
     asked = bodies(**STREAM)[::2]
-    ours = [await ask(cluster.url, body) for body in asked]
-    theirs = [await ask(stock.url, body) for body in asked]
-    assert_equal(ours, theirs, asked)
+    await assert_equal_one_by_one(cluster, stock, asked)
 
 
 @pytest.mark.parametrize("options", [{}, STREAM], ids=["whole", "streamed"])

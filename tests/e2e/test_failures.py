@@ -13,21 +13,19 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.benchmarks.faults import send
 from tests.e2e.client import posted, until
-from tests.e2e.cluster import Cluster, Stock, side_by_side
+from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.compare import Reply, ask_raw, difference, joined, merged
 from tests.e2e.prompts import chat, completion
 from tests.eventually import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROLES = ("--prefill", "2", "--decode", "2")
 LONG = {"max_tokens": 500, "ignore_eos": True}
 STREAM = {**LONG, "stream": True, "stream_options": {"include_usage": True}}
 # They are rounded to three places.
@@ -35,28 +33,12 @@ LOGPROB_TOLERANCE = 0.0021
 EACH = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
-@pytest.fixture(scope="module")
-def _both(
-    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Stock, Cluster]]:
-    folder = tmp_path_factory.mktemp("failures")
-    with side_by_side(Stock(tiny_llama, folder), Cluster(tiny_llama, folder, roles=ROLES)) as both:
-        yield both
-
-
 @pytest.fixture
-def stock(_both: tuple[Stock, Cluster]) -> Stock:
-    return _both[0]
-
-
-@pytest.fixture
-def cluster(_both: tuple[Stock, Cluster]) -> Iterator[Cluster]:
-    """Complete when a test begins, at rest when it has ended."""
-    made = _both[1]
-    eventually(lambda: made.are_ready(4), 180, "all four are ready")
-    yield made
-    eventually(lambda: made.are_ready(4), 180, "all four are ready again")
-    made.rest()
+def cluster(many: Cluster) -> Iterator[Cluster]:
+    """Complete when a test begins, and when it has ended."""
+    eventually(lambda: many.are_ready(4), 180, "all four are ready")
+    yield many
+    eventually(lambda: many.are_ready(4), 180, "all four are ready again")
 
 
 class Seen(Reply):
@@ -181,10 +163,10 @@ def check(what: str, seen: list[Seen], replies: list[Reply], asked: list[dict[st
 
 
 @pytest.mark.parametrize("who", ["all", "engine", "server"])
-async def test_a_decode_instance_ends_mid_stream(stock: Stock, cluster: Cluster, who: str) -> None:
+async def test_a_decode_instance_ends_mid_stream(single: Stock, cluster: Cluster, who: str) -> None:
     """SIGKILL; or SIGTERM to its server: vLLM gives up what it has, at once."""
     asked = bodies()
-    theirs = await answers_of_stock(stock, asked)
+    theirs = await answers_of_stock(single, asked)
     before = counted(cluster, "resumed")
     async with under_way(cluster.url, asked) as (seen, tasks):
         await streaming_from("decode-0", seen, asked)
@@ -199,11 +181,11 @@ async def test_a_decode_instance_ends_mid_stream(stock: Stock, cluster: Cluster,
 
 
 async def test_a_prefill_instance_is_killed_while_it_prefills(
-    stock: Stock, cluster: Cluster
+    single: Stock, cluster: Cluster
 ) -> None:
     asked = [completion(1400 + i, max_tokens=20, stream=i % 2 == 0) for i in range(10)]
     asked += [chat(500 + i, max_tokens=20, stream=i % 2 == 0) for i in range(4)]
-    theirs = await answers_of_stock(stock, asked)
+    theirs = await answers_of_stock(single, asked)
     async with under_way(cluster.url, asked) as (seen, tasks):
 
         def is_prefilling() -> bool:
@@ -226,10 +208,10 @@ async def test_a_prefill_instance_is_killed_while_it_prefills(
 
 
 async def test_a_decode_instance_that_is_stopped_is_given_up(
-    stock: Stock, cluster: Cluster
+    single: Stock, cluster: Cluster
 ) -> None:
     asked = bodies()
-    theirs = await answers_of_stock(stock, asked)
+    theirs = await answers_of_stock(single, asked)
     tree = cluster.processes("decode-0")
     async with under_way(cluster.url, asked) as (seen, tasks):
         await streaming_from("decode-0", seen, asked)
@@ -245,5 +227,5 @@ async def test_a_decode_instance_that_is_stopped_is_given_up(
     short = [{**body, "max_tokens": 20} for body in asked if "min_tokens" not in body]
     async with under_way(cluster.url, short) as (seen, tasks):
         await asyncio.gather(*tasks)
-    for one, reply, body in zip(seen, await answers_of_stock(stock, short), short, strict=True):
+    for one, reply, body in zip(seen, await answers_of_stock(single, short), short, strict=True):
         same(one, reply, body)

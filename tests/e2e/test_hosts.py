@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.client import Answer, Load, ask, load, until
-from tests.e2e.hosted import TRANSFER_TIMEOUT_S, Hosted, hosted
+from tests.e2e.cluster import running
+from tests.e2e.hosted import TRANSFER_TIMEOUT_S, Hosted
 from tests.e2e.prompts import completion
 from tests.faults.hosts import Hosts, hosts, require_hosts
 from vllm_tetri import cli
@@ -51,7 +52,7 @@ def _started(
     folder = tmp_path_factory.mktemp("hosts")
     secret = folder / "secret"
     assert cli.main(["secret", str(secret)]) == 0
-    with hosted(Hosted(tiny_llama, folder, net, secret)) as cluster:
+    with running(Hosted(tiny_llama, folder, net, secret)) as cluster:
         yield cluster, asyncio.run(_well(cluster))
         cluster.audit()
 

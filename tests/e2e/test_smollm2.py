@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.smollm2 import prepare
 from tests.e2e.client import ask, ask_all
 from tests.e2e.cluster import MODEL, Cluster, Stock, side_by_side
 from tests.e2e.prompts import chat, completion
@@ -27,14 +27,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    path = Path(__file__).parents[2] / "examples" / "smollm2.py"
-    spec = importlib.util.spec_from_file_location("smollm2", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    folder: Path = module.prepare("float32")
-    return folder
+    return prepare("float32")
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Ways to break what runs: processes that die or stop, connections that fail."""
+"""Ways to break what runs: connections that fail, hosts that are cut off."""
