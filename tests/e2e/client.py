@@ -18,12 +18,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=110)
 
 @dataclass
 class Answer:
-    """What a client can compare, and when it came.
-
-    Attributes:
-        is_complete: The body, or the stream, ended as it should.
-        pause_s: The longest wait for the next line.
-    """
+    """What a client can compare, and when it came."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -32,10 +27,10 @@ class Answer:
     finish_reason: str | None = None
     usage: dict[str, int] | None = None
     error: dict[str, Any] | None = None
-    is_complete: bool = False
+    is_complete: bool = False  # the body, or the stream, ended as it should
     begin_s: float = field(default_factory=time.monotonic)
     end_s: float = 0.0
-    pause_s: float = 0.0
+    pause_s: float = 0.0  # the longest wait for the next line
 
     @property
     def decode(self) -> str:
@@ -117,20 +112,15 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float = 9
 
 
 class Load:
-    """Clients that ask for all bodies in turn, again and again, and keep what they got.
-
-    Attributes:
-        wrong: Outputs that are not the expected ones, nor the beginning of one before an error.
-        failed: Outputs that ended with an error.
-    """
+    """Clients that ask for all bodies in turn, again and again, and keep what they got."""
 
     def __init__(self, url: str, bodies: list[Any], expected: list[Answer]) -> None:
         self._url = url
         self._next = cycle(zip(bodies, expected, strict=True))
         self._is_over = False
         self.all: list[Answer] = []
-        self.wrong: list[str] = []
-        self.failed: list[Answer] = []
+        self.wrong: list[str] = []  # not the expected ones, nor a beginning before an error
+        self.failed: list[Answer] = []  # that ended with an error
 
     async def client(self) -> None:
         while not self._is_over:

@@ -34,25 +34,15 @@ Check = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """One feature.
+    """One feature."""
 
-    Attributes:
-        name: Of the test.
-        change: Added to the plain request of the kind; None removes a key.
-        kinds: Where it applies.
-        streams: How it is asked.
-        status: What stock says.
-        check: Whether stock's merged answer has what the shape is about.
-        is_split: Whether two instances share the request; None if either will do.
-    """
-
-    name: str
-    change: Change = field(default_factory=dict)
-    kinds: tuple[str, ...] = BOTH
-    streams: tuple[bool, ...] = (False, True)
-    status: int = 200
-    check: Check = lambda _: True
-    is_split: bool | None = True
+    name: str  # of the test
+    change: Change = field(default_factory=dict)  # of the plain request; `...` removes a key
+    kinds: tuple[str, ...] = BOTH  # where it applies
+    streams: tuple[bool, ...] = (False, True)  # how it is asked
+    status: int = 200  # what stock says
+    check: Check = lambda _: True  # whether stock's answer has what the shape is about
+    is_split: bool | None = True  # whether two instances share it; None if either will do
 
 
 def body_of(shape: Shape, kind: str, stream: bool, plain: Plain) -> Body:
