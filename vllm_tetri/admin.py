@@ -39,11 +39,8 @@ class AdminError(TetriError):
 
 
 def call(url: str, path: str, body: Row | None = None) -> Row:
-    """Return what a router responds to a GET, or to a POST of `body`.
-
-    Raises:
-        AdminError: The router cannot be reached, or refuses.
-    """
+    """Return what a router responds to a GET, or to a POST of `body`; AdminError if it cannot be
+    reached, or refuses."""
     url = url.rstrip("/")
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}

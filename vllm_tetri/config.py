@@ -208,12 +208,8 @@ def _words(schema: dict[str, Any]) -> str:
 
 
 def decode_config(raw: dict[str, Any]) -> TetriConfig:
-    """Build a config from plain values.
-
-    Raises:
-        ConfigError: A key is unknown or a value has the wrong type or range;
-            the message names the option and what it may be.
-    """
+    """Build a config from plain values. A ConfigError names an unknown key, or the option that
+    has a wrong value, and what it may be."""
     try:
         return msgspec.convert(raw, TetriConfig, strict=False)
     except msgspec.ValidationError as error:
@@ -242,11 +238,8 @@ def file_key_of(name: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Read a number of bytes as vLLM does: ``256M`` is 2^28 and ``256m`` is 256 million.
-
-    Raises:
-        ValueError: The text is no size, or zero.
-    """
+    """Read a number of bytes as vLLM does: ``256M`` is 2^28 and ``256m`` is 256 million;
+    ValueError if it is none, or zero."""
     from vllm.utils.argparse_utils import human_readable_int
 
     try:
@@ -259,11 +252,7 @@ def parse_size(text: str) -> int:
 
 
 def control_host(address: str) -> str:
-    """Host part of ``tcp://HOST:PORT``.
-
-    Raises:
-        ConfigError: The address has another form.
-    """
+    """Host part of ``tcp://HOST:PORT``; ConfigError if the address has another form."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal():
@@ -272,11 +261,7 @@ def control_host(address: str) -> str:
 
 
 def require_guarded(option: str, host: str, *, has_secret: bool) -> None:
-    """Refuse an address that other machines could reach, unless peers share a secret.
-
-    Raises:
-        ConfigError: ``host`` is not a loopback address, and there is no secret.
-    """
+    """Refuse an address that is not loopback with a ConfigError, unless peers share a secret."""
     try:
         is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

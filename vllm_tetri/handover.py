@@ -97,11 +97,8 @@ def to_params(params: Handover) -> dict[str, Any]:
 
 
 def from_params(params: dict[str, Any] | None) -> Handover | None:
-    """The parameters inside ``kv_transfer_params``; None when the key ``"tetri"`` is absent.
-
-    Raises:
-        ProtocolError: The key is there but holds something else.
-    """
+    """The parameters inside ``kv_transfer_params``; None when the key ``"tetri"`` is absent,
+    ProtocolError if it holds something else."""
     if not params:
         return None
     if not isinstance(params, dict):
@@ -117,11 +114,7 @@ def from_params(params: dict[str, Any] | None) -> Handover | None:
 
 def unseen_logprobs(token_ids: Sequence[int]) -> str:
     """Rows for `PriorOutput.logprobs`, as of `encode_logprobs`, where the client has the real
-    values already: nothing of them is shown again.
-
-    Raises:
-        ProtocolError: There are more rows than the layout can hold.
-    """
+    values already: nothing of them is shown again. ProtocolError for more than fit."""
     num_rows = len(token_ids)
     try:
         head = struct.pack("<HH", num_rows, 1)

@@ -40,11 +40,7 @@ def load_policy(kind: Literal["order"], name: str) -> Order: ...
 @overload
 def load_policy(kind: Literal["admission"], name: str) -> AdmissionPolicy: ...
 def load_policy(kind: Kind, name: str) -> Any:
-    """Find a policy.
-
-    Raises:
-        ConfigError: No policy has this name, or it cannot be loaded.
-    """
+    """Find a policy; ConfigError if none has this name, or it cannot be loaded."""
     found = _BUILT_IN[kind].get(name)
     if found is None:
         found = _checked(kind, name, _loaded(kind, name))

@@ -107,11 +107,8 @@ def median_bucket(probabilities: Sequence[float]) -> int:
 
 def load(folder: Path, *, num_threads: int = 1) -> Artefact:
     """Read a predictor from its folder, for the CPU; sets torch's threads in this process.
-
-    Raises:
-        ConfigError: It is missing, damaged, or not what `About` describes.
-        UnsupportedError: torch or transformers is not installed.
-    """
+    ConfigError if it is missing, damaged, or not what `About` describes; UnsupportedError without
+    torch or transformers."""
     about = require_whole(folder)
     try:
         import torch

@@ -60,10 +60,7 @@ def layout_of(tensors: Sequence[torch.Tensor], num_blocks: int) -> Layout:
     """Describe host tensors to the native core.
 
     `tensors` has one per layer; dimension 0 counts blocks (or a multiple, where a kernel block
-    is smaller), the rest is dense. The paged cache has `num_blocks`.
-
-    Raises:
-        ValueError: A tensor's block is not one dense run of bytes.
+    is smaller), the rest is dense, else there is a ValueError. The paged cache has `num_blocks`.
     """
     pages = [block_pages(tensor, num_blocks) for tensor in tensors]
     return Layout(

@@ -30,11 +30,8 @@ def open_receiver(
     key: bytes = b"",
 ) -> Receiver:
     """Open a receiver on a free port of `host`; the caller closes it. Senders must prove that
-    they hold the key, unless it is empty.
-
-    Raises:
-        TransferError: The arena does not fit into /dev/shm, or the address cannot be bound.
-    """
+    they hold the key, unless it is empty. TransferError if the arena does not fit into /dev/shm,
+    or the address cannot be bound."""
     try:
         return Receiver(
             arena_bytes=arena_bytes,
