@@ -13,7 +13,7 @@ import pytest
 
 from tests.policy.builders import instance, view
 from vllm_tetri.policy.balance import COOL_DOWN_S, ROLLED_BACK_S, FlipOrder, Look
-from vllm_tetri.policy.watcher import ORDER_SEEN_S, Watcher, WatchPolicy, make_watcher
+from vllm_tetri.policy.watcher import ORDER_SEEN_S, Watcher, WatchPolicy
 from vllm_tetri.types import (
     Flip,
     FlipStage,
@@ -143,12 +143,12 @@ def engines(prefills: int, decodes: int, **options) -> list[Engine]:
 
 
 def cluster(prefills: int, decodes: int, policy: str = "balance", **options) -> Cluster:
-    return Cluster(make_watcher(WatchPolicy(policy), **options), engines(prefills, decodes))
+    return Cluster(Watcher(WatchPolicy(policy), **options), engines(prefills, decodes))
 
 
 def test_nobody_watches_with_off() -> None:
     with pytest.raises(ValueError):
-        make_watcher(WatchPolicy.OFF)
+        Watcher(WatchPolicy.OFF)
 
 
 @pytest.mark.parametrize("policy", ["balance", "threshold", "idle"])
@@ -188,7 +188,7 @@ def test_balance_rests_under_a_steady_load_that_comes_by_chance(
 
 
 def test_balance_finds_the_split_from_a_wrong_one_and_takes_its_time_between_flips() -> None:
-    one = Cluster(make_watcher(WatchPolicy.BALANCE), engines(1, 7)).run(60.0, 4.8, CODE)
+    one = Cluster(Watcher(WatchPolicy.BALANCE), engines(1, 7)).run(60.0, 4.8, CODE)
     times = [at_s for at_s, _ in one.orders]
     assert one.split in {(6, 2), (7, 1)}
     assert all(later - at_s >= COOL_DOWN_S for at_s, later in pairwise(times))
@@ -258,7 +258,7 @@ class Overload:
     can be made to say something else of themselves."""
 
     def __init__(self, prefills: int = 1, decodes: int = 3) -> None:
-        self.watcher = make_watcher(WatchPolicy.BALANCE)
+        self.watcher = Watcher(WatchPolicy.BALANCE)
         self.now = 0.0
         self.said: dict[str, dict] = {}
         self.others: list[InstanceView] = []
@@ -361,7 +361,7 @@ def test_instances_flip_among_those_of_their_model_only() -> None:
 
 
 def test_every_model_gets_its_orders_one_at_a_look() -> None:
-    both = Cluster(make_watcher(WatchPolicy.BALANCE), [])
+    both = Cluster(Watcher(WatchPolicy.BALANCE), [])
     groups = [Cluster(_Nobody(), engines(1, 3, model=model)) for model in ("huge", "tiny")]
     for group in groups:
         for each in group.engines:
@@ -377,12 +377,12 @@ def test_every_model_gets_its_orders_one_at_a_look() -> None:
 
 def test_one_that_has_not_reported_yet_says_nothing_of_what_comes() -> None:
     """A router that starts anew knows instances before their first report."""
-    one = Cluster(make_watcher(WatchPolicy.BALANCE), engines(2, 2))
+    one = Cluster(Watcher(WatchPolicy.BALANCE), engines(2, 2))
     one.run(30.0, 1.0)
     for each in one.engines:
         each.done["prompt_tokens_done"] += 1e6
         each.done["prefills_done"] += 600
-    fresh = make_watcher(WatchPolicy.BALANCE)
+    fresh = Watcher(WatchPolicy.BALANCE)
     looks = []
     for index in range(60):
         seen = [each.seen(one.now) for each in one.run(LOOK_S, 1.0).engines]
@@ -394,7 +394,7 @@ def test_one_that_has_not_reported_yet_says_nothing_of_what_comes() -> None:
 
 
 def test_answers_that_are_longer_than_average_are_no_more_requests_than_there_are() -> None:
-    one = Cluster(make_watcher(WatchPolicy.BALANCE), engines(2, 2))
+    one = Cluster(Watcher(WatchPolicy.BALANCE), engines(2, 2))
     one.run(30.0, 1.0, CHAT)
     for each in one.engines:
         each.answers = [2000.0] * len(each.answers)
@@ -426,7 +426,7 @@ def ordered(looks: list[Look]) -> list[FlipOrder]:
 
 
 def test_idle_flips_who_had_nothing_to_do_for_so_long() -> None:
-    watcher = make_watcher(WatchPolicy.IDLE, after_s=30.0)
+    watcher = Watcher(WatchPolicy.IDLE, after_s=30.0)
     assert not ordered(busy(watcher, 30.0, 1, 0, 1, 1))
     order = ordered(busy(watcher, 30.2, 1, 0, 1, 1, start_s=30.0))[0]
     assert (order.instance, order.role, order.now) == ("i1", Role.DECODE, False)
@@ -434,14 +434,14 @@ def test_idle_flips_who_had_nothing_to_do_for_so_long() -> None:
 
 
 def test_idle_starts_anew_with_any_work() -> None:
-    watcher = make_watcher(WatchPolicy.IDLE, after_s=9.5)
+    watcher = Watcher(WatchPolicy.IDLE, after_s=9.6)
     assert not ordered(busy(watcher, 100.0, 1, 0.05, 1, 1))
-    watcher = make_watcher(WatchPolicy.IDLE, after_s=3.0)
+    watcher = Watcher(WatchPolicy.IDLE, after_s=3.0)
     assert {each.instance for each in ordered(busy(watcher, 100.0, 1, 0.05, 1, 1))} == {"i1"}
 
 
 def test_work_between_two_looks_is_work() -> None:
-    watcher = make_watcher(WatchPolicy.IDLE, after_s=5.0)
+    watcher = Watcher(WatchPolicy.IDLE, after_s=5.0)
     for index in range(200):
         seen = view(
             instance("i0", "prefill", running=1),
@@ -454,7 +454,7 @@ def test_work_between_two_looks_is_work() -> None:
 
 @pytest.mark.parametrize("policy", ["idle", "threshold"])
 def test_nobody_flips_to_a_role_that_has_little_to_do_too(policy: str) -> None:
-    watcher = make_watcher(WatchPolicy(policy), after_s=20.0)
+    watcher = Watcher(WatchPolicy(policy), after_s=20.0)
     looks = busy(watcher, 100.0, 0, 0, 0, 0)
     assert not ordered(looks)
     assert "decode has little to do too" in looks[-1].explanation
@@ -462,24 +462,24 @@ def test_nobody_flips_to_a_role_that_has_little_to_do_too(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["idle", "threshold"])
 def test_the_last_one_stays_however_little_it_has_to_do(policy: str) -> None:
-    watcher = make_watcher(WatchPolicy(policy), after_s=20.0)
+    watcher = Watcher(WatchPolicy(policy), after_s=20.0)
     assert not ordered(busy(watcher, 100.0, 1, 1, 0))
 
 
 def test_threshold_flips_below_ten_percent_and_idle_does_not() -> None:
     for policy, flipped in (("threshold", {"i1"}), ("idle", set())):
-        watcher = make_watcher(WatchPolicy(policy), after_s=20.0)
+        watcher = Watcher(WatchPolicy(policy), after_s=20.0)
         looks = busy(watcher, 100.0, 0.9, 0.06, 0.9, 0.9)
         assert {each.instance for each in ordered(looks)} == flipped
 
 
 def test_threshold_leaves_who_is_at_twelve_percent_alone() -> None:
-    watcher = make_watcher(WatchPolicy.THRESHOLD, after_s=20.0)
+    watcher = Watcher(WatchPolicy.THRESHOLD, after_s=20.0)
     assert not ordered(busy(watcher, 100.0, 0.9, 0.12, 0.9, 0.9))
 
 
 def test_two_roles_with_one_at_rest_each_do_not_swap_them() -> None:
-    watcher = make_watcher(WatchPolicy.IDLE, after_s=20.0)
+    watcher = Watcher(WatchPolicy.IDLE, after_s=20.0)
     assert not ordered(busy(watcher, 200.0, 1, 0, 1, 0))
 
 

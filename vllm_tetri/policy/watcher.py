@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections import deque
 from enum import StrEnum
 from math import inf
-from typing import Protocol
 
 from vllm_tetri.policy.balance import OTHER, ROLES, Balance, FlipOrder, Group, Look
 from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceView, Role
 
 ORDER_SEEN_S = 2.0  # by then a report shows an order, or it was lost
 LOW_LOAD = 0.1  # of `threshold`: the paper's example
-_PARTS = 20  # of the time that is looked back
 
 
 class WatchPolicy(StrEnum):
@@ -95,73 +93,56 @@ class _BusyTime:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._parts: deque[tuple[float, float]] = deque()  # seconds, and busy ones of them
-        self._newest_s = self._newest_busy_s = 0.0
-        self._load: InstanceLoad | None = None
-        self._at_s = 0.0
+        self._looks: deque[tuple[float, float]] = deque()  # times, and busy seconds until then
+        self._load = InstanceLoad()
         self.part = 0.0
         self.is_full = False
 
     def add(self, load: InstanceLoad, now: float) -> None:
-        before, passed_s = self._load, now - self._at_s
-        self._load, self._at_s = load, now
-        if before is None:
-            return
+        before, self._load = self._load, load
+        at_s, busy_s = self._looks[-1] if self._looks else (now, 0.0)
         has_advanced = (load.prompt_tokens_done, load.output_tokens_done) != (
             before.prompt_tokens_done, before.output_tokens_done,
         )  # fmt: skip
-        self._newest_s += passed_s
-        self._newest_busy_s += passed_s * (has_advanced or _has_work(load))
-        total_s = self._newest_s + sum(each_s for each_s, _ in self._parts)
-        while self._parts and total_s - self._parts[0][0] >= self._window_s:
-            total_s -= self._parts.popleft()[0]
-        busy_s = self._newest_busy_s + sum(each_s for _, each_s in self._parts)
-        self.part = busy_s / total_s if total_s > 0 else 0.0
-        self.is_full = total_s >= self._window_s
-        if self._newest_s >= self._window_s / _PARTS:
-            self._parts.append((self._newest_s, self._newest_busy_s))
-            self._newest_s = self._newest_busy_s = 0.0
+        busy_s += (now - at_s) * (has_advanced or _has_work(load))
+        looks = self._looks
+        looks.append((now, busy_s))
+        while len(looks) > 1 and now - looks[1][0] >= self._window_s:
+            looks.popleft()
+        passed_s = now - looks[0][0]
+        self.part = (busy_s - looks[0][1]) / passed_s if passed_s > 0 else 0.0
+        self.is_full = passed_s >= self._window_s
 
 
 def _has_work(load: InstanceLoad) -> bool:
     return any((load.running, load.waiting, load.held, load.queued_prefill_tokens))
 
 
-class Watcher(Protocol):
-    """Decides on flips."""
+class Watcher:
+    """Decides on flips: a watch for each model, and what they have in common. `idle` and
+    `threshold` watch for `after_s` before they order a flip. ValueError: `off` has no watcher."""
 
-    def look(self, view: ClusterView, now: float) -> Look:
-        """Decide on the newest view. Called several times a second, with times that only grow;
-        what earlier views showed is remembered."""
-
-
-def make_watcher(policy: WatchPolicy, *, after_s: float = 60.0) -> Watcher:
-    """Make a watcher; `idle` and `threshold` watch for `after_s` before they order a flip.
-
-    Raises:
-        ValueError: `off` has no watcher.
-    """
-    if policy is WatchPolicy.OFF:
-        raise ValueError("the policy off has no watcher")
-    return _ModelsWatcher(policy, after_s)
-
-
-class _ModelsWatcher:
-    """A watch for each model, and what they have in common."""
-
-    def __init__(self, policy: WatchPolicy, after_s: float) -> None:
+    def __init__(self, policy: WatchPolicy, after_s: float = 60.0) -> None:
+        if policy is WatchPolicy.OFF:
+            raise ValueError("the policy off has no watcher")
         self._policy = policy
         self._after_s = after_s
         self._watches: dict[str, Balance | Rest] = {}
         self._ordered_s: dict[str, float] = {}
 
     def look(self, view: ClusterView, now: float) -> Look:
+        """Decide on the newest view. Called several times a second, with times that only grow;
+        what earlier views showed is remembered."""
         models = sorted({each.info.models[0] for each in view.instances})
         self._watches = {model: self._watches.get(model) or self._new() for model in models}
         order, explanations = None, []
         for model, watch in self._watches.items():
             group = Group(view, model)
-            look = self._held_back(model, group, watch.look(group, now), now)
+            look = watch.look(group, now)
+            if look.order is not None and group.flipping:
+                look = Look(None, f"{look.explanation}, but {group.flipping[0]} is flipping")
+            elif look.order is not None and now - self._ordered_s.get(model, -inf) < ORDER_SEEN_S:
+                look = Look(None, f"{look.explanation}, but an order is on its way")
             explanations.append(f"{model}: {look.explanation}")
             if order is None and look.order is not None:
                 order = look.order
@@ -172,11 +153,3 @@ class _ModelsWatcher:
         if self._policy is WatchPolicy.BALANCE:
             return Balance()
         return Rest(self._after_s, LOW_LOAD if self._policy is WatchPolicy.THRESHOLD else 0.0)
-
-    def _held_back(self, model: str, group: Group, look: Look, now: float) -> Look:
-        """Drop the order of a look while another flip is under way."""
-        if look.order is not None and group.flipping:
-            return Look(None, f"{look.explanation}, but {group.flipping[0]} is flipping")
-        if look.order is not None and now - self._ordered_s.get(model, -inf) < ORDER_SEEN_S:
-            return Look(None, f"{look.explanation}, but an order is on its way")
-        return look

@@ -21,7 +21,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.logs import add_log_option, configure_logging
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.overload import MOST_S, PATIENCE_S
-from vllm_tetri.policy.watcher import WatchPolicy, make_watcher
+from vllm_tetri.policy.watcher import Watcher, WatchPolicy
 from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, keys_of, tls_of
 from vllm_tetri.security import VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
             num_clients=keys.num_clients,
             max_queue_delay_s=options.max_queue_delay,
             authorization=instance_key_of(secrets),
-            watcher=None if is_off else make_watcher(policy, after_s=options.flip_after),
+            watcher=None if is_off else Watcher(policy, after_s=options.flip_after),
             is_watcher_dry=options.flip_dry_run,
             mode=Mode(options.mode),
             objective=objective_of(options),
