@@ -14,12 +14,11 @@ out to be is learnt here and tells how many tokens to expect (docs/policies.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
-from functools import lru_cache
 from itertools import accumulate
+from math import inf
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm_tetri.types import ClusterView, Prediction
 
@@ -56,11 +55,16 @@ class Lengths:
         span_tokens = granularity_tokens * num_buckets
         width = max(1, granularity_tokens // _BINS_PER_BUCKET, -(-span_tokens // _MAX_BINS))
         num_bins = -(-span_tokens // width)
-        starts = range(0, span_tokens, granularity_tokens)
-        priors = [(start, start + granularity_tokens) for start in starts]
-        priors[-1] = (starts[-1], 0)
-        self._all = _Histogram(num_bins, width, granularity_tokens, None)
-        self._rows = [_Histogram(num_bins, width, granularity_tokens, prior) for prior in priors]
+
+        def histogram(start: int, stop: int) -> _Histogram:
+            bins = range(0, num_bins * width, width)
+            prior = [_prior_tokens(bin_, granularity_tokens, start, stop) for bin_ in bins]
+            return _Histogram(width, granularity_tokens, prior)
+
+        starts = range(0, span_tokens - granularity_tokens, granularity_tokens)
+        self._all = histogram(0, 0)
+        self._rows = [histogram(start, start + granularity_tokens) for start in starts]
+        self._rows.append(histogram(span_tokens - granularity_tokens, 0))
 
     def observe(self, predicted: Prediction | None, actual_tokens: int) -> None:
         """Learn from an output that ended by itself."""
@@ -113,38 +117,30 @@ class Lengths:
         }
 
     @classmethod
-    def from_state(cls, state: object) -> Lengths:
+    def from_state(cls, state: Any) -> Lengths:
         """Return what `state` was taken from; ValueError if that is something else."""
-        keys = "granularity_tokens", "num_buckets", "all", "rows"
-        if not isinstance(state, dict) or set(state) != set(keys):
-            raise ValueError("not a state of lengths")
-        granularity, num_buckets, everything, rows = map(state.get, keys)
-        if type(granularity) is not int or not 0 < granularity < _TOO_MANY:
-            raise ValueError(f"not a state of lengths: granularity {granularity!r}")
-        if not isinstance(rows, list) or not rows or len(rows) != num_buckets:
-            raise ValueError("not a state of lengths: rows do not match the buckets")
-        lengths = cls(granularity, len(rows))
-        lengths._all.load(everything)
-        for histogram, row in zip(lengths._rows, rows, strict=True):
-            histogram.load(row)
+        try:
+            rows = state["rows"]
+            if len(rows) != state["num_buckets"]:
+                raise ValueError("rows do not match the buckets")
+            lengths = cls(state["granularity_tokens"], len(rows))
+            for histogram, row in zip(lengths._rows, rows, strict=True):
+                histogram.load(row)
+            lengths._all.load(state["all"])
+        except (LookupError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"not a state of lengths: {error!r}") from error
         return lengths
 
 
-_TOO_MANY = 1e9
-
-
 class _Histogram:
-    """Lengths of outputs in bins, and the prior of a bucket (see `_prior_tokens`). Outputs that
-    are longer than the last bin are summed up."""
+    """Lengths of outputs in bins, and `_prior_tokens` at the start of each. Outputs that are
+    longer than the last bin are summed up."""
 
-    def __init__(
-        self, num_bins: int, width_tokens: int, granularity_tokens: int, bucket: _Bucket | None
-    ) -> None:
+    def __init__(self, width_tokens: int, granularity_tokens: int, prior: list[float]) -> None:
         self._width_tokens = width_tokens
         self._granularity_tokens = granularity_tokens
-        self._prior_tokens = _prior_table(num_bins, width_tokens, granularity_tokens, bucket)
-        self._counts = [0.0] * num_bins
-        self._used_bins = 0  # no output is in a later one
+        self._prior_tokens = prior
+        self._counts = [0.0] * len(prior)
         self._beyond = [0.0, 0.0]  # outputs beyond the bins, and their tokens
         self.num_outputs = 0.0
         self._table: list[int] = []  # expected tokens by bin of what is there
@@ -154,11 +150,9 @@ class _Histogram:
         bin_ = num_tokens // self._width_tokens
         if bin_ < len(self._counts):
             self._counts[bin_] += 1.0
-            self._used_bins = max(self._used_bins, bin_ + 1)
         else:
             self._beyond[0] += 1.0
             self._beyond[1] += num_tokens
-            self._used_bins = len(self._counts)
         self.num_outputs += 1.0
         if self.num_outputs >= _FULL_OUTPUTS:
             self._counts = [count / 2 for count in self._counts]
@@ -176,19 +170,18 @@ class _Histogram:
 
     def _tabulate(self) -> list[int]:
         """Tabulate the mean of outputs at least as long as the start of each bin, the prior's
-        among them. After the last bin with an output that is the prior alone."""
-        used, (num_beyond, beyond_tokens) = self._used_bins, self._beyond
-        counts, middle = self._counts[:used], (self._width_tokens - 1) / 2
+        among them."""
+        counts, (num_beyond, beyond_tokens) = self._counts, self._beyond
+        middle = (self._width_tokens - 1) / 2
         sums = [count * (bin_ * self._width_tokens + middle) for bin_, count in enumerate(counts)]
         outputs = list(accumulate(reversed(counts), initial=num_beyond))
         tokens = list(accumulate(reversed(sums), initial=beyond_tokens))
         table = self._table = [
             round((_PRIOR_OUTPUTS * prior + its_tokens) / (_PRIOR_OUTPUTS + its_outputs))
             for prior, its_tokens, its_outputs in zip(
-                self._prior_tokens, tokens[:0:-1], outputs[:0:-1], strict=False
+                self._prior_tokens, tokens[:0:-1], outputs[:0:-1], strict=True
             )
         ]
-        table += map(round, self._prior_tokens[used:])
         end_tokens = len(self._counts) * self._width_tokens
         excess_tokens = max(0.0, beyond_tokens - num_beyond * end_tokens)
         prior_tokens = _PRIOR_OUTPUTS * self._granularity_tokens
@@ -200,34 +193,17 @@ class _Histogram:
         """Return the counts, then outputs and tokens beyond them."""
         return [*self._counts, *self._beyond]
 
-    def load(self, state: object) -> None:
-        if not isinstance(state, Sequence) or len(state) != len(self._counts) + 2:
-            raise ValueError("not a histogram of lengths: wrong size")
-        if not all(type(value) in (int, float) and 0 <= value < _TOO_MANY for value in state):
-            raise ValueError("not a histogram of lengths: counts are numbers from 0 on")
-        values = [float(value) for value in state]
-        self._counts, self._beyond = values[:-2], values[-2:]
-        self._used_bins = len(values) - 2
+    def load(self, state: list[float]) -> None:
+        if len(state) != len(self._counts) + 2 or not all(0 <= each < inf for each in state):
+            raise ValueError("a histogram has another size, or no counts from 0 on")
+        self._counts, self._beyond = [*map(float, state[:-2])], [*map(float, state[-2:])]
         self.num_outputs = sum(self._counts) + self._beyond[0]
         self._table = []
 
 
-_Bucket = tuple[int, int]  # its first token, and the first one after it; 0 if it is open
-
-
-@lru_cache(maxsize=256)
-def _prior_table(
-    num_bins: int, width_tokens: int, granularity_tokens: int, bucket: _Bucket | None
-) -> tuple[float, ...]:
-    """Tabulate `_prior_tokens` at the start of each bin."""
-    starts = range(0, num_bins * width_tokens, width_tokens)
-    return tuple(_prior_tokens(start, granularity_tokens, bucket) for start in starts)
-
-
-def _prior_tokens(produced_tokens: int, granularity: int, bucket: _Bucket | None) -> float:
-    """Mean before any output was seen, of outputs of at least `produced_tokens`. It is geometric,
-    and so without a memory, without a bucket and in an open one; uniform in any other."""
-    start, stop = bucket or (0, 0)
+def _prior_tokens(produced_tokens: int, granularity: int, start: int, stop: int) -> float:
+    """Mean before any output was seen, of outputs of at least `produced_tokens`: geometric, and
+    so without a memory, where there is no `stop`; uniform in any other bucket."""
     if not stop:
         return max(start, produced_tokens) + granularity
     if produced_tokens >= stop:  # it has outlived its bucket

@@ -103,33 +103,32 @@ class _Sums:
     are weighted by 1 / unit²; the older the less."""
 
     def __init__(self, kept: float) -> None:
-        size = len(_PRIOR)
         self._kept = kept
         self.count = 0.0
-        self.squares = [[0.0] * (row + 1) for row in range(size)]  # lower triangle
-        self.products = [0.0] * size
+        self.squares = [[0.0] * len(_PRIOR) for _ in _PRIOR]
+        self.products = [0.0] * len(_PRIOR)
 
     def add(self, features: Sequence[float], seconds: float, unit_s: float) -> None:
         kept = self._kept
         self.count = kept * self.count + 1
         # In the unit of the prior, so that all of a kind are about 1.
         scaled = [each * prior / unit_s for each, prior in zip(features, _PRIOR, strict=True)]
-        value = seconds / unit_s
-        for row, (one, sums) in enumerate(zip(scaled, self.squares, strict=True)):
-            for column in range(row + 1):
-                sums[column] = kept * sums[column] + one * scaled[column]
-            self.products[row] = kept * self.products[row] + one * value
+        for row, one in enumerate(scaled):
+            sums = self.squares[row]
+            self.squares[row] = [
+                kept * old + one * other for old, other in zip(sums, scaled, strict=True)
+            ]
+            self.products[row] = kept * self.products[row] + one * seconds / unit_s
 
 
 def _fit(decodes: _Sums, prompts: _Sums) -> Vector:
     """Return the coefficients, none below 0."""
     size = range(len(_PRIOR))
     products = [a + b for a, b in zip(decodes.products, prompts.products, strict=True)]
-    lower = [
+    squares = [
         [a + b for a, b in zip(*rows, strict=True)]
         for rows in zip(decodes.squares, prompts.squares, strict=True)
     ]
-    squares = [[lower[max(i, j)][min(i, j)] for j in size] for i in size]
     # How much slower or quicker than the prior the engine is, all in all.
     scale = sum(products) / max(1e-12, sum(map(sum, squares)))
     trace = max(1e-9, sum(squares[row][row] for row in size))
@@ -137,34 +136,29 @@ def _fit(decodes: _Sums, prompts: _Sums) -> Vector:
     active = list(size)
     while True:
         solved = _solve(
-            [[squares[i][j] + (ridge if i == j else 0.0) for j in active] for i in active],
-            [products[i] + ridge * scale for i in active],
+            [
+                [squares[i][j] + (ridge if i == j else 0.0) for j in active]
+                + [products[i] + ridge * scale]
+                for i in active
+            ]
         )
         worst = min(range(len(active)), key=solved.__getitem__)
         if solved[worst] >= 0:
             break
         del active[worst]
-    found = [0.0] * len(_PRIOR)
-    for index, value in zip(active, solved, strict=True):
-        found[index] = value * _PRIOR[index]
-    return found
+    found = dict(zip(active, solved, strict=True))
+    return [found.get(index, 0.0) * prior for index, prior in enumerate(_PRIOR)]
 
 
-def _solve(matrix: list[Vector], right: Vector) -> Vector:
-    """Solve with a symmetric positive definite matrix, in place."""
-    size = len(right)
-    for row in range(size):
-        for below in range(row + 1, size):
-            factor = matrix[below][row] / matrix[row][row]
-            right[below] -= factor * right[row]
-            matrix[below] = [
-                a - factor * b for a, b in zip(matrix[below], matrix[row], strict=True)
-            ]
-    found = [0.0] * size
-    for row in reversed(range(size)):
-        rest = sum(matrix[row][column] * found[column] for column in range(row + 1, size))
-        found[row] = (right[row] - rest) / matrix[row][row]
-    return found
+def _solve(rows: list[Vector]) -> Vector:
+    """Solve with a symmetric positive definite matrix, whose right side is the last column."""
+    for index, pivot in enumerate(rows):
+        pivot[:] = [each / pivot[index] for each in pivot]
+        for row in rows:
+            if row is not pivot:
+                factor = row[index]
+                row[:] = [a - factor * b for a, b in zip(row, pivot, strict=True)]
+    return [row[-1] for row in rows]
 
 
 # What a transfer does not show: a second HTTP request, a copy, a first step over KV that no
