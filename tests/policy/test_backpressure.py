@@ -5,25 +5,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.overload import PrefillSpeeds, retry_after_s
+from vllm_tetri.policy.overload import PATIENCE_S, Backlogs
 from vllm_tetri.types import InstanceId
 
 P, Q = InstanceId("p"), InstanceId("q")
 
 
-def speeds(**tokens_per_s: float) -> PrefillSpeeds:
-    made = PrefillSpeeds()
+def speeds(**tokens_per_s: float) -> Backlogs:
+    made = Backlogs()
     for name, speed in tokens_per_s.items():
         made.record_prompt(InstanceId(name), 1000, sent_s=0.0, now=1000 / speed)
     return made
 
 
 def test_an_instance_that_was_never_measured_has_no_speed() -> None:
-    assert PrefillSpeeds().tokens_per_s(P) is None
+    assert Backlogs().tokens_per_s(P) is None
 
 
 def test_neither_waiting_nor_idleness_makes_an_instance_slow() -> None:
-    made = PrefillSpeeds()
+    made = Backlogs()
     for index in range(1, 11):  # ten prompts at once, one after another
         made.record_prompt(P, 100, sent_s=0.0, now=float(index))
     assert made.tokens_per_s(P) == pytest.approx(100)
@@ -32,21 +32,21 @@ def test_neither_waiting_nor_idleness_makes_an_instance_slow() -> None:
 
 
 def test_the_speed_follows_what_happens_now() -> None:
-    made = PrefillSpeeds()
+    made = Backlogs()
     for index in range(1, 101):
         made.record_prompt(P, 100 if index < 50 else 500, sent_s=0.0, now=float(index))
     assert made.tokens_per_s(P) == pytest.approx(500, rel=0.02)
 
 
 def test_prompts_that_end_together_are_all_counted() -> None:
-    made = PrefillSpeeds()
+    made = Backlogs()
     for _ in range(4):
         made.record_prompt(P, 100, sent_s=0.0, now=2.0)
     assert made.tokens_per_s(P) == pytest.approx(200, rel=0.2)
 
 
 def test_many_instances_that_come_and_go_are_forgotten() -> None:
-    made = PrefillSpeeds()
+    made = Backlogs()
     for index in range(5000):
         made.record_prompt(InstanceId(str(index)), 100, sent_s=0.0, now=1.0)
     assert made.tokens_per_s(InstanceId("0")) is None
@@ -55,8 +55,8 @@ def test_many_instances_that_come_and_go_are_forgotten() -> None:
 
 def test_the_wait_is_one_prompt_of_average_length() -> None:
     loaded = view(instance("p", "prefill", queued_prefill_tokens=4000, waiting=3))
-    assert retry_after_s(loaded, [P], speeds(p=100)) == 10
-    assert retry_after_s(loaded, [P], speeds(p=300)) == 4  # rounded up
+    assert speeds(p=100).retry_after_s(loaded, [P]) == 10
+    assert speeds(p=300).retry_after_s(loaded, [P]) == 4  # rounded up
 
 
 def test_the_first_one_with_room_counts_and_others_do_not() -> None:
@@ -65,15 +65,15 @@ def test_the_first_one_with_room_counts_and_others_do_not() -> None:
         instance("q", "prefill", queued_prefill_tokens=2000, waiting=3),
         instance("idle", "prefill"),
     )
-    assert retry_after_s(loaded, [P, Q], speeds(p=100, q=100, idle=100)) == 5
-    assert retry_after_s(loaded, [P], speeds(p=100, q=100, idle=100)) == 10
+    assert speeds(p=100, q=100, idle=100).retry_after_s(loaded, [P, Q]) == 5
+    assert speeds(p=100, q=100, idle=100).retry_after_s(loaded, [P]) == 10
 
 
 def test_nothing_known_means_one_second() -> None:
-    assert retry_after_s(view(), [P], PrefillSpeeds()) == 1
+    assert Backlogs().retry_after_s(view(), [P]) == 1
     loaded = view(instance("p", queued_prefill_tokens=10**9, waiting=3))
-    assert retry_after_s(loaded, [P], PrefillSpeeds()) == 1
-    assert retry_after_s(view(instance("p")), [P], speeds(p=1)) == 1
+    assert Backlogs().retry_after_s(loaded, [P]) == 1
+    assert speeds(p=1).retry_after_s(view(instance("p")), [P]) == 1
 
 
 @given(
@@ -84,8 +84,88 @@ def test_nothing_known_means_one_second() -> None:
 def test_the_wait_is_always_between_one_second_and_a_minute(
     queued: int, waiting: int, answered: list[tuple[int, float, float]]
 ) -> None:
-    made = PrefillSpeeds()
+    made = Backlogs()
     for num_tokens, sent_s, now in answered:
         made.record_prompt(P, num_tokens, sent_s=sent_s, now=now)
     loaded = view(instance("p", queued_prefill_tokens=queued, waiting=waiting))
-    assert 1 <= retry_after_s(loaded, [P], made) <= 60
+    assert 1 <= made.retry_after_s(loaded, [P]) <= 60
+
+
+MOST_S, SPEED = 2.0, 1000.0
+STEP_S = 0.1
+
+
+class Queue:
+    """One instance that computes 1,000 tokens a second."""
+
+    def __init__(self, most_s: float = MOST_S, *, is_known: bool = True) -> None:
+        self.backlogs = Backlogs(most_s)
+        if is_known:
+            self.backlogs.record_prompt(P, 1000, sent_s=0.0, now=1000 / SPEED)
+        self.now = 0.0
+
+    def is_full(self, wait_s: float, *, prompts: int = 20) -> bool:
+        """What is said a tenth of a second later."""
+        self.now += STEP_S
+        tokens = round(wait_s * SPEED)
+        seen = view(instance("p", "prefill", queued_prefill_tokens=tokens, waiting=prompts))
+        if not self.backlogs.is_fresh(self.now):
+            self.backlogs.observe(seen, self.now)
+        return self.backlogs.at_limit == {P}
+
+    def stays(self, wait_s: float, seconds: float, *, prompts: int = 20) -> list[bool]:
+        steps = round(seconds / STEP_S)
+        return [self.is_full(wait_s, prompts=prompts) for _ in range(steps)]
+
+
+def test_a_burst_is_taken_up_whatever_its_size() -> None:
+    queue = Queue()
+    assert not any(queue.stays(60.0, PATIENCE_S - 1))
+    assert not any(queue.stays(0.0, 1))
+    assert not any(queue.stays(60.0, PATIENCE_S - 1))
+
+
+def test_a_queue_that_stays_gets_no_more_until_it_was_short_once() -> None:
+    queue = Queue()
+    assert any(queue.stays(60.0, PATIENCE_S + 1))
+    assert all(queue.stays(2.1, 60))
+    assert not any(queue.stays(1.9, 1))  # room for some
+    assert all(queue.stays(2.1, 1))  # and it is as long as it may be again
+    assert not any(queue.stays(0.4, 0.1))
+    assert not any(queue.stays(60.0, PATIENCE_S - 1))  # the next burst
+
+
+def test_a_busy_instance_whose_queue_is_short_enough_is_never_full() -> None:
+    assert not any(Queue().stays(1.9, 300))
+
+
+def test_a_few_long_prompts_are_no_crowd() -> None:
+    assert not any(Queue().stays(60.0, 300, prompts=7))
+
+
+@pytest.mark.parametrize("queue", [Queue(most_s=0.0), Queue(is_known=False)])
+def test_without_a_limit_or_a_known_speed_none_is_full(queue: Queue) -> None:
+    assert not any(queue.stays(60.0, 300))
+
+
+def test_one_that_is_gone_is_forgotten() -> None:
+    queue = Queue()
+    assert any(queue.stays(60.0, PATIENCE_S + 1))
+    queue.now += STEP_S
+    queue.backlogs.observe(view(), queue.now)
+    assert not queue.backlogs.at_limit
+    assert not queue.is_full(60.0)
+
+
+@given(st.floats(1.5, 20.0))
+def test_a_crowd_leaves_a_queue_of_the_wait_that_is_allowed(times: float) -> None:
+    queue, wait_s = Queue(), 0.0
+    ends: list[float] = []
+    for step in range(6000):
+        if not queue.is_full(wait_s):
+            wait_s += times * STEP_S
+        wait_s = max(0.0, wait_s - STEP_S)
+        if step >= 5000:
+            ends.append(wait_s)
+    assert min(ends) >= MOST_S - STEP_S
+    assert max(ends) <= MOST_S + times * STEP_S

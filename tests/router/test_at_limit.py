@@ -105,7 +105,7 @@ async def test_a_request_that_every_instance_refused_leaves_nothing_open(
 async def test_the_wait_follows_from_the_speed_that_was_seen() -> None:
     async with cluster(*many_prefill(1)) as made:
         await made.ask()
-        speed = made.scheduler.placer.speeds.tokens_per_s(made["p0"].id)
+        speed = made.scheduler.placer.backlogs.tokens_per_s(made["p0"].id)
         assert speed is not None
         made["p0"].handler = full
         made["p0"].load = replace(

@@ -105,7 +105,7 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
     pair = FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
     async with cluster(*pair, mode=mode) as made:
         for name in ("p", "d"):
-            made.scheduler.placer.speeds.record_prompt(made[name].id, 1000, sent_s=0.0, now=1.0)
+            made.scheduler.placer.backlogs.record_prompt(made[name].id, 1000, sent_s=0.0, now=1.0)
             await queued(made, name, 9000)
         (status, _, _), since_s = await made.ask(), time.monotonic()
         assert status == 200  # it may be a burst

@@ -22,72 +22,9 @@ from dataclasses import dataclass
 from vllm_tetri.policy.adaptive import Objective, PricedRoute
 from vllm_tetri.types import ClusterView, InstanceId, InstanceView
 
-SHORTEST_S = 1
 LONGEST_S = 60  # what OpenAI's client library is willing to wait
 _KEPT = 0.9  # weight of what came before, at each prompt
 _MOST_INSTANCES = 2048
-
-
-class PrefillSpeeds:
-    """Prompt tokens per second of every instance, from the prompts that it computed.
-
-    A prompt's time counts from the end of the one before it, or from when it was sent if that
-    was later: so neither waiting nor idleness counts. Calls come in order of `now`.
-    """
-
-    def __init__(self) -> None:
-        self._tokens: dict[InstanceId, tuple[float, float, float]] = {}
-
-    def record_prompt(
-        self, instance: InstanceId, num_tokens: int, *, sent_s: float, now: float
-    ) -> None:
-        """Record that a prompt that was sent at `sent_s` is computed."""
-        tokens, busy_s, last_s = self._tokens.pop(instance, (0.0, 0.0, sent_s))
-        tokens = _KEPT * tokens + num_tokens
-        busy_s = _KEPT * busy_s + max(0.0, now - max(last_s, sent_s))
-        if len(self._tokens) >= _MOST_INSTANCES:
-            del self._tokens[next(iter(self._tokens))]
-        self._tokens[instance] = (tokens, busy_s, now)
-
-    def tokens_per_s(self, instance: InstanceId) -> float | None:
-        """Return the speed of an instance; None while nothing is known."""
-        tokens, busy_s, _ = self._tokens.get(instance, (0.0, 0.0, 0.0))
-        return tokens / busy_s if tokens > 0 and busy_s > 0 else None
-
-
-def retry_after_s(
-    view: ClusterView,
-    at_limit: Collection[InstanceId],
-    speeds: PrefillSpeeds,
-    *,
-    persistent: Collection[InstanceId] = (),
-) -> int:
-    """Return the whole seconds, 1 to 60, until the first instance at its limit has capacity.
-
-    That is the time to drain one prompt of average length, or the whole queue where it is a
-    `persistent` one. An instance of which too little is known counts as 1 s.
-    """
-    waits = []
-    for each in view.instances:
-        if each.info.id in at_limit:
-            wait_s = queue_wait_s(each, speeds) or 0.0
-            # One prompt is being computed; others that run are decoding or sending their KV.
-            num_prompts = max(0, each.load.waiting) + 1
-            waits.append(wait_s if each.info.id in persistent else wait_s / num_prompts)
-    return whole_seconds(min(waits, default=0.0))
-
-
-def queue_wait_s(each: InstanceView, speeds: PrefillSpeeds) -> float | None:
-    """Return how long the prompts of an instance take; None while nothing is known."""
-    speed = speeds.tokens_per_s(each.info.id)
-    return None if speed is None else max(0, each.load.queued_prefill_tokens) / speed
-
-
-def whole_seconds(wait_s: float) -> int:
-    """Round a wait as for `Retry-After`, 1 to 60."""
-    return min(LONGEST_S, max(SHORTEST_S, math.ceil(wait_s)))
-
-
 MOST_S = 2.0  # longest wait for prompts to begin in a persistent queue
 PATIENCE_S = 5.0  # above the limit for this long, a queue counts as persistent (CoDel's interval)
 _EMPTY = 0.25  # part of the allowed wait at which a persistent queue counts as empty
@@ -95,50 +32,80 @@ _FEW = 8  # queues of fewer prompts are never limited
 _FRESH_S = 0.02  # reports come every 100 ms
 
 
-@dataclass(slots=True)
-class _Queue:
-    """The queue of one instance; `since_s` is when it became too long."""
-
-    since_s: float
-    is_persistent: bool = False
+def whole_seconds(wait_s: float) -> int:
+    """Round a wait as for `Retry-After`, 1 to 60."""
+    return min(LONGEST_S, max(1, math.ceil(wait_s)))
 
 
-class PersistentQueues:
-    """The queues of all instances. Owner: one thread; calls come in order of `now`.
+class Backlogs:
+    """The prompts that wait at every instance, and how quickly it computes them.
 
-    `most_s` is the longest wait in a persistent queue; 0 sets no limit.
+    A prompt's time counts from the end of the one before it, or from when it was sent if that
+    was later: so neither waiting nor idleness counts. `most_s` is the longest wait in a
+    persistent queue; 0 sets no limit. Owner: one thread; calls come in order of `now`.
     """
 
-    def __init__(self, most_s: float) -> None:
+    def __init__(self, most_s: float = 0.0) -> None:
+        self.at_limit: frozenset[InstanceId] = frozenset()  # they should get no further prompt
         self._most_s = most_s
-        self._queues: dict[InstanceId, _Queue] = {}
-        self._at_limit: frozenset[InstanceId] = frozenset()
+        self._speeds: dict[InstanceId, tuple[float, float, float]] = {}
+        self._long_since_s: dict[InstanceId, float] = {}
         self._at_s = float("-inf")
+
+    def record_prompt(
+        self, instance: InstanceId, num_tokens: int, *, sent_s: float, now: float
+    ) -> None:
+        """Record that a prompt that was sent at `sent_s` is computed."""
+        tokens, busy_s, last_s = self._speeds.pop(instance, (0.0, 0.0, sent_s))
+        tokens = _KEPT * tokens + num_tokens
+        busy_s = _KEPT * busy_s + max(0.0, now - max(last_s, sent_s))
+        if len(self._speeds) >= _MOST_INSTANCES:
+            del self._speeds[next(iter(self._speeds))]
+        self._speeds[instance] = (tokens, busy_s, now)
+
+    def tokens_per_s(self, instance: InstanceId) -> float | None:
+        """Return the speed of an instance; None while nothing is known."""
+        tokens, busy_s, _ = self._speeds.get(instance, (0.0, 0.0, 0.0))
+        return tokens / busy_s if tokens > 0 and busy_s > 0 else None
+
+    def _wait_s(self, each: InstanceView) -> float:
+        """Return how long the prompts of an instance take; 0 while nothing is known."""
+        speed = self.tokens_per_s(each.info.id)
+        return 0.0 if speed is None else max(0, each.load.queued_prefill_tokens) / speed
 
     def is_fresh(self, now: float) -> bool:
         """Whether `at_limit` needs no newer view of the cluster."""
         return not self._most_s or now - self._at_s < _FRESH_S
 
-    def observe(self, view: ClusterView, speeds: PrefillSpeeds, now: float) -> None:
+    def observe(self, view: ClusterView, now: float) -> None:
         """Take over the loads of a newer view."""
-        self._at_s = now
-        before, self._queues = self._queues, {}
+        before, self._long_since_s, self._at_s = self._long_since_s, {}, now
         at_limit = []
         for each in view.instances:
-            wait_s = queue_wait_s(each, speeds) or 0.0
+            name, wait_s = each.info.id, self._wait_s(each)
+            since_s = before.get(name, now)
             is_long = wait_s > self._most_s and each.load.waiting >= _FEW
-            queue = before.get(each.info.id, _Queue(now))
-            queue.is_persistent |= is_long and now - queue.since_s >= PATIENCE_S
-            if is_long or (queue.is_persistent and wait_s > _EMPTY * self._most_s):
-                self._queues[each.info.id] = queue
-            if is_long and queue.is_persistent:
-                at_limit.append(each.info.id)
-        self._at_limit = frozenset(at_limit)
+            is_persistent = now - since_s >= PATIENCE_S
+            if is_long or (is_persistent and wait_s > _EMPTY * self._most_s):
+                self._long_since_s[name] = since_s
+            if is_long and is_persistent:
+                at_limit.append(name)
+        self.at_limit = frozenset(at_limit)
 
-    @property
-    def at_limit(self) -> frozenset[InstanceId]:
-        """Instances that should get no further prompt now."""
-        return self._at_limit
+    def retry_after_s(self, view: ClusterView, full: Collection[InstanceId]) -> int:
+        """Return the whole seconds, 1 to 60, until the first of the `full` instances has capacity.
+
+        That is the time to drain one prompt of average length, or the whole queue where it is a
+        persistent one. An instance of which too little is known counts as 1 s.
+        """
+        waits = []
+        for each in view.instances:
+            if each.info.id in full:
+                # One prompt is being computed; others that run are decoding or sending their KV.
+                is_persistent = each.info.id in self.at_limit
+                num_prompts = 1 if is_persistent else max(0, each.load.waiting) + 1
+                waits.append(self._wait_s(each) / num_prompts)
+        return whole_seconds(min(waits, default=0.0))
 
 
 SHARE = 4

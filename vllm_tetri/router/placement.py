@@ -10,13 +10,7 @@ from statistics import fmean
 
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterState, Need, TableMaker
-from vllm_tetri.policy.overload import (
-    Late,
-    PersistentQueues,
-    PrefillSpeeds,
-    expected_late,
-    retry_after_s,
-)
+from vllm_tetri.policy.overload import Backlogs, Late, expected_late
 from vllm_tetri.policy.route import (
     AllAtLimit,
     Route,
@@ -68,8 +62,7 @@ class Placer:
         self._tables = TableMaker()
         self._state = ClusterState(_GRACE_S)
         self._is_stale = True
-        self.speeds = PrefillSpeeds()
-        self._queues = PersistentQueues(max_queue_delay_s)
+        self.backlogs = Backlogs(max_queue_delay_s)
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
         self._candidates: dict[str, PriceCandidates] = {}
         self._overloaded: frozenset[InstanceId] = frozenset()
@@ -139,8 +132,8 @@ class Placer:
         else:
             found = self._place_by_cost(request, may_split, excluded, at_limit | limited, now)
         if isinstance(found, AllAtLimit):
-            queues = self._long_queues(now)
-            wait_s = retry_after_s(view, found.instances, self.speeds, persistent=queues)
+            self._long_queues(now)
+            wait_s = self.backlogs.retry_after_s(self._view(), found.instances)
             raise NoCapacity(found.who, len(found.instances), wait_s)
         if found is not None and (self.mode is Mode.SPLIT or request.rules is not None):
             first = found.prefill if isinstance(found, Split) else found.instance
@@ -159,7 +152,7 @@ class Placer:
 
     def record_prefill(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
         """An instance has computed a prompt that was sent at a monotonic time."""
-        self.speeds.record_prompt(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
+        self.backlogs.record_prompt(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
 
     def _place_by_cost(
         self,
@@ -198,9 +191,9 @@ class Placer:
             yield from sorted({info.models[0] for info in names.values()}.difference(skipped))
 
     def _long_queues(self, now: float) -> frozenset[InstanceId]:
-        if not self._queues.is_fresh(now):
-            self._queues.observe(self._view(), self.speeds, now)
-        return self._queues.at_limit
+        if not self.backlogs.is_fresh(now):
+            self.backlogs.observe(self._view(), now)
+        return self.backlogs.at_limit
 
     def _cheapest(
         self, request: ApiRequest, taken: Collection[InstanceId], may_split: bool, now: float
