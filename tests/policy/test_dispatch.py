@@ -238,12 +238,6 @@ def test_a_burst_on_one_stale_view_does_not_run_into_one_instance() -> None:
 # -- contracts -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [(0, 0), (5, -1), (5, 0, -1)])
-def test_nothing_to_hand_over_is_an_error(values: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="no request needs this"):
-        Need(*values)
-
-
 loads = st.builds(
     instance,
     st.sampled_from([f"d{index}" for index in range(40)]),

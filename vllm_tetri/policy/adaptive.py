@@ -213,14 +213,17 @@ def price_route(
     written = [_decode_cost(row, need, objective) for row in decodes]
     rows = {*prefills, *decodes}
     ttfts = {row.id: ttft_s(row, need.prompt_tokens) for row in rows}
-    weight = _first_token_weight(min(ttfts.values()), min(written)[0] * need.output_tokens)
+    # A second before the first token weighs more than one of the output: both waits count in
+    # proportion to what they would be at best.
+    first_s, output_s = max(_MIN_S, min(ttfts.values())), min(written)[0] * need.output_tokens
+    weight = 1 + min(_MAX_WEIGHT, _FIRST_TOKEN_PART * (first_s + output_s) / first_s)
     costs = {row.id: _prefill_cost(row, need, ttfts[row.id], weight, objective) for row in rows}
     sums = [costs[row.id] + each[1] for row, each in zip(decodes, written, strict=True)]
     one_s = min(sums)
     index = sums.index(one_s)
     one, one_tpot_s, against = decodes[index], written[index][0], f"of {len(ttfts)}"
     if may_split and ttfts.keys() != {one.id}:
-        prefill, index, pair_s = _best_pair(prefills, decodes, costs, written, need)
+        pair_s, prefill, index = _best_pair(prefills, decodes, costs, written, need)
         is_better = pair_s < one_s * (1 - _margin(one))
         if prefill is not None and (is_better or prefers_split):
             against = f"aggregated on {one.id} {one_s:.3g}"
@@ -256,37 +259,26 @@ def _best_pair(
     costs: dict[InstanceId, float],
     written: list[tuple[float, float]],
     need: Need,
-) -> tuple[InstanceRow | None, int, float]:
-    """Find two instances between which KV may travel: the first, the other's place in
-    `decodes`, and their cost together."""
-    best, best_index, best_s = None, 0, inf
+) -> tuple[float, InstanceRow | None, int]:
+    """Find two instances between which KV may travel: their cost together, the first, and the
+    other's place in `decodes`."""
+    best: tuple[float, InstanceRow | None, int] = (inf, None, 0)
     order = sorted(range(len(decodes)), key=lambda index: written[index][1])
     for row in prefills:
         prefill_s = costs[row.id] + hand_over_s(row, need.prompt_tokens)
-        if need.prompt_tokens > row.free_tokens:
-            prefill_s += _capacity_s(row, need.prompt_tokens, tpot_s(row, need.prompt_tokens))
-        for index in order:
-            if decodes[index] is not row and decodes[index].key == row.key:
-                if prefill_s + written[index][1] < best_s:
-                    best, best_index, best_s = row, index, prefill_s + written[index][1]
-                break
-    return best, best_index, best_s
-
-
-def _first_token_weight(first_s: float, output_s: float) -> float:
-    """Weight of a second before the first token, if one of the output has 1: both waits count
-    in proportion to what they would be at best."""
-    first_s = max(first_s, _MIN_S)
-    return 1 + min(_MAX_WEIGHT, _FIRST_TOKEN_PART * (first_s + output_s) / first_s)
+        prefill_s += _capacity_s(row, need.prompt_tokens, tpot_s(row, need.prompt_tokens))
+        others = (i for i in order if decodes[i] is not row and decodes[i].key == row.key)
+        index = next(others, None)
+        if index is not None and prefill_s + written[index][1] < best[0]:
+            best = (prefill_s + written[index][1], row, index)
+    return best
 
 
 def _prefill_cost(
     row: InstanceRow, need: Need, first_s: float, weight: float, objective: Objective
 ) -> float:
-    cost_s = weight * first_s + prefill_harm_s(row, need.prompt_tokens)
-    if first_s > objective.ttft_s:
-        cost_s += _LATE_WEIGHT * (first_s - objective.ttft_s)
-    return cost_s
+    late_s = max(0.0, first_s - objective.ttft_s)
+    return weight * first_s + prefill_harm_s(row, need.prompt_tokens) + _LATE_WEIGHT * late_s
 
 
 def _decode_cost(
@@ -295,9 +287,8 @@ def _decode_cost(
     """Return an output's time per token, and its cost."""
     tokens = max(1.0, need.output_tokens)
     each_s = tpot_s(row, need.prompt_tokens + tokens / 2)
-    cost_s = tokens * each_s + decode_harm_s(row, need)
-    if each_s > objective.tpot_s:
-        cost_s += _LATE_WEIGHT * tokens * (each_s - objective.tpot_s)
+    late_s = max(0.0, each_s - objective.tpot_s)
+    cost_s = tokens * (each_s + _LATE_WEIGHT * late_s) + decode_harm_s(row, need)
     return each_s, cost_s + _capacity_s(row, need.prompt_tokens + tokens, each_s)
 
 

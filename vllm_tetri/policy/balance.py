@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, inf, sqrt
+from operator import attrgetter
 from statistics import fmean
 
 from vllm_tetri.types import (
@@ -53,15 +54,17 @@ class Group:
         self.all = [each for each in view.instances if each.info.models[0] == model]
         ready = [each for each in self.all if each.state is InstanceState.READY]
         self.ready = {role: [each for each in ready if each.info.role is role] for role in ROLES}
-        self.flipping = [each.info.id for each in self.all if _is_flipping(each)]
-
-    @property
-    def counts(self) -> dict[Role, int]:
-        return {role: len(self.ready[role]) for role in ROLES}
+        self.counts = {role: len(self.ready[role]) for role in ROLES}
+        self.flipping = [
+            each.info.id
+            for each in self.all
+            if each.state is InstanceState.FLIPPING
+            or (each in ready and each.flip is not None and each.flip.is_under_way)
+        ]
 
     def able(self, role: Role) -> list[InstanceView]:
         """List the instances that may give a role up."""
-        if len(self.ready[role]) < 2:
+        if self.counts[role] < 2:
             return []
         return [
             each
@@ -78,13 +81,6 @@ class Group:
 
     def __str__(self) -> str:
         return f"{self.counts[Role.PREFILL]} prefill, {self.counts[Role.DECODE]} decode"
-
-
-def _is_flipping(one: InstanceView) -> bool:
-    """With `now` it is ready all the while."""
-    if one.state is InstanceState.READY:
-        return one.flip is not None and one.flip.is_under_way
-    return one.state is InstanceState.FLIPPING
 
 
 # Found by simulating swings between Azure's code and conversation traces.
@@ -121,7 +117,7 @@ class Balance:
         }
         if not saved:
             return self._no(f"{seen}; no instance may flip")
-        role = max(saved, key=lambda each: saved[each])
+        role = max(saved, key=saved.__getitem__)
         needed = max(LEAST_GAIN, GAIN * min(stay, forecast.most_saved(role)))
         says = f"{seen}; one more for {role} leaves {stay - saved[role]:.1f} of {stay:.1f} requests"
         if saved[role] < needed:
@@ -142,64 +138,52 @@ class Balance:
         return Look(None, explanation)
 
 
+# Prompts and tokens that were computed, and tokens that are to be.
+_work = attrgetter(
+    "prefills_done", "prompt_tokens_done", "output_tokens_done",
+    "queued_prefill_tokens", "remaining_tokens",
+)  # fmt: skip
+
+
 class _Flow:
     """What comes for the instances of one model, with a memory of `RATE_S`: what each of them did
     and what its backlog grew by."""
 
     def __init__(self) -> None:
-        self._loads: dict[InstanceId, InstanceLoad] = {}
+        self._seen: dict[InstanceId, tuple[int, ...]] = {}
         self._at_s = -inf
         self._seen_s = 0.0
-        self._tokens = 0.0  # prompt tokens that came
-        self._output_tokens = 0.0  # tokens of outputs that came
-        self._done_tokens = 0.0  # prompt tokens that were computed
-        self._done = 0.0  # prompts that were
+        self._sums = [0.0] * 5  # of changes, as `_work`
 
     def add(self, instances: Iterable[InstanceView], now: float) -> None:
         """Add what a view shows to the sums."""
         passed_s = now - self._at_s
         kept = exp(-passed_s / RATE_S)
-        self._seen_s = kept * self._seen_s + (passed_s if self._loads else 0.0)
-        self._tokens *= kept
-        self._output_tokens *= kept
-        self._done_tokens *= kept
-        self._done *= kept
+        self._seen_s = kept * self._seen_s + (passed_s if self._seen else 0.0)
+        sums = [kept * each for each in self._sums]
         # One that has not reported yet has counters of 0, which do not grow to what they are.
-        loads = {
-            each.info.id: each.load for each in instances if each.info.role in OTHER and each.seq
+        seen = {
+            each.info.id: _work(each.load)
+            for each in instances
+            if each.info.role in OTHER and each.seq
         }
-        for id_, load in loads.items():
-            before = self._loads.get(id_)
-            if before is None:
-                continue
-            tokens = load.prompt_tokens_done - before.prompt_tokens_done
-            output_tokens = load.output_tokens_done - before.output_tokens_done
-            if tokens < 0 or output_tokens < 0:
-                continue  # it was started again
-            self._done += load.prefills_done - before.prefills_done
-            self._done_tokens += tokens
-            self._tokens += tokens + load.queued_prefill_tokens - before.queued_prefill_tokens
-            self._output_tokens += output_tokens + load.remaining_tokens - before.remaining_tokens
-        self._loads, self._at_s = loads, now
+        for id_, work in seen.items():
+            changes = [new - old for new, old in zip(work, self._seen.get(id_, work), strict=True)]
+            if min(changes[1:3]) >= 0:  # else it was started again
+                sums = [old + change for old, change in zip(sums, changes, strict=True)]
+        self._seen, self._at_s, self._sums = seen, now, sums
 
     @property
     def is_known(self) -> bool:
-        return self._seen_s >= LEAST_KNOWN * RATE_S and self._done >= LEAST_KNOWN
+        return self._seen_s >= LEAST_KNOWN * RATE_S and self._sums[0] >= LEAST_KNOWN
 
-    @property
-    def prompt_tokens(self) -> float:
-        """Mean length of a prompt."""
-        return max(1.0, self._done_tokens / self._done)
-
-    @property
-    def output_tokens(self) -> float:
-        """Mean length of an output."""
-        return max(1.0, self._output_tokens / self._done)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Prompt tokens that come."""
-        return max(0.0, self._tokens) / self._seen_s
+    def means(self) -> tuple[float, float, float]:
+        """Return the mean length of a prompt, that of an output, and the prompt tokens that come
+        per second."""
+        done, done_tokens, output_tokens, queued_tokens, remaining_tokens = self._sums
+        prompt = max(1.0, done_tokens / done)
+        output = max(1.0, (output_tokens + remaining_tokens) / done)
+        return prompt, output, max(0.0, done_tokens + queued_tokens) / self._seen_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,19 +251,17 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
     costs = [load.cost for load in loads if load.cost.is_known and load.output_tokens_done > 0]
     if not (flow.is_known and costs):
         return None
-    prompt, output = flow.prompt_tokens, flow.output_tokens
+    prompt, output, coming_per_s = flow.means()
     # Decode instances compute the ends of prompts at most, which says little about prefill.
     own = [each.load for each in group.ready[Role.PREFILL]]
-    tokens_per_s = _mean(_prefill_tokens_per_s(load, prompt) for load in own) or _mean(
-        _prefill_tokens_per_s(load, prompt) for load in loads
-    )
+    tokens_per_s = _prefill_tokens_per_s(own, prompt) or _prefill_tokens_per_s(loads, prompt)
     if tokens_per_s <= 0:
         return None
     context = prompt + output / 2
     request_s = max(1e-6, fmean(cost.request_s + context * cost.token_s for cost in costs))
-    kv_tokens = _mean(each.load.blocks_total * each.info.block_size for each in ready)
+    kv_tokens = fmean(each.load.blocks_total * each.info.block_size for each in ready)
     return _Forecast(
-        per_s=flow.tokens_per_s / prompt,
+        per_s=coming_per_s / prompt,
         # No more than there are: averages are off while the mix changes.
         queued=min(
             sum(load.queued_prefill_tokens for load in loads) / prompt,
@@ -296,13 +278,15 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
     )
 
 
-def _prefill_tokens_per_s(load: InstanceLoad, prompt_tokens: float) -> float:
-    """Return how many prompt tokens full steps compute in a second, 0 before the first one."""
-    if load.prompt_tokens_done == 0:
-        return 0.0
-    chunk_tokens = load.chunk_tokens or prompt_tokens
-    seconds = load.cost.step_s(0, 0, chunk_tokens, prompt_tokens / 2)
-    return chunk_tokens / seconds if seconds > 0 else 0.0
+def _prefill_tokens_per_s(loads: Iterable[InstanceLoad], prompt_tokens: float) -> float:
+    """Return how many prompt tokens full steps compute in a second; 0 before the first one."""
+    known = []
+    for load in loads:
+        chunk_tokens = load.chunk_tokens or prompt_tokens
+        seconds = load.cost.step_s(0, 0, chunk_tokens, prompt_tokens / 2)
+        if load.prompt_tokens_done and seconds > 0:
+            known.append(chunk_tokens / seconds)
+    return fmean(known) if known else 0.0
 
 
 def _one_more(counts: Mapping[Role, int], role: Role) -> dict[Role, int]:
@@ -313,9 +297,3 @@ def _work_left(one: InstanceView) -> tuple[int, InstanceId]:
     is_prefill = one.info.role is Role.PREFILL
     load = one.load
     return (load.queued_prefill_tokens if is_prefill else load.remaining_tokens), one.info.id
-
-
-def _mean(values: Iterable[float]) -> float:
-    """Mean of the known values, which are above 0; 0 if there is none."""
-    known = [value for value in values if value > 0]
-    return fmean(known) if known else 0.0

@@ -37,16 +37,12 @@ _DEFAULT_CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request needs. ValueError if the prompt is empty, or a number is negative."""
+    """What a request needs."""
 
     prompt_tokens: int  # to be computed, or handed over
     output_tokens: float  # expected to be written
     num_bytes: int = 0  # size of its KV in a receive arena
     reserved_tokens: float | None = None  # output to reserve for; None for the expected output
-
-    def __post_init__(self) -> None:
-        if self.prompt_tokens < 1 or min(self.output_tokens, self.num_bytes) < 0:
-            raise ValueError(f"no request needs this: {self}")
 
     @property
     def is_heavy(self) -> bool:
@@ -62,12 +58,6 @@ class Need:
 
 class InstanceRow:
     """A ready instance: its last report, and in a `ClusterState` what was sent to it since."""
-
-    __slots__ = (
-        "base_blocks", "block_size", "busy_others", "chunk_tokens", "cost", "device", "free_bytes",
-        "heavy", "id", "key", "kv_endpoint", "light", "others", "prompt_share", "queued_tokens",
-        "remaining_tokens", "reported_s", "request_s", "role", "sent_tokens", "view",
-    )  # fmt: skip
 
     def __init__(
         self, view: InstanceView, cost: StepCoefficients, key: int, share: float, now: float

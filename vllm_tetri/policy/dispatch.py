@@ -290,17 +290,14 @@ class DecodeDispatcher:
     ) -> Need:
         """Work out what a request will take where it is decoded: `num_bytes` of the receive arena,
         and at most the output that client and window allow (the prefill request's limit is 1)."""
-        expected_tokens = reserved_tokens = self._expected_tokens(predicted)
+        known = self._bucket_tokens  # as decode instances report; before that, as learnt here
+        expected_tokens = self._lengths.total_tokens(predicted, 0, End.EXPECTED)
+        if predicted is None and known:
+            expected_tokens = round(known[-1])
+        elif predicted is not None and predicted.num_buckets == len(known) - 1:
+            expected_tokens = round(known[predicted.bucket])
+        reserved_tokens = expected_tokens
         if predicted is not None and self._end is not End.EXPECTED:
             reserved_tokens = self._lengths.total_tokens(predicted, 0, self._end)
         expected_tokens = min(expected_tokens, max_tokens)
         return Need(prompt_tokens, expected_tokens, num_bytes, min(reserved_tokens, max_tokens))
-
-    def _expected_tokens(self, predicted: Prediction | None) -> int:
-        """Expected output: reported by decode instances, else learnt here."""
-        known = self._bucket_tokens
-        if predicted is None and known:
-            return round(known[-1])
-        if predicted is not None and predicted.num_buckets == len(known) - 1:
-            return round(known[predicted.bucket])
-        return self._lengths.total_tokens(predicted, 0, End.EXPECTED)
