@@ -11,7 +11,7 @@ from vllm_tetri import plugins
 from vllm_tetri.config import decode_config
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.plugins import Kind, load_policy, policy_names
-from vllm_tetri.policy.admission import Greedy
+from vllm_tetri.policy.admission import Admission
 from vllm_tetri.policy.order import Prompt
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances
@@ -68,9 +68,19 @@ def arrival(prompt: Prompt) -> tuple[float, ...]:
     return (prompt.arrival,)
 
 
+class Never:
+    """Lets no request in beside others."""
+
+    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
+        return False
+
+    def growth_blocks(self, pool: Admission) -> int:
+        return 0
+
+
 def test_a_class_is_an_admission_policy() -> None:
-    found = load_policy("admission", "vllm_tetri.policy.admission:Greedy")
-    assert isinstance(found, Greedy)
+    found = load_policy("admission", f"{__name__}:Never")
+    assert type(found).__name__ == "Never"
 
 
 @pytest.mark.parametrize(

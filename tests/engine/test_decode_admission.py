@@ -207,8 +207,8 @@ def test_an_abort_before_the_gate_frees_the_arena(cluster: Cluster) -> None:
 
 def test_a_step_takes_one_snapshot_and_only_when_a_request_asks(cluster: Cluster) -> None:
     gate = cluster.decode.scheduler.gate
-    taken, begin = [], gate._admission.begin
-    gate._admission.begin = lambda *prior_output: taken.append(begin(*prior_output))
+    taken, begin = [], gate.admission.begin
+    gate.admission.begin = lambda *prior_output: taken.append(begin(*prior_output))
     cluster.arrives("first", prompt(100), 380, predicted(380))
     cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
     for name in ("second", "third"):
@@ -309,16 +309,6 @@ def test_an_output_is_expected_to_be_longer_than_it_is(cluster: Cluster) -> None
     cluster.settle()
 
 
-class Growing:
-    """An engine with these requests."""
-
-    def __init__(self, *requests: Any) -> None:
-        self._requests = requests
-
-    def growing_requests(self) -> tuple[Any, ...]:
-        return self._requests
-
-
 def test_the_snapshot_follows_an_output_that_outlives_its_prediction() -> None:
     lengths = OutputLengths(Lengths(WIDTH, 64), {}, window=1000)
     gate = DecodeGate(
@@ -326,14 +316,16 @@ def test_the_snapshot_follows_an_output_that_outlives_its_prediction() -> None:
     )
     lengths.add("a", predicted(20))
     seen: list[Any] = []
-    gate._admission.begin = lambda free, running: seen.extend(running)  # type: ignore[method-assign]
+    gate.admission.begin = lambda free, running: seen.extend(running)  # type: ignore[method-assign]
     for produced in range(1, 100):
         request = SimpleNamespace(
             request_id="a", num_prompt_tokens=50, num_tokens=50 + produced, max_tokens=90,
             num_output_tokens=produced, num_output_placeholders=0,
             num_computed_tokens=49 + produced,
         )  # fmt: skip
-        gate.begin_step(Growing(request), float(produced), free_blocks=9, tokens_per_step=64)
+        gate.begin_step(
+            lambda request=request: [request], float(produced), free_blocks=9, tokens_per_step=64
+        )
         total = lengths.total_tokens(request, End.UPPER, produced_tokens=produced)
         assert seen.pop() == (49 + produced, total - produced)
         assert not seen
@@ -347,10 +339,10 @@ def test_room_and_time_that_a_started_prompt_will_take_count() -> None:
         ADMISSIONS["reserve-static"], End.UPPER, lengths=lengths, block_size=BLOCK, total_blocks=99
     )
     seen: list[Any] = []
-    gate._admission.begin = lambda *prior_output: seen.append(prior_output)  # type: ignore[method-assign]
+    gate.admission.begin = lambda *prior_output: seen.append(prior_output)  # type: ignore[method-assign]
     started = SimpleNamespace(
         request_id="a", num_prompt_tokens=160, num_tokens=160, max_tokens=5,
         num_output_tokens=0, num_output_placeholders=0, num_computed_tokens=64,
     )  # fmt: skip
-    gate.begin_step(Growing(started), 0.0, free_blocks=20, tokens_per_step=33)
+    gate.begin_step(lambda: [started], 0.0, free_blocks=20, tokens_per_step=33)
     assert seen == [(20 - 6, [(159, 5 + 3)])]

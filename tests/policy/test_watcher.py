@@ -146,11 +146,6 @@ def cluster(prefills: int, decodes: int, policy: str = "balance", **options) -> 
     return Cluster(Watcher(WatchPolicy(policy), **options), engines(prefills, decodes))
 
 
-def test_nobody_watches_with_off() -> None:
-    with pytest.raises(ValueError):
-        Watcher(WatchPolicy.OFF)
-
-
 @pytest.mark.parametrize("policy", ["balance", "threshold", "idle"])
 def test_every_look_is_explained(policy: str) -> None:
     one = cluster(2, 2, policy, after_s=10.0).run(30.0, 2.0)

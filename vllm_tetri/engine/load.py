@@ -110,7 +110,7 @@ class LoadReader:
             heavy=heavy,
             light=len(decodes) - heavy,
             remaining_tokens=sum(total_tokens) - sum(each.num_output_tokens for each in decodes),
-            reserved_blocks=gate.reserved_blocks if gate is not None and running else 0,
+            reserved_blocks=gate.admission.reserved_blocks if gate is not None and running else 0,
             step_s=scheduler.clock.step_s,
             prefills_done=sends.prefills_done,
             decodes_done=scheduler.decodes_done,

@@ -197,7 +197,7 @@ class TetriScheduler(Scheduler):
         self._set_budget()
         if self.gate is not None:
             self.gate.begin_step(
-                self,
+                self.growing_requests,
                 time.monotonic(),
                 free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 tokens_per_step=self.max_num_scheduled_tokens,

@@ -219,19 +219,29 @@ def price_route(
     weight = 1 + min(_MAX_WEIGHT, _FIRST_TOKEN_PART * (first_s + output_s) / first_s)
     costs = {row.id: _prefill_cost(row, need, ttfts[row.id], weight, objective) for row in rows}
     sums = [costs[row.id] + each[1] for row, each in zip(decodes, written, strict=True)]
-    one_s = min(sums)
-    index = sums.index(one_s)
-    one, one_tpot_s, against = decodes[index], written[index][0], f"of {len(ttfts)}"
+    cost_s = min(sums)
+    index = sums.index(cost_s)
+    prefill = one = decodes[index]
+    against = f"of {len(ttfts)}"
     if may_split and ttfts.keys() != {one.id}:
-        pair_s, prefill, index = _best_pair(prefills, decodes, costs, written, need)
-        is_better = pair_s < one_s * (1 - _margin(one))
-        if prefill is not None and (is_better or prefers_split):
-            against = f"aggregated on {one.id} {one_s:.3g}"
-            decode, tpot = decodes[index], written[index][0]
-            return _priced(prefill, decode, ttfts[prefill.id], tpot, pair_s, against)
-        if prefill is not None:
-            against = f"split over {prefill.id} and {decodes[index].id} {pair_s:.3g}"
-    return _priced(one, one, ttfts[one.id], one_tpot_s, one_s, against)
+        pair_s, first, pair_index = _best_pair(prefills, decodes, costs, written, need)
+        if first is not None and (prefers_split or pair_s < cost_s * (1 - _margin(one))):
+            against = f"aggregated on {one.id} {cost_s:.3g}"
+            prefill, index, cost_s = first, pair_index, pair_s
+        elif first is not None:
+            against = f"split over {first.id} and {decodes[pair_index].id} {pair_s:.3g}"
+    decode, first_s, each_s = decodes[index], ttfts[prefill.id], written[index][0]
+    word = "aggregated" if prefill is decode else "split"
+    reason = (
+        f"{word}: costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
+        f"then {each_s * 1e3:.3g} ms each"
+    )
+    return PricedRoute(
+        prefill.id, decode.id, first_s, each_s, cost_s, reason,
+        waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
+        shares=decode.decodes > 0 or decode.prompt_share > 0,
+        confidence=min(prefill.cost.confidence, decode.cost.confidence),
+    )  # fmt: skip
 
 
 def price_decode(
@@ -300,24 +310,3 @@ def _capacity_s(row: InstanceRow, tokens: float, each_s: float) -> float:
 
 def _margin(row: InstanceRow) -> float:
     return _MARGIN_KNOWN + (1 - row.cost.confidence) * (_MARGIN_GUESSED - _MARGIN_KNOWN)
-
-
-def _priced(
-    prefill: InstanceRow,
-    decode: InstanceRow,
-    first_s: float,
-    each_s: float,
-    cost_s: float,
-    against: str,
-) -> PricedRoute:
-    word = "aggregated" if prefill is decode else "split"
-    reason = (
-        f"{word}: costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
-        f"then {each_s * 1e3:.3g} ms each"
-    )
-    return PricedRoute(
-        prefill.id, decode.id, first_s, each_s, cost_s, reason,
-        waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
-        shares=decode.decodes > 0 or decode.prompt_share > 0,
-        confidence=min(prefill.cost.confidence, decode.cost.confidence),
-    )  # fmt: skip

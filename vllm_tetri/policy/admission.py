@@ -25,7 +25,8 @@ Predictions that are too short reserve too little and come close to greedy by th
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
@@ -56,43 +57,12 @@ class AdmissionPolicy(Protocol):
         """Blocks to keep for the batch beyond what it holds; reported to prefill instances."""
 
 
-class Greedy:
-    """Let a request in as soon as vLLM has blocks for it."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An admission policy of two functions."""
 
-    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
-        return True
-
-    def growth_blocks(self, pool: Admission) -> int:
-        return 0
-
-
-class ReserveStatic:
-    """Let a request in if it and the batch fit to their ends without a block coming back."""
-
-    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
-        return pool.holds_all(tokens, remaining_tokens)
-
-    def growth_blocks(self, pool: Admission) -> int:
-        return pool.all_growth_blocks
-
-
-class ReserveDynamic:
-    """Let a request in if everything fits just before every end that it lives to see."""
-
-    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
-        if pool.is_shared and pool.holds_all(tokens, remaining_tokens):
-            return True
-        return pool.holds_until_ends(tokens, remaining_tokens)
-
-    def growth_blocks(self, pool: Admission) -> int:
-        return pool.most_growth_blocks
-
-
-ADMISSIONS: dict[str, AdmissionPolicy] = {
-    "greedy": Greedy(),
-    "reserve-static": ReserveStatic(),
-    "reserve-dynamic": ReserveDynamic(),
-}
+    fits: Callable[[Admission, int, int], bool]
+    growth_blocks: Callable[[Admission], int]
 
 
 class Admission:
@@ -154,11 +124,6 @@ class Admission:
     # -- what policies ask --------------------------------------------------------
 
     @property
-    def is_shared(self) -> bool:
-        """Whether requests share blocks, which count once for each when they come back."""
-        return self._shared_blocks > 0
-
-    @property
     def all_growth_blocks(self) -> int:
         """Blocks that the batch takes on top if none is given back."""
         size = self._size
@@ -177,6 +142,9 @@ class Admission:
 
     def holds_until_ends(self, tokens: int, remaining_tokens: int) -> bool:
         """Whether the batch and a request that enters fit just before every end up to its own."""
+        # Blocks that several requests share count once for each when they come back.
+        if self._shared_blocks > 0 and self.holds_all(tokens, remaining_tokens):
+            return True
         free_blocks = self._free_blocks(tokens)
         used_blocks = self._used_blocks + -(-tokens // self._size)
         limit_blocks = used_blocks + free_blocks + min(0, self._shared_blocks)
@@ -218,11 +186,14 @@ def _by_end(held: Held) -> int:
     return -held[1]
 
 
-class GateEngine(Protocol):
-    """What a gate reads of its engine, in the step that it was opened for."""
+ADMISSIONS: dict[str, AdmissionPolicy] = {
+    "greedy": Rule(lambda pool, tokens, rest: True, lambda pool: 0),
+    "reserve-static": Rule(Admission.holds_all, lambda pool: pool.all_growth_blocks),
+    "reserve-dynamic": Rule(Admission.holds_until_ends, lambda pool: pool.most_growth_blocks),
+}
 
-    def growing_requests(self) -> Collection[RequestView]:
-        """All requests that hold blocks and grow."""
+
+ReadRunning = Callable[[], Collection[RequestView]]
 
 
 class DecodeGate:
@@ -240,12 +211,12 @@ class DecodeGate:
         block_size: int,
         total_blocks: int,
     ) -> None:
-        self._admission = Admission(policy, block_size=block_size, total_blocks=total_blocks)
+        self.admission = Admission(policy, block_size=block_size, total_blocks=total_blocks)
         self._end = end
         self._lengths = lengths
         self._block_size = block_size
         self._now = self._snapshot_s = float("-inf")
-        self._engine: GateEngine | None = None  # while the step has no snapshot
+        self._read_running: ReadRunning | None = None  # while the step has no snapshot
         self._free_blocks = total_blocks
         self._tokens_per_step = 1
         self._missing_tokens = 0  # prompt tokens that are to be computed before
@@ -255,21 +226,22 @@ class DecodeGate:
         self.is_shut = self.was_shut = False
 
     def begin_step(
-        self, engine: GateEngine, now: float, *, free_blocks: int, tokens_per_step: int
+        self, read_running: ReadRunning, now: float, *, free_blocks: int, tokens_per_step: int
     ) -> None:
         """Open the gate, before anything is allocated in this step: of what the engine could hand
-        out now, and for a step that computes at most `tokens_per_step`."""
+        out now, and for a step that computes at most `tokens_per_step`. All requests that hold
+        blocks and grow are read in this step, if at all."""
         self.was_shut, self.is_shut = self.is_shut, False
-        self._now, self._engine = now, engine
+        self._now, self._read_running = now, read_running
         self._free_blocks, self._tokens_per_step = free_blocks, tokens_per_step
         if now - self._snapshot_s >= _SNAPSHOT_PERIOD_S:
-            self._take_snapshot(engine)
+            self._take_snapshot(read_running)
 
-    def _take_snapshot(self, engine: GateEngine) -> None:
+    def _take_snapshot(self, read_running: ReadRunning) -> None:
         """Read what runs, as it was when the step began: vLLM counts what a step computes
         only when it has scheduled all of it."""
-        running, free_blocks = engine.growing_requests(), self._free_blocks
-        self._engine, self._snapshot_s = None, self._now
+        running, free_blocks = read_running(), self._free_blocks
+        self._read_running, self._snapshot_s = None, self._now
         self._missing_tokens = 0
         self._tokens_per_step = max(1, self._tokens_per_step - len(running))
         size, snapshot, ends = self._block_size, [], self._ends
@@ -289,7 +261,7 @@ class DecodeGate:
             else:
                 until = tokens + min(_ESTIMATE_TOKENS, remaining_tokens)
                 ends[request.request_id] = (tokens, until, tokens + remaining_tokens)
-        self._admission.begin(max(0, free_blocks), snapshot)
+        self.admission.begin(max(0, free_blocks), snapshot)
 
     def _remaining_tokens(self, request: RequestView, has_missing: bool) -> int:
         """Steps to the end of its output: a token each, and what is computed before."""
@@ -303,11 +275,11 @@ class DecodeGate:
         loaded, except for the one from which the next token is sampled."""
         if self.is_shut:
             return False
-        if self._engine is not None:
-            self._take_snapshot(self._engine)
+        if self._read_running is not None:
+            self._take_snapshot(self._read_running)
         self._missing_tokens += missing_tokens
         remaining_tokens = self._remaining_tokens(request, missing_tokens > 0)
-        self.is_shut = not self._admission.admit(request.num_tokens - 1, remaining_tokens)
+        self.is_shut = not self.admission.admit(request.num_tokens - 1, remaining_tokens)
         return not self.is_shut
 
     def forget(self, request_id: str) -> None:
@@ -322,10 +294,4 @@ class DecodeGate:
     def record_output(self, request: RequestView) -> None:
         """Learn from an output that ended by itself: what was expected, and its length."""
         expected = self._lengths.total_tokens(request, self._end, produced_tokens=0)
-        self._admission.finished(expected, request.num_output_tokens)
-
-    @property
-    def reserved_blocks(self) -> int:
-        """Blocks kept for what runs, beyond what it holds, as of the last snapshot (any
-        thread)."""
-        return self._admission.reserved_blocks
+        self.admission.finished(expected, request.num_output_tokens)

@@ -104,10 +104,11 @@ class Balance:
         self._wanted_since_s = 0.0
 
     def look(self, group: Group, now: float) -> Look:
+        wanted, self._wanted = self._wanted, None
         self._flow.add(group.all, now)
         forecast = _forecast(group, self._flow)
         if forecast is None:
-            return self._no(f"{group}; too little is known yet")
+            return Look(None, f"{group}; too little is known yet")
         seen = f"{group}, {forecast}"
         stay = forecast.requests(group.counts)
         saved = {
@@ -116,14 +117,15 @@ class Balance:
             if group.able(OTHER[role])
         }
         if not saved:
-            return self._no(f"{seen}; no instance may flip")
+            return Look(None, f"{seen}; no instance may flip")
         role = max(saved, key=saved.__getitem__)
         needed = max(LEAST_GAIN, GAIN * min(stay, forecast.most_saved(role)))
         says = f"{seen}; one more for {role} leaves {stay - saved[role]:.1f} of {stay:.1f} requests"
         if saved[role] < needed:
-            return self._no(f"{says}, which must be {needed:.1f} less")
-        if role is not self._wanted:
-            self._wanted, self._wanted_since_s = role, now
+            return Look(None, f"{says}, which must be {needed:.1f} less")
+        if role is not wanted:
+            self._wanted_since_s = now
+        self._wanted = role
         if now - self._wanted_since_s < LASTING_S:
             return Look(None, f"{says}, but only since {now - self._wanted_since_s:.1f} s")
         if group.last_flip_s() < COOL_DOWN_S:
@@ -132,10 +134,6 @@ class Balance:
         # long as the longest output takes, which in simulation costs more than it saves.
         one = min(group.able(OTHER[role]), key=_work_left)
         return Look(FlipOrder(one.info.id, role, now=True, reason=says), says)
-
-    def _no(self, explanation: str) -> Look:
-        self._wanted = None
-        return Look(None, explanation)
 
 
 # Prompts and tokens that were computed, and tokens that are to be.

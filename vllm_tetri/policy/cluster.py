@@ -14,9 +14,10 @@ from copy import copy
 from dataclasses import dataclass
 from math import exp, inf
 from operator import attrgetter
+from statistics import fmean
 from typing import NamedTuple
 
-from vllm_tetri.policy.lengths import HEAVY_TOKENS, reported_tokens
+from vllm_tetri.policy.lengths import HEAVY_TOKENS
 from vllm_tetri.policy.step_cost import GUESS
 from vllm_tetri.types import (
     ClusterView,
@@ -29,7 +30,6 @@ from vllm_tetri.types import (
 )
 
 _MAX_ENTRIES = 1 << 14
-_MAX_IDENTITIES = 1024
 _SHARE_S = 2.0  # memory of the part of an instance's time that prompts take
 _MAX_SHARE = 0.9
 _DEFAULT_CHUNK_TOKENS = 512
@@ -144,7 +144,6 @@ class ClusterTable:
         self.by_id = {row.id: row for row in rows}
         self.by_model: dict[str, list[InstanceRow]] = {}
         self.devices: dict[str, list[InstanceRow]] = {}
-        self._bucket_tokens: dict[int, list[float]] = {}
         self._takers: dict[tuple[int, bool], Takers] = {}
         self._kinds = {row.key: row.view.info.identity for row in rows}
         for row in rows:
@@ -156,11 +155,11 @@ class ClusterTable:
             _count_neighbours(together)
 
     def bucket_tokens(self, num_buckets: int) -> list[float]:
-        """Output tokens by predicted bucket, see `lengths.reported_tokens`."""
-        found = self._bucket_tokens.get(num_buckets)
-        if found is None:
-            found = self._bucket_tokens[num_buckets] = reported_tokens(self.view, num_buckets)
-        return found
+        """Return the output tokens that instances report by predicted bucket, then without a
+        prediction: means over those that have seen outputs end, empty if none has."""
+        reported = [each.load.bucket_tokens for each in self.view.instances]
+        rows = [tokens for tokens in reported if len(tokens) == num_buckets + 1]
+        return [fmean(column) for column in zip(*rows, strict=True)]
 
     def takers(self, me: InstanceInfo, *, any_role: bool = False) -> Takers:
         """Return the instances that can take KV from one: those that decode, or of `any_role`."""
@@ -186,18 +185,15 @@ class TableMaker:
 
     def __init__(self) -> None:
         self._shares: dict[InstanceId, _Share] = {}
-        # By instance what it announced, and a small number for its identity.
-        self._keys: dict[InstanceId, tuple[InstanceInfo, int]] = {}
-        self._identities: dict[str, int] = {}
 
     def make(self, view: ClusterView, now: float) -> ClusterTable:
         """Make the table of a view whose ages are right at `now`."""
-        if len(self._identities) > _MAX_IDENTITIES:  # of instances that are gone
-            self._identities.clear()
-            self._keys.clear()
         ready = [each for each in view.instances if each.state is InstanceState.READY]
-        keys = {each.info.id: self._key(each.info) for each in ready}
-        self._keys = {name: self._keys[name] for name in keys}
+        kinds: dict[frozenset[tuple[str, str]], int] = {}
+        keys = {
+            each.info.id: kinds.setdefault(frozenset(each.info.identity.items()), len(kinds))
+            for each in ready
+        }
         # An instance that has taken no steps yet is as fast as another one of its kind.
         known = {keys[each.info.id]: each.load.cost for each in ready if each.load.cost.is_known}
         shares, rows = {}, []
@@ -208,15 +204,6 @@ class TableMaker:
             rows.append(InstanceRow(each, cost, keys[name], share.part, now))
         self._shares = shares
         return ClusterTable(view, now, rows)
-
-    def _key(self, info: InstanceInfo) -> int:
-        known = self._keys.get(info.id)
-        if known is not None and known[0] is info:
-            return known[1]
-        identity = str(sorted(info.identity.items()))
-        key = self._identities.setdefault(identity, len(self._identities))
-        self._keys[info.id] = info, key
-        return key
 
 
 class _Share(NamedTuple):

@@ -234,10 +234,10 @@ class DecodeDispatcher:
             # The prompt can stay where it is: this instance knows itself.
             reason = "adaptive: no instance has capacity, so it stays"
             return Dispatch(self.me.id, self.me.kv_endpoint, reason, has_capacity=False)
-        if dispatch is None:
-            dispatch = self._choose_decode(need, refused | unreachable)
-        if dispatch is None and unreachable:
-            dispatch = self._choose_decode(need, refused)
+        for without in (refused | unreachable, refused):
+            dispatch = dispatch or choose_decode(
+                self._state, self.me, need=need, refused=without, policy=self._policy, rng=self._rng
+            )
         if dispatch is None:
             return None
         may_wait = may_wait and not dispatch.has_capacity
@@ -256,11 +256,6 @@ class DecodeDispatcher:
             return None
         endpoint = self._state.table.by_id[chosen[0]].kv_endpoint
         return Dispatch(chosen[0], endpoint, f"adaptive: {chosen[1]}")
-
-    def _choose_decode(self, need: Need, refused: frozenset[InstanceId]) -> Dispatch | None:
-        return choose_decode(
-            self._state, self.me, need=need, refused=refused, policy=self._policy, rng=self._rng
-        )
 
     def record_transfer(self, endpoint: str, now: float, *, was_reached: bool) -> None:
         """Record whether a transfer reached its endpoint; one that it did not is avoided while

@@ -17,10 +17,9 @@ from __future__ import annotations
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
-from statistics import fmean
 from typing import Any, Protocol
 
-from vllm_tetri.types import ClusterView, Prediction
+from vllm_tetri.types import Prediction
 
 # An output is heavy above this many tokens (paper section 5.1.1).
 HEAVY_TOKENS = 128
@@ -36,9 +35,6 @@ class End(StrEnum):
     LOWER = "lower"
     EXPECTED = "expected"
     UPPER = "upper"
-
-
-_EXPECTED, _LOWER = End.EXPECTED, End.LOWER  # an attribute of an enum is slow
 
 
 class Lengths:
@@ -83,11 +79,11 @@ class Lengths:
         """
         if predicted is None:
             return self._all.expected_tokens(produced_tokens)
-        if end is _EXPECTED:
+        if end is End.EXPECTED:
             return self._row(predicted).expected_tokens(produced_tokens)
         granularity = predicted.granularity_tokens
         bucket = max(predicted.bucket, produced_tokens // granularity)
-        if end is _LOWER:
+        if end is End.LOWER:
             return max(produced_tokens + 1, bucket * granularity)
         if bucket + 1 >= predicted.num_buckets:
             return self._row(predicted).expected_tokens(produced_tokens)
@@ -209,17 +205,6 @@ def _prior_tokens(produced_tokens: int, granularity: int, start: int, stop: int)
     if produced_tokens >= stop:  # it has outlived its bucket
         start, stop = 0, (produced_tokens // granularity + 1) * granularity
     return (max(start, produced_tokens) + stop - 1) / 2
-
-
-def reported_tokens(view: ClusterView, num_buckets: int) -> list[float]:
-    """Return the output tokens that instances report by predicted bucket, then without a
-    prediction: means over those that have seen outputs end, empty if none has."""
-    rows = [
-        each.load.bucket_tokens
-        for each in view.instances
-        if len(each.load.bucket_tokens) == num_buckets + 1
-    ]
-    return [fmean(column) for column in zip(*rows, strict=True)]
 
 
 class RequestView(Protocol):

@@ -167,10 +167,9 @@ def expected_late(route: PricedRoute, objective: Objective, output_tokens: float
     pace recovers when outputs of the expected length have ended."""
     if route.confidence < _LEAST_CONFIDENCE:
         return None  # serving it is how one learns
-    late_s = route.ttft_s - objective.ttft_s
     if route.waits and route.ttft_s > _TOLERANCE * objective.ttft_s:
         reason = f"first token expected in {route.ttft_s:.2g} s, promised {objective.ttft_s:g} s"
-        return Late(reason, whole_seconds(late_s))
+        return Late(reason, whole_seconds(route.ttft_s - objective.ttft_s))
     if route.shares and route.tpot_s > _TOLERANCE * objective.tpot_s:
         expected_ms, promised_ms = route.tpot_s * 1e3, objective.tpot_s * 1e3
         reason = f"{expected_ms:.3g} ms a token expected, promised {promised_ms:g} ms"

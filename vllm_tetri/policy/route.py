@@ -75,15 +75,14 @@ def choose_route(
     kind = prefills or [row for row in ready if _LAST_RESORT[row.role] == last_resort]
     able = [row for row in kind if row.id not in refused and row.id not in at_limit]
     if not able:
-        return _all_at_limit(
-            kind, "prefill instances" if prefills else "instances that could serve it alone"
-        )
+        who = "prefill instances" if prefills else "instances that could serve it alone"
+        return AllAtLimit(tuple(row.id for row in kind), who)
     if not prefills:
         best = min(able, key=_work)
         why = "no pair to split over" if may_split else "not split"
         return Whole(best.id, f"{why}: {best.role} with {best.queued_tokens} tokens queued")
     if all(row.id in at_limit for row in decodes):
-        return _all_at_limit(decodes, "decode instances")
+        return AllAtLimit(tuple(row.id for row in decodes), "decode instances")
     best = min(able, key=lambda row: (row.queued_tokens, row.role is Role.BOTH))
     return Split(best.id, f"least of {len(able)}: {best.queued_tokens} tokens queued")
 
@@ -100,10 +99,6 @@ def _prefills(ready: list[InstanceRow], decodes: list[InstanceRow]) -> list[Inst
         for row in ready
         if row.role is not Role.DECODE and takers[row.key] > (row.role is Role.BOTH)
     ]
-
-
-def _all_at_limit(rows: list[InstanceRow], who: str) -> AllAtLimit:
-    return AllAtLimit(tuple(row.id for row in rows), who)
 
 
 def choose_keeper(

@@ -177,11 +177,10 @@ class HandoverFit:
 
     def __init__(self) -> None:
         self.base_s, self.token_s = _GUESS_S + _DECODE_REQUEST_S, _GUESS_TOKEN_S
-        guess_s = _GUESS_S + _USUAL_TOKENS * _GUESS_TOKEN_S
         # Weighted sums: 1, n, n·n, s, n·s; the guess at two lengths.
         self._sums = [0.0] * 5
-        for tokens, seconds in ((0.0, _GUESS_S), (2 * _USUAL_TOKENS, 2 * guess_s - _GUESS_S)):
-            self._add(tokens, seconds)
+        for tokens in (0.0, 2 * _USUAL_TOKENS):
+            self._add(tokens, _GUESS_S + tokens * _GUESS_TOKEN_S)
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Record the tokens and seconds of a hand-over."""

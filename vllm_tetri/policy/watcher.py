@@ -120,11 +120,9 @@ def _has_work(load: InstanceLoad) -> bool:
 
 class Watcher:
     """Decides on flips: a watch for each model, and what they have in common. `idle` and
-    `threshold` watch for `after_s` before they order a flip. ValueError: `off` has no watcher."""
+    `threshold` watch for `after_s` before they order a flip."""
 
     def __init__(self, policy: WatchPolicy, after_s: float = 60.0) -> None:
-        if policy is WatchPolicy.OFF:
-            raise ValueError("the policy off has no watcher")
         self._policy = policy
         self._after_s = after_s
         self._watches: dict[str, Balance | Rest] = {}

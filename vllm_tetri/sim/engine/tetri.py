@@ -202,7 +202,7 @@ class TetriInstance(Instance):
         chunk_tokens = self._chunk_tokens()
         if self.gate is not None:
             self.gate.begin_step(
-                self,
+                self.growing_requests,
                 now,
                 free_blocks=self.free_blocks,
                 tokens_per_step=chunk_tokens + len(self.batch),
@@ -320,6 +320,7 @@ class TetriInstance(Instance):
             for each in (*lost, *again)
         )
         running = len(self.batch) + len(self.started)
+        gate = self.gate if running else None
         handover_s, handover_token_s = cluster.handover_s(self.engine)
         return InstanceLoad(
             running=running,
@@ -333,7 +334,7 @@ class TetriInstance(Instance):
             heavy=heavy,
             light=len(totals) - heavy,
             remaining_tokens=sum(totals) - sum(produced for _, produced in rows),
-            reserved_blocks=self.gate.reserved_blocks if running and self.gate is not None else 0,
+            reserved_blocks=gate.admission.reserved_blocks if gate is not None else 0,
             step_s=self.step_s,
             prefills_done=self.prefills_done,
             decodes_done=self.decodes_done,
