@@ -108,11 +108,10 @@ class Placer:
             limited = self._shares.at_limit(request.client)
             if is_new:
                 limited |= self._shares.over_share(request.client, self._long_queues(now))
-        view = self._view()
 
         def choose(model: str, *, may_split: bool = False) -> Route | AllAtLimit | None:
             if request.is_stored:
-                return _choose_keeper(view, model, excluded, at_limit | limited)
+                return _choose_keeper(self._view(), model, excluded, at_limit | limited)
             self._renew(now)
             if model not in self._state.table.by_model:
                 self._renew(now, is_forced=True)  # its first instance has just joined
