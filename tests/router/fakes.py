@@ -24,7 +24,7 @@ from vllm_tetri.router.app import build_app
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
-from vllm_tetri.router.server import Listener
+from vllm_tetri.router.server import Listener, listening
 from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
 
@@ -123,9 +123,9 @@ class FakeInstance:
         self.secret: Secret | None = None
 
     async def start(self, *controls: str) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", self._health)
-        app.router.add_post("/v1/{tail:.*}", self._serve)
+        app.router.add_route("*", "/{tail:.*}", self._serve)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
@@ -166,7 +166,7 @@ class FakeInstance:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        body = json.loads(raw)
+        body = json.loads(raw or b"{}")
         self.calls.append((request.path, body, request.headers.copy()))
         try:
             if self.handler is not None:
@@ -310,13 +310,50 @@ async def door(
     scheduler = GlobalScheduler(config)
     limits = limits or Limits()
     app = build_app(scheduler, keys=Keys(keys), limits=limits)
-    listener = Listener(app, limits, stop_s=0.5)
-    await listener.open("127.0.0.1", 0, tls)
-    try:
+    async with listening(app, limits, ("127.0.0.1", 0), tls, stop_s=0.5) as listener:
         scheme = "http" if tls is None else "https"
         yield scheduler, listener, "{}://{}:{}".format(scheme, *listener.address)
-    finally:
-        await listener.close()
+
+
+def both(name: str = "b") -> FakeInstance:
+    return FakeInstance(name, Role.BOTH)
+
+
+def pair() -> tuple[FakeInstance, FakeInstance]:
+    return FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
+
+
+def trio(prefill: Handler | None = None, decode: Handler | None = None) -> tuple[FakeInstance, ...]:
+    """Return p, which hands over to d1, and d2; with what they answer."""
+    found = (
+        FakeInstance("p", Role.PREFILL, decode="d1"),
+        FakeInstance("d1", Role.DECODE),
+        FakeInstance("d2", Role.DECODE),
+    )
+    for each, handler in zip(found, (prefill, decode, decode), strict=True):
+        each.handler = handler
+    return found
+
+
+def four() -> tuple[FakeInstance, ...]:
+    found = [FakeInstance(name, Role.PREFILL, decode="d1") for name in ("p1", "p2")]
+    return *found, FakeInstance("d1", Role.DECODE), FakeInstance("d2", Role.DECODE)
+
+
+async def hang(*_: Any) -> web.StreamResponse:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+async def hang_up(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
+    """Reset the connection."""
+    assert request.transport is not None
+    request.transport.abort()
+    return await hang()
+
+
+async def answer_500(*_: Any) -> web.StreamResponse:
+    return web.Response(status=500, text="engine died")
 
 
 BUSY = {

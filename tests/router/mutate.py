@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from vllm_tetri.router.app import NOT_PROXIED, PROXIED
+from vllm_tetri.router.app import PROXIED
 
 PATHS = (
     *("/v1/completions", "/v1/chat/completions") * 8,
@@ -14,7 +14,7 @@ PATHS = (
     *("/tetri/v1/mode", "/tetri/v1/instances/c/flip", "/tetri/v1/instances/c/drain"),
     *("/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/", "/nothing"),
     *(path for _, path, _ in PROXIED if "{" not in path),
-    *NOT_PROXIED,
+    *("/sleep", "/v1/realtime", "/invocations"),
 )
 METHODS = (*("POST",) * 12, "GET", "GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "CONNECT",
            "TRACE", "PRI", "post", "BREW")  # fmt: skip

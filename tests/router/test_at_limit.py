@@ -212,17 +212,6 @@ async def test_a_priority_reaches_every_instance_unchanged(path: str, best_of: i
         assert [body["priority"] for body in bodies] == [-7] * (1 if best_of else 2)
 
 
-async def test_a_wrong_priority_gets_the_instances_own_complaint() -> None:
-    complaint = {"message": "m", "type": "Bad Request", "param": "body.priority", "code": 400}
-
-    async def complain(*_: Any) -> web.StreamResponse:
-        return web.json_response({"error": complaint}, status=400)
-
-    async with cluster(*many_prefill(1)) as made:
-        made["p0"].handler = complain
-        assert (await made.ask(priority="high"))[:2] == (400, {"error": complaint})
-
-
 async def test_vllms_priority_header_is_passed_on() -> None:
     async with cluster(*many_prefill(1)) as made:
         async with made.client.post(

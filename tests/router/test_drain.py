@@ -6,26 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, four, hang
 from vllm_tetri import cli
 from vllm_tetri.handover import DecodeParams
-from vllm_tetri.types import Role
-
-
-def four() -> tuple[FakeInstance, ...]:
-    return (
-        FakeInstance("p1", Role.PREFILL, decode="d1"),
-        FakeInstance("p2", Role.PREFILL, decode="d1"),
-        FakeInstance("d1", Role.DECODE),
-        FakeInstance("d2", Role.DECODE),
-    )
-
-
-async def hang(*_: Any) -> web.StreamResponse:
-    await asyncio.sleep(60)
-    raise AssertionError
 
 
 async def drain(made: Cluster, name: str, body: Any = None) -> tuple[int, Any]:

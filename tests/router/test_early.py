@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, full
+from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, full, trio
 from tests.router.scripts import CHAT
 from tests.router.writers import COMPLETION, PATHS, script_of, writer
 from vllm_tetri.handover import (
@@ -22,7 +22,7 @@ from vllm_tetri.handover import (
 )
 from vllm_tetri.messages import Dispatched, PrefillEnding
 from vllm_tetri.router.relay import arrived
-from vllm_tetri.types import InstanceId, Prediction, Role, TransferId
+from vllm_tetri.types import InstanceId, Prediction, TransferId
 
 PROMPT = [5, 6, 7]
 TEXTS = ("Ab", " cd", "", "é", "!")
@@ -59,18 +59,6 @@ def early_prefill(
     return handle
 
 
-def trio(handler: Handler) -> tuple[FakeInstance, ...]:
-    found = (
-        FakeInstance("p", Role.PREFILL, decode="d1"),
-        FakeInstance("d1", Role.DECODE),
-        FakeInstance("d2", Role.DECODE),
-    )
-    found[0].handler = handler
-    for each in found[1:]:
-        each.handler = continuation
-    return found
-
-
 def legs(instance: FakeInstance) -> list[DecodeParams]:
     found = [instance.leg(index) for index in range(len(instance.calls))]
     return [leg for leg in found if isinstance(leg, DecodeParams)]
@@ -80,7 +68,7 @@ def legs(instance: FakeInstance) -> list[DecodeParams]:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_the_second_leg_is_open_before_the_first_answers(path: str, stream: bool) -> None:
     release = asyncio.Event()
-    async with cluster(*trio(early_prefill(release))) as made:
+    async with cluster(*trio(early_prefill(release), continuation)) as made:
         asking = asyncio.create_task(ask(made, path, stream=stream))
         await eventually(lambda: legs(made["d1"]))
         (leg,) = legs(made["d1"])
@@ -125,7 +113,7 @@ async def test_a_leg_that_went_to_the_wrong_place_is_left_for_the_right_one(
     change: dict[str, str],
 ) -> None:
     release = asyncio.Event()
-    instances = trio(early_prefill(release, **change))
+    instances = trio(early_prefill(release, **change), continuation)
     instances[1].chunk_gate.clear()
     async with cluster(*instances) as made:
         asking = asyncio.create_task(ask(made, stream=True))
@@ -143,7 +131,7 @@ async def test_a_leg_that_went_to_the_wrong_place_is_left_for_the_right_one(
 
 async def test_a_first_token_that_is_the_last_leaves_the_second_leg() -> None:
     release = asyncio.Event()
-    instances = trio(early_prefill(release, is_final=True))
+    instances = trio(early_prefill(release, is_final=True), continuation)
     instances[1].chunk_gate.clear()
     async with cluster(*instances) as made:
         asking = asyncio.create_task(ask(made, stream=True))
@@ -156,7 +144,7 @@ async def test_a_first_token_that_is_the_last_leaves_the_second_leg() -> None:
 
 
 async def test_a_client_that_leaves_takes_both_legs_along() -> None:
-    instances = trio(early_prefill(asyncio.Event()))
+    instances = trio(early_prefill(asyncio.Event()), continuation)
     instances[1].chunk_gate.clear()
     async with cluster(*instances) as made:
         asking = asyncio.create_task(ask(made, stream=True))
@@ -168,7 +156,7 @@ async def test_a_client_that_leaves_takes_both_legs_along() -> None:
 
 async def test_an_early_leg_that_finds_no_room_is_sent_again_with_the_token() -> None:
     release = asyncio.Event()
-    instances = trio(early_prefill(release))
+    instances = trio(early_prefill(release), continuation)
 
     async def busy_at_first(
         fake: FakeInstance, request: web.Request, body: dict[str, Any]
@@ -197,7 +185,7 @@ async def test_a_leg_that_needs_more_than_the_token_is_not_opened_early(
 ) -> None:
     release = asyncio.Event()
     release.set()
-    async with cluster(*trio(early_prefill(release))) as made:
+    async with cluster(*trio(early_prefill(release), continuation)) as made:
         status, _ = await ask(made, **body)
         assert status == 200
         assert not any(leg.is_early for leg in legs(made["d1"]))

@@ -10,27 +10,20 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, router
-from tests.router.writers import begin_stream, hang_up
+from tests.router.fakes import (
+    Cluster,
+    FakeInstance,
+    answer_500,
+    cluster,
+    eventually,
+    hang,
+    hang_up,
+    router,
+    trio,
+)
+from tests.router.writers import begin_stream
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.types import Role, TransferId
-
-
-def trio() -> tuple[FakeInstance, ...]:
-    return (
-        FakeInstance("p", Role.PREFILL, decode="d1"),
-        FakeInstance("d1", Role.DECODE),
-        FakeInstance("d2", Role.DECODE),
-    )
-
-
-async def answer_500(*_: Any) -> web.StreamResponse:
-    return web.Response(status=500, text="engine died")
-
-
-async def hang(*_: Any) -> web.StreamResponse:
-    await asyncio.sleep(60)
-    raise AssertionError
 
 
 async def left_behind(made: Cluster) -> int:
@@ -276,18 +269,3 @@ async def test_a_restarted_router_has_the_whole_picture_at_once() -> None:
     finally:
         for each in fakes:
             await each.close()
-
-
-async def test_many_clients_that_come_and_go_leave_nothing_behind() -> None:
-    async with cluster(*trio()) as made:
-        made["d1"].num_chunks = 20
-
-        async def one(index: int) -> None:
-            try:
-                async with asyncio.timeout(0.05 * (index % 5) + 0.01):
-                    await made.ask(stream=index % 2 == 0)
-            except TimeoutError:
-                pass
-
-        await asyncio.gather(*(one(index) for index in range(60)))
-        await eventually(lambda: len(made.scheduler.table) == 0)

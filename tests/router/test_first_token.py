@@ -11,14 +11,24 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, metric
+from tests.router.fakes import (
+    Cluster,
+    FakeInstance,
+    Handler,
+    answer_500,
+    cluster,
+    eventually,
+    hang,
+    hang_up,
+    metric,
+    trio,
+)
 from tests.router.scripts import CHAT, Script, event
 from tests.router.writers import (
     COMPLETION,
     PATHS,
     begin_stream,
     body_of,
-    hang_up,
     script_of,
     writer,
 )
@@ -30,7 +40,7 @@ from vllm_tetri.handover import (
     from_params,
     to_params,
 )
-from vllm_tetri.types import InstanceId, Role
+from vllm_tetri.types import InstanceId
 
 TEXTS = ("Ab", " cd", "", "é", "!")
 continuation = writer(created=1_800_000_000, texts=TEXTS)
@@ -59,10 +69,6 @@ def prefill(
     return handle
 
 
-async def failing(*_: Any) -> web.StreamResponse:
-    return web.Response(status=500, text="engine died")
-
-
 async def engine_dies(
     fake: FakeInstance, request: web.Request, _: dict[str, Any]
 ) -> web.StreamResponse:
@@ -78,18 +84,6 @@ async def breaks_after_the_role(
     await begin_stream(request, script_of(request, body, texts=TEXTS).events(2)[0][:60])
     await asyncio.sleep(0.05)
     return await hang_up(fake, request, body)
-
-
-def trio(first: Handler | None = None) -> tuple[FakeInstance, ...]:
-    found = (
-        FakeInstance("p", Role.PREFILL, decode="d1"),
-        FakeInstance("d1", Role.DECODE),
-        FakeInstance("d2", Role.DECODE),
-    )
-    found[0].handler = first or prefill()
-    for each in found[1:]:
-        each.handler = continuation
-    return found
 
 
 def streamed(path: str, **options: Any) -> dict[str, Any]:
@@ -117,7 +111,7 @@ async def ask(made: Cluster, path: str, **options: Any) -> bytes:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_token_is_there_while_the_decode_instance_is_silent(path: str) -> None:
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].chunk_gate.clear()
         body = streamed(path)
         async with made.client.post(made.url + path, json=body) as response:
@@ -139,7 +133,7 @@ async def test_the_token_is_there_while_the_decode_instance_is_silent(path: str)
 @pytest.mark.parametrize("seen", [{}, {"logprobs": 1, "return_token_ids": True}])
 async def test_the_stream_is_the_one_of_one_instance(path: str, seen: dict[str, Any]) -> None:
     options = {"stream_options": {"include_usage": True}, **seen}
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         raw = await ask(made, path, **options)
 
     def normal(text: bytes) -> list[dict[str, Any]]:
@@ -161,7 +155,7 @@ async def test_the_stream_is_the_one_of_one_instance(path: str, seen: dict[str, 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_second_leg_carries_token_and_prompt_ids(path: str) -> None:
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         await ask(made, path, stream=False)
         body = made["d1"].calls[0][1]
         leg = made["d1"].leg()
@@ -175,7 +169,7 @@ async def test_the_second_leg_carries_token_and_prompt_ids(path: str) -> None:
 
 
 async def test_the_rendered_prompt_is_rendered_again_where_it_is_wanted() -> None:
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         await ask(made, CHAT, return_prompt_text=True)
         assert "prompt_token_ids" not in made["d1"].calls[0][1]["kv_transfer_params"]
 
@@ -192,7 +186,7 @@ KEPT: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", KEPT, ids=str)
 async def test_what_is_not_plain_text_waits_for_the_second_leg(options: dict[str, Any]) -> None:
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].chunk_gate.clear()
         task = asyncio.create_task(ask(made, CHAT, **options))
         await eventually(lambda: made["d1"].calls)
@@ -216,7 +210,7 @@ async def test_what_is_not_plain_text_waits_for_the_second_leg(options: dict[str
 async def test_a_token_that_may_continue_differently_is_not_shown_early(
     text: str, change: dict[str, bool], options: dict[str, Any]
 ) -> None:
-    fakes = trio(prefill(texts=(text,)))
+    fakes = trio(prefill(texts=(text,)), continuation)
     fakes[1].abilities = change
     async with cluster(*fakes) as made:
         await ask(made, CHAT, **options)
@@ -224,7 +218,7 @@ async def test_a_token_that_may_continue_differently_is_not_shown_early(
 
 
 async def test_every_choice_draws_its_own_first_token() -> None:
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         await ask(made, COMPLETION, n=3, temperature=1.0, stop=["x"], stop_token_ids=[3])
         first, second = made["p"].calls[0][1], made["d1"].calls[0][1]
         assert (first["n"], first["ignore_eos"]) == (1, True)
@@ -242,7 +236,7 @@ async def test_a_complaint_about_the_choices_passes_and_the_kv_is_dropped() -> N
     async def complain(*_: Any) -> web.StreamResponse:
         return web.json_response(error, status=400)
 
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].handler = complain
         assert (await made.ask(n=2))[:2] == (400, error)
         await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
@@ -255,7 +249,7 @@ async def test_a_first_token_that_is_the_last_starts_no_second_leg(
     path: str, is_streamed: bool, has_stop_string: bool
 ) -> None:
     handler = prefill(is_final=not has_stop_string, finish_reason="stop", texts=("Ab",))
-    async with cluster(*trio(handler)) as made:
+    async with cluster(*trio(handler, continuation)) as made:
         body = streamed(path, stream=is_streamed)
         async with made.client.post(made.url + path, json=body) as response:
             raw = await response.read()
@@ -280,16 +274,16 @@ async def test_a_first_token_that_is_the_last_starts_no_second_leg(
 async def test_an_ending_first_token_that_cannot_be_the_answer_is_served_whole(
     options: dict[str, Any],
 ) -> None:
-    async with cluster(*trio(prefill(is_final=True, finish_reason="stop"))) as made:
+    async with cluster(*trio(prefill(is_final=True, finish_reason="stop"), continuation)) as made:
         assert pieces(await ask(made, CHAT, **options)) == list(TEXTS)
         calls = [*made["d1"].calls, *made["d2"].calls]
         assert [call[1].get("kv_transfer_params") for call in calls] == [None]
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fault", [failing, engine_dies, breaks_after_the_role])
+@pytest.mark.parametrize("fault", [answer_500, engine_dies, breaks_after_the_role])
 async def test_after_the_token_another_instance_goes_on(path: str, fault: Handler) -> None:
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].handler = fault
         seen = await ask(made, path)
         assert pieces(seen) == list(TEXTS)
@@ -301,14 +295,14 @@ async def test_after_the_token_another_instance_goes_on(path: str, fault: Handle
 
 
 async def test_the_prefill_instance_goes_on_when_there_is_no_other() -> None:
-    async with cluster(*trio()[:2]) as made:
-        made["d1"].handler = failing
+    async with cluster(*trio(prefill(), continuation)[:2]) as made:
+        made["d1"].handler = answer_500
         assert pieces(await ask(made, COMPLETION)) == list(TEXTS)
         assert len(made["p"].calls) == 2
 
 
 async def test_without_a_taker_for_the_kv_an_instance_goes_on_behind_the_token() -> None:
-    async with cluster(*trio(prefill(decode=""))) as made:
+    async with cluster(*trio(prefill(decode=""), continuation)) as made:
         seen = await ask(made, COMPLETION)
         assert pieces(seen) == list(TEXTS)
         (call,) = [*made["d1"].calls, *made["d2"].calls]
@@ -318,30 +312,13 @@ async def test_without_a_taker_for_the_kv_an_instance_goes_on_behind_the_token()
         assert await metric(made, 'tetri_fallbacks_total{reason="no_decode_instance"}') == 1
 
 
-async def test_a_stream_that_no_instance_continues_ends_with_an_error() -> None:
-    async with cluster(*trio()) as made:
-        first = made["p"].handler
-        assert first is not None
-
-        async def once(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
-            return await (first if len(fake.calls) == 1 else failing)(fake, request, body)
-
-        made["p"].handler = once
-        made["d1"].handler = made["d2"].handler = failing
-        seen = await ask(made, COMPLETION)
-        assert pieces(seen)[0] == "Ab"
-        assert b'data: {"error":{"message":"instance' in seen
-        assert b"DONE" not in seen
-        assert await made.table() == []
-
-
 async def test_a_decode_instance_that_goes_on_otherwise_is_an_error_not_a_wrong_text() -> None:
     async def other(
         fake: FakeInstance, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         return await begin_stream(request, *Script(("other", "x")).events(2))
 
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].handler = other
         seen = await ask(made, COMPLETION)
         assert b"other" not in seen.split(b'"error"')[0]
@@ -351,11 +328,7 @@ async def test_a_decode_instance_that_goes_on_otherwise_is_an_error_not_a_wrong_
 
 @pytest.mark.parametrize("is_silent", [True, False])
 async def test_a_client_that_leaves_behind_the_token_takes_all_with_it(is_silent: bool) -> None:
-    async def hang(fake: FakeInstance, *_: Any) -> web.StreamResponse:
-        await asyncio.sleep(60)
-        raise AssertionError
-
-    async with cluster(*trio()) as made:
+    async with cluster(*trio(prefill(), continuation)) as made:
         if is_silent:
             made["d1"].handler = hang
         else:

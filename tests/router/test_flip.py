@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, metric
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, four, metric
 from vllm_tetri import cli
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.types import ClusterView, InstanceId, Role
-
-
-def four() -> tuple[FakeInstance, ...]:
-    return (
-        FakeInstance("p1", Role.PREFILL, decode="d1"),
-        FakeInstance("p2", Role.PREFILL, decode="d1"),
-        FakeInstance("d1", Role.DECODE),
-        FakeInstance("d2", Role.DECODE),
-    )
 
 
 async def flip(made: Cluster, name: str, role: str, **body: Any) -> tuple[int, Any]:

@@ -31,19 +31,7 @@ LIMITS = Limits(head_s=0.3, body_s=0.3, idle_s=0.5, stalled_s=1.0)
 class Tolerant(FakeInstance):
     """Answers whatever it is asked, as an engine would."""
 
-    async def start(self, *controls: str) -> None:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_get("/health", self._health)
-        app.router.add_route("*", "/{tail:.*}", self._tolerate)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
-        self.join(*controls)
-
-    async def _tolerate(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
         try:
             body = json.loads(await request.read() or b"{}")
             assert isinstance(body, dict)
@@ -83,7 +71,7 @@ async def pelt(count: int, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(*instances(), limits=LIMITS) as made:
         assert (await made.ask())[0] == 200
         await made.client.close()
-        await eventually(lambda: made.listener.num_connections == 0)
+        await eventually(lambda: len(made.listener.connections) == 0)
         num_tasks = len(asyncio.all_tasks())
         statuses: list[int] = []
         while len(statuses) < count:
@@ -91,7 +79,7 @@ async def pelt(count: int, seed: int, caplog: pytest.LogCaptureFixture) -> None:
             statuses += await asyncio.gather(*(send(made, each) for each in sent))
             good = await exchange(made, post(b'{"model":"tiny","prompt":"hello"}'))
             assert good.status == 200, good
-        await eventually(lambda: made.listener.num_connections == 0)
+        await eventually(lambda: len(made.listener.connections) == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
         assert len(made.scheduler.table) == 0
         for name in ("p", "d", "b"):

@@ -58,13 +58,20 @@ async def test_a_connection_serves_one_request_after_another() -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [b"HTTP/1.1 200 OK\r\nConnection: close\r\n", b"HTTP/1.0 200 OK\r\n"]
+    ("sent", "num_connections"),
+    [
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, 1),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok", 2),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok", 2),
+        (b"HTTP/1.1 200 OK\r\n\r\nok", 2),  # it ends with its connection
+    ],
 )
-async def test_a_connection_that_the_server_wants_closed_is_not_used_again(head: bytes) -> None:
-    async with serving(says(head + b"Content-Length: 2\r\n\r\nok")) as server, wires() as client:
+async def test_a_connection_is_used_again_if_it_may_be(sent: bytes, num_connections: int) -> None:
+    ends = b"Length" not in sent
+    async with serving(says(sent, ends=ends)) as server, wires() as client:
         assert await whole(client, server.url) == b"ok"
         assert await whole(client, server.url) == b"ok"
-        assert server.num_connections == 2
+        assert server.num_connections == num_connections
 
 
 async def test_chunks_come_as_they_are_sent() -> None:
@@ -84,18 +91,6 @@ async def test_chunks_come_as_they_are_sent() -> None:
         assert server.num_connections == 1
 
 
-async def test_an_answer_without_length_ends_with_its_connection() -> None:
-    async with serving(says(b"HTTP/1.1 200 OK\r\n\r\nall", ends=True)) as server, wires() as client:
-        assert await whole(client, server.url) == b"all"
-
-
-async def test_what_comes_before_the_answer_is_passed_over() -> None:
-    async with serving(says(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)) as server, wires() as client:
-        assert await whole(client, server.url) == b"ok"
-        assert await whole(client, server.url) == b"ok"
-        assert server.num_connections == 1
-
-
 async def test_a_connection_that_was_closed_while_idle_is_exchanged() -> None:
     async def serve(request: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if server.num_connections == 1 and len(server.requests) == 2:
@@ -109,14 +104,16 @@ async def test_a_connection_that_was_closed_while_idle_is_exchanged() -> None:
         assert server.num_connections == 2
 
 
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\n"])
 async def test_an_instance_that_had_the_request_does_not_get_it_again(
-    monkeypatch: pytest.MonkeyPatch,
+    begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It worked on it, said nothing yet, and died, maybe of it."""
-    monkeypatch.setattr(http_client, "_CLOSING_S", 0.05)
+    """It worked on it, said nothing yet or little, and died, maybe of it."""
+    monkeypatch.setattr(http_client, "_CLOSING_S", 30.0 if begun else 0.05)
 
     async def serve(request: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
+            writer.write(begun)
             await asyncio.sleep(0.2)
             writer.close()
         else:
@@ -299,22 +296,6 @@ async def test_a_head_without_end_is_an_error() -> None:
             await whole(client, server.url)
 
 
-async def test_a_request_is_not_sent_again_when_its_answer_had_begun() -> None:
-    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(server.requests) == 1:
-            writer.write(OK)
-        else:
-            writer.write(b"HTTP/1.1 200 OK\r\n")
-            await writer.drain()
-            writer.close()
-
-    async with serving(serve) as server, wires() as client:
-        assert await whole(client, server.url) == b"ok"
-        with pytest.raises(ConnectionLost, match="connection closed"):
-            await whole(client, server.url)
-        assert len(server.requests) == 2
-
-
 async def test_a_connection_that_still_carries_a_request_is_not_used_again() -> None:
     """An instance may refuse before it has read all."""
     hold = asyncio.Event()
@@ -361,7 +342,7 @@ async def test_nothing_is_kept_of_a_server_that_speaks_first() -> None:
         for _ in range(20):
             with pytest.raises(ConnectionLost):
                 await whole(client, url)
-        assert len(client) == 0
+        assert len(client.connections) == 0
 
 
 async def test_a_health_check_keeps_nothing_of_an_answer_without_end() -> None:
@@ -390,7 +371,7 @@ async def test_a_whole_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> Non
         server.serve = says(long % (5000, b"x" * 1001))
         with pytest.raises(ConnectionLost, match="more than 1000 bytes"):
             await whole(client, server.url)
-        assert len(client) == 0
+        assert len(client.connections) == 0
 
 
 async def test_closing_ends_connections_that_are_being_made() -> None:
@@ -400,7 +381,7 @@ async def test_closing_ends_connections_that_are_being_made() -> None:
         client.close()
         with pytest.raises(ConnectionLost, match="closed"):
             await sending
-        assert len(client) == 0
+        assert len(client.connections) == 0
 
 
 async def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:

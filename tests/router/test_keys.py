@@ -10,21 +10,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.router.fakes import FakeInstance, cluster
+from tests.router.fakes import both, cluster
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.router.app import NOT_PROXIED, PROXIED
+from vllm_tetri.router.app import PROXIED
 from vllm_tetri.router.auth import instance_key_of, keys_of
 from vllm_tetri.router.command import add_arguments
-from vllm_tetri.types import Role
 
 KEYS = ("secret-one", "zweiter Schlüssel")
 OPEN = ("/health", "/ping", "/metrics", "/version")
 BOTH = {"Authorization": f"Bearer {KEYS[0]}"}
-
-
-def both() -> FakeInstance:
-    return FakeInstance("b", Role.BOTH)
 
 
 async def status(
@@ -41,7 +36,7 @@ async def status(
 
 async def test_every_route_but_a_few_needs_a_key() -> None:
     posts = ("/v1/chat/completions", "/v1/completions", "/tetri/v1/mode", "/nothing")
-    posts += (*NOT_PROXIED, *(path for method, path, _ in PROXIED if method == "POST"))
+    posts += tuple(path for method, path, _ in PROXIED if method == "POST")
     posts += ("/tetri/v1/instances/b/drain", "/tetri/v1/instances/b/flip")
     gets = ("/v1/models", "/tetri/v1/instances", "/tetri/v1/requests", "/tetri/v1/mode")
     gets += tuple(each for method, each, _ in PROXIED if method == "GET" and each not in OPEN)

@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually
 from tests.router.raw import CLOSED, Answer, connected, exchange, post, read_answer
 from vllm_tetri.router import request
 from vllm_tetri.router.auth import Limits
-from vllm_tetri.types import Role
 
 GOOD = b'{"model":"tiny","prompt":"hello"}'
 QUICK = Limits(head_s=0.2, body_s=0.2, stalled_s=0.2, idle_s=0.3)
-
-
-def both() -> FakeInstance:
-    return FakeInstance("b", Role.BOTH)
 
 
 async def works(made: Cluster) -> None:
@@ -220,12 +215,12 @@ async def test_an_open_path_does_not_wait_for_a_body() -> None:
 async def test_a_connection_above_the_limit_gets_503() -> None:
     async with cluster(both(), limits=Limits(connections=2)) as made:
         async with connected(made), connected(made):
-            await eventually(lambda: made.listener.num_connections == 2)
+            await eventually(lambda: len(made.listener.connections) == 2)
             async with connected(made) as (reader, _):
                 answer = await read_answer(reader)
                 assert (answer.status, answer.headers["retry-after"]) == (503, "1")
                 assert "too many connections" in answer.error["message"]
-        await eventually(lambda: made.listener.num_connections == 0)
+        await eventually(lambda: len(made.listener.connections) == 0)
         await works(made)
 
 

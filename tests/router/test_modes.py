@@ -16,6 +16,7 @@ from tests.router.fakes import (
     begin,
     cluster,
     eventually,
+    full,
     held_back,
     let_go,
     refused,
@@ -106,17 +107,6 @@ async def test_adaptive_mode_serves_whole_or_split_as_it_is_cheaper() -> None:
         assert await where(made, prompt=LONG) == ("d", "d")
 
 
-async def test_only_adaptive_requests_may_be_decoded_anywhere() -> None:
-    async with cluster(*pair(decode=BUSY)) as made:
-        for mode, anywhere in ((Mode.SPLIT, False), (Mode.ADAPTIVE, True), (Mode.SPLIT, False)):
-            await set_mode(made, {"mode": mode})
-            await until_reported(made)
-            assert await where(made, prompt=LONG) == ("p", "d")
-            leg = made["p"].leg()
-            assert isinstance(leg, PrefillParams)
-            assert leg.anywhere is anywhere
-
-
 async def test_a_prompt_on_a_decode_instance_may_be_answered_there_by_hand_over() -> None:
     """Direction is per request: the first chunk is done, and the choice made again."""
     async with cluster(*pair(decode=BUSY), mode=Mode.ADAPTIVE) as made:
@@ -196,33 +186,17 @@ async def test_overloaded_instances_lead_to_another_one_and_then_to_503(mode: Mo
 async def test_instances_that_say_they_are_full_lead_on_and_then_to_503(mode: Mode) -> None:
     async with cluster(*pair(decode=BUSY), mode=mode) as made:
         await until_reported(made)
-        full = {"p"}
+        busy = {"p"}
 
         async def serve(fake: FakeInstance, request: Any, body: Any) -> Any:
-            return _busy() if fake.id in full else await fake.answer(request, body)
+            return await (full() if fake.id in busy else fake.answer(request, body))
 
         for each in made.instances.values():
             each.handler = serve
         assert await where(made, prompt=LONG) == ("d", "d")
         assert len(made["p"].calls) == 1
-        full.add("d")
+        busy.add("d")
         await refused(made, "instances (2)", prompt=LONG)
-
-
-def _busy() -> Any:
-    from aiohttp import web
-
-    error = {"message": "queue", "type": "Service Unavailable", "param": None, "code": 503}
-    return web.json_response({"error": error}, status=503)
-
-
-async def test_adaptive_requests_without_an_instance_are_refused() -> None:
-    async with cluster(*pair(), mode=Mode.ADAPTIVE) as made:
-        for each in made.instances.values():
-            await each.stop_http()
-        status, answer, _ = await made.ask()
-        assert status in (502, 503)
-        assert answer["error"]["message"]
 
 
 # -- another mode at run time ---------------------------------------------------------

@@ -26,8 +26,8 @@ class Sizes:
     def look(self) -> None:
         made = self._made
         self.in_flight = max(self.in_flight, len(made.scheduler.table))
-        self.connections = max(self.connections, made.listener.num_connections)
-        self.upstream = max(self.upstream, len(made.scheduler.upstream.http))
+        self.connections = max(self.connections, len(made.listener.connections))
+        self.upstream = max(self.upstream, len(made.scheduler.upstream.http.connections))
 
 
 async def ask(made: Cluster, client: aiohttp.ClientSession, number: int) -> tuple[str, int]:
@@ -76,7 +76,7 @@ async def test_ten_times_too_much_is_refused_at_once_and_leaves_nothing() -> Non
         assert found["modest", 200] >= 1
         assert num_served <= MOST
 
-        await eventually(lambda: made.listener.num_connections == 0)
+        await eventually(lambda: len(made.listener.connections) == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= before)
         assert len(made.scheduler.table) == 0
         assert [made.scheduler.table.clients[f"key-{n}"] for n in range(2)] == [0, 0]

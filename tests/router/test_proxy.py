@@ -11,13 +11,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
-from vllm_tetri.router.app import NOT_PROXIED, PROXIED
-from vllm_tetri.router.auth import Limits
+from tests.router.fakes import BUSY, Cluster, FakeInstance, cluster, eventually, hang_up
+from vllm_tetri.router.app import PROXIED
 from vllm_tetri.types import Role
 
 RESPONSES = "/v1/responses"
-BUSY = {"message": "m", "type": "Service Unavailable", "param": None, "code": 503}
 
 PLAIN = [(method, path, rules) for method, path, rules in PROXIED if "{" not in path]
 JSON_POSTS = [path for method, path, rules in PLAIN if method == "POST" and rules.has_json]
@@ -42,20 +40,7 @@ class WholeInstance(FakeInstance):
         self.status = 200
         self.error: dict[str, Any] | None = None
 
-    async def start(self, *controls: str) -> None:
-        app = web.Application()
-        app.router.add_get("/health", self._health)
-        app.router.add_route("*", "/{tail:.*}", self._any)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
-        self.join(*controls)
-
-    async def _any(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         self.seen.append(Seen(request.method, request.path_qs, raw, request.headers.copy()))
         try:
@@ -76,13 +61,6 @@ class WholeInstance(FakeInstance):
             content_type="application/json",
             headers={"X-Extra": "kept"},
         )
-
-
-async def hang_up(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
-    assert request.transport is not None
-    request.transport.abort()
-    await asyncio.sleep(60)
-    raise AssertionError
 
 
 async def ask(
@@ -275,7 +253,7 @@ async def test_a_client_cannot_set_our_parameters(forged: dict[str, Any]) -> Non
 
 async def test_a_route_that_instances_do_not_have_says_so() -> None:
     async def not_found(*_: Any) -> web.StreamResponse:
-        return web.json_response({"detail": "Not Found"}, status=404)
+        return web.Response(body=b'{"detail":"Not Found"}', status=404)
 
     async with cluster(WholeInstance("b")) as made:
         made["b"].handler = not_found
@@ -285,14 +263,15 @@ async def test_a_route_that_instances_do_not_have_says_so() -> None:
         assert error["message"].startswith("POST /v1/embeddings: no instance offers this route")
 
 
-@pytest.mark.parametrize("path", NOT_PROXIED)
+@pytest.mark.parametrize("path", ["/sleep", "/v1/realtime", "/nothing"])
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_what_is_not_served_says_why(path: str, method: str) -> None:
     async with cluster() as made:
         status, answer, _ = await ask(made, path, method)
         error = json.loads(answer)["error"]
         assert (status, error["type"]) == (404, "NotFoundError")
-        assert len(error["message"]) > len(f"{method} {path}: ") + 20
+        assert error["message"].startswith(f"{method} {path}: ")
+        assert "/tetri/v1/instances" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -310,12 +289,3 @@ async def test_ping_says_what_health_says() -> None:
         assert (await ask(made, "/ping", "GET"))[0] == 503
         await made.add(WholeInstance("b"))
         assert (await ask(made, "/ping", "GET"))[0] == (await ask(made, "/ping"))[0] == 200
-
-
-async def test_broken_json_no_ready_instance_and_a_huge_body_are_refused() -> None:
-    async with cluster(limits=Limits(body_bytes=1000)) as made:
-        assert (await ask(made, "/tokenize"))[0] == 503
-        async with made.client.post(made.url + "/tokenize", data=b"{") as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["message"]
-        assert (await ask(made, "/tokenize", prompt="x" * 2000))[0] == 413

@@ -14,9 +14,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
-from tests.router.fakes import FakeInstance, eventually, router
+from tests.router.fakes import FakeInstance, eventually, hang, router
 from vllm_tetri import cli
 from vllm_tetri.launch.machine import free_port
 from vllm_tetri.messages import FlipRole
@@ -160,11 +159,6 @@ def router_process(control: str) -> Iterator[tuple[subprocess.Popen[bytes], str]
     finally:
         process.kill()
         process.wait()
-
-
-async def hang(*_: Any) -> web.StreamResponse:
-    await asyncio.sleep(60)
-    raise AssertionError
 
 
 async def test_a_router_that_dies_takes_only_its_own_requests_with_it() -> None:

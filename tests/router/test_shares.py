@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, held_back, let_go
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, full, held_back, let_go
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.table import Entry, RequestTable, Shares
 from vllm_tetri.types import InstanceId, Mode, Role
 
 KEYS = ("greedy", "modest")
-BUSY = {"error": {"message": "full", "type": "Service Unavailable", "param": None, "code": 503}}
 
 
 async def ask(made: Cluster, key: str, **body: Any) -> tuple[int, Any]:
@@ -102,7 +101,7 @@ async def test_a_bound_that_only_an_instance_knows_is_shared_once_it_was_met() -
     ) -> web.StreamResponse:
         nonlocal now
         if now >= most:
-            return web.json_response(BUSY, status=503)
+            return await full()
         now += 1
         try:
             await fake.chunk_gate.wait()

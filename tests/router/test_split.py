@@ -7,16 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.router.fakes import PROMPT_TOKENS, Cluster, FakeInstance, cluster
+from tests.router.fakes import PROMPT_TOKENS, Cluster, FakeInstance, cluster, pair
 from vllm_tetri.handover import DecodeParams, PrefillParams
 from vllm_tetri.types import Role
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-def pair() -> tuple[FakeInstance, FakeInstance]:
-    return FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.certificates import AUTHORITY, CERTIFICATE, CERTIFICATE_KEY, trusting
-from tests.router.fakes import FakeInstance, cluster, eventually
+from tests.router.fakes import both, cluster, eventually
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.router.auth import (
@@ -28,14 +28,9 @@ from vllm_tetri.router.auth import (
     tls_of,
 )
 from vllm_tetri.router.command import add_arguments
-from vllm_tetri.types import Role
 
 FILES = ("--ssl-certfile", str(CERTIFICATE), "--ssl-keyfile", str(CERTIFICATE_KEY))
 BODY = {"model": "tiny", "prompt": "x"}
-
-
-def both() -> FakeInstance:
-    return FakeInstance("b", Role.BOTH)
 
 
 def tls(*words: str) -> ssl.SSLContext | None:
@@ -94,7 +89,7 @@ async def test_limits_hold_with_tls_too() -> None:
                 each.close()
                 with suppress(OSError):
                     await each.wait_closed()
-            await eventually(lambda: made.listener.num_connections == 0)
+            await eventually(lambda: len(made.listener.connections) == 0)
 
 
 async def test_commands_speak_https(

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.router.fakes import FakeInstance, Handler
+from tests.router.fakes import FakeInstance, Handler, hang, trio
 from tests.router.scripts import CHAT, Script
 from vllm_tetri.handover import (
     DecodeParams,
@@ -63,19 +63,10 @@ async def begin_stream(request: web.Request, *events: bytes) -> web.StreamRespon
     return response
 
 
-async def hang_up(_: FakeInstance, request: web.Request, __: Any) -> web.StreamResponse:
-    """Reset the connection."""
-    assert request.transport is not None
-    request.transport.abort()
-    await asyncio.sleep(60)
-    raise AssertionError
-
-
 async def dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
     """Die before the first byte of a response."""
     die(fake, request)
-    await asyncio.sleep(60)
-    raise AssertionError
+    return await hang()
 
 
 def two(first: Handler, second: Handler) -> list[FakeInstance]:
@@ -119,7 +110,7 @@ def writer(dies_after: int | None = None, *, cut: int = 0, **changes: Any) -> Ha
         if not body.get("stream"):
             if dies_after == 0:
                 die(fake, request)
-                await asyncio.sleep(60)
+                await hang()
             return web.json_response(script.whole(), dumps=compact)
         events = script.events(num_given(body) + 1)
         answer = web.StreamResponse(headers=STREAM_HEADERS)
@@ -130,7 +121,7 @@ def writer(dies_after: int | None = None, *, cut: int = 0, **changes: Any) -> Ha
                     await answer.write(event[:cut])
                 await asyncio.sleep(0.05)  # what was written is read first
                 die(fake, request)
-                await asyncio.sleep(60)
+                await hang()
             await fake.chunk_gate.wait()
             await answer.write(event)
         return answer
@@ -151,14 +142,7 @@ def prefilled(script: Script, leg: PrefillParams, decode: str) -> web.Response:
 
 def pair_and_spare(dies_after: int, *, cut: int = 0, **later: Any) -> tuple[FakeInstance, ...]:
     """d1 dies; d2 and p can go on. `later` changes what those write."""
-    found = (
-        FakeInstance("p", Role.PREFILL, decode="d1"),
-        FakeInstance("d1", Role.DECODE),
-        FakeInstance("d2", Role.DECODE),
-    )
-    for each in found:
-        each.handler = writer(created=1_700_000_050, **later)
-    found[0].handler = writer(**later)
+    found = trio(writer(**later), writer(created=1_700_000_050, **later))
     found[1].handler = writer(dies_after, cut=cut)
     return found
 

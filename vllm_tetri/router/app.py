@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from vllm_tetri.messages import FlipRole
-from vllm_tetri.router.auth import Keys, Limits, Unauthorized
+from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.router.request import (
@@ -59,14 +59,6 @@ _TEXT = (
     "/v1/completions/render", "/v1/completions/derender",
     "/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render",
 )
-# These act on the one instance that they are sent to, or report on it.
-_ONE_ONLY = (
-    "/load", "/kv_event_sources", "/server_info", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter", "/start_profile", "/stop_profile", "/reset_prefix_cache",
-    "/reset_mm_cache", "/reset_encoder_cache", "/collective_rpc", "/sleep", "/wake_up",
-    "/is_sleeping", "/release_kv_cache_memory", "/scale_elastic_ep", "/is_scaling_elastic_ep",
-    "/abort_requests", "/inference/v1/abort_requests",
-)
 # fmt: on
 _FACTS = ("/version", "/tokenizer_info")
 _RESPONSES = "/v1/responses"
@@ -84,17 +76,6 @@ PROXIED: tuple[tuple[str, str, ProxyRules], ...] = (
     ("GET", _RESPONSE, _STORED),
     ("POST", _RESPONSE + "/cancel", _STORED),
 )
-# Routes of vLLM that the router does not serve, and why.
-NOT_PROXIED = {
-    **dict.fromkeys(
-        _ONE_ONLY,
-        "this route concerns one instance; ask that instance itself "
-        "(GET /tetri/v1/instances lists their addresses)",
-    ),
-    "/v1/realtime": "WebSockets are not relayed; connect to an instance itself "
-    "(GET /tetri/v1/instances lists their addresses)",
-    "/invocations": "this route may stand for any other; use the one that you mean",
-}
 
 
 class ModeOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,8 +107,8 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
     routes = _Routes(scheduler, bodies)
     app = web.Application(middlewares=[_shape_errors, _guard(keys, bodies)])
     app.add_routes([
-        web.post(CHAT, routes.generate),
-        web.post(COMPLETIONS, routes.generate),
+        web.post(CHAT, routes.serve(None)),
+        web.post(COMPLETIONS, routes.serve(None)),
         web.get("/v1/models", routes.models),
         web.get("/health", routes.health),
         web.get("/ping", routes.health),
@@ -142,8 +123,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
     ])  # fmt: skip
     for method, path, rules in PROXIED:
         more = {"allow_head": False} if method == "GET" else {}
-        app.add_routes([web.route(method, path, routes.proxy(rules), **more)])
-    app.add_routes([web.route("*", path, _refuse) for path in NOT_PROXIED])
+        app.add_routes([web.route(method, path, routes.serve(rules), **more)])
 
     async def run(_: web.Application) -> AsyncIterator[None]:
         try:
@@ -161,23 +141,16 @@ class _Routes:
         self._scheduler = scheduler
         self._bodies = bodies
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        client = request[INCOMING].client
-        self._scheduler.shares.check(client)  # before the body comes
-        raw = await self._bodies.read(request)
-        parsed = parse_request(request.path, raw, request.headers, client=client)
-        return await self._scheduler.serve(parsed, request)
-
-    def proxy(self, rules: ProxyRules) -> Handler:
-        """Return the handler of a route that is never split."""
+    def serve(self, rules: ProxyRules | None) -> Handler:
+        """Return the handler of a route; with rules, of one that is never split."""
 
         async def serve(http: web.Request) -> web.StreamResponse:
             client = http[INCOMING].client
-            self._scheduler.shares.check(client)  # before the body is read
-            raw = await self._bodies.read(http) if rules.has_body else b""
-            target = http.rel_url.raw_path_qs
+            self._scheduler.shares.check(client)  # before the body comes
+            raw = await self._bodies.read(http) if rules is None or rules.has_body else b""
+            path = http.path if rules is None else http.rel_url.raw_path_qs
             request = parse_request(
-                target, raw, http.headers, client=client, method=http.method, rules=rules
+                path, raw, http.headers, client=client, method=http.method, rules=rules
             )
             return await self._scheduler.serve(request, http)
 
@@ -262,10 +235,6 @@ class _Routes:
         return _json(self._scheduler.table.plain(time.monotonic()))
 
 
-async def _refuse(http: web.Request) -> web.StreamResponse:
-    raise Refusal(404, f"{http.method} {http.path}: {NOT_PROXIED[http.path]}")
-
-
 @web.middleware
 async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
@@ -276,6 +245,9 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if error.status < 400:
             raise
         words = f"{request.method} {request.path}: {error.reason}"
+        if error.status == 404:
+            words += "; a route that concerns one instance is served there: "
+            words += "GET /tetri/v1/instances lists their addresses"
         response = Refusal(error.status, words).response()
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
@@ -292,11 +264,11 @@ def _guard(keys: Keys, bodies: BodyReader) -> Middleware:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            incoming = Incoming(keys.client_of(request.path, request.headers))
-        except Unauthorized as error:
-            raise Refusal(401, str(error), code="invalid_api_key") from error
-        request[INCOMING] = incoming
+        client = keys.client_of(request.path, request.headers)
+        if client is None:
+            words = "this API needs a known key: send the header 'Authorization: Bearer KEY'"
+            raise Refusal(401, words, code="invalid_api_key")
+        request[INCOMING] = incoming = Incoming(client)
         bodies.check_announced(request)
         try:
             return await handler(request)

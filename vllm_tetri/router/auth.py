@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_tetri.errors import ConfigError, TetriError
+from vllm_tetri.errors import ConfigError
 
 # vLLM's own variable; here it may hold several keys, one per line.
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -28,41 +28,23 @@ _ANONYMOUS = ""
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client may send, how much of it, and how slowly; what exceeds a bound is refused.
+    """What a client may send, how much of it, and how slowly; what exceeds a bound is refused."""
 
-    Attributes:
-        connections: Connections at a time; the next one gets 503 and is closed.
-        body_bytes: Size of one request's body, uncompressed; 413.
-        bodies_bytes: Size of all bodies in the router together; 503.
-        url_bytes: Length of path and query; 414.
-        headers: Number of headers of one request; 431.
-        header_bytes: Length of the name of a header, or of its value; 431.
-        head_s: Time from a request's first byte to the end of its head; 408.
-        body_s: Time from there to the end of the body, more for large ones; 408.
-        least_bytes_per_s: Rate at which large bodies must come and responses must be read.
-        idle_s: Time that a connection may be idle between requests.
-        stalled_s: Time that a client may leave what it was sent unread, or read it more slowly.
-    """
-
-    connections: int = 8192
-    body_bytes: int = 64 << 20
-    bodies_bytes: int = 1 << 30
-    url_bytes: int = 4096
-    headers: int = 100
-    header_bytes: int = 8192
-    head_s: float = 10.0
-    body_s: float = 30.0
-    least_bytes_per_s: int = 16 << 10
-    idle_s: float = 75.0
-    stalled_s: float = 60.0
+    connections: int = 8192  # at a time; the next one gets 503 and is closed
+    body_bytes: int = 64 << 20  # of one request, uncompressed; 413
+    bodies_bytes: int = 1 << 30  # of all requests in the router together; 503
+    url_bytes: int = 4096  # path and query; 414
+    headers: int = 100  # of one request; 431
+    header_bytes: int = 8192  # of the name of a header, or of its value; 431
+    head_s: float = 10.0  # from a request's first byte to the end of its head; 408
+    body_s: float = 30.0  # from there to the end of the body, more for large ones; 408
+    least_bytes_per_s: int = 16 << 10  # at which large bodies come and responses are read
+    idle_s: float = 75.0  # that a connection may be idle between requests
+    stalled_s: float = 60.0  # that what was sent may be left unread, or be read more slowly
 
     def __post_init__(self) -> None:
         # The parser reports only the exceeded number, so the two must differ.
         assert self.url_bytes != self.header_bytes
-
-
-class Unauthorized(TetriError):
-    """A request without a known API key."""
 
 
 class Keys:
@@ -79,12 +61,9 @@ class Keys:
         """How many clients can be told apart."""
         return max(1, len(self._digests))
 
-    def client_of(self, path: str, headers: Mapping[str, str]) -> str:
-        """Name the client of a request; the name says nothing about the key.
-
-        Raises:
-            Unauthorized: The path needs a key, and there is none, or an unknown one.
-        """
+    def client_of(self, path: str, headers: Mapping[str, str]) -> str | None:
+        """Name the client of a request; the name says nothing about the key. None if the path
+        needs a key, and there is none, or an unknown one."""
         if not self._digests or path in _OPEN_PATHS:
             return _ANONYMOUS
         scheme, _, key = headers.get("Authorization", "").partition(" ")
@@ -92,19 +71,12 @@ class Keys:
         for number, digest in enumerate(self._digests):
             if secrets.compare_digest(presented, digest):
                 client = f"key-{number}"  # and go on: the time must not tell which
-        if not client or scheme.lower() != "bearer":
-            raise Unauthorized(
-                "this API needs a known key: send the header 'Authorization: Bearer KEY'"
-            )
-        return client
+        return client if client and scheme.lower() == "bearer" else None
 
 
 def keys_of(options: Namespace) -> tuple[str, ...]:
-    """Read the keys that clients may present.
-
-    Raises:
-        ConfigError: A key that no header could carry, or a file without any.
-    """
+    """Read the keys that clients may present. Raises `ConfigError`: a key that no header could
+    carry, or a file without any."""
     keys: list[str] = [key for key in options.api_key or [] if key]
     if (path := options.api_key_file) is not None:
         try:
@@ -129,10 +101,8 @@ def keys_of(options: Namespace) -> tuple[str, ...]:
 def instance_key_of(keys: tuple[str, ...]) -> str | None:
     """Return the `Authorization` header for instances; None forwards that of the client.
 
-    A client's key opens this router and is never shown to instances.
-
-    Raises:
-        ConfigError: There is a key for instances, but clients need none.
+    A client's key opens this router and is never shown to instances. Raises `ConfigError`: there is
+    a key for instances, but clients need none.
     """
     key = os.environ.get(INSTANCE_KEY_VARIABLE, "")
     if keys:
@@ -153,11 +123,8 @@ def has_tls(options: Namespace) -> bool:
 
 
 def tls_of(options: Namespace) -> ssl.SSLContext | None:
-    """Make the TLS context for clients; None for plain HTTP.
-
-    Raises:
-        ConfigError: The files or ciphers cannot be used, or contradict each other.
-    """
+    """Make the TLS context for clients; None for plain HTTP. Raises `ConfigError`: the files or
+    ciphers cannot be used, or contradict each other."""
     if not has_tls(options):
         if options.ssl_ca_certs or options.ssl_cert_reqs or options.ssl_ciphers:
             raise ConfigError("--ssl-... options need --ssl-certfile: without it there is no TLS")

@@ -200,22 +200,19 @@ async def _serve(
 ) -> None:
     from vllm_tetri.router.app import build_app
     from vllm_tetri.router.scheduler import GlobalScheduler
-    from vllm_tetri.router.server import Listener
+    from vllm_tetri.router.server import listening
 
     scheduler = GlobalScheduler(config)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    listener = Listener(build_app(scheduler, keys=keys, limits=limits), limits, stop_s=_STOP_S)
-    await listener.open(*address, tls)
-    try:
+    app = build_app(scheduler, keys=keys, limits=limits)
+    async with listening(app, limits, address, tls, stop_s=_STOP_S) as listener:
         scheme = "http" if tls is None else "https"
         instances = scheduler.monitor.address
         _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
         await stop.wait()
         _log.info("stopping: requests in flight have %g s to end", _STOP_S)
-    finally:
-        await listener.close()
 
 
 def _allow_files(num_connections: int) -> None:

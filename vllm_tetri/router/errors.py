@@ -24,13 +24,13 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
-_TOO_LONG_PARAMS = {"input_tokens", "input_text"}
+_TOO_LONG_PARAMS = ("input_tokens", "input_text")
 _TOO_LONG_TEXT = "maximum context length"
 # vLLM's response when a limit of its queue is reached (`GracefulHTTPError`: the type is the
 # status in words; the types of its other errors end in "Error").
 _AT_LIMIT_STATUS = 503
 _AT_LIMIT_TYPE = "Service Unavailable"
-_NOT_OFFERED = {"detail": "Not Found"}  # vLLM has no such route, or not for its model
+_NOT_OFFERED = b'{"detail":"Not Found"}'  # vLLM has no such route, or not for its model
 # Beginning of an event that carries an error; cannot occur inside a JSON string.
 ERROR_EVENT = b'data: {"error":'
 # An engine that shuts down ends its outputs with this finish reason.
@@ -41,6 +41,16 @@ DONE = b"data: [DONE]\n\n"
 def event(value: object) -> bytes:
     """Encode a server-sent event."""
     return b"data: %b\n\n" % msgspec.json.encode(value)
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Return the numbers of tokens as OpenAI's API shows them."""
+    total = prompt_tokens + completion_tokens
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": total,
+        "completion_tokens": completion_tokens,
+    }
 
 
 class Refusal(Exception):
@@ -61,13 +71,6 @@ class Refusal(Exception):
 
     def body(self) -> bytes:
         """Encode the error as the JSON that the client reads."""
-        return msgspec.json.encode(self._plain())
-
-    def event(self) -> bytes:
-        """Encode the error as a server-sent event, for a stream that has begun."""
-        return event(self._plain())
-
-    def _plain(self) -> dict[str, Any]:
         # Text quoted from a request need not be valid Unicode.
         error = {
             "message": str(self).encode(errors="replace").decode(),
@@ -75,7 +78,11 @@ class Refusal(Exception):
             "param": self.param,
             "code": self.code or self.status,
         }
-        return {"error": error}
+        return msgspec.json.encode({"error": error})
+
+    def event(self) -> bytes:
+        """Encode the error as a server-sent event, for a stream that has begun."""
+        return b"data: %b\n\n" % self.body()
 
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to the status."""
@@ -139,44 +146,37 @@ class InstanceAtLimit(Exception):
 def is_at_limit(status: int, body: bytes) -> bool:
     """Whether a response of vLLM says that a limit of its queue is reached
     (`--max-num-queued-tokens`, `--max-num-queued-reqs`)."""
-    return status == _AT_LIMIT_STATUS and _is_limit_error(body)
+    if status != _AT_LIMIT_STATUS:
+        return False
+    error = _error_in(body)
+    return (error.get("type"), error.get("code")) == (_AT_LIMIT_TYPE, _AT_LIMIT_STATUS)
 
 
 def is_at_limit_event(chunk: bytes) -> bool:
     """Whether a stream of status 200 begins with the event that the queue is at its limit:
     vLLM checks it again after the stream of a request has begun."""
     first = chunk.partition(b"\n")[0].removeprefix(b"data: ")
-    return chunk.startswith(ERROR_EVENT) and _is_limit_error(first)
+    return chunk.startswith(ERROR_EVENT) and is_at_limit(_AT_LIMIT_STATUS, first)
 
 
 def is_not_offered(status: int, body: bytes) -> bool:
     """Whether an instance's response says that it has no such route."""
-    try:
-        return status == 404 and bool(msgspec.json.decode(body) == _NOT_OFFERED)
-    except JSON_ERRORS:
-        return False
-
-
-def _is_limit_error(body: bytes) -> bool:
-    try:
-        error: Any = msgspec.json.decode(body)["error"]
-        return bool(error["type"] == _AT_LIMIT_TYPE and error["code"] == _AT_LIMIT_STATUS)
-    except (*JSON_ERRORS, LookupError, TypeError):
-        return False
+    return status == 404 and body == _NOT_OFFERED
 
 
 def mark_too_long(status: int, body: bytes) -> tuple[int, bytes]:
     """Turn vLLM's 400 for a prompt that is too long (parameter `input_tokens` or
     `input_text`) into status 413."""
-    if status != 400 or len(body) > 1 << 20:
-        return status, body
+    error = _error_in(body) if status == 400 and len(body) <= 1 << 20 else {}
+    if error.get("param") in _TOO_LONG_PARAMS or _TOO_LONG_TEXT in str(error.get("message")):
+        return 413, msgspec.json.encode({"error": {**error, "code": 413}})
+    return status, body
+
+
+def _error_in(body: bytes) -> dict[str, Any]:
+    """Return the error that a body describes, empty if there is none."""
     try:
-        plain: Any = msgspec.json.decode(body)
-        error = plain["error"]
-        is_too_long = error["param"] in _TOO_LONG_PARAMS or _TOO_LONG_TEXT in error["message"]
+        error: Any = msgspec.json.decode(body)["error"]
     except (*JSON_ERRORS, LookupError, TypeError):
-        return status, body
-    if not is_too_long:
-        return status, body
-    error["code"] = 413
-    return 413, msgspec.json.encode(plain)
+        return {}
+    return error if isinstance(error, dict) else {}

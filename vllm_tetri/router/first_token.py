@@ -16,7 +16,7 @@ import msgspec
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import FIELD, Prefilled, attempt_names, from_params
 from vllm_tetri.messages import PrefillEnding
-from vllm_tetri.router.errors import DONE, JSON_ERRORS, event
+from vllm_tetri.router.errors import DONE, JSON_ERRORS, event, usage_of
 from vllm_tetri.types import TransferId
 
 _BROKEN_CHARACTER = "\ufffd"
@@ -115,14 +115,8 @@ class FirstToken:
         return event({**self._chunk(created, [choice]), **counted, **prompt}) + text
 
     def _usage(self, num_tokens: int) -> dict[str, Any]:
-        prompt_tokens = self.response["usage"]["prompt_tokens"]
-        usage = {
-            "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + num_tokens,
-            "completion_tokens": num_tokens,
-        }
-        details = {"completion_tokens_details": None} if self.is_chat else {}
-        return {"usage": {**usage, **details}}
+        usage = usage_of(self.response["usage"]["prompt_tokens"], num_tokens)
+        return {"usage": usage | ({"completion_tokens_details": None} if self.is_chat else {})}
 
     def _chunk(self, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

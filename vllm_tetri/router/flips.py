@@ -195,13 +195,10 @@ class Flips:
     def order(
         self, instance: InstanceId, order: FlipRole, *, force: bool = False
     ) -> tuple[bool, int]:
-        """Order an instance to take a role; its current role cancels a flip under way. The
-        epoch of the order is set here. Returns whether there was anything to do, and the epoch.
-
-        Raises:
-            Refusal: 404 if there is no such instance; 409 if it cannot flip now, or the
-                cluster needs it as it is and `force` is not set.
-        """
+        """Order an instance to take a role; its current role cancels a flip under way. The epoch of
+        the order is set here. Returns whether there was anything to do, and the epoch. Raises
+        `Refusal`: 404 if there is no such instance; 409 if it cannot flip now, or the cluster needs
+        it as it is and `force` is not set."""
         one = self._monitor.view_of(instance)
         if one is None:
             raise Refusal(404, f"there is no instance {instance!r}")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Protocol, cast
 from urllib.parse import SplitResult, urlsplit
@@ -117,12 +117,9 @@ class HttpClient:
     def __init__(self, silence_s: float) -> None:
         self.silence_s = silence_s
         self._loop = asyncio.get_running_loop()
-        self._all: set[_Connection] = set()
-        self._idle: dict[str, list[_Connection]] = {}
-        self._is_closed = False
-
-    def __len__(self) -> int:
-        return len(self._all)
+        self.connections: set[_Connection] = set()
+        self.idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by URL
+        self.is_closed = False
 
     async def send(
         self,
@@ -138,15 +135,12 @@ class HttpClient:
         """Send a request to the server at `url` and wait for the head of its response.
 
         A connection that the instance closed while it was idle is replaced by a new one. `label`
-        and `sender` are for `fail_requests`.
-
-        Raises:
-            Unreachable: There is no connection.
-            ConnectionLost: The connection ended before a response came.
+        and `sender` are for `fail_requests`. Raises `Unreachable`: there is no connection;
+        `ConnectionLost`: the connection ended before a response came.
         """
-        parts, port = _parts_of(url)
+        parts, port = parts_of(url)
         message = _message(parts, method, path, body, headers)
-        if idle := self._idle.get(url):
+        if idle := self.idle.get(url):
             connection = idle.pop()
             try:
                 return await connection.request(message, label, sender)
@@ -162,7 +156,7 @@ class HttpClient:
         since_s = self._loop.time() - quiet_s
         failed = [
             each
-            for each in self._all
+            for each in self.connections
             if each.label == label
             and each.is_quiet(since_s)
             and (not only_migratable or (each.sender is not None and each.sender.is_migratable))
@@ -173,8 +167,8 @@ class HttpClient:
 
     def close(self) -> None:
         """Close every connection, for good. Idempotent."""
-        self._is_closed = True
-        for connection in list(self._all):
+        self.is_closed = True
+        for connection in list(self.connections):
             connection.drop(ConnectionLost("closed"))
 
     async def _connect(self, url: str, parts: SplitResult, port: int) -> _Connection:
@@ -191,26 +185,6 @@ class HttpClient:
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"cannot connect: {error}") from error
         return connection
-
-    def made(self, connection: _Connection) -> None:
-        """Register a new connection."""
-        self._all.add(connection)
-        if self._is_closed:
-            connection.drop(ConnectionLost("closed"))
-
-    def freed(self, connection: _Connection) -> None:
-        """Keep a connection for the next request."""
-        self._idle.setdefault(connection.url, []).append(connection)
-
-    def lost(self, connection: _Connection) -> None:
-        """Forget a closed connection."""
-        self._all.discard(connection)
-        idle = self._idle.get(connection.url)
-        if idle is not None:
-            with suppress(ValueError):
-                idle.remove(connection)
-            if not idle:  # instances come and go
-                del self._idle[connection.url]
 
 
 class _Connection(asyncio.Protocol):
@@ -262,7 +236,11 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-            self._owner.lost(self)
+            self._owner.connections.discard(self)
+            if self in self._owner.idle[self.url]:
+                self._owner.idle[self.url].remove(self)
+            if not self._owner.idle[self.url]:  # instances come and go
+                del self._owner.idle[self.url]
         head, self._head = self._head, None
         if head is not None and not head.done():
             head.set_exception(error)
@@ -272,7 +250,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self._owner.made(self)
+        self._owner.connections.add(self)
+        if self._owner.is_closed:
+            self.drop(ConnectionLost("closed"))
 
     def data_received(self, data: bytes) -> None:
         self._received_s = self._loop.time()
@@ -342,7 +322,7 @@ class _Connection(asyncio.Protocol):
             return
         self.label, self.sender = "", None
         self._set_timer(_IDLE_S)
-        self._owner.freed(self)
+        self._owner.idle[self.url].append(self)
 
     def _set_timer(self, limit_s: float | None) -> None:
         if self._timer is not None:
@@ -364,7 +344,7 @@ class _Connection(asyncio.Protocol):
 
 
 @lru_cache(maxsize=4096)
-def _parts_of(url: str) -> tuple[SplitResult, int]:
+def parts_of(url: str) -> tuple[SplitResult, int]:
     """Return the parts of a URL, and its port."""
     try:
         parts = urlsplit(url)

@@ -117,17 +117,19 @@ class KubeLease:
 
     async def close(self) -> None:
         self._is_closed = True
-        task, self._task = self._task, None
+        task, self._task, candidate = self._task, None, self._candidate
         if task is None:
             return
         task.cancel()
         await asyncio.wait({task})
-        self._candidate.resign()
-        self._candidate.on_error()  # a request may have been cancelled
+        candidate.resign()
+        candidate.on_error()  # a request may have been cancelled
         self._log_change()
         try:
             async with asyncio.timeout(END_S):
-                await self._give_back()
+                candidate.on_read(await self._read(), self._clock())
+                if candidate.record is not None and candidate.may_give_back(self._clock()):
+                    await self._write(candidate.record.num_changes + 1, "")
         except Exception as error:
             _log.info("%s: not given back, it expires instead: %s", self, _words_of(error))
 
@@ -141,10 +143,9 @@ class KubeLease:
             except Exception as error:
                 self._candidate.on_error()
                 problem = _words_of(error)
-                if not self._problem:
-                    _log.warning("--flip-lease: %s: %s", self, problem)
-            if self._problem and not problem:
-                _log.info("--flip-lease: %s: the API server can be used again", self)
+            if problem != self._problem:
+                words = problem or "the API server can be used again"
+                _log.warning("--flip-lease: %s: %s", self, words)
             self._problem = problem
             self._log_change()
             await self._sleep(pause_s)
@@ -167,12 +168,6 @@ class KubeLease:
                 return _RETRY_S
             candidate.on_written(written, sent_s, self._clock())
         return candidate.pause_s(self._clock())
-
-    async def _give_back(self) -> None:
-        candidate = self._candidate
-        candidate.on_read(await self._read(), self._clock())
-        if candidate.record is not None and candidate.may_give_back(self._clock()):
-            await self._write(candidate.record.num_changes + 1, "")
 
     async def _read(self) -> Record | None:
         """Return the lease, None if there is none."""

@@ -120,9 +120,6 @@ class _StateCollector(Collector):
         self._monitor = monitor
         self._table = table
 
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
     def collect(self) -> Iterator[Metric]:
         views, counters = self._monitor.view().instances, self._monitor.counters
         gauge, counter = partial(_family, "gauge"), partial(_family, "counter")

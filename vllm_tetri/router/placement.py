@@ -10,7 +10,7 @@ from statistics import fmean
 
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterState, Need, TableMaker
-from vllm_tetri.policy.overload import Backlogs, Late, expected_late
+from vllm_tetri.policy.overload import Backlogs, expected_late
 from vllm_tetri.policy.route import (
     AllAtLimit,
     Route,
@@ -19,7 +19,7 @@ from vllm_tetri.policy.route import (
     choose_keeper,
     choose_route,
 )
-from vllm_tetri.router.errors import NoCapacity
+from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Shares
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Mode
@@ -35,6 +35,7 @@ _UNKNOWN_OUTPUT_TOKENS = 200.0  # before any instance has finished an output
 _USUAL_PROMPT_TOKENS = 512
 _GRACE_S = 0.1  # an engine knows a request only some time after its bytes
 _MAX_CHOICES = 16
+LATE = "expected_late"
 
 _log = logging.getLogger(__name__)
 
@@ -112,9 +113,7 @@ class Placer:
         def choose(model: str, *, may_split: bool = False) -> Route | AllAtLimit | None:
             if request.is_stored:
                 return _choose_keeper(self._view(), model, excluded, at_limit | limited)
-            self._renew(now)
-            if model not in self._state.table.by_model:
-                self._renew(now, is_forced=True)  # its first instance has just joined
+            self._renew(now, model)
             return choose_route(
                 map(self._state.row, self._state.table.by_model.get(model, ())),
                 may_split=may_split,
@@ -140,14 +139,16 @@ class Placer:
             self._state.record_sent(first, None, size, now)
         return found
 
-    def expected_late(self, request: ApiRequest) -> Late | None:
-        """Explain why a new request should be refused as late; None if it should not."""
+    def refuse_late(self, request: ApiRequest) -> None:
+        """Raise `Refusal` 429 for a new request that is expected to miss its promises."""
         if not self._refuses_late:
-            return None
+            return
         place = self._cheapest(request, (), request.is_splittable, time.monotonic())
-        if place is None:
-            return None
-        return expected_late(place, self._objective, self._size_of(request).output_tokens)
+        tokens = self._size_of(request).output_tokens
+        late = expected_late(place, self._objective, tokens) if place is not None else None
+        if late is not None:
+            message = f"{late.reason}; try again in {late.retry_after_s} s"
+            raise Refusal(429, message, code=LATE, retry_after_s=late.retry_after_s)
 
     def record_prefill(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
         """An instance has computed a prompt that was sent at a monotonic time."""
@@ -161,7 +162,7 @@ class Placer:
         at_limit: frozenset[InstanceId],
         now: float,
     ) -> Route | AllAtLimit | None:
-        self._renew(now)  # also `_overloaded`
+        self._renew(now, request.model)  # also `_overloaded`
         taken = {*excluded, *at_limit, *self._overloaded}
         place = self._cheapest(request, taken, may_split, now)
         if place is None:
@@ -197,11 +198,8 @@ class Placer:
     def _cheapest(
         self, request: ApiRequest, taken: Collection[InstanceId], may_split: bool, now: float
     ) -> PricedRoute | None:
-        self._renew(now)
+        self._renew(now, request.model)
         candidates = self._candidates.get(request.model)
-        if candidates is None:
-            self._renew(now, is_forced=True)  # its first instance has just joined
-            candidates = self._candidates.get(request.model)
         if candidates is None:
             return None
         return price_route(
@@ -223,10 +221,13 @@ class Placer:
         prompt_tokens = max(1, request.approx_tokens)  # a body may be empty, a prompt is not
         return Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
 
-    def _renew(self, now: float, *, is_forced: bool = False) -> None:
+    def _renew(self, now: float, model: str) -> None:
+        """Look at the cluster again if the snapshot is old, or a model's first instance may have
+        just joined."""
         table = self._state.table
         fresh_s = max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
-        if now - table.at_s < fresh_s and not (is_forced or self._is_stale):
+        is_known = model in table.by_model and not self._is_stale
+        if is_known and now - table.at_s < fresh_s:
             return
         view = self._view()
         table, self._is_stale = self._tables.make(view, now), False

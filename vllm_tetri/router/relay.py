@@ -22,7 +22,7 @@ from vllm_tetri.router.first_token import FirstToken, read_first_token
 from vllm_tetri.router.http_client import HttpResponse
 from vllm_tetri.router.request import CHAT, ApiRequest
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
-from vllm_tetri.router.retry import Attempts, Scheduler
+from vllm_tetri.router.retry import RECOVERS_S, Attempts, Scheduler
 from vllm_tetri.router.stream import NotStored, Output
 from vllm_tetri.router.table import Entry
 from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
@@ -59,11 +59,6 @@ class Relay:
         self._first: FirstToken | None = None  # from prefill
         self._writer: InstanceInfo | None = None  # of what the client receives
         self.route = "none" if request.rules is None else "passed"
-
-    @property
-    def is_migratable(self) -> bool:
-        """Whether the client has received something that another instance can continue."""
-        return self._output.is_migratable
 
     async def serve(self) -> web.StreamResponse:
         """Serve the request; raises `Refusal` if no instance could and the client has no byte."""
@@ -297,7 +292,7 @@ class Relay:
     async def _wait_for_instance(self) -> InstanceInfo:
         """Wait for an instance that can continue: another one, else the same if it is back."""
         while True:
-            for excluded in (self._attempts.excluded(), self._attempts.just_excluded()):
+            for excluded in (self._attempts.excluded(), self._attempts.excluded(RECOVERS_S)):
                 with suppress(_NoInstance, NoCapacity):
                     return self._place(False, excluded)[1]
             if self._attempts.are_over:
@@ -331,11 +326,16 @@ class Relay:
 
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
         """Send a request to an instance and wait for the head of its response."""
-        self._attempts.record_sent(instance)
-        request, upstream = self._request, self._scheduler.upstream
-        headers, is_checked = self._headers, request.rules is None
-        return await upstream.send(
-            instance, request.method, request.path, body, headers, self, is_checked=is_checked
+        self._attempts.sent_to[instance.id] = instance
+        request = self._request
+        return await self._scheduler.upstream.send(
+            instance,
+            request.method,
+            request.path,
+            body,
+            self._headers,
+            self._output,
+            is_checked=request.rules is None,
         )
 
     def _drop_early(self) -> None:

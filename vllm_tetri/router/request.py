@@ -196,11 +196,8 @@ def decode_order(raw: bytes, kind: type[_Order], what: str) -> _Order:
 
 def decode_object(raw: bytes) -> dict[str, Any]:
     """Decode a body as a JSON object of bounded size and depth: a few megabytes can become
-    gigabytes of Python objects, and deep ones cannot be encoded again for an instance.
-
-    Raises:
-        Refusal: 400, the body is not such an object; 413, it has too many values.
-    """
+    gigabytes of Python objects, and deep ones cannot be encoded again for an instance. Raises
+    `Refusal`: 400, the body is not such an object; 413, it has too many values."""
     num_opened = raw.count(b"[") + raw.count(b"{")
     # Counts inside strings, too: telling them apart would take longer than decoding.
     if num_opened + raw.count(b",") > MAX_VALUES:
@@ -259,17 +256,10 @@ def _num_media_bytes(message: object) -> int:
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for each in level
-            for inner in (each.values() if isinstance(each, dict) else each)
-            if isinstance(inner, (list, dict))
-        ]
-        if not level:
-            return False
-    return True
+    if not isinstance(value, (list, dict)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_is_deeper(each, limit - 1) for each in inner)
 
 
 def _is_int(value: object) -> TypeGuard[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from vllm_tetri.handover import DecodeParams, PriorOutput, unseen_logprobs
-from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, JSON_ERRORS, event
+from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, JSON_ERRORS, event, usage_of
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.types import InstanceInfo, TransferId
@@ -118,12 +118,9 @@ class StreamRecord:
         self._theirs = self._ours = _CREATED % self._created
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of an instance; returns the whole events that the client gets.
-
-        Raises:
-            ContinuationMismatch: Going on would lose or repeat characters.
-            ContinuationFailed: The first event of a continuation is an error.
-        """
+        """Take bytes of an instance; returns the whole events that the client gets. Raises
+        `ContinuationMismatch`: going on would lose or repeat characters; `ContinuationFailed`: the
+        first event of a continuation is an error."""
         if self._rest or not data.endswith(_END):
             whole, end, self._rest = (self._rest + data).rpartition(_END)
             data = whole + end
@@ -162,12 +159,7 @@ class StreamRecord:
         if not wants_usage or b'"choices":[]' in self._last:
             return DONE
         chunk: dict[str, Any] = msgspec.json.decode(self._last.removeprefix(_DATA))
-        num_tokens = len(self.token_ids)
-        usage = {
-            "prompt_tokens": num_prompt_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-            "completion_tokens": num_tokens,
-        }
+        usage = usage_of(num_prompt_tokens, len(self.token_ids))
         kept = ("id", "object", "created", "model")
         last: dict[str, Any] = {key: chunk[key] for key in kept if key in chunk}
         return event({**last, "choices": [], "usage": usage}) + DONE

@@ -22,8 +22,9 @@ from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 MAX_RETRIES = 2
 # No retry later than this after the first failure, or the first since there was progress.
 RETRY_S = 30.0
-# After this time an instance that died is not ready any more, or is another process.
-_RECOVERS_S = 2.0
+# After this time an instance that died is not ready any more, or is another process: one that is
+# in use had a pause, or only the connection of one request broke.
+RECOVERS_S = 2.0
 MAX_CRASHES = 2
 CRASHES_EXPIRE_S = 300.0
 MAX_SUSPECTS = 4096
@@ -131,12 +132,15 @@ class Scheduler(Protocol):
 
 
 class Attempts:
-    """Failures of one request, and whether it is tried again. Owned by the request's task."""
+    """Failures of one request, and whether it is tried again. Owned by the request's task.
+
+    `sent_to` is written by the sender.
+    """
 
     def __init__(self, request: ApiRequest, entry: Entry, scheduler: Scheduler) -> None:
         self._request, self._entry, self._instances = request, entry, scheduler
         self._poison, self._metrics = scheduler.poison, scheduler.metrics
-        self._sent_to: dict[InstanceId, InstanceInfo] = {}
+        self.sent_to: dict[InstanceId, InstanceInfo] = {}
         self._failed: dict[InstanceId, tuple[int, float]] = {}  # process, and when
         self._failure: InstanceFailed | None = None
         self._give_up_s = 0.0
@@ -150,35 +154,23 @@ class Attempts:
 
     def excluded(self, within_s: float = inf) -> frozenset[InstanceId]:
         """Return the instances that failed lately, unless other processes replaced them."""
-        since_s = time.monotonic() - within_s
+        since_s, info = time.monotonic() - within_s, self._instances.info
         return frozenset(
             name
             for name, (pid, at_s) in self._failed.items()
-            if at_s > since_s and self._is_same(name, pid)
+            if at_s > since_s and ((one := info(name)) is None or one.pid == pid)
         )
 
-    def just_excluded(self) -> frozenset[InstanceId]:
-        """Return the instances that failed just now. One that failed before that and is in use
-        had a pause, or only this request's connection broke."""
-        return self.excluded(_RECOVERS_S)
-
-    def record_sent(self, instance: InstanceInfo) -> None:
-        """The request goes to an instance."""
-        self._sent_to[instance.id] = instance
-
     async def record_failure(self, error: InstanceFailed, *, has_output: bool) -> None:
-        """An instance failed the request, of which the client may have output already.
-
-        Raises:
-            Refusal: The request is not tried again.
-        """
+        """An instance failed the request, of which the client may have output already. Raises
+        `Refusal`: the request is not tried again."""
         _log.warning("request %s: %s", self._entry.id, error)
         if self._generated != self._entry.generated:
             self._generated = self._entry.generated
             self._give_up_s = time.monotonic() + RETRY_S
         self._failure = error
         self.num_failures += 1
-        instance = self._sent_to.get(error.instance)
+        instance = self.sent_to.get(error.instance)
         self._failed[error.instance] = instance.pid if instance else 0, time.monotonic()
         if instance is not None and error.had_it:
             self._poison.record_failure(self._request, instance)
@@ -198,10 +190,6 @@ class Attempts:
         if self._failure is None:
             return Refusal(503, "no instance can serve this request now; try again")
         return Refusal(self._failure.status, f"{self._failure} (tried {self.num_failures})")
-
-    def _is_same(self, name: InstanceId, pid: int) -> bool:
-        instance = self._instances.info(name)
-        return instance is None or instance.pid == pid
 
 
 def _digest_of(request: ApiRequest) -> bytes:

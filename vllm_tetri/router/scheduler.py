@@ -22,7 +22,7 @@ from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.metrics import Metrics
-from vllm_tetri.router.placement import Placer
+from vllm_tetri.router.placement import LATE, Placer
 from vllm_tetri.router.relay import Relay
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.retry import PoisonFilter
@@ -92,7 +92,9 @@ class GlobalScheduler:
         self.metrics.add_state(self.monitor, self.table)
         self.upstream = Upstream(config.first_byte_s, config.authorization)
         give_up_s = GIVE_UP_AFTER * config.silent_after_s
-        self._liveness = Liveness(self.monitor, self.upstream, self.table, self, after_s=give_up_s)
+        self._liveness = Liveness(
+            self.monitor, self.upstream, self.table, self._on_unresponsive, after_s=give_up_s
+        )
         self.poison = PoisonFilter(self._liveness, self.metrics)
         self.flips = Flips(
             self.monitor, config.watcher, is_dry=config.is_watcher_dry, lease=config.lease
@@ -124,12 +126,8 @@ class GlobalScheduler:
         self.flips.are_roles_needed = mode is Mode.SPLIT
 
     def drain(self, instance: InstanceId, *, force: bool, deadline_s: float | None) -> None:
-        """Drain an instance: it finishes its requests and ends.
-
-        Raises:
-            Refusal: 404, there is no such instance; 409, the cluster needs it and `force` is
-                not set.
-        """
+        """Drain an instance: it finishes its requests and ends. Raises `Refusal`: 404, there is no
+        such instance; 409, the cluster needs it and `force` is not set."""
         one = self.monitor.view_of(instance)
         if one is None:
             raise Refusal(404, f"there is no instance {instance!r}")
@@ -196,7 +194,7 @@ class GlobalScheduler:
         for instance in targets | {prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))
 
-    def on_unresponsive(self, instance: InstanceId) -> None:
+    def _on_unresponsive(self, instance: InstanceId) -> None:
         """Tell decode instances that KV from this prefill instance may be lost."""
         for decode, transfer in self.table.handed_over_by(instance):
             self.monitor.send(decode, TransferLost(transfer))
@@ -248,14 +246,10 @@ class GlobalScheduler:
         return replace(request, model=next(iter(canonical)))
 
     def _refuse_poison_or_late(self, request: ApiRequest) -> None:
-        outcome = "poison"
         try:
             self.poison.check(request)
-            outcome, late = "late", self.placer.expected_late(request)
-            if late is not None:
-                wait_s = late.retry_after_s
-                message = f"{late.reason}; try again in {wait_s} s"
-                raise Refusal(429, message, code="expected_late", retry_after_s=wait_s)
-        except Refusal:
+            self.placer.refuse_late(request)
+        except Refusal as refusal:
+            outcome = "late" if refusal.code == LATE else "poison"
             self.metrics.requests.labels("none", outcome).inc()
             raise

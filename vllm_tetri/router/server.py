@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -61,12 +63,8 @@ class BodyReader:
         self._check(length, self.held_bytes + length)
 
     async def read(self, request: web.Request) -> bytes:
-        """Return the whole body, uncompressed.
-
-        Raises:
-            Refusal: 408, 413 or 503, it is too slow, too large, or exceeds the bound for all;
-                400, it is not what the headers say.
-        """
+        """Return the whole body, uncompressed. Raises `Refusal`: 408, 413 or 503, it is too slow,
+        too large, or exceeds the bound for all; 400, it is not what the headers say."""
         incoming, content = request[INCOMING], request.content
         try:
             if content.is_eof():  # as nearly always
@@ -113,15 +111,28 @@ class BodyReader:
 
 
 class Connection(web.RequestHandler):
-    """One client, one request at a time. Owner: the event loop."""
+    """One client, one request at a time. Owner: the event loop.
+
+    `admitted` holds all connections that are open and not one too many.
+    """
 
     __slots__ = (
-        "_head_since_s", "_is_serving", "_listener", "_stream", "_unread_bytes", "_unread_since_s"
+        "_admitted", "_head_since_s", "_is_serving", "_limits", "_stream", "_unread_bytes",
+        "_unread_since_s",
     )  # fmt: skip
 
-    def __init__(self, listener: Listener, server: web.Server, **options: Any) -> None:
-        super().__init__(server, loop=asyncio.get_running_loop(), **options)
-        self._listener = listener
+    def __init__(self, server: web.Server, limits: Limits, admitted: set[Connection]) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            access_log=cast(logging.Logger, None),
+            keepalive_timeout=limits.idle_s,
+            lingering_time=_LINGER_S,
+            max_line_size=limits.url_bytes,
+            max_field_size=limits.header_bytes,
+            max_headers=limits.headers,
+        )
+        self._limits, self._admitted = limits, admitted
         self._stream: asyncio.Transport | None = None
         self._is_serving = False
         self._head_since_s: float | None = None
@@ -132,9 +143,9 @@ class Connection(web.RequestHandler):
         """Record that the head of a request is complete, or that it has its response."""
         self._is_serving, self._head_since_s = is_serving, None
 
-    def check_time(self, now: float, limits: Limits) -> None:
+    def check_time(self, now: float) -> None:
         """End the connection if its client is too slow."""
-        stream = self._stream
+        stream, limits = self._stream, self._limits
         if stream is None:
             return
         if stream.is_closing() and self._unread_since_s is None:
@@ -160,14 +171,15 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._stream = cast(asyncio.Transport, transport)
-        if self._listener.admit(self):
+        if len(self._admitted) < self._limits.connections:
+            self._admitted.add(self)
             super().connection_made(transport)
         else:
             self.refuse(Refusal(503, "too many connections; try again later"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stream = None
-        self._listener.discard(self)
+        self._admitted.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -202,92 +214,11 @@ class Connection(web.RequestHandler):
         if status >= 500:
             _log.error("a request failed below HTTP; this is a bug of the router", exc_info=exc)
         self._head_since_s = None
-        response = self._listener.refusal_of(status, exc, message or "").response()
+        response = self._refusal_of(status, exc, message or "").response()
         response.force_close()
         return response
 
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        # Failures of the router are logged where they happen. This is about bytes that clients
-        # sent, which could fill a disk.
-        _log.debug(*args, **kw)
-
-
-class Listener:
-    """Binds the port and owns its connections. Build it on a running event loop.
-
-    Args:
-        app: The application that handles requests.
-        stop_s: Seconds that requests may go on after `close`.
-    """
-
-    def __init__(self, app: web.Application, limits: Limits, *, stop_s: float) -> None:
-        self._limits = limits
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=stop_s
-        )
-        self._connections: set[Connection] = set()
-        self._server: asyncio.Server | None = None
-        self._handle: Handler | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def num_connections(self) -> int:
-        """Admitted connections that are still open."""
-        return len(self._connections)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port; valid once open."""
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return host, port
-
-    async def open(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """Start the application and listen.
-
-        Raises:
-            OSError: The port cannot be bound.
-            ConfigError: The application cannot start.
-        """
-        await self._runner.setup()
-        server = self._runner.server
-        assert server is not None
-        self._handle, server.request_handler = server.request_handler, self._serve
-        loop = asyncio.get_running_loop()
-        more: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_S} if tls else {}
-        try:
-            self._server = await loop.create_server(
-                self._connect, host, port, backlog=_BACKLOG, **more
-            )
-        except BaseException:
-            await self.close()
-            raise
-        self._check()
-
-    async def close(self) -> None:
-        """Accept no more, let requests end, close everything. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        await self._runner.cleanup()
-
-    # -- called by connections ----------------------------------------------------
-
-    def admit(self, connection: Connection) -> bool:
-        """Count a connection until it is lost; False if there are too many."""
-        if len(self._connections) >= self._limits.connections:
-            return False
-        self._connections.add(connection)
-        return True
-
-    def discard(self, connection: Connection) -> None:
-        """Count a connection no more. Idempotent."""
-        self._connections.discard(connection)
-
-    def refusal_of(self, status: int, error: BaseException | None, message: str) -> Refusal:
+    def _refusal_of(self, status: int, error: BaseException | None, message: str) -> Refusal:
         """Explain why the parser did not take what a client sent."""
         if status >= 500:
             return Refusal(status, "the router failed; see its log")
@@ -299,43 +230,78 @@ class Listener:
             return Refusal(431, f"there are more than {self._limits.headers} headers")
         return Refusal(400, f"not HTTP/1.1: {message.partition(chr(10))[0][:200]}")
 
-    def _connect(self) -> Connection:
-        server, limits = self._runner.server, self._limits
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        # Failures of the router are logged where they happen. This is about bytes that clients
+        # sent, which could fill a disk.
+        _log.debug(*args, **kw)
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """The open port, its host and number, and its admitted connections that are still open."""
+
+    address: tuple[str, int]
+    connections: set[Connection]
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application,
+    limits: Limits,
+    address: tuple[str, int],
+    tls: ssl.SSLContext | None = None,
+    *,
+    stop_s: float,
+) -> AsyncIterator[Listener]:
+    """Start the application and listen; at the end, requests may go on for `stop_s` seconds.
+    Raises `OSError`: the port cannot be bound; `ConfigError`: the application cannot start."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=stop_s)
+    connections: set[Connection] = set()
+    await runner.setup()
+    try:
+        server = runner.server
         assert server is not None
-        return Connection(
-            self,
-            server,
-            access_log=None,
-            keepalive_timeout=limits.idle_s,
-            lingering_time=_LINGER_S,
-            max_line_size=limits.url_bytes,
-            max_field_size=limits.header_bytes,
-            max_headers=limits.headers,
-        )
-
-    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Call the application, and give its errors the shape of OpenAI's."""
-        connection, handle = request.protocol, self._handle
-        assert isinstance(connection, Connection)
-        assert handle is not None
-        connection.set_serving(True)
-        try:
-            response = await handle(request)
-        except web.HTTPException as error:  # of an Expect header, before any middleware
-            response = Refusal(error.status, error.reason).response()
-        finally:
-            connection.set_serving(False)
-        if not request.content.is_eof():
-            response.force_close()  # some of its body is still to come
-        return response
-
-    def _check(self) -> None:
+        server.request_handler = partial(_serve, server.request_handler)
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        for connection in list(self._connections):
-            connection.check_time(now, self._limits)
-        period_s = min(_CHECK_S, self._limits.head_s / 4, self._limits.stalled_s / 4)
-        self._timer = loop.call_later(period_s, self._check)
+        port = await loop.create_server(
+            lambda: Connection(server, limits, connections),
+            *address,
+            backlog=_BACKLOG,
+            ssl=tls,
+            ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
+        )
+        watching = loop.create_task(_watch(connections, limits))
+        try:
+            yield Listener(port.sockets[0].getsockname()[:2], connections)
+        finally:
+            watching.cancel()
+            port.close()
+    finally:
+        await runner.cleanup()
+
+
+async def _watch(connections: set[Connection], limits: Limits) -> None:
+    while True:
+        now = asyncio.get_running_loop().time()
+        for connection in list(connections):
+            connection.check_time(now)
+        await asyncio.sleep(min(_CHECK_S, limits.head_s / 4, limits.stalled_s / 4))
+
+
+async def _serve(handle: Handler, request: web.BaseRequest) -> web.StreamResponse:
+    """Call the application, and give its errors the shape of OpenAI's."""
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    connection.set_serving(True)
+    try:
+        response = await handle(request)
+    except web.HTTPException as error:  # of an Expect header, before any middleware
+        response = Refusal(error.status, error.reason).response()
+    finally:
+        connection.set_serving(False)
+    if not request.content.is_eof():
+        response.force_close()  # some of its body is still to come
+    return response
 
 
 def _raw(refusal: Refusal) -> bytes:

@@ -49,16 +49,6 @@ class NotStored(Exception):
         self.models = models
 
 
-class EventStream(web.StreamResponse):
-    """A streamed response that knows whether it ends with a whole event."""
-
-    is_whole = True
-
-    def write(self, data: bytes | bytearray | memoryview[int]) -> Coroutine[Any, Any, None]:
-        self.is_whole = bytes(data[-2:]) == b"\n\n"
-        return super().write(data)
-
-
 class Output:
     """What one client receives, from whichever instances write it. Owned by the request's task.
 
@@ -71,14 +61,14 @@ class Output:
         self._request, self._entry, self._http = request, entry, http
         self._upstream, self._placer = scheduler.upstream, scheduler.placer
         self._metrics = scheduler.metrics
-        self._response: EventStream | None = None
+        self._response: web.StreamResponse | None = None
+        self._is_whole = True  # what was sent ends with a whole event
         self._record: StreamRecord | None = None
         self._created = 0
         self._broken: tuple[InstanceFailed, float] | None = None  # and when that was noticed
         # The token of a prefill instance that the client gets before the decode instance
-        # responds, and whether it is still to be sent.
-        self._first: FirstToken | None = None
-        self._is_first_unsent = False
+        # responds, until it is sent.
+        self._unsent: FirstToken | None = None
         self.fallback: web.Response | None = None
 
     @property
@@ -89,7 +79,7 @@ class Output:
     @property
     def has_content(self) -> bool:
         """Whether the client has received something, or is about to."""
-        return self._first is not None or self.has_begun
+        return self._record is not None or self.has_begun
 
     @property
     def is_migratable(self) -> bool:
@@ -106,14 +96,10 @@ class Output:
     async def receive(
         self, instance: InstanceInfo, sending: Coroutine[Any, Any, HttpResponse]
     ) -> web.StreamResponse:
-        """Pass on what an instance responds; `sending` sends the request to it.
-
-        Raises:
-            InstanceFailed: The instance failed, or its response broke off.
-            InstanceAtLimit: The instance is at its limit.
-            NotStored: The wanted output is not stored there.
-            Refusal: Its response cannot be passed on.
-        """
+        """Pass on what an instance responds; `sending` sends the request to it. Raises
+        `InstanceFailed`: the instance failed, or its response broke off; `InstanceAtLimit`: the
+        instance is at its limit; `NotStored`: the wanted output is not stored there; `Refusal`: its
+        response cannot be passed on."""
         response = await self._head_of(sending)
         is_proxied = self._request.rules is not None
         try:
@@ -134,10 +120,11 @@ class Output:
         return self.respond(response.status, response.content_type, body)
 
     async def _head_of(self, sending: Coroutine[Any, Any, HttpResponse]) -> HttpResponse:
-        if not self._is_first_unsent:
+        first, self._unsent = self._unsent, None
+        if first is None:
             return await sending
         # The decode request is sent first, but the token does not wait for its response.
-        showing = asyncio.create_task(self._send_first())
+        showing = asyncio.create_task(self._send_first(first))
         response = None
         try:
             response = await sending
@@ -175,36 +162,34 @@ class Output:
     async def stream_events(self, events: bytes) -> web.StreamResponse:
         """Send a stream of which all events are known."""
         self._entry.begin_output()
-        stream = await self._begin()
         self._entry.record_events(1)
-        await stream.write(events)
-        await stream.write_eof()
-        return stream
+        return await self._finish(events)
 
     async def break_off(self, refusal: Refusal) -> web.StreamResponse:
         """End the stream with an error event. The connection stays open: the client's next
         request may be on its way."""
-        stream = await self._begin()
         # An error must not become a part of an event that broke off.
-        await stream.write(refusal.event() if stream.is_whole else b"\n\n" + refusal.event())
+        return await self._finish(refusal.event() if self._is_whole else b"\n\n" + refusal.event())
+
+    async def _finish(self, events: bytes) -> web.StreamResponse:
+        stream = await self._begin()
+        await stream.write(events)
         await stream.write_eof()
         return stream
 
     def show(self, first: FirstToken) -> None:
         """Let the client have the first token; it is sent along with the next request."""
-        self._first, self._is_first_unsent = first, True
+        self._unsent = first
         self._created = int(time.time())
         self._record = self._new_record()
         self._record.begin_with(first, self._created)
 
-    async def _send_first(self) -> None:
-        assert self._first is not None
-        self._is_first_unsent = False
+    async def _send_first(self, first: FirstToken) -> None:
         await asyncio.sleep(0)  # the decode request is sent before it
         self._entry.record_events(1)
         stream = await self._begin()
         counts_each = self._request.wants_usage_each
-        await stream.write(self._first.opening(self._created, counts_each=counts_each))
+        await stream.write(first.opening(self._created, counts_each=counts_each))
 
     def received(self) -> StreamRecord:
         """Return all that the client has received, decoded; raises `Refusal` 502 if no other
@@ -257,6 +242,7 @@ class Output:
                     entry.begin_output()
                     self._record_resumed()
                 entry.record_events(events.count(b"\n\n"))
+                self._is_whole = events.endswith(b"\n\n")
                 await stream.write(events)
             if record is not None and record.error:
                 await self._judge_error(instance, record, stream)
@@ -278,13 +264,10 @@ class Output:
     async def end(self) -> web.StreamResponse:
         """Send the end of an output that is over but for its last events."""
         assert self._record is not None
-        stream = await self._begin()
         num_tokens = self._entry.prompt_tokens or len(self._record.prompt_token_ids)
-        wants_usage = self._request.wants_usage
-        await stream.write(self._record.ending(num_tokens, wants_usage=wants_usage))
-        await stream.write_eof()
+        ending = self._record.ending(num_tokens, wants_usage=self._request.wants_usage)
         self._record_resumed()
-        return stream
+        return await self._finish(ending)
 
     async def _judge_error(
         self, instance: InstanceInfo, record: StreamRecord, stream: web.StreamResponse
@@ -308,7 +291,7 @@ class Output:
         is_chat, hides_ids = self._request.path == CHAT, not self._request.shows_ids
         return StreamRecord(is_chat=is_chat, hides_ids=hides_ids)
 
-    async def _begin(self, response: HttpResponse | None = None) -> EventStream:
+    async def _begin(self, response: HttpResponse | None = None) -> web.StreamResponse:
         """Send the head of the response, unless that was done; as an instance's, if given."""
         if self._response is None:
             status, headers = 200, self._headers()
@@ -317,7 +300,7 @@ class Output:
                 status, content_type = response.status, response.headers["content-type"]
                 if self._request.rules is not None:
                     headers = returned_headers(response.headers) | headers
-            self._response = EventStream(status=status, headers=headers)
+            self._response = web.StreamResponse(status=status, headers=headers)
             self._response.headers["Content-Type"] = content_type
             self._response.headers["Cache-Control"] = "no-cache"
             await self._response.prepare(self._http)

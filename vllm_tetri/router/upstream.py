@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import suppress
-from typing import Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.errors import (
@@ -26,6 +25,7 @@ from vllm_tetri.router.http_client import (
     Sender,
     Silent,
     Unreachable,
+    parts_of,
 )
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
@@ -86,13 +86,9 @@ class Upstream:
     ) -> HttpResponse:
         """Send a request and wait for the head of its response, to be closed by the caller.
 
-        Args:
-            sender: Knows whether another instance can take over; None if none can.
-            is_checked: Turn error statuses of the server into errors.
-
-        Raises:
-            InstanceFailed: There is no response; checked, or one of status 5xx.
-            InstanceAtLimit: Checked, the instance is at its limit and did not take the request.
+        `sender` knows whether another instance can take over; None if none can. If `is_checked`,
+        error statuses of the server become errors. Raises `InstanceFailed`: there is no response,
+        or a checked one of status 5xx; `InstanceAtLimit`: the instance did not take the request.
         """
         try:
             response = await self.http.send(
@@ -126,12 +122,9 @@ class Upstream:
         return self.http.fail_requests(instance, why, quiet_s, only_migratable=only_migratable)
 
     async def first_chunk(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
-        """Return the first bytes of a stream; empty when it ends at once.
-
-        Raises:
-            InstanceFailed: The stream broke, or no byte came in time.
-            InstanceAtLimit: The stream says only that the instance is at its limit.
-        """
+        """Return the first bytes of a stream; empty when it ends at once. Raises `InstanceFailed`:
+        the stream broke, or no byte came in time; `InstanceAtLimit`: the stream says only that the
+        instance is at its limit."""
         try:
             chunk = await response.read_some()
             while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
@@ -145,11 +138,7 @@ class Upstream:
         return chunk
 
     async def body(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
-        """Return all bytes of a response.
-
-        Raises:
-            InstanceFailed: The response broke off.
-        """
+        """Return all bytes of a response. Raises `InstanceFailed`: the response broke off."""
         try:
             return await response.read()
         except HttpError as error:
@@ -209,19 +198,14 @@ async def _read_error(
     return InstanceFailed(instance.id, f"HTTP {response.status} {words}".strip(), status=status)
 
 
-class LossListener(Protocol):
-    """Learns of instances that may have lost KV: unresponsive for half of `after_s`."""
-
-    def on_unresponsive(self, instance: InstanceId) -> None: ...
-
-
 class Liveness:
     """Probes new instances until their HTTP servers respond, and fails the requests of
     instances that stop reporting. Owned by the event loop.
 
     After `after_s` seconds without a report all requests of an instance fail; after half of
-    it resumable streams move, which costs one prefill each, and `listener` learns of it. Time
-    is counted in checks, so that a router that was stopped itself fails no requests.
+    it resumable streams move, which costs one prefill each, and `on_unresponsive` is called, as
+    KV may be lost. Time is counted in checks, so that a router that was stopped itself fails no
+    requests.
     """
 
     def __init__(
@@ -229,14 +213,14 @@ class Liveness:
         monitor: Monitor,
         upstream: Upstream,
         table: RequestTable,
-        listener: LossListener,
+        on_unresponsive: Callable[[InstanceId], None],
         *,
         after_s: float,
     ) -> None:
         self._monitor, self._upstream, self._table = monitor, upstream, table
-        self._listener, self._after_s = listener, after_s
-        self._reports: dict[InstanceId, tuple[int, int]] = {}  # process and sequence number
-        self._missed: dict[InstanceId, int] = {}
+        self._on_unresponsive, self._after_s = on_unresponsive, after_s
+        # Process and sequence number of the last report, and checks since then.
+        self._reports: dict[InstanceId, tuple[tuple[int, int], int]] = {}
         self._probes: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._crashes: dict[tuple[InstanceId, int], asyncio.Task[bool]] = {}
         self._task = asyncio.get_running_loop().create_task(self._watch(), name="liveness")
@@ -293,19 +277,16 @@ class Liveness:
             self._check()
 
     def _check(self) -> None:
-        views = self._monitor.view().instances
-        for each in views:
+        known, self._reports = self._reports, {}
+        for each in self._monitor.view().instances:
             name, report = each.info.id, (each.info.pid, each.seq)
-            if self._reports.get(name) != report:
-                self._reports[name], self._missed[name] = report, 0
-                continue
-            self._missed[name] += 1
-            if self._missed[name] == _MIGRATION_CHECKS:
-                self._listener.on_unresponsive(name)
-            if self._missed[name] >= _MIGRATION_CHECKS and self._table.workers[name]:
-                self._fail_requests(name, is_final=self._missed[name] >= _CHECKS)
-        for name in self._reports.keys() - {each.info.id for each in views}:
-            del self._reports[name], self._missed[name]
+            last, missed = known.get(name, (None, 0))
+            missed = missed + 1 if report == last else 0
+            self._reports[name] = report, missed
+            if missed == _MIGRATION_CHECKS:
+                self._on_unresponsive(name)
+            if missed >= _MIGRATION_CHECKS and self._table.workers[name]:
+                self._fail_requests(name, is_final=missed >= _CHECKS)
 
     def _fail_requests(self, name: InstanceId, *, is_final: bool) -> None:
         quiet_s = self._after_s if is_final else self._after_s * _MIGRATION_CHECKS / _CHECKS
@@ -325,16 +306,16 @@ async def is_reachable(url: str, timeout_s: float = _REACH_S) -> bool:
     """
     loop = asyncio.get_running_loop()
     try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        parts, port = parts_of(url)
         async with asyncio.timeout(timeout_s):
-            transport, _ = await loop.create_connection(asyncio.Protocol, host, port)
+            transport, _ = await loop.create_connection(
+                asyncio.Protocol, parts.hostname or "", port
+            )
     except TimeoutError:  # ETIMEDOUT is one, too
         return False
     except OSError as error:
         return error.errno not in _NO_ROUTE
-    except ValueError:
+    except Unreachable:
         return True  # not an address
     transport.abort()
     return True
