@@ -260,13 +260,17 @@ def control_host(address: str) -> str:
     return host.strip("[]")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; False for a name other than localhost."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def require_guarded(option: str, host: str, *, has_secret: bool) -> None:
     """Refuse an address that is not loopback with a ConfigError, unless peers share a secret."""
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback and not has_secret:
+    if not is_loopback(host) and not has_secret:
         raise ConfigError(
             f"{option} {host}: other machines may reach an address that is not loopback, so the "
             "cluster needs a secret: `vllm-tetri secret FILE` makes one; give FILE to routers "

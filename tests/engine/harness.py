@@ -33,7 +33,7 @@ from vllm_tetri.engine.compat import KVConnectorRole
 from vllm_tetri.engine.connector import TetriConnector
 from vllm_tetri.engine.load import SHARED_LEAKS
 from vllm_tetri.engine.scheduler import make_scheduler
-from vllm_tetri.engine.step import StepMeta, WorkerShape
+from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.transport.blocks import HostMover
 from vllm_tetri.types import (
@@ -118,7 +118,7 @@ class Engine:
         self.kv_worker = KVWorker(config=tetri, identity=identity, mover=mover, rank=0, num_ranks=1)
         self.worker.set_worker(self.kv_worker)
         self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): WorkerShape(identity, mover.block_bytes, 1)}
+            {(0, 0): WorkerShape(identity, KVLayout(BLOCK, mover.block_bytes, 1))}
         )
         init_none_hash(get_hash_fn_by_name("sha256"))
         self.hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))

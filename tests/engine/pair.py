@@ -48,6 +48,25 @@ class Pair:
         params = DecodeParams(transfer or TransferId(f"t-{name}"), digest or digest_of(tokens))
         return self.decode.add(name, tokens, params=to_params(params))
 
+    def sent(self, name: str, tokens: list[int]) -> Prefilled:
+        """The prompt is computed, and all its KV has left."""
+        self.send(name, tokens)
+        response = self.prefilled(name)
+        self.prefill.run_until(lambda: self.prefill.is_at_rest)
+        return response
+
+    def decoding(self, name: str, tokens: list[int], *options: Any, **more: Any) -> Any:
+        """The decode request has its first token, and its KV is right."""
+        request = self.receive(name, tokens, *options, **more)
+        self.decode.run_until(lambda: name in self.decode.outputs)
+        assert self.decode.holds(request, len(tokens))
+        return request
+
+    def end(self, name: str) -> None:
+        """The decode request ends, and nothing is left."""
+        self.decode.run_until(lambda: name in self.decode.finished)
+        self.settle()
+
     def settle(self) -> None:
         for engine in (self.prefill, self.decode):
             engine.run_until(lambda engine=engine: engine.is_at_rest)

@@ -133,16 +133,6 @@ def test_only_a_prompt_that_any_instance_may_decode_stays(tmp_path: Path) -> Non
         each.close()
 
 
-def test_an_instance_that_sees_no_other_one_yet_keeps_what_it_computed(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, Role.DECODE, chunk_size=CHUNK, arena_bytes=1 << 20)
-    begin(engine, "a", prompt(200))
-    response = prefilled(engine, "a")
-    assert response.decode == engine.info.id
-    go_on(engine, "a", prompt(200), response)
-    settle(engine)
-    engine.close()
-
-
 def test_the_load_tells_what_hand_overs_cost(pair: tuple[Engine, Engine]) -> None:
     first, second = pair
     before = first.endpoint.read_load()

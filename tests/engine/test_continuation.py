@@ -47,9 +47,7 @@ def hand_over(
     pair: Pair, tokens: list[int], prior_output: PriorOutput | None = None
 ) -> DecodeParams:
     """Prefill a prompt and push all of its KV; returns how to go on."""
-    pair.send("a", tokens)
-    prefilled = pair.prefilled("a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    prefilled = pair.sent("a", tokens)
     return DecodeParams(prefilled.transfer, digest_of(tokens), prior_output)
 
 

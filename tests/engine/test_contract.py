@@ -10,20 +10,12 @@ from pathlib import Path
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.engine.harness import Engine
 from vllm_tetri.engine import compat
 from vllm_tetri.errors import UnsupportedError
-from vllm_tetri.types import Role
 
 
 class Moved:
     """A scheduler of a vLLM in which everything has another name."""
-
-
-def test_this_vllm_keeps_the_contract(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, Role.BOTH)
-    compat.require_contract(engine.scheduler)
-    engine.close()
 
 
 def test_an_attribute_that_moved_is_refused_by_name() -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ import pytest
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.handover import DecodeParams, digest_of, to_params
-from vllm_tetri.policy.admission import ADMISSIONS, DecodeGate
-from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
 from vllm_tetri.types import Prediction, Role, TransferId
 
 NUM_BLOCKS = 33
@@ -205,27 +202,6 @@ def test_an_abort_before_the_gate_frees_the_arena(cluster: Cluster) -> None:
     cluster.settle()
 
 
-def test_a_step_takes_one_snapshot_and_only_when_a_request_asks(cluster: Cluster) -> None:
-    gate = cluster.decode.scheduler.gate
-    taken, begin = [], gate.admission.begin
-    gate.admission.begin = lambda *prior_output: taken.append(begin(*prior_output))
-    cluster.arrives("first", prompt(100), 380, predicted(380))
-    cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
-    for name in ("second", "third"):
-        cluster.arrives(name, prompt(100, 5), 300, predicted(300))
-    taken.clear()
-    for _ in range(20):
-        cluster.decode.step()
-    assert len(taken) == 20
-    for name in ("second", "third"):
-        cluster.decode.abort(name)
-    gate._snapshot_s = float("inf")  # what is reported is not due
-    taken.clear()
-    for _ in range(20):
-        cluster.decode.step()
-    assert taken == []
-
-
 # -- prompts that begin here ---------------------------------------------------------
 
 
@@ -244,15 +220,6 @@ def test_prompts_on_both_pass_the_gate(tmp_path: Path, policy: str, prefill: str
     assert all(len(engine.outputs[name]) == jobs[name][1] for name in jobs)
     assert load(engine).preemptions == 0
     engine.run_until(lambda: engine.is_at_rest)
-    engine.close()
-
-
-def test_an_instance_of_any_role_is_gated_since_any_may_decode(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, Role.PREFILL, chunk_size=64)
-    assert engine.scheduler.gate is not None
-    engine.close()
-    engine = Engine(tmp_path, Role.PREFILL, chunk_size=64, decode_policy="greedy")
-    assert engine.scheduler.gate is None
     engine.close()
 
 
@@ -295,54 +262,3 @@ def test_reserved_blocks_are_reported_while_something_runs(cluster: Cluster) -> 
     assert abs(load(cluster.decode).reserved_blocks - needed) <= 1
     cluster.run("a")
     assert load(cluster.decode).reserved_blocks == 0
-
-
-def test_an_output_is_expected_to_be_longer_than_it_is(cluster: Cluster) -> None:
-    request = cluster.arrives("a", prompt(10), 50, predicted(20))
-    outputs = cluster.decode.scheduler.lengths
-    for produced in range(60):
-        for end in End:
-            total = outputs.total_tokens(request, end, produced_tokens=produced)
-            assert produced < total
-            assert total <= max(50, produced + 1)
-    cluster.decode.abort("a")
-    cluster.settle()
-
-
-def test_the_snapshot_follows_an_output_that_outlives_its_prediction() -> None:
-    lengths = OutputLengths(Lengths(WIDTH, 64), {}, window=1000)
-    gate = DecodeGate(
-        ADMISSIONS["reserve-static"], End.UPPER, lengths=lengths, block_size=BLOCK, total_blocks=99
-    )
-    lengths.add("a", predicted(20))
-    seen: list[Any] = []
-    gate.admission.begin = lambda free, running: seen.extend(running)  # type: ignore[method-assign]
-    for produced in range(1, 100):
-        request = SimpleNamespace(
-            request_id="a", num_prompt_tokens=50, num_tokens=50 + produced, max_tokens=90,
-            num_output_tokens=produced, num_output_placeholders=0,
-            num_computed_tokens=49 + produced,
-        )  # fmt: skip
-        gate.begin_step(
-            lambda request=request: [request], float(produced), free_blocks=9, tokens_per_step=64
-        )
-        total = lengths.total_tokens(request, End.UPPER, produced_tokens=produced)
-        assert seen.pop() == (49 + produced, total - produced)
-        assert not seen
-    gate.forget("a")
-    assert not gate._ends
-
-
-def test_room_and_time_that_a_started_prompt_will_take_count() -> None:
-    lengths = OutputLengths(Lengths(WIDTH, 64), {}, window=1000)
-    gate = DecodeGate(
-        ADMISSIONS["reserve-static"], End.UPPER, lengths=lengths, block_size=BLOCK, total_blocks=99
-    )
-    seen: list[Any] = []
-    gate.admission.begin = lambda *prior_output: seen.append(prior_output)  # type: ignore[method-assign]
-    started = SimpleNamespace(
-        request_id="a", num_prompt_tokens=160, num_tokens=160, max_tokens=5,
-        num_output_tokens=0, num_output_placeholders=0, num_computed_tokens=64,
-    )  # fmt: skip
-    gate.begin_step(lambda: [started], 0.0, free_blocks=20, tokens_per_step=33)
-    assert seen == [(20 - 6, [(159, 5 + 3)])]

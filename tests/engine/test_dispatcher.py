@@ -1,4 +1,5 @@
-"""What the choice of a decode instance is told."""
+"""What the choice of a decode instance is told, and what follows for requests that any instance
+may decode."""
 
 from __future__ import annotations
 
@@ -9,18 +10,17 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from tests.policy.builders import instance, view
+from tests.policy.builders import instance, serving, view
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.view import Snapshot
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.types import InstanceId, Prediction, RequestId, Role, TransferId
+from vllm_tetri.types import InstanceId, InstanceView, Prediction, RequestId, Role, TransferId
 
-FIRST, THIRD = Prediction(0, 4, 200), Prediction(2, 4, 200)
+FIRST, THIRD, LAST = (Prediction(bucket, 4, 200) for bucket in (0, 2, 3))
 PERIOD_S = 0.1
-SPLIT = PrefillParams(TransferId("t"), RequestId("r"))
 
 
 def to(endpoint: str) -> Dispatch:
@@ -28,18 +28,21 @@ def to(endpoint: str) -> Dispatch:
 
 
 class Scene:
-    """A dispatcher whose view, predictions and clock are set by hand."""
+    """A dispatcher of an instance `me` whose view, predictions and clock are set by hand."""
 
-    def __init__(self, *views: Any, **config: Any) -> None:
-        self.me = instance("me", "prefill")
+    def __init__(
+        self, me: InstanceView, *others: InstanceView, is_anywhere: bool = False, **config: Any
+    ) -> None:
+        self.me = me
         self.now = 10.0
-        self.sees(*views)
         self.prediction: Prediction | None = None
         self.lengths = Lengths(200, 4)
+        self.params = PrefillParams(TransferId("t"), RequestId("r"), anywhere=is_anywhere)
+        self.sees(me, *others)
         source: Any = self  # of predictions and snapshots
         self.dispatcher = Dispatcher(
-            TetriConfig(role=Role.PREFILL, report_period_s=PERIOD_S, **config),
-            self.me.info,
+            TetriConfig(role=me.info.role, report_period_s=PERIOD_S, **config),
+            me.info,
             self.lengths,
             source,
             source,
@@ -53,14 +56,24 @@ class Scene:
     def get(self, request_id: str, *, is_due: bool = False) -> Prediction | None:
         return self.prediction
 
-    def sees(self, *views: Any) -> None:
-        self.newest = Snapshot(view(self.me, *views), self.now)
+    def sees(self, *views: InstanceView) -> None:
+        self.newest = Snapshot(view(*views), self.now)
 
-    def choose(self, request: Request, *, may_wait: bool = False) -> str | None:
+    def dispatch(
+        self, *refused: str, request: Request | None = None, may_wait: bool = False
+    ) -> Dispatch | None:
+        request = request or some_request(100, max_tokens=300)
         if not may_wait:
             request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        dispatch = self.dispatcher.choose(request, SPLIT, 10, frozenset())
-        return dispatch.instance if dispatch is not None else None
+        them = frozenset(map(InstanceId, refused))
+        return self.dispatcher.choose(request, self.params, 10, them)
+
+    def chosen(self, *refused: str, **options: Any) -> str | None:
+        found = self.dispatch(*refused, **options)
+        return None if found is None else found.instance
+
+    def choose(self, request: Request, *, may_wait: bool = False) -> str | None:
+        return self.chosen(request=request, may_wait=may_wait)
 
     def output_tokens(self, request: Request) -> int:
         """Predicted, as the need of the request says."""
@@ -69,7 +82,15 @@ class Scene:
         return need.total_tokens - need.prompt_tokens
 
 
-def request(num_tokens: int = 10, *, max_tokens: int = 5000, name: str = "a") -> Request:
+def split(*others: InstanceView, **config: Any) -> Scene:
+    return Scene(instance("me", "prefill"), *others, **config)
+
+
+def anywhere(*others: InstanceView, role: str = "both", **load: Any) -> Scene:
+    return Scene(one("me", role, **load), *others, is_anywhere=True)
+
+
+def some_request(num_tokens: int = 10, *, max_tokens: int = 5000, name: str = "a") -> Request:
     return Request(name, [1] * num_tokens, SamplingParams(max_tokens=max_tokens), None)
 
 
@@ -79,85 +100,221 @@ def decode(name: str = "d", **load: Any) -> Any:
 
 
 def test_what_decode_instances_saw_goes_before_the_own_prior() -> None:
-    scene = Scene(decode("a", bucket_tokens=(60, 0, 500, 0, 90)), decode("b"))
+    scene = split(decode("a", bucket_tokens=(60, 0, 500, 0, 90)), decode("b"))
     scene.prediction = THIRD
-    assert scene.output_tokens(request()) == 500
+    assert scene.output_tokens(some_request()) == 500
     scene.prediction = FIRST
-    assert scene.output_tokens(request()) == 60
-    assert not scene.dispatcher.need(request(), 10).is_heavy
+    assert scene.output_tokens(some_request()) == 60
+    assert not scene.dispatcher.need(some_request(), 10).is_heavy
     scene.prediction = None
-    assert scene.output_tokens(request()) == 90
+    assert scene.output_tokens(some_request()) == 90
 
 
 def test_the_mean_is_over_those_with_the_same_buckets() -> None:
-    scene = Scene(
+    scene = split(
         decode("a", bucket_tokens=(60, 0, 500, 0, 90)),
         decode("b", bucket_tokens=(80, 0, 700, 0, 110)),
         decode("c", bucket_tokens=(1, 2, 3)),
     )
     scene.prediction = THIRD
-    assert scene.output_tokens(request()) == 600
+    assert scene.output_tokens(some_request()) == 600
 
 
 def test_without_reports_the_own_expectation_counts() -> None:
-    scene = Scene(decode())
+    scene = split(decode())
     scene.prediction = THIRD
-    assert scene.output_tokens(request()) == scene.lengths.total_tokens(THIRD, 0, End.EXPECTED)
-    assert scene.dispatcher.need(request(), 10).is_heavy
+    assert scene.output_tokens(some_request()) == scene.lengths.total_tokens(THIRD, 0, End.EXPECTED)
+    assert scene.dispatcher.need(some_request(), 10).is_heavy
 
 
 @pytest.mark.parametrize(("end", "tokens"), [("lower", 400), ("upper", 600)])
 def test_the_end_that_is_reserved_is_an_option(end: str, tokens: int) -> None:
-    scene = Scene(decode(bucket_tokens=(60, 0, 500, 0, 90)), reserve_end=End(end))
+    scene = split(decode(bucket_tokens=(60, 0, 500, 0, 90)), reserve_end=End(end))
     scene.prediction = THIRD
-    assert scene.output_tokens(request()) == tokens
+    assert scene.output_tokens(some_request()) == tokens
 
 
 def test_the_client_and_the_window_bound_an_output() -> None:
-    scene = Scene(decode(bucket_tokens=(60, 0, 500, 0, 90)))
+    scene = split(decode(bucket_tokens=(60, 0, 500, 0, 90)))
     scene.prediction = THIRD
-    assert scene.output_tokens(request(max_tokens=40)) == 40
-    assert not scene.dispatcher.need(request(max_tokens=40), 10).is_heavy
+    assert scene.output_tokens(some_request(max_tokens=40)) == 40
+    assert not scene.dispatcher.need(some_request(max_tokens=40), 10).is_heavy
     window = scene.me.info.max_model_len
-    assert scene.output_tokens(request(window - 7)) == 7
-    assert scene.output_tokens(request(window)) == 0
+    assert scene.output_tokens(some_request(window - 7)) == 7
+    assert scene.output_tokens(some_request(window)) == 0
 
 
 def test_a_prompt_is_held_for_one_period_when_no_instance_has_capacity() -> None:
-    scene = Scene(decode(arena_total_bytes=0))
-    assert scene.choose(request(), may_wait=True) is None
+    scene = split(decode(arena_total_bytes=0))
+    assert scene.choose(some_request(), may_wait=True) is None
     scene.now += PERIOD_S / 2
-    assert scene.choose(request(), may_wait=True) is None
-    assert scene.choose(request(name="b"), may_wait=False) == "d"
+    assert scene.choose(some_request(), may_wait=True) is None
+    assert scene.choose(some_request(name="b"), may_wait=False) == "d"
     scene.now += PERIOD_S / 2
-    assert scene.choose(request(), may_wait=True) == "d"
+    assert scene.choose(some_request(), may_wait=True) == "d"
 
 
 def test_a_hold_ends_when_an_instance_has_capacity() -> None:
-    scene = Scene(decode(arena_total_bytes=0))
-    assert scene.choose(request(), may_wait=True) is None
-    scene.sees(decode("free"))
-    assert scene.choose(request(), may_wait=True) == "free"
+    scene = split(decode(arena_total_bytes=0))
+    assert scene.choose(some_request(), may_wait=True) is None
+    scene.sees(scene.me, decode("free"))
+    assert scene.choose(some_request(), may_wait=True) == "free"
 
 
 def test_without_instances_there_is_nothing_to_wait_for() -> None:
-    assert Scene().choose(request(), may_wait=True) is None
+    assert split().choose(some_request(), may_wait=True) is None
 
 
 def test_an_unreachable_instance_is_avoided_for_a_while() -> None:
-    scene = Scene(decode("a"), decode("b"))
+    scene = split(decode("a"), decode("b"))
     cut = decode("a").info.kv_endpoint
     scene.dispatcher.record_sent(to(cut), was_reached=False)
-    chosen = {scene.choose(request(name=str(number))) for number in range(20)}
+    chosen = {scene.choose(some_request(name=str(number))) for number in range(20)}
     assert chosen == {"b"}
     scene.now += 10
-    chosen_later = [scene.choose(request(name=str(number))) for number in range(100)]
+    chosen_later = [scene.choose(some_request(name=str(number))) for number in range(100)]
     assert chosen_later.count("a") == 1  # tries it for all of them
     scene.dispatcher.record_sent(to(cut), was_reached=True)
-    assert "a" in {scene.choose(request(name=str(number))) for number in range(20)}
+    assert "a" in {scene.choose(some_request(name=str(number))) for number in range(20)}
 
 
 def test_an_unreachable_instance_is_better_than_none() -> None:
-    scene = Scene(decode("a"))
+    scene = split(decode("a"))
     scene.dispatcher.record_sent(to(decode("a").info.kv_endpoint), was_reached=False)
-    assert scene.choose(request()) == "a"
+    assert scene.choose(some_request()) == "a"
+
+
+# -- requests that any instance may decode --------------------------------------------------
+
+
+def one(name: str, role: str = "both", **load: Any) -> InstanceView:
+    return serving(name, role, **{"left_tokens": 300, **load})
+
+
+def test_an_output_stays_here_if_elsewhere_is_not_better() -> None:
+    scene = anywhere(one("other"))
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.kv_endpoint, found.has_capacity) == ("me", "me:1", True)
+    assert found.reason.startswith("adaptive: stays")
+
+
+def test_a_decode_instance_may_keep_a_prompt_it_computed() -> None:
+    assert anywhere(one("other", "decode"), role="decode").chosen() == "me"
+    assert anywhere(role="decode").chosen() == "me"
+
+
+def test_an_output_moves_to_where_fewer_decode() -> None:
+    scene = anywhere(one("a", decodes=30), one("b"), decodes=30)
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.kv_endpoint) == ("b", "b:1")
+
+
+def test_a_prefill_instance_hands_over_unless_it_is_alone() -> None:
+    scene = anywhere(one("d", "decode", decodes=90), one("q", "prefill"), role="prefill")
+    assert scene.chosen() == "d"
+    assert anywhere(role="prefill").chosen() == "me"
+    assert anywhere(one("q", "prefill"), role="prefill").chosen() == "me"
+
+
+def test_the_predicted_length_decides() -> None:
+    for prediction, chosen in ((FIRST, "me"), (LAST, "other")):
+        scene = anywhere(one("other"), decodes=5, handover_token_s=0.015)
+        scene.prediction = prediction
+        assert scene.chosen() == chosen
+
+
+def test_one_that_refused_is_not_asked_again() -> None:
+    scene = anywhere(one("a"), one("b", decodes=3), decodes=30)
+    assert scene.chosen() == "a"
+    assert scene.chosen("a") == "b"
+    assert scene.chosen("a", "b") == "me"
+    assert anywhere(one("a"), one("b", decodes=3)).chosen("me") == "a"
+    assert anywhere(one("a"), role="decode").chosen("me") == "a"
+
+
+def test_those_without_room_are_passed_over() -> None:
+    blocks, arena = one("blocks", blocks_total=3), one("arena", arena_total_bytes=5)
+    scene = anywhere(blocks, arena, one("roomy", decodes=5), decodes=30)
+    assert scene.chosen() == "roomy"
+    assert anywhere(one("a"), arena_total_bytes=5).chosen() == "a"
+    assert anywhere(one("a", "decode"), role="decode", blocks_total=3).chosen() == "a"
+
+
+def test_the_only_one_with_room_is_found_among_many() -> None:
+    full = [one(f"full{n}", "decode", arena_total_bytes=5) for n in range(40)]
+    scene = anywhere(*full[:23], one("roomy", "decode", decodes=60), *full[23:], role="prefill")
+    assert [scene.chosen() for _ in range(20)] == ["roomy"] * 20
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_without_capacity_elsewhere_it_stays_in_the_end(role: Role) -> None:
+    small, large = one("small", arena_total_bytes=5), one("large", arena_total_bytes=9)
+    scene = anywhere(small, large, role=role, arena_total_bytes=5)
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.has_capacity) == ("me", False)
+    found = scene.dispatch("me")
+    assert found is not None
+    assert (found.instance, found.has_capacity) == ("large", False)
+
+
+def test_without_capacity_a_prompt_that_is_not_done_waits_for_one_report() -> None:
+    scene = anywhere(one("other", arena_total_bytes=9), arena_total_bytes=5)
+    assert scene.dispatch(may_wait=True) is None
+    scene.now += 0.05
+    assert scene.dispatch(may_wait=True) is None
+    scene.now += 0.05
+    assert scene.chosen(may_wait=True) == "other"
+    scene.sees(one("me"), one("other"))
+    assert scene.chosen(may_wait=True) == "me"
+
+
+def test_an_instance_without_a_view_keeps_what_it_computed() -> None:
+    scene = anywhere(role="decode")
+    scene.sees()
+    assert scene.dispatch(may_wait=True) is None  # a view may come
+    found = scene.dispatch()
+    assert found is not None
+    assert (found.instance, found.kv_endpoint) == ("me", "me:1")
+
+
+def test_without_instances_there_is_no_choice() -> None:
+    scene = anywhere(one("a", state="silent"), one("b", layout="other"), role="decode")
+    assert scene.chosen("me") is None
+
+
+def test_what_was_sent_counts_before_the_next_report() -> None:
+    scene = anywhere(*(one(name, "decode") for name in "abcd"), role="prefill")
+    chosen = [scene.chosen() for _ in range(8)]
+    assert sorted(map(str, chosen)) == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    scene.now += 5
+    scene.sees(one("me", "prefill"), *(one(name, "decode") for name in "abcd"))
+    assert len({scene.chosen() for _ in range(4)}) == 4
+
+
+def test_room_that_was_promised_to_one_is_not_promised_again() -> None:
+    tight = {"arena_total_bytes": 25}
+    scene = anywhere(*(one(name, "decode", **tight) for name in "ab"), role="prefill")
+    assert sorted(str(scene.chosen()) for _ in range(4)) == ["a", "a", "b", "b"]
+    found = scene.dispatch()
+    assert found is not None
+    assert not found.has_capacity
+
+
+def test_another_role_counts_from_the_next_choice_on() -> None:
+    scene = anywhere(one("d", "decode"), role="both")
+    assert scene.chosen() == "me"
+    scene.now += 5
+    me = one("me", "prefill")
+    scene.sees(me, one("d", "decode"))
+    scene.dispatcher.set_info(me.info)
+    assert scene.chosen() == "d"
+
+
+def test_an_output_does_not_move_to_an_unreachable_instance() -> None:
+    scene = anywhere(one("a"), one("b"), decodes=30)
+    scene.dispatcher.record_sent(Dispatch(InstanceId("a"), "a:1", ""), was_reached=False)
+    chosen = scene.chosen()
+    assert chosen == "b"

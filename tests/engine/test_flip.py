@@ -19,19 +19,6 @@ from vllm_tetri.types import Role
 CHUNK = 64
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
-    made: list[Engine] = []
-
-    def engine(role: Role, **options: Any) -> Engine:
-        made.append(Engine(tmp_path, role, num_blocks=256, chunk_size=CHUNK, **options))
-        return made[-1]
-
-    yield engine
-    for each in made:
-        each.close()
-
-
 def flip(engine: Engine, role: Role) -> None:
     """As the agent does; the engine hears of it at its next step."""
     engine.endpoint.agent.roles.want(role)
@@ -168,9 +155,7 @@ def test_kv_in_the_air_is_loaded_by_one_that_has_flipped(pair: Pair) -> None:
     pair.prefill.step()
     flip(pair.decode, Role.PREFILL)  # its KV is half there
     pair.prefilled("a")
-    request = pair.receive("a", tokens)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(tokens))
+    pair.decoding("a", tokens)
     assert pair.decode.endpoint.receives.loads_done == 1
     pair.settle()
     assert len(pair.decode.outputs["a"]) == 4
@@ -183,9 +168,7 @@ def test_prompts_are_handed_over_by_one_that_has_flipped(pair: Pair) -> None:
     flip(pair.prefill, Role.DECODE)
     response = pair.prefilled("a")
     assert response.decode == pair.decode.info.id
-    request = pair.receive("a", tokens)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(tokens))
+    pair.decoding("a", tokens)
     pair.settle()
 
 
@@ -202,9 +185,7 @@ def test_each_takes_the_others_role_and_they_go_on(pair: Pair) -> None:
     response = pair.prefilled("a")
     assert response.decode == pair.decode.info.id
     assert response.num_chunks == 1  # a decode instance of the harness has larger ones
-    request = pair.receive("a", tokens)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(tokens))
+    pair.decoding("a", tokens)
     pair.settle()
 
 

@@ -31,8 +31,7 @@ def test_kv_arrives_and_only_the_last_token_is_recomputed(pair: Pair, num_tokens
     assert pair.decode.holds(request, num_tokens)
     assert pair.decode.endpoint.receives.loads_done == (1 if num_tokens > 1 else 0)
     assert pair.prefill.outputs["a"] == [7]
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    pair.settle()
+    pair.end("a")
     assert len(pair.decode.outputs["a"]) == 4
 
 
@@ -114,9 +113,7 @@ def test_a_large_load_runs_beside_the_steps(tmp_path: Path) -> None:
 
 def test_kv_that_never_comes_is_recomputed(shm_pair: Pair) -> None:
     tokens = prompt(50)
-    request = shm_pair.receive("a", tokens)
-    shm_pair.decode.run_until(lambda: "a" in shm_pair.decode.outputs)
-    assert shm_pair.decode.holds(request, len(tokens))
+    shm_pair.decoding("a", tokens)
     assert shm_pair.decode.endpoint.receives.loads_failed == 1
 
 
@@ -138,18 +135,13 @@ def test_abort_of_a_running_prefill_frees_both_sides(pair: Pair) -> None:
     pair.settle()
 
 
-def test_cancel_between_the_legs_frees_the_arena(pair: Pair) -> None:
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_cancel_before_or_after_the_transfer_is_done(pair: Pair, is_sent: bool) -> None:
     pair.send("a", prompt(100))
     pair.prefilled("a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    assert pair.decode.endpoint.read_load().arena_used_bytes > 0
-    pair.decode.endpoint.cancel(TransferId("t-a"))
-    pair.settle()
-
-
-def test_cancel_before_the_transfer_is_done(pair: Pair) -> None:
-    pair.send("a", prompt(100))
-    pair.prefilled("a")
+    if is_sent:
+        pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+        assert pair.decode.endpoint.read_load().arena_used_bytes > 0
     for engine in (pair.prefill, pair.decode):
         engine.endpoint.cancel(TransferId("t-a"))
     pair.settle()
@@ -233,8 +225,7 @@ def test_a_preempted_decode_computes_its_prompt_again(tmp_path: Path) -> None:
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     scheduler = pair.decode.scheduler
     scheduler._preempt_request(scheduler.running.pop(), 0.0)
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    pair.settle()
+    pair.end("a")
     assert len(pair.decode.outputs["a"]) == 4
     assert pair.decode.endpoint.receives.loads_done == 1
     pair.close()
@@ -242,8 +233,7 @@ def test_a_preempted_decode_computes_its_prompt_again(tmp_path: Path) -> None:
 
 def test_a_foreign_leg_is_served_whole(shm_pair: Pair) -> None:
     shm_pair.decode.add("a", prompt(20), params={"tetri": {"type": "nonsense"}})
-    shm_pair.decode.run_until(lambda: "a" in shm_pair.decode.finished)
-    shm_pair.settle()
+    shm_pair.end("a")
 
 
 def early(pair: Pair, name: str, tokens: list[int], **options: Any) -> Any:
@@ -291,8 +281,7 @@ def test_the_router_is_told_when_the_last_chunk_begins(pair: Pair) -> None:
     assert ending.prompt_token_ids == tokens
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
     pair.receive("a", tokens)
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    pair.settle()
+    pair.end("a")
 
 
 def test_an_early_leg_whose_prefill_dies_is_computed_here(shm_pair: Pair) -> None:
@@ -316,16 +305,12 @@ def test_an_early_leg_that_is_aborted_leaves_nothing(pair: Pair) -> None:
 
 def test_early_and_late_legs_share_the_steps_of_running_decodes(pair: Pair) -> None:
     first, second = prompt(100), prompt(150, seed=5)
-    pair.send("a", first)
-    pair.prefilled("a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.sent("a", first)
     running = pair.receive("a", first)  # writes 4 tokens
     waiting = early(pair, "b", second, max_tokens=3)
     pair.decode.run_until(lambda: running.num_output_tokens >= 2)
     assert waiting.num_output_tokens == 0
-    pair.send("b", second)
-    pair.prefilled("b")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.sent("b", second)
     pair.decode.run_until(lambda: "a" in pair.decode.finished and "b" in pair.decode.finished)
     assert len(pair.decode.outputs["b"]) == 3
     pair.settle()
@@ -355,5 +340,4 @@ def test_blocks_that_are_sent_before_their_request_ends_are_freed_with_it(pair: 
     assert pair.prefilled("a").decode == pair.decode.info.id
     assert len(outbox) == 0
     pair.receive("a", tokens)
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    pair.settle()
+    pair.end("a")

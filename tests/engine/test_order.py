@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -92,27 +91,6 @@ def test_every_step_takes_exactly_a_chunk_while_there_is_work(engine: Engine, po
     assert sum(totals) == sum(lengths)
 
 
-def test_prompts_come_in_between_and_chunks_stay_full(engine: Engine) -> None:
-    engine.scheduler.order_by(ORDERS["srtf"], 4)
-    totals = []
-    for index in range(40):
-        add(engine, f"r{index}", (index * 37) % 150 + 1)
-        totals.append(engine.step().total_num_scheduled_tokens)
-    waiting = False
-    for total in totals:
-        waiting = waiting or total == CHUNK
-    assert waiting
-    rest = [sum(step.values()) for step in steps(engine)]
-    assert rest[:-1] == [CHUNK] * (len(rest) - 1)
-
-
-def test_batches_are_ordered_one_after_the_other(engine: Engine) -> None:
-    engine.scheduler.order_by(ORDERS["sjf"], 2)
-    for name, num_tokens in (("a", 90), ("b", 80), ("c", 10), ("d", 20)):
-        add(engine, name, num_tokens)
-    assert starts(steps(engine)) == ["b", "a", "c", "d"]
-
-
 def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) -> None:
     engine.scheduler.order_by(ORDERS["srtf"], 16)
     add(engine, "long", 400)
@@ -172,100 +150,75 @@ def test_a_name_that_is_used_again_at_once_is_another_prompt(engine: Engine) -> 
     assert starts(steps(engine)) == ["same"]
 
 
-def test_a_prompt_that_cannot_start_delays_no_other_one(tmp_path: Path) -> None:
+def test_a_prompt_that_cannot_start_delays_no_other_one(make: Any) -> None:
     """Its grammar takes for ever; a decode keeps every step from being empty."""
-    engine = Engine(tmp_path, Role.BOTH, num_blocks=256, prefill_policy="srtf")
-    try:
-        engine.scheduler.max_num_scheduled_tokens = CHUNK
-        engine.add("decode", prompt(1, 4), max_tokens=500)
-        engine.add("long", prompt(2, 400), max_tokens=1)
-        engine.step()
-        add(engine, "blocked", 50)
-        blocked = engine.scheduler.requests["blocked"]
-        blocked.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        blocked.structured_output_request = StructuredOutputRequest(
-            StructuredOutputsParams(regex="a")
-        )
-        engine.run_until(lambda: "long" in engine.finished, max_steps=12)
-    finally:
-        engine.close()
+    engine = make(Role.BOTH, prefill_policy="srtf")
+    engine.add("decode", prompt(1, 4), max_tokens=500)
+    engine.add("long", prompt(2, 400), max_tokens=1)
+    engine.step()
+    add(engine, "blocked", 50)
+    blocked = engine.scheduler.requests["blocked"]
+    blocked.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    blocked.structured_output_request = StructuredOutputRequest(StructuredOutputsParams(regex="a"))
+    engine.run_until(lambda: "long" in engine.finished, max_steps=12)
 
 
 @pytest.mark.parametrize("policy", list(ORDERS))
-def test_a_small_kv_pool_blocks_no_prompt_for_good(tmp_path: Path, policy: str) -> None:
+def test_a_small_kv_pool_blocks_no_prompt_for_good(make: Any, policy: str) -> None:
     """Interrupted prompts hold blocks; others must not wait for those in a circle."""
-    engine = Engine(tmp_path, Role.PREFILL, num_blocks=24, chunk_size=CHUNK, prefill_policy=policy)
-    try:
-        for index in range(12):
-            add(engine, f"long{index}", 300 - index)
-            engine.step()
-            add(engine, f"short{index}", 100 + index)
-            engine.step()
-        steps(engine)
-        assert len(engine.finished) == 24
-    finally:
-        engine.close()
+    engine = make(Role.PREFILL, num_blocks=24, prefill_policy=policy)
+    for index in range(12):
+        add(engine, f"long{index}", 300 - index)
+        engine.step()
+        add(engine, f"short{index}", 100 + index)
+        engine.step()
+    steps(engine)
+    assert len(engine.finished) == 24
 
 
-def test_few_slots_block_no_prompt_for_good(tmp_path: Path) -> None:
-    engine = Engine(
-        tmp_path, Role.PREFILL, num_blocks=256, chunk_size=CHUNK, prefill_policy="srtf",
-    )  # fmt: skip
+def test_few_slots_block_no_prompt_for_good(make: Any) -> None:
+    engine = make(Role.PREFILL, prefill_policy="srtf")
     engine.scheduler.max_num_active_reqs = 2
-    try:
-        for index in range(10):
-            add(engine, f"r{index}", 500 - 40 * index)
-            engine.step()
-        steps(engine)
-        assert len(engine.finished) == 10
-    finally:
-        engine.close()
-
-
-def test_padding_fills_the_last_chunk_and_stays_unseen(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, Role.PREFILL, num_blocks=64, chunk_size=CHUNK, pad="on")
-    try:
-        add(engine, "a", 70)
-        taken = steps(engine)
-        assert [sum(step.values()) for step in taken] == [CHUNK, CHUNK]
-        assert taken[1]["a"] == 70 - CHUNK
-        assert not any(is_dummy(name) for name in engine.outputs)
+    for index in range(10):
+        add(engine, f"r{index}", 500 - 40 * index)
         engine.step()
-        assert engine.is_at_rest
-        assert load_of(engine).prefills_done == 0
-    finally:
-        engine.close()
+    steps(engine)
+    assert len(engine.finished) == 10
 
 
-def test_padding_waits_for_nothing_when_the_pool_is_full(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, Role.PREFILL, num_blocks=6, chunk_size=CHUNK, pad="on")
-    try:
-        add(engine, "a", 75)
-        steps(engine)
-        assert list(engine.finished) == ["a"]
-        engine.step()
-        assert engine.is_at_rest
-    finally:
-        engine.close()
+def test_padding_fills_the_last_chunk_and_stays_unseen(make: Any) -> None:
+    engine = make(Role.PREFILL, num_blocks=64, pad="on")
+    add(engine, "a", 70)
+    taken = steps(engine)
+    assert [sum(step.values()) for step in taken] == [CHUNK, CHUNK]
+    assert taken[1]["a"] == 70 - CHUNK
+    assert not any(is_dummy(name) for name in engine.outputs)
+    engine.step()
+    assert engine.is_at_rest
+    assert load_of(engine).prefills_done == 0
 
 
-def test_an_instance_of_both_roles_puts_decodes_before_prompts(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, Role.BOTH, num_blocks=256, prefill_policy="srtf")
-    scheduler = engine.scheduler
-    try:
-        scheduler._chunk_tokens = CHUNK
-        for index in range(3):
-            engine.add(f"decode{index}", prompt(index, 4), max_tokens=50)
-        engine.step()
-        engine.add("long", prompt(9, 400), max_tokens=1)
-        engine.step()
-        engine.add("new", prompt(10, 30), max_tokens=50)
-        engine.step()  # the new one interrupts the long one and decodes from now on
-        taken = engine.step().num_scheduled_tokens
-        assert list(taken) == ["decode0", "decode1", "decode2", "new", "long"]
-        assert taken["long"] == CHUNK  # decodes come on top
-    finally:
-        engine.close()
+def test_padding_waits_for_nothing_when_the_pool_is_full(make: Any) -> None:
+    engine = make(Role.PREFILL, num_blocks=6, pad="on")
+    add(engine, "a", 75)
+    steps(engine)
+    assert list(engine.finished) == ["a"]
+    engine.step()
+    assert engine.is_at_rest
+
+
+def test_an_instance_of_both_roles_puts_decodes_before_prompts(make: Any) -> None:
+    engine = make(Role.BOTH, prefill_policy="srtf")
+    for index in range(3):
+        engine.add(f"decode{index}", prompt(index, 4), max_tokens=50)
+    engine.step()
+    engine.add("long", prompt(9, 400), max_tokens=1)
+    engine.step()
+    engine.add("new", prompt(10, 30), max_tokens=50)
+    engine.step()  # the new one interrupts the long one and decodes from now on
+    taken = engine.step().num_scheduled_tokens
+    assert list(taken) == ["decode0", "decode1", "decode2", "new", "long"]
+    assert taken["long"] == CHUNK  # decodes come on top
 
 
 def load_of(engine: Engine) -> Any:

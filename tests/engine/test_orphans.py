@@ -85,25 +85,20 @@ def open_slot(pair: Pair, name: str, tokens: list[int], link: str) -> tuple[Any,
     return sender, transfer
 
 
-def test_a_decode_instance_is_killed_while_kv_travels_to_it(pair: Pair) -> None:
+@pytest.mark.parametrize("is_all_there", [False, True])
+def test_a_decode_instance_is_killed_while_kv_travels_to_it_or_afterwards(
+    pair: Pair, is_all_there: bool
+) -> None:
     with receiving({"model": "harness"}) as (there, endpoint):
         sees(pair.prefill, endpoint)
         pair.send("a", prompt(8 * CHUNK))
         for _ in range(4):
             pair.prefill.step()
         assert pair.prefill.kv_worker.num_sending
+        if is_all_there:
+            pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
         there.kill()
         pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
-        with Soon(pair.prefill):
-            pass
-
-
-def test_a_decode_instance_is_killed_when_its_kv_is_all_there(pair: Pair) -> None:
-    with receiving({"model": "harness"}) as (there, endpoint):
-        sees(pair.prefill, endpoint)
-        pair.send("a", prompt(2 * CHUNK))
-        pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
-        there.kill()
         with Soon(pair.prefill):
             pass
 
@@ -137,9 +132,7 @@ def test_a_prefill_instance_dies_and_no_request_waits_for_its_kv(pair: Pair) -> 
 
 def test_a_router_dies_before_it_sent_the_decode_request(pair: Pair) -> None:
     tokens = prompt(100)
-    pair.send("r/a", tokens)
-    prefilled = pair.prefilled("r/a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    prefilled = pair.sent("r/a", tokens)
     pair.decode.endpoint.abandon("t-s")  # another one
     assert used_bytes(pair.decode) > 0
     with Soon(pair.decode):
@@ -159,9 +152,7 @@ def test_a_router_dies_and_requests_that_have_begun_stay(pair: Pair) -> None:
     """Its request is here: it is for the client's connection to end it."""
     tokens = prompt(100)
     request = pair.receive("r/a", tokens)
-    pair.send("r/a", tokens)
-    pair.prefilled("r/a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.sent("r/a", tokens)
     pair.decode.endpoint.abandon(ROUTER)
     pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
     assert pair.decode.endpoint.receives.loads_done == 1

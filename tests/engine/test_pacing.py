@@ -147,9 +147,8 @@ def test_before_the_first_step_the_prior_counts() -> None:
 def run(target: StepBudget, scatter: float) -> int:
     """Take steps of 4 decodes that scatter about what is predicted."""
     for index in range(300):
-        target.begin(work_of(output(decodes=4), 0.0))
-        predicted_s = COST.step_s(4, 400, 0, 0)
-        target.end(predicted_s * (1 + (scatter if index % 2 else -scatter)))
+        seconds = COST.step_s(4, 400, 0, 0) * (1 + (scatter if index % 2 else -scatter))
+        target.learn(work_of(output(decodes=4), 0.0), seconds)
     return target.tokens(decodes(4))
 
 

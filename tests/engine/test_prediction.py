@@ -13,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.request import RequestStatus
 
 from tests.engine.harness import Engine
+from tests.engine.pair import CHUNK, Pair, prompt
 from tests.predictor.tiny_artefact import make
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.plugin import register
@@ -28,19 +29,15 @@ from vllm_tetri.engine.prediction import (
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.handover import (
     DecodeParams,
-    Prefilled,
-    PrefillParams,
     digest_of,
-    from_params,
     to_params,
 )
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.predictor.base import Query, Tally
 from vllm_tetri.predictor.model import WEIGHTS_FILE
-from vllm_tetri.types import Prediction, RequestId, Role, TransferId
+from vllm_tetri.types import Prediction, Role, TransferId
 
-CHUNK = 64
 THIRD = Prediction(3, 10, 200)
 
 
@@ -78,7 +75,7 @@ class Clock:
         return self.now
 
 
-class Scene:
+class Scene(Pair):
     """A prefill and a decode engine; the first one's predictor is scripted."""
 
     def __init__(self, folder: Path, *, is_sequential: bool = False) -> None:
@@ -106,20 +103,6 @@ class Scene:
         assert isinstance(missed, int)
         return missed
 
-    def send(self, name: str, num_tokens: int) -> None:
-        kv_params = PrefillParams(TransferId(f"t-{name}"), RequestId(name))
-        self.prefill.add(name, list(range(num_tokens)), params=to_params(kv_params))
-
-    def prefilled(self, name: str) -> Prefilled:
-        self.prefill.run_until(lambda: name in self.prefill.finished)
-        response = from_params(self.prefill.finished[name])
-        assert isinstance(response, Prefilled)
-        return response
-
-    def close(self) -> None:
-        self.prefill.close()
-        self.decode.close()
-
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
@@ -135,19 +118,22 @@ def sequential(tmp_path: Path) -> Iterator[Scene]:
     scene.close()
 
 
-def test_a_prediction_goes_to_the_router_and_with_the_response(scene: Scene) -> None:
-    scene.send("a", 2 * CHUNK)
-    scene.predictor.replies.append(("a", THIRD))
+@pytest.mark.parametrize("reply", [THIRD, None], ids=["predicted", "refused"])
+def test_a_reply_goes_to_the_router_and_with_the_response(
+    scene: Scene, reply: Prediction | None
+) -> None:
+    scene.send("a", prompt(2 * CHUNK))
+    scene.predictor.replies.append(("a", reply))
 
-    assert scene.prefilled("a").predicted == THIRD
-    assert [message.predicted for message in scene.published] == [THIRD] * len(scene.published)
+    assert scene.prefilled("a").predicted == reply
+    assert [message.predicted for message in scene.published] == [reply] * len(scene.published)
     assert scene.missed == 0
 
 
 def test_a_prediction_after_the_first_chunk_is_counted_and_still_used(
     scene: Scene,
 ) -> None:
-    scene.send("a", 3 * CHUNK)
+    scene.send("a", prompt(3 * CHUNK))
     scene.prefill.step()
     scene.prefill.step()
     assert scene.missed == 1
@@ -160,7 +146,7 @@ def test_a_prediction_after_the_first_chunk_is_counted_and_still_used(
 
 @pytest.mark.parametrize("num_tokens", [1, CHUNK, 3 * CHUNK])
 def test_without_a_reply_a_prompt_starts_unpredicted(scene: Scene, num_tokens: int) -> None:
-    scene.send("a", num_tokens)
+    scene.send("a", prompt(num_tokens))
 
     prefilled = scene.prefilled("a")
     assert prefilled.decode == scene.decode.info.id
@@ -169,16 +155,8 @@ def test_without_a_reply_a_prompt_starts_unpredicted(scene: Scene, num_tokens: i
     assert scene.predictor.withdrawn == ["a"]
 
 
-def test_a_refusal_is_no_delay(scene: Scene) -> None:
-    scene.send("a", CHUNK)
-    scene.predictor.replies.append(("a", None))
-
-    assert scene.prefilled("a").predicted is None
-    assert scene.missed == 0
-
-
 def test_only_prompts_that_begin_here_are_predicted(scene: Scene) -> None:
-    scene.send("a", 5)
+    scene.send("a", prompt(5))
     scene.prefill.add("whole", [1, 2, 3])
     kv_params = DecodeParams(TransferId("t-d"), digest_of([1, 2, 3]), predicted=THIRD)
     arrived = scene.prefill.add("arrived", [1, 2, 3], params=to_params(kv_params))
@@ -189,7 +167,7 @@ def test_only_prompts_that_begin_here_are_predicted(scene: Scene) -> None:
 
 
 def test_an_aborted_prompt_is_withdrawn(scene: Scene) -> None:
-    scene.send("a", 5)
+    scene.send("a", prompt(5))
     scene.prefill.abort("a")
     scene.prefill.run_until(lambda: scene.prefill.is_at_rest)
     scene.predictor.replies.append(("a", THIRD))  # too late, its request is gone
@@ -200,7 +178,7 @@ def test_an_aborted_prompt_is_withdrawn(scene: Scene) -> None:
 
 def test_sequential_prompts_wait_for_their_prediction(sequential: Scene) -> None:
     for name in ("a", "b"):
-        sequential.send(name, CHUNK)
+        sequential.send(name, prompt(CHUNK))
     for _ in range(3):
         assert not sequential.prefill.step().total_num_scheduled_tokens
     assert sequential.prefill.scheduler.get_request_counts() == (0, 2)
@@ -212,14 +190,14 @@ def test_sequential_prompts_wait_for_their_prediction(sequential: Scene) -> None
 
 
 def test_sequential_prompts_wait_only_until_a_deadline(sequential: Scene) -> None:
-    sequential.send("a", CHUNK)
+    sequential.send("a", prompt(CHUNK))
     sequential.prefill.step()
     sequential.clock.now += SEQUENTIAL_WAIT_S
     assert list(sequential.prefill.step().num_scheduled_tokens) == ["a"]
 
 
 def test_a_waiting_sequential_prompt_can_be_aborted(sequential: Scene) -> None:
-    sequential.send("a", CHUNK)
+    sequential.send("a", prompt(CHUNK))
     sequential.prefill.step()
     sequential.prefill.abort("a")
     sequential.prefill.run_until(lambda: sequential.prefill.is_at_rest)

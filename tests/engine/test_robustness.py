@@ -55,16 +55,13 @@ def patient_pair(tmp_path: Path) -> Iterator[Pair]:
 
 def test_kv_of_another_prompt_is_never_loaded(pair: Pair) -> None:
     """Two instances may make different tokens of the same text."""
-    pair.send("a", prompt(100, seed=3))
-    prefilled = pair.prefilled("a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    prefilled = pair.sent("a", prompt(100, seed=3))
     other = prompt(100, seed=4)
     request = pair.receive("a", other, digest=prefilled.digest)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(other))
     assert pair.decode.endpoint.receives.loads_done == 0
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    pair.settle()
+    pair.end("a")
 
 
 def test_a_kv_endpoint_that_is_none_is_survived(pair: Pair) -> None:
@@ -101,9 +98,7 @@ def test_abort_after_a_full_arena_leaves_no_entry(tmp_path: Path) -> None:
     pair = Pair(
         tmp_path, arena_bytes=24 * BLOCK * 64 * 2, transfer_timeout_s=5.0, report_period_s=0.001
     )
-    pair.send("big", prompt(20 * BLOCK))
-    pair.prefilled("big")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.sent("big", prompt(20 * BLOCK))
     pair.send("a", prompt(20 * BLOCK, seed=9))
     entry = pair.prefill.endpoint.sends._sends["a"]
     while not entry.retry_at:  # the arena said FULL
@@ -124,28 +119,22 @@ def test_notes_to_a_hung_peer_do_not_hold_the_engine(pair: Pair) -> None:
         assert time.monotonic() - start < 1.0
 
 
-def test_old_losses_do_not_hide_new_ones(patient_pair: Pair) -> None:
-    pair = patient_pair
-    receives = pair.decode.endpoint.receives
-    for i in range(MAX_REMEMBERED):
-        receives.lose(TransferId(f"old{i}"))
-    tokens = prompt(100)
-    request = pair.receive("a", tokens)
-    pair.prefill.kv_worker.begin_step(
-        StepMeta(notes=[(pair.decode.info.kv_endpoint, encode_note(Lost("t-a")))])
-    )
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(tokens))
-    assert receives.loads_failed == 1
-
-
-def test_kv_of_an_unresponsive_instance_is_not_waited_for(patient_pair: Pair) -> None:
+@pytest.mark.parametrize("is_told_by_router", [False, True])
+def test_kv_of_a_lost_transfer_is_not_waited_for(
+    patient_pair: Pair, is_told_by_router: bool
+) -> None:
     pair, tokens = patient_pair, prompt(100)
     receives = pair.decode.endpoint.receives
+    for i in range(MAX_REMEMBERED):
+        receives.lose(TransferId(f"old{i}"))  # hides no new one
     request = pair.receive("a", tokens)
     pair.decode.step()
     assert receives.num_waiting == 1
-    pair.decode.endpoint.lose(TransferId("t-a"))  # as when a router says so
+    if is_told_by_router:  # the prefill instance is unresponsive
+        pair.decode.endpoint.lose(TransferId("t-a"))
+    else:
+        note = pair.decode.info.kv_endpoint, encode_note(Lost("t-a"))
+        pair.prefill.kv_worker.begin_step(StepMeta(notes=[note]))
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.holds(request, len(tokens))
     assert receives.loads_failed == 1
@@ -153,9 +142,7 @@ def test_kv_of_an_unresponsive_instance_is_not_waited_for(patient_pair: Pair) ->
 
 def test_kv_that_has_arrived_is_taken_whatever_is_said_of_its_sender(pair: Pair) -> None:
     tokens = prompt(100)
-    pair.send("a", tokens)
-    pair.prefilled("a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.sent("a", tokens)
     pair.decode.endpoint.lose(TransferId("t-a"))
     pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
@@ -164,9 +151,7 @@ def test_kv_that_has_arrived_is_taken_whatever_is_said_of_its_sender(pair: Pair)
 
 def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
     tokens = prompt(100)
-    pair.send("a", tokens)
-    pair.prefilled("a")
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.sent("a", tokens)
     receives = pair.decode.endpoint.receives
     request = pair.receive("a", tokens)
     assert receives.match(request, 0, is_busy=False) == (99, False)
@@ -232,7 +217,7 @@ def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
     tokens = prompt(100)
     params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=True)
     pair.decode.add("a", tokens, params=to_params(params))
-    pair.decode.run_until(lambda: receives.num_awaiting_output == 0)
+    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert not any(receives.has_output(name) for name in ("t-a", "t-b"))
     pair.decode.abort("a")
     pair.settle()

@@ -16,7 +16,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm_tetri.engine.compat import (
     EngineCoreOutputs,
@@ -119,37 +119,23 @@ class ChunkProbe:
         self._dummies = DummyRequests(scheduler)
         self._most_tokens = most_tokens
         self._clock = clock
+        self._sizes = self._prompt_sizes()
         self._seconds: dict[int, float] = {}  # best time of a step, by prompt tokens
-        self._tokens = self.chunk_tokens = min(LEAST_TOKENS, most_tokens)
-        self._num_runs = 0
-        self._running = ""
-        self._begun_s = self._deadline = 0.0
+        self._running, self._tokens, self._begun_s = "", 0, 0.0
+        self.chunk_tokens = min(LEAST_TOKENS, most_tokens)
         self.is_over = False
 
     def before_step(self) -> None:
         """Add the next dummy prompt once the previous one has ended."""
         if self.is_over or self._running in self._scheduler.requests:
             return
-        now = self._clock()
-        if not self._seconds and not self._num_runs:
-            self._deadline = now + DEADLINE_S
-            logger.info(
-                "--tetri-chunk-size auto: timing prompts of up to %d tokens; takes a few seconds, "
-                "at most %.0f. The instance joins its cluster afterwards.",
-                self._most_tokens, DEADLINE_S,
-            )  # fmt: skip
-        if self._num_runs == _RUNS:
-            if self._is_enough():
-                self._finish()
-                return
-            self._tokens, self._num_runs = min(2 * self._tokens, self._most_tokens), 0
-        if now > self._deadline:
+        tokens = next(self._sizes, None)
+        if tokens is None:
             self._finish()
             return
-        request = self._dummies.make(self._tokens)
-        self._num_runs += 1
-        self._running, self._begun_s = request.request_id, now
-        self._scheduler.max_num_scheduled_tokens = self._tokens
+        request = self._dummies.make(tokens)
+        self._running, self._tokens, self._begun_s = request.request_id, tokens, self._clock()
+        self._scheduler.max_num_scheduled_tokens = tokens
         self._scheduler.add_request(request)
 
     def after_step(self, ended: list[str]) -> None:
@@ -162,21 +148,35 @@ class ChunkProbe:
             seconds = self._clock() - self._begun_s
             self._seconds[self._tokens] = min(seconds, self._seconds.get(self._tokens, seconds))
 
-    def _is_enough(self) -> bool:
-        if self._tokens >= self._most_tokens or self._clock() > self._deadline:
-            return True
-        if self._seconds[self._tokens] > _LONGEST_STEP_S:
-            return True
-        speeds = [tokens / seconds for tokens, seconds in self._seconds.items()][-3:]
-        return len(speeds) == 3 and max(speeds[1:]) < (1 + _FLAT_GAIN) * speeds[0]
+    def _prompt_sizes(self) -> Iterator[int]:
+        """Yield the tokens of one prompt after the other, until enough is known."""
+        deadline = self._clock() + DEADLINE_S
+        logger.info(
+            "--tetri-chunk-size auto: timing prompts of up to %d tokens; takes a few seconds, "
+            "at most %.0f. The instance joins its cluster afterwards.",
+            self._most_tokens, DEADLINE_S,
+        )  # fmt: skip
+        tokens, is_enough = self.chunk_tokens, False
+        while not is_enough:
+            for _ in range(_RUNS):
+                if self._clock() > deadline:
+                    return
+                yield tokens
+            speeds = list(self._speeds().values())[-3:]
+            is_flat = len(speeds) == 3 and max(speeds[1:]) < (1 + _FLAT_GAIN) * speeds[0]
+            is_enough = (
+                is_flat or tokens >= self._most_tokens or self._seconds[tokens] > _LONGEST_STEP_S
+            )
+            tokens = min(2 * tokens, self._most_tokens)
+
+    def _speeds(self) -> dict[int, float]:
+        return {tokens: tokens / seconds for tokens, seconds in self._seconds.items()}
 
     def _finish(self) -> None:
-        self.is_over, self._running = True, ""
-        speeds = {tokens: tokens / seconds for tokens, seconds in self._seconds.items()}
+        self.is_over, speeds = True, self._speeds()
         enough = KNEE_PART * max(speeds.values(), default=0.0)
-        self.chunk_tokens = min(
-            (tokens for tokens, speed in speeds.items() if speed >= enough), default=self._tokens
-        )
+        fast = [tokens for tokens, speed in speeds.items() if speed >= enough]
+        self.chunk_tokens = min(fast, default=self.chunk_tokens)
         logger.info(
             "--tetri-chunk-size auto: %d tokens; prompt tokens/s by chunk: %s",
             self.chunk_tokens,

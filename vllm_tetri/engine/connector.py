@@ -30,7 +30,7 @@ from vllm_tetri.engine.compat import (
 from vllm_tetri.engine.continuation import teach_v1_runner
 from vllm_tetri.engine.endpoint import Endpoint
 from vllm_tetri.engine.roles import CONFIG_KEY, identity_of, require_transferable
-from vllm_tetri.engine.step import StepMeta, WorkerReport, WorkerShape
+from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams, from_params, to_params
@@ -75,13 +75,16 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         group = get_tp_group()
         mover = mover_for(tensors, self._cache_config.num_blocks)
         identity = identity_of(self._vllm_config, self._cache_config, tensors)
-        self._shape = WorkerShape(identity, mover.block_bytes, group.world_size)
+        block_tokens = self._vllm_config.cache_config.block_size
+        num_ranks = group.world_size
+        layout = KVLayout(block_tokens, mover.block_bytes * num_ranks, num_ranks)
+        self._shape = WorkerShape(identity, layout)
         worker = KVWorker(
             config=self._tetri,
             identity=identity,
             mover=mover,
             rank=group.rank_in_group,
-            num_ranks=group.world_size,
+            num_ranks=num_ranks,
         )
         self.set_worker(worker)
 

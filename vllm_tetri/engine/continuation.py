@@ -188,15 +188,11 @@ class Continuations:
         continued exactly computes its output again."""
         token_ids = list(prior_output.token_ids)
         try:
-            logprobs = (
-                decode_logprobs(prior_output.logprobs, token_ids, self._vocabulary)
-                if prior_output.logprobs
-                else None
-            )
+            text = prior_output.logprobs
+            logprobs = decode_logprobs(text, token_ids, self._vocabulary) if text else None
+            reason = self._reason_against(request, token_ids, logprobs)
         except ProtocolError:
-            reason: str | None = "bad_logprobs"
-        else:
-            reason = self._reason_against(request, prior_output, logprobs)
+            logprobs, reason = None, "bad_logprobs"
         if reason is not None:
             if reason not in self.refused:
                 logger.info(
@@ -214,28 +210,23 @@ class Continuations:
         self.num_continued += 1
 
     def _reason_against(
-        self, request: Request, prior_output: PriorOutput, logprobs: LogprobsLists | None
+        self, request: Request, token_ids: list[int], logprobs: LogprobsLists | None
     ) -> str | None:
         sampling = request.sampling_params
-        if not self.is_supported:
-            return "async_v1_runner"
         if sampling is None or request.pooling_params is not None:
             return "no_sampling"
-        if sampling.prompt_logprobs is not None:
-            return "prompt_logprobs"
-        if sampling.num_logprobs is not None and (
-            logprobs is None or len(logprobs.sampled_token_ranks) != len(prior_output.token_ids)
-        ):
-            return "logprobs_missing"
+        num_rows = len(logprobs.sampled_token_ranks) if logprobs is not None else 0
         is_seeded = sampling.seed is not None and sampling.temperature > 0
-        if is_seeded and not self.is_seeded_supported:
-            return "seed_on_v1_runner"
-        if max(prior_output.token_ids) >= self._vocabulary:
-            return "unknown_tokens"
-        num_prior = len(prior_output.token_ids)
-        if num_prior >= request.max_tokens or request.num_tokens + num_prior >= self._window:
-            return "nothing_left"
-        return None
+        num_tokens = request.num_tokens + len(token_ids)
+        reasons = {
+            "async_v1_runner": not self.is_supported,
+            "prompt_logprobs": sampling.prompt_logprobs is not None,
+            "logprobs_missing": sampling.num_logprobs is not None and num_rows != len(token_ids),
+            "seed_on_v1_runner": is_seeded and not self.is_seeded_supported,
+            "unknown_tokens": max(token_ids) >= self._vocabulary,
+            "nothing_left": len(token_ids) >= request.max_tokens or num_tokens >= self._window,
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
 
     @property
     def num_open(self) -> int:

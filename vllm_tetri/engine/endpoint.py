@@ -30,7 +30,7 @@ from vllm_tetri.engine.prediction import (
 from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.roles import device_place
 from vllm_tetri.engine.send import SendSide
-from vllm_tetri.engine.step import KVLayout, WorkerShape
+from vllm_tetri.engine.step import WorkerShape
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
@@ -82,8 +82,6 @@ class Endpoint:
         """Open the arena, now that the KV layout is known, and join unless the scheduler has
         to find its chunk size first."""
         config, vllm_config = self.config, self._vllm_config
-        block_tokens = vllm_config.cache_config.block_size
-        layout = KVLayout(block_tokens, shape.block_bytes, shape.num_ranks)
         self.receiver = open_receiver(
             arena_bytes=config.arena_bytes,
             host=config.host,
@@ -92,7 +90,7 @@ class Endpoint:
             hold_timeout_s=config.hold_timeout_s,
             key=kv_key_of(config.secret_file),
         )
-        self.receives = ReceiveSide(self.receiver, layout, config)
+        self.receives = ReceiveSide(self.receiver, shape.layout, config)
         self.info = self._describe(shape, self.receiver.endpoint)
         self.agent = Agent(
             config.control,
@@ -111,7 +109,7 @@ class Endpoint:
         )
         self.sends = SendSide(
             config,
-            layout,
+            shape.layout,
             vllm_config.model_config.max_model_len,
             self.scheduler.kv_cache_manager,
             self.dispatcher,

@@ -81,7 +81,7 @@ class LoadReader:
         self._members = members
         self._cpu = _CpuClock()
         self._leaking_since: dict[str, float] = {}
-        self._leaks: tuple[str, ...] = ()
+        self._logged: set[str] = set()  # each kind of leak once
 
     def read(self) -> InstanceLoad:
         """Return the numbers of a report; counters are exact at rest."""
@@ -173,9 +173,10 @@ class LoadReader:
         """Return what is held although no request is left; nothing while there is one. KV under
         way keeps blocks or a slot: both end with their transfer and are no leaks."""
         scheduler, members = self._scheduler, self._members
-        if self._num_unfinished():
+        requests = list(scheduler.requests.values())
+        if not all(each.is_finished() for each in requests):
             return {}
-        finished = sum(each.is_finished() for each in list(scheduler.requests.values()))
+        finished = len(requests)
         num_receives = len(members.receives)
         used = len(members.sends) + num_receives  # transfers and loads that use blocks
         arena, gate, waiting = members.receiver.stats(), scheduler.gate, scheduler.waiting
@@ -194,37 +195,29 @@ class LoadReader:
             _UNCLAIMED: arena.unclaimed,
             _QUARANTINED: arena.quarantined_bytes,
         }
-        if self._num_unfinished():  # one came meanwhile
-            return {}
         return {what: number for what, number in found.items() if number > 0}
 
-    def _num_unfinished(self) -> int:
-        return sum(not each.is_finished() for each in list(self._scheduler.requests.values()))
-
     def _lasting_leaks(self, now: float) -> tuple[str, ...]:
-        """Return the leaks that last; log when they change."""
+        """Return the leaks that last; log each kind once."""
         if not self._scheduler.requests:
             self._members.receives.tidy()
         found, since = self.leaks(), self._leaking_since
         self._leaking_since = {what: since.get(what, now) for what in found}
-        lasting = tuple(
-            f"{number} {what}"
+        lasting = {
+            what: number
             for what, number in found.items()
             if now - self._leaking_since[what]
             >= (SHARED_LEAK_PATIENCE_S if what in SHARED_LEAKS else LEAK_PATIENCE_S)
-        )
-        if lasting == self._leaks or not (lasting or (not found and not self._num_unfinished())):
-            return self._leaks
-        self._leaks = lasting
-        if lasting:
+        }
+        leaks = tuple(f"{number} {what}" for what, number in lasting.items())
+        if not lasting.keys() <= self._logged:
             logger.warning(
                 "leak: no request is left, but this instance still holds %s. It continues to "
                 "serve; restart it if the numbers grow, and report the log.",
-                ", ".join(lasting),
+                ", ".join(leaks),
             )
-        else:
-            logger.info("leak: all of it is released now")
-        return lasting
+            self._logged |= lasting.keys()
+        return leaks
 
 
 class _CpuClock:

@@ -7,18 +7,12 @@ the instance they mean.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import vllm_tetri
 from vllm_tetri.config import decode_config
 from vllm_tetri.engine.roles import CONFIG_KEY
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 PATH = "/tetri/v1/instance"
 
@@ -26,17 +20,17 @@ PATH = "/tetri/v1/instance"
 class TetriMiddleware:
     """Pure ASGI: adds nothing to streamed bodies."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._who: dict[str, str] = {}  # read from the first request's application
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         self._who = self._who or _identity(scope)
         if scope["path"] == PATH:
-            await _answer(send, json.dumps(self._who).encode())
+            await JSONResponse(self._who)(scope, receive, send)
             return
         header = (b"x-tetri-instance", self._who["id"].encode())
 
@@ -48,16 +42,7 @@ class TetriMiddleware:
         await self._app(scope, receive, send_with_header)
 
 
-def _identity(scope: MutableMapping[str, Any]) -> dict[str, str]:
+def _identity(scope: Scope) -> dict[str, str]:
     extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
     config = decode_config(extra[CONFIG_KEY])
-    return {
-        "id": config.instance,
-        "version": vllm_tetri.__version__,
-    }
-
-
-async def _answer(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return {"id": config.instance, "version": vllm_tetri.__version__}

@@ -24,6 +24,11 @@ _REFRESH_S = 0.25
 TILE_TOKENS, CPU_TILE_TOKENS = 128, 16
 # Below this confidence the fit is too young for a warning about the objective.
 _WARNING_CONFIDENCE = 0.5
+# Of measured / predicted step times: smoothing, and bounds of an outlier. Of a normal
+# distribution, 99 % lie within 2.9 mean deviations above the mean.
+_GAIN = 1 / 16
+_DEVIATIONS = 2.9
+_LEAST_RATIO, _MOST_RATIO = 0.25, 4.0
 _computed_tokens = attrgetter("num_computed_tokens")
 
 
@@ -63,10 +68,7 @@ class StepClock:
         requests ran when its scheduling began."""
         is_next = was_running and not self._is_interrupted
         self._is_interrupted = False
-        step = work_of(output, self._ended_s if is_next else now)
-        self._begun.append(step)
-        if self.budget is not None:
-            self.budget.begin(step)
+        self._begun.append(work_of(output, self._ended_s if is_next else now))
 
     def interrupt(self) -> None:
         """Record a pause: the next step begins when it is scheduled."""
@@ -77,67 +79,36 @@ class StepClock:
         step = self._begun.popleft()
         seconds = now - max(step.begun_s, self._ended_s)
         self._ended_s, self.step_s = now, seconds
+        if self.budget is not None:
+            self.budget.learn(step, seconds)
         self.fit.learn(*step[1:], seconds)
         if now - self._refreshed_s >= _REFRESH_S:
             self._refreshed_s = now
             self.fit.refresh()
-        if self.budget is not None:
-            self.budget.end(seconds)
         return seconds
 
 
 def work_of(output: SchedulerOutput, now: float) -> StepWork:
     """Read from a scheduled step what it computes and after which context."""
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-    total_context = sum(cached.num_computed_tokens)
-    num_decodes, prompts = len(scheduled), []
-    if output.total_num_scheduled_tokens > num_decodes:  # else every request gets one token
-        known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        new = ((each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs)
-        prompts = [
-            (tokens, context)
-            for pairs in (known, new)
-            for name, context in pairs
-            if (tokens := scheduled[name]) > 1
-        ]
-    total_context += sum(each.num_computed_tokens for each in output.scheduled_new_reqs)
+    contexts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    contexts |= {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    prompts = [(tokens, contexts[name]) for name, tokens in scheduled.items() if tokens > 1]
     prompt_tokens = sum(tokens for tokens, _ in prompts)
     squares = sum(tokens * (context + (tokens - 1) / 2) for tokens, context in prompts)
     return StepWork(
         now,
-        num_decodes - len(prompts),
-        total_context - sum(context for _, context in prompts),
+        len(scheduled) - len(prompts),
+        sum(contexts.values()) - sum(context for _, context in prompts),
         prompt_tokens,
         squares / prompt_tokens if prompt_tokens else 0.0,
     )
 
 
-class Scatter:
-    """Smoothed mean and mean deviation of measured / predicted step times, as in Jacobson's
-    estimate of round-trip times. A single outlier is bounded."""
-
-    GAIN = 1 / 16
-    # Of a normal distribution, 99 % lie within 2.9 mean deviations above the mean.
-    DEVIATIONS = 2.9
-    LEAST, MOST = 0.25, 4.0
-
-    def __init__(self) -> None:
-        self.mean = 1.0
-        self.deviation = 0.0
-
-    def learn(self, measured_s: float, predicted_s: float) -> None:
-        """Record one step."""
-        ratio = min(max(measured_s / predicted_s, self.LEAST), self.MOST)
-        self.deviation += (abs(ratio - self.mean) - self.deviation) * self.GAIN
-        self.mean += (ratio - self.mean) * self.GAIN
-
-    def limit_s(self, slo_s: float) -> float:
-        """Return the prediction up to which 99 of 100 steps stay within `slo_s`."""
-        return slo_s / (self.mean + self.DEVIATIONS * self.deviation)
-
-
 class StepBudget:
-    """The token budget of steps with decodes, for one engine.
+    """The token budget of steps with decodes, for one engine. Smoothed mean and mean deviation
+    of measured / predicted step times, as in Jacobson's estimate of round-trip times, tell how
+    far predictions may be trusted; a single outlier is bounded.
 
     Args:
         fit: What steps cost, as learnt while serving; its prior counts until the first step.
@@ -151,8 +122,7 @@ class StepBudget:
         self._slo_s = slo_s
         self._most_tokens = most_tokens
         self._tile_tokens = tile_tokens
-        self._scatter = Scatter()
-        self._predicted_s: deque[float] = deque()  # of the steps under way
+        self._mean, self._deviation = 1.0, 0.0
         self._has_warned = False
 
     def tokens(self, running: Sequence[Request]) -> int:
@@ -166,7 +136,9 @@ class StepBudget:
         prompt_context = prompts[0].num_computed_tokens if prompts else 0
         decode_context = sum(map(_computed_tokens, running)) - sum(map(_computed_tokens, prompts))
         num_decodes = len(running) - len(prompts)
-        cost, limit_s = self._cost(), self._scatter.limit_s(self._slo_s)
+        cost = self._cost()
+        # The prediction up to which 99 of 100 steps stay within the objective.
+        limit_s = self._slo_s / (self._mean + _DEVIATIONS * self._deviation)
         self._warn_once(cost)
         left_s = limit_s - cost.step_s(num_decodes, decode_context, 0, 0)
         prompt_tokens = _most_prompt_tokens(cost, left_s, prompt_context)
@@ -175,14 +147,12 @@ class StepBudget:
         wanted = min(num_decodes + prompt_tokens, self._most_tokens) // tile * tile
         return min(max(least, wanted), self._most_tokens)
 
-    def begin(self, step: StepWork) -> None:
-        """Record that a step with at least one token was scheduled."""
-        self._predicted_s.append(self._cost().step_s(*step[1:]))
-
-    def end(self, seconds: float) -> None:
-        """Record how long the oldest step under way took."""
-        if self._predicted_s and (predicted_s := self._predicted_s.popleft()) > 0:
-            self._scatter.learn(seconds, predicted_s)
+    def learn(self, step: StepWork, seconds: float) -> None:
+        """Record how long a step took."""
+        if (predicted_s := self._cost().step_s(*step[1:])) > 0:
+            ratio = min(max(seconds / predicted_s, _LEAST_RATIO), _MOST_RATIO)
+            self._deviation += (abs(ratio - self._mean) - self._deviation) * _GAIN
+            self._mean += (ratio - self._mean) * _GAIN
 
     def _cost(self) -> StepCoefficients:
         return self._fit.cost if self._fit.cost.is_known else GUESS

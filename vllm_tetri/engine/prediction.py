@@ -7,18 +7,16 @@ file.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_tetri.config import TetriConfig, option_of
 from vllm_tetri.engine.chunk_size import is_dummy
@@ -260,15 +258,11 @@ class LengthsStore:
         model: Name or folder of the model that generates the outputs.
     """
 
-    def __init__(
-        self, folder: Path, model: str, buckets: Buckets, *, period_s: float = SAVE_PERIOD_S
-    ) -> None:
+    def __init__(self, folder: Path, model: str, buckets: Buckets) -> None:
         key = hashlib.sha256(json.dumps([model, *astuple(buckets)]).encode()).hexdigest()
         self.path = folder / f"{key[:16]}.json"
-        self._period_s = period_s
-        self.lengths = self._load(buckets.num_buckets) or Lengths(
-            buckets.granularity_tokens, buckets.num_buckets
-        )
+        fresh = Lengths(buckets.granularity_tokens, buckets.num_buckets)
+        self.lengths = self._load(buckets.num_buckets) or fresh
         self._saved_s = float("-inf")
         self._is_dirty = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tetri-lengths")
@@ -297,7 +291,7 @@ class LengthsStore:
     def record_change(self, now: float) -> None:
         """Save the lengths soon, since they changed; at most once per period."""
         self._is_dirty = True
-        if now - self._saved_s >= self._period_s:
+        if now - self._saved_s >= SAVE_PERIOD_S:
             self._saved_s = now
             self._save()
 
@@ -309,18 +303,14 @@ class LengthsStore:
 
     def _save(self) -> None:
         self._is_dirty = False
-        self._writer.submit(self._write, self.lengths.state())
+        self._writer.submit(self._write, json.dumps(self.lengths.state()))
 
-    def _write(self, state: dict[str, Any]) -> None:
+    def _write(self, state: str) -> None:
         """Replace the file; another instance may read or write it at the same time."""
-        name = ""
+        own = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
-            with os.fdopen(handle, "wb") as file:
-                file.write(json.dumps(state).encode() + b"\n")
-            Path(name).replace(self.path)
+            own.write_text(state + "\n")
+            own.replace(self.path)
         except OSError as error:
             logger.warning("output lengths cannot be saved: %s. Check its folder.", error)
-            with contextlib.suppress(OSError):
-                Path(name).unlink()

@@ -14,12 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Protocol
 
-from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import Request, RequestQueue, RequestStatus
-from vllm_tetri.plugins import load_policy
-from vllm_tetri.policy.admission import DecodeGate
-from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.order import Order
 from vllm_tetri.policy.queue import PromptEngine, PromptQueue
 
@@ -113,11 +109,6 @@ class PrefillQueue(RequestQueue):
         """Prompts that wait for their prediction."""
         return len(self._unpredicted)
 
-    @property
-    def num_first(self) -> int:
-        """Requests with nothing to order."""
-        return len(self._first)
-
     def count_first(self, is_here: Callable[[str], bool]) -> int:
         """Count requests with nothing to order whose KV is here."""
         return sum(is_here(request.request_id) for request in self._first)
@@ -153,18 +144,3 @@ class PrefillQueue(RequestQueue):
         if self._dummies:
             return self._dummies
         raise IndexError("nothing to schedule")
-
-
-def make_gate(
-    config: TetriConfig, lengths: OutputLengths, block_size: int, total_blocks: int
-) -> DecodeGate | None:
-    """Return the gate of the configured admission policy; greedy has none."""
-    if config.decode_policy == "greedy":
-        return None
-    return DecodeGate(
-        load_policy("admission", config.decode_policy),
-        config.reserve_end,
-        lengths=lengths,
-        block_size=block_size,
-        total_blocks=total_blocks,
-    )

@@ -1,7 +1,7 @@
 """Decode side of KV transfer, scheduler half: KV received for requests of this instance.
 
 Owner: the engine thread. Methods that may be called from another thread say so; they use
-only the receiver and the `ExpiringDict`s, which are thread-safe.
+only the receiver, which is thread-safe, and what is remembered of transfers under a lock.
 
 A request waits (vLLM asks again every step) until its KV has arrived. The KV is loaded in
 the step that admits the request, or in the background if it is large and other requests
@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from threading import Lock
-from typing import Generic, TypeVar
+
+import numpy as np
+from cachetools import TTLCache
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.compat import Request
-from vllm_tetri.engine.step import FirstTokens, KVLayout, Load, Lost, WorkerReport, decode_note
+from vllm_tetri.engine.step import KVLayout, Load, Lost, WorkerReport, decode_note
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, PriorOutput, attempt_names, digest_of, prefix_of
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
@@ -31,54 +32,6 @@ from vllm_tetri.types import TransferId
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
-
-
-Value = TypeVar("Value")
-
-
-class ExpiringDict(Generic[Value]):
-    """A dict of at most `size` entries, each kept for `ttl_s`; the oldest is evicted first.
-    Thread-safe."""
-
-    def __init__(
-        self, size: int, ttl_s: float, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._size = size
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._lock = Lock()  # guards changes of the next field
-        self._entries: OrderedDict[str, tuple[float, Value]] = OrderedDict()  # with deadline
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def __setitem__(self, name: str, value: Value) -> None:
-        with self._lock:
-            self._entries[name] = (self._clock() + self._ttl_s, value)
-            self._entries.move_to_end(name)
-            self._evict()
-
-    def pop(self, name: str) -> Value | None:
-        """Remove an entry and return its value; None if there is none."""
-        with self._lock:
-            found = self._entries.pop(name, None)
-        return found[1] if found is not None else None
-
-    def expire(self) -> None:
-        """Evict entries that are too old; done with every new entry as well."""
-        with self._lock:
-            self._evict()
-
-    def _evict(self) -> None:
-        now = self._clock()
-        while self._entries:
-            deadline, _ = next(iter(self._entries.values()))
-            if deadline > now and len(self._entries) <= self._size:
-                return
-            self._entries.popitem(last=False)
 
 
 class _State(Enum):
@@ -113,11 +66,11 @@ class ReceiveSide:
         self._entries: dict[str, _Receive] = {}
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
-        # By transfer; thread-safe.
-        self._outputs = ExpiringDict[PriorOutput](MAX_REMEMBERED, timeout_s)  # not taken yet
-        self._lost = ExpiringDict[None](MAX_REMEMBERED, timeout_s)
-        self._consumed = ExpiringDict[None](MAX_REMEMBERED, timeout_s)
-        self._unwanted = ExpiringDict[None](MAX_REMEMBERED, timeout_s)
+        self._lock = Lock()  # guards the next fields, by transfer
+        self._outputs = TTLCache[str, PriorOutput](MAX_REMEMBERED, timeout_s)  # not taken yet
+        self._lost = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
+        self._consumed = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
+        self._unwanted = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._loads: list[Load] = []
         self.loads_done = self.loads_failed = self.loaded_bytes = 0
 
@@ -153,31 +106,24 @@ class ReceiveSide:
         """Requests whose KV has not arrived."""
         return sum(entry.state is _State.WAITING for entry in self._entries.values())
 
-    @property
-    def num_awaiting_output(self) -> int:
-        """Requests whose first token may still come."""
-        return sum(entry.awaits_output for entry in self._entries.values())
-
     def wait(self, timeout_s: float) -> None:
         """Sleep until a waiting request may continue (GIL released), at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while not self._has_arrived() and (left_s := deadline - time.monotonic()) > 0:
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._drain_notes()
+            waiting = (each for each in self._entries.values() if each.state is _State.WAITING)
+            if any(map(self._may_continue, waiting)):
+                return
             self._receiver.wait(left_s)
 
-    def _has_arrived(self) -> bool:
-        self._drain_notes()
-        for entry in self._entries.values():
-            name = entry.params.transfer
-            if entry.state is not _State.WAITING:
-                continue
-            if name in self._lost:
-                return True
-            if entry.awaits_output and name not in self._outputs:
-                continue
-            found = self._receiver.find(name)
-            if found is not None and found.state is not SlotState.FILLING:
-                return True
-        return False
+    def _may_continue(self, entry: _Receive) -> bool:
+        name = entry.params.transfer
+        if name in self._lost:
+            return True
+        if entry.awaits_output and name not in self._outputs:
+            return False
+        found = self._receiver.find(name)
+        return found is not None and found.state is not SlotState.FILLING
 
     def pin_arrived(self, requests: Mapping[str, Request]) -> None:
         """Pin KV that has arrived, so that it does not expire while its request waits."""
@@ -190,10 +136,12 @@ class ReceiveSide:
         self._drain_notes()
         found = []
         for entry in self._entries.values():
-            prior_output = self._outputs.pop(entry.params.transfer) if entry.awaits_output else None
-            if prior_output is not None:
+            if entry.awaits_output and entry.params.transfer in self._outputs:
                 entry.awaits_output = False
-                found.append((entry.request_id, prior_output))
+                with self._lock:
+                    prior_output = self._outputs.pop(entry.params.transfer, None)
+                if prior_output is not None:
+                    found.append((entry.request_id, prior_output))
         return found
 
     def match(
@@ -253,7 +201,6 @@ class ReceiveSide:
     def _check_lost(self, name: str, entry: _Receive) -> None:
         self._drain_notes()
         found = self._receiver.find(name)
-        reason = ""
         if name in self._consumed:
             # Another choice of the same request loaded it; all but the last block is in the
             # prefix cache.
@@ -265,14 +212,15 @@ class ReceiveSide:
             reason = found.error or "failed"
         elif time.monotonic() > entry.deadline:
             reason = f"no KV arrived within {self._timeout_s:g} s (--tetri-transfer-timeout)"
-        if reason:
-            logger.warning(
-                "KV transfer %s: %s. This instance computes the prompt of request %s itself.",
-                name, reason, entry.request_id,
-            )  # fmt: skip
-            self.loads_failed += 1
-            self._receiver.cancel(name)
-            self._give_back(entry)
+        else:
+            return
+        logger.warning(
+            "KV transfer %s: %s. This instance computes the prompt of request %s itself.",
+            name, reason, entry.request_id,
+        )  # fmt: skip
+        self.loads_failed += 1
+        self._receiver.cancel(name)
+        self._give_back(entry)
 
     def _drain_notes(self) -> None:
         while (message := self._receiver.receive(0.0)) is not None:
@@ -285,12 +233,11 @@ class ReceiveSide:
                     error,
                 )
                 continue
-            match note:
-                case Lost(transfer=transfer):
-                    self._lost[transfer] = None
-                case FirstTokens(transfer=transfer, prior_output=prior_output):
-                    if transfer not in self._unwanted:
-                        self._outputs[transfer] = prior_output
+            with self._lock:
+                if isinstance(note, Lost):
+                    self._lost[note.transfer] = None
+                elif note.transfer not in self._unwanted:
+                    self._outputs[note.transfer] = note.prior_output
 
     def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """Order the load into the blocks that vLLM allocated, or release the slot."""
@@ -300,9 +247,18 @@ class ReceiveSide:
         if num_external == 0:
             self._give_back(entry)
             return
-        first_block = entry.local_tokens // self._layout.block_tokens
-        order = entry.slot, self._receiver.segment, request.request_id, block_ids, first_block
-        self._loads.append(Load.of(*order, is_background=entry.is_background))
+        slot, first_block = entry.slot, entry.local_tokens // self._layout.block_tokens
+        self._loads.append(
+            Load(
+                request_id=request.request_id,
+                segment=self._receiver.segment,
+                offset=slot.offset,
+                rank_bytes=slot.rank_bytes,
+                first_block=first_block,
+                block_ids=np.asarray(block_ids[first_block : slot.num_blocks], dtype=np.int32),
+                is_background=entry.is_background,
+            )
+        )
         entry.state = _State.LOADING
 
     def take_loads(self) -> list[Load]:
@@ -350,14 +306,15 @@ class ReceiveSide:
 
     def _ignore(self, name: str) -> None:
         """Drop the first token of a transfer, also if it comes later (any thread)."""
-        self._unwanted[name] = None
-        self._outputs.pop(name)
+        with self._lock:
+            self._unwanted[name] = None
+            self._outputs.pop(name, None)
 
     def lose(self, transfer: TransferId) -> None:
         """Record that the sender of a transfer is unresponsive (any thread): a request that
         still waits for it computes its prompt here."""
-        for name in attempt_names(transfer):
-            self._lost[name] = None
+        with self._lock:
+            self._lost.update(dict.fromkeys(attempt_names(transfer)))
 
     def abandon(self, router: str) -> None:
         """Drop KV whose request would have come from a router that is gone (any thread)."""
@@ -367,8 +324,9 @@ class ReceiveSide:
     def tidy(self) -> None:
         """Read messages and evict old entries of an engine without requests (any thread)."""
         self._drain_notes()
-        for each in (self._outputs, self._lost, self._consumed, self._unwanted):
-            each.expire()
+        with self._lock:
+            for each in (self._outputs, self._lost, self._consumed, self._unwanted):
+                each.expire()
 
     def _give_back(self, entry: _Receive) -> None:
         """End a request's use of its transfer; the last user releases the slot."""
@@ -384,4 +342,5 @@ class ReceiveSide:
         del self._users[name]
         if self._slots.pop(name, None) is not None:
             self._receiver.release(name)
-            self._consumed[name] = None
+            with self._lock:
+                self._consumed[name] = None

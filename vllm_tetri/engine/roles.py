@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import hashlib
-import ipaddress
 import os
 import platform
 from collections.abc import Callable
@@ -19,7 +18,14 @@ import torch
 import vllm
 
 from vllm_tetri import SUPPORTED_VLLM
-from vllm_tetri.config import TetriConfig, control_host, decode_config, encode_config, option_of
+from vllm_tetri.config import (
+    TetriConfig,
+    control_host,
+    decode_config,
+    encode_config,
+    is_loopback,
+    option_of,
+)
 from vllm_tetri.engine.compat import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -52,10 +58,7 @@ CPU_CHUNK_TOKENS = 256
 QUEUED_TOKENS = 131_072
 
 # Options that a role decides. A user's own value contradicts the role.
-OWNED = {
-    "scheduler_cls": "--scheduler-cls",
-    "kv_transfer_config": "--kv-transfer-config",
-}
+OWNED = ("scheduler_cls", "kv_transfer_config")
 # Features whose KV cannot be transferred: on if true, or above 1.
 REFUSED = (
     "enable_lora",
@@ -126,42 +129,32 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
     port = getattr(namespace, "port", None) or 8000
     kv_host = str(given.get("host", "127.0.0.1"))
     name = f"{role.value}-{port}"
-    if not _is_loopback(kv_host):  # other hosts have the same ports
+    if not is_loopback(kv_host):  # other hosts have the same ports
         name = f"{role.value}-{platform.node()}-{port}"
     given.setdefault("instance", name)
     is_url_given = "url" in given
     host = getattr(namespace, "host", None) or "0.0.0.0"
     reachable = kv_host if host in ("0.0.0.0", "::", "localhost") else host
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
-    given.setdefault("url", f"{scheme}://{_in_url(reachable)}:{port}")
+    address = f"[{reachable}]" if ":" in reachable else reachable
+    given.setdefault("url", f"{scheme}://{address}:{port}")
     given["secret_file"] = secret_file_of(given.get("secret_file"))
     if is_cpu():
         given.setdefault("chunk_size", CPU_CHUNK_TOKENS)
     config = decode_config({**given, "role": role.value})
-    if not is_url_given and _is_loopback(reachable):
+    if not is_url_given and is_loopback(reachable):
         _refuse_remote_control(config, port)
     return config
 
 
 def _refuse_remote_control(config: TetriConfig, port: int) -> None:
     for address in config.control:
-        if not _is_loopback(control_host(address)):
+        if not is_loopback(control_host(address)):
             raise ConfigError(
                 f"--tetri-control {address} is not on this machine and cannot reach {config.url}; "
                 f"give --tetri-host ADDRESS or --tetri-url http://ADDRESS:{port} with the address "
                 "of this machine"
             )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _refuse_orphans(namespace: argparse.Namespace) -> None:
@@ -172,18 +165,14 @@ def _refuse_orphans(namespace: argparse.Namespace) -> None:
 
 
 def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
-    for attribute, option in OWNED.items():
-        if getattr(namespace, attribute, None) is not None:
+    for attribute in (*OWNED, *REFUSED, "headless"):
+        option, value = "--" + attribute.replace("_", "-"), getattr(namespace, attribute, None)
+        if attribute in OWNED and value is not None:
             raise ConfigError(f"--role {role} sets {option} itself; give one of the two, not both")
-    for attribute in REFUSED:
-        value = getattr(namespace, attribute, None)
         if value is True or (value and value != 1):
-            option = "--" + attribute.replace("_", "-")
             raise UnsupportedError(
                 f"{option} cannot be combined with --role {role}: its KV cannot be handed over yet"
             )
-    if getattr(namespace, "headless", False):
-        raise UnsupportedError(f"--headless cannot be combined with --role {role}")
 
 
 def kv_transfer_config(config: TetriConfig) -> Any:
@@ -221,7 +210,8 @@ def identity_of(
     The KV layout of vLLM's CPU backend is packed for the instruction set, so
     that is a property, too.
     """
-    model = vllm_config.model_config
+    model, on_cpu = vllm_config.model_config, tensors[0].device.type == "cpu"
+    isa = torch.backends.cpu.get_cpu_capability() if on_cpu else ""
     return {
         "protocol": KV_PROTOCOL,
         "vllm": vllm.__version__,
@@ -235,7 +225,7 @@ def identity_of(
         "page_strides": "x".join(str(step) for step in tensors[0].stride()[1:]),
         "layout": str(kv_cache_config.kv_cache_layout),
         "device": tensors[0].device.type,
-        "isa": _instruction_set() if tensors[0].device.type == "cpu" else "",
+        "isa": isa.replace(" ", ""),
         "tensor_parallel": str(vllm_config.parallel_config.tensor_parallel_size),
     }
 
@@ -244,10 +234,6 @@ def _model_digest(config_json: str) -> str:
     names = ('"_name_or_path"', '"transformers_version"')  # differ between equal models
     lines = [line for line in config_json.splitlines() if not line.strip().startswith(names)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _instruction_set() -> str:
-    return torch.backends.cpu.get_cpu_capability().replace(" ", "")
 
 
 def require_transferable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -29,9 +29,10 @@ from vllm_tetri.engine.connector import TetriConnector, params_of
 from vllm_tetri.engine.continuation import Continuations, pass_on_logprobs
 from vllm_tetri.engine.pacing import StepClock, decodes_first, share_in_order
 from vllm_tetri.engine.prediction import ended_by_itself
-from vllm_tetri.engine.queue import PrefillQueue, make_gate
+from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
+from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.order import Order
 from vllm_tetri.policy.step_cost import StepFit
@@ -67,8 +68,15 @@ class TetriScheduler(Scheduler):
         )
         self._lengths_store = store = endpoint.lengths_store
         self.lengths = OutputLengths(store.lengths, endpoint.predictions, self.max_model_len)
-        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
-        self.gate = make_gate(config, self.lengths, self.block_size, num_blocks)
+        self.gate: DecodeGate | None = None  # greedy has none
+        if config.decode_policy != "greedy":
+            self.gate = DecodeGate(
+                load_policy("admission", config.decode_policy),
+                config.reserve_end,
+                lengths=self.lengths,
+                block_size=self.block_size,
+                total_blocks=self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+            )
         self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
@@ -224,11 +232,9 @@ class TetriScheduler(Scheduler):
 
     def _count_ready(self) -> int:
         """Count requests that need only one token of a step: their KV is here or loading."""
-        num_loading = len(self.kv_holding_waiting)
-        if not self._queue.num_first:
-            return num_loading
-        self._endpoint.receives.pin_arrived(self.requests)
-        return num_loading + self._queue.count_first(self._endpoint.receives.is_here)
+        receives = self._endpoint.receives
+        receives.pin_arrived(self.requests)
+        return len(self.kv_holding_waiting) + self._queue.count_first(receives.is_here)
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent."""

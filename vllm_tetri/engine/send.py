@@ -58,8 +58,8 @@ MAX_EARLY_TOKENS = 16_384
 class _Send:
     request: Request
     params: PrefillParams
+    num_blocks: int  # of the prompt
     done_s: float = 0.0  # when the prompt was done
-    deadline: float = 0.0  # of the whole transfer, once the prompt is done
     dispatch: Dispatch | None = None
     attempt: int = 0
     is_open: bool = False
@@ -114,7 +114,8 @@ class SendSide:
         """Add a prefill request that entered the engine: it stops after its first token,
         whatever the client wants."""
         request.max_tokens = 1
-        self._sends[request.request_id] = _Send(request, params)
+        num_blocks = self._layout.num_blocks(request.num_prompt_tokens)
+        self._sends[request.request_id] = _Send(request, params, num_blocks)
 
     def cancel(self, transfer: TransferId) -> None:
         """Stop a transfer whose request was cancelled (any thread)."""
@@ -140,41 +141,31 @@ class SendSide:
         now = time.monotonic()
         for send in list(self._sends.values()):
             if send.block_ids is not None:
-                self._push_finished(meta, send, now)
+                if not (send.freeing or send.all_pushed) and now >= send.retry_at:
+                    self._push(meta, meta.writes, send, send.block_ids, is_last=True)
             elif num_tokens := output.num_scheduled_tokens.get(send.request.request_id):
-                send.last_tokens = num_tokens
-                self._push_chunk(meta, send, now)
-                if send.request.num_computed_tokens + num_tokens >= send.request.num_tokens:
-                    self._push_tail(meta, send)
-                    self._announce_ending(send)
+                self._push_chunk(meta, send, num_tokens, now)
         meta.stops, self._stops = self._stops, []
         meta.frees, self._frees = self._frees, []
         meta.notes = self.take_notes()
 
-    def _push_chunk(self, meta: StepMeta, send: _Send, now: float) -> None:
+    def _push_chunk(self, meta: StepMeta, send: _Send, num_tokens: int, now: float) -> None:
+        """Push what earlier chunks completed, and with the last chunk the rest of the prompt,
+        after its forward pass."""
+        request, is_by_chunk = send.request, self._config.push == "chunk"
+        block_ids = self._kv_cache.get_block_ids(request.request_id)[0]
         is_due = send.num_chunks > 0 and now >= send.retry_at
-        if is_due and self._choose(send) and self._config.push == "chunk":
-            num_full = send.request.num_computed_tokens // self._layout.block_tokens
+        if is_due and self._choose(send) and is_by_chunk:
+            num_full = request.num_computed_tokens // self._layout.block_tokens
             if num_full > send.pushed_blocks:
-                block_ids = self._block_ids(send.request)[:num_full]
-                self._push(meta, meta.writes, send, block_ids, is_last=False)
+                self._push(meta, meta.writes, send, block_ids[:num_full], is_last=False)
         send.num_chunks += 1
+        send.last_tokens = num_tokens
         self.chunks_done += 1
-
-    def _push_tail(self, meta: StepMeta, send: _Send) -> None:
-        """Push the rest of a prompt after the forward pass of its last chunk."""
-        if send.dispatch is None or self._config.push != "chunk" or _is_short(send.request):
-            return
-        block_ids = self._block_ids(send.request)[: self._num_blocks(send.request)]
-        self._push(meta, meta.tails, send, block_ids, is_last=True)
-        send.all_pushed = True
-
-    def _push_finished(self, meta: StepMeta, send: _Send, now: float) -> None:
-        if send.freeing or send.all_pushed or now < send.retry_at:
-            return
-        assert send.block_ids is not None
-        self._push(meta, meta.writes, send, send.block_ids, is_last=True)
-        send.all_pushed = True
+        if request.num_computed_tokens + num_tokens >= request.num_tokens:
+            if send.dispatch is not None and is_by_chunk and not _is_short(request):
+                self._push(meta, meta.tails, send, block_ids[: send.num_blocks], is_last=True)
+            self._announce_ending(send)
 
     def _push(
         self, meta: StepMeta, writes: list[Write], send: _Send, block_ids: list[int], is_last: bool
@@ -182,19 +173,19 @@ class SendSide:
         assert send.dispatch is not None
         request_id = send.request.request_id
         if not send.is_open:
-            num_blocks = self._num_blocks(send.request)
-            meta.opens.append(Open(request_id, send.dispatch.kv_endpoint, send.name, num_blocks))
+            opening = Open(request_id, send.dispatch.kv_endpoint, send.name, send.num_blocks)
+            meta.opens.append(opening)
             send.is_open = True
         first = send.pushed_blocks
         ids = np.asarray(block_ids[first:], dtype=np.int32)
         writes.append(Write(request_id, first, ids, is_last))
-        send.pushed_blocks = len(block_ids)
+        send.pushed_blocks, send.all_pushed = len(block_ids), is_last
 
     def _choose(self, send: _Send) -> bool:
         """Make sure that a decode instance is chosen; False when no instance can take it."""
         if send.dispatch is None and not send.gave_up:
             request, params = send.request, send.params
-            num_bytes, choose = self._num_bytes(request), self._dispatcher.choose
+            num_bytes, choose = send.num_blocks * self._layout.block_bytes, self._dispatcher.choose
             refused, full = frozenset(send.refused), frozenset(send.full)
             send.dispatch = choose(request, params, num_bytes, refused | full)
             if send.dispatch is None and full:
@@ -213,16 +204,6 @@ class SendSide:
             ending = PrefillEnding(send.name, send.digest, list(token_ids))
             self._dispatcher.announce(send.request, send.params, send.dispatch, ending)
 
-    def _block_ids(self, request: Request) -> list[int]:
-        block_ids: list[int] = self._kv_cache.get_block_ids(request.request_id)[0]
-        return block_ids
-
-    def _num_blocks(self, request: Request) -> int:
-        return self._layout.num_blocks(request.num_prompt_tokens)
-
-    def _num_bytes(self, request: Request) -> int:
-        return self._num_blocks(request) * self._layout.block_bytes
-
     # -- the end of a request ---------------------------------------------
 
     def finish(self, request: Request, block_ids: list[int]) -> tuple[bool, Prefilled | None]:
@@ -236,9 +217,8 @@ class SendSide:
         if handed_over:
             self.prefills_done += 1
             if not is_final and self._choose(send):
-                send.block_ids = block_ids[: self._num_blocks(request)]
+                send.block_ids = block_ids[: send.num_blocks]
                 send.done_s = time.monotonic()
-                send.deadline = send.done_s + self._config.transfer_timeout_s
                 prefilled = self._prefilled(send)
                 self._send_first_tokens(send, prefilled.prior_output)
                 if send.is_sent:
@@ -267,7 +247,7 @@ class SendSide:
             num_tokens=request.num_prompt_tokens,
             digest=send.digest or digest_of(token_ids),
             num_chunks=send.num_chunks,
-            num_bytes=self._num_bytes(request),
+            num_bytes=send.num_blocks * self._layout.block_bytes,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",
             prior_output=PriorOutput(output) if output else None,
             is_final=is_final,
@@ -330,7 +310,7 @@ class SendSide:
             self._dispatcher.record_sent(send.dispatch, was_reached=False)
         if send.block_ids is not None:
             # Its router already knows the decode instance: that one, or none.
-            if is_full and now < send.deadline:
+            if is_full and now < send.done_s + self._config.transfer_timeout_s:
                 self._restart(send, now + FULL_RETRY_S)
             else:
                 self._free(send, lost=True)

@@ -10,12 +10,9 @@ wanted as early as the last block of it.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from vllm_tetri.engine.compat import (
     KVConnectorHandshakeMetadata,
@@ -24,9 +21,7 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import PriorOutput
-from vllm_tetri.transport.native import Slot
-
-BlockIds = NDArray[np.int32]
+from vllm_tetri.transport.blocks import BlockIds
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
@@ -73,13 +68,8 @@ class KVLayout:
     """How KV is cut into blocks."""
 
     block_tokens: int
-    rank_block_bytes: int  # one block of one rank over all layers
+    block_bytes: int  # one block of all ranks over all layers
     num_ranks: int  # tensor-parallel workers of this instance
-
-    @property
-    def block_bytes(self) -> int:
-        """One block of all ranks, in bytes."""
-        return self.rank_block_bytes * self.num_ranks
 
     def num_blocks(self, tokens: int) -> int:
         """Return how many blocks hold the KV of `tokens`."""
@@ -122,29 +112,6 @@ class Load:
     block_ids: BlockIds
     is_background: bool
 
-    @classmethod
-    def of(
-        cls,
-        slot: Slot,
-        segment: str,
-        request_id: str,
-        block_ids: list[int],
-        first_block: int,
-        *,
-        is_background: bool = False,
-    ) -> Load:
-        """Return the order to copy a slot of `segment` into the request's blocks
-        `block_ids`, from `first_block` on."""
-        return cls(
-            request_id=request_id,
-            segment=segment,
-            offset=slot.offset,
-            rank_bytes=slot.rank_bytes,
-            first_block=first_block,
-            block_ids=np.asarray(block_ids[first_block : slot.num_blocks], dtype=np.int32),
-            is_background=is_background,
-        )
-
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
@@ -182,18 +149,16 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Sum over ranks (vLLM's `KVOutputAggregator`)."""
         assert isinstance(other, WorkerReport)
-        sums: dict[str, Any] = {"failed": {**self.failed, **other.failed}}
-        for name in _REPORTED - sums.keys():
-            mine, theirs = getattr(self, name), getattr(other, name)
-            is_count = isinstance(mine, int)
-            sums[name] = mine + theirs if is_count else dict(Counter(mine) + Counter(theirs))
-        return WorkerReport(**sums)
+        return WorkerReport(
+            loaded=dict(Counter(self.loaded) + Counter(other.loaded)),
+            failed=self.failed | other.failed,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            loaded_bytes=self.loaded_bytes + other.loaded_bytes,
+            load_errors=self.load_errors + other.load_errors,
+        )
 
     def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in _REPORTED)
-
-
-_REPORTED = frozenset(each.name for each in fields(WorkerReport))
+        return self != WorkerReport()
 
 
 @dataclass
@@ -201,5 +166,4 @@ class WorkerShape(KVConnectorHandshakeMetadata):
     """A worker's KV layout, reported to the scheduler half after registration."""
 
     identity: dict[str, str]  # properties that a peer must share, by name
-    block_bytes: int  # one block of one rank over all layers
-    num_ranks: int  # tensor-parallel workers of this instance
+    layout: KVLayout

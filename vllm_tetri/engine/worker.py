@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
@@ -105,15 +103,12 @@ class KVWorker:
         loaded in the background."""
         for order in meta.loads:
             if order.is_background:
-                future = self._in_background(partial(self._scatter_and_settle, order))
+                if self._copier is None:
+                    self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
+                future = self._copier.submit(self._scatter, order)
                 self._loading[order.request_id] = order, future
             else:
                 self._load_now(order)
-
-    def _in_background(self, work: Callable[[], None]) -> Future[None]:
-        if self._copier is None:
-            self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
-        return self._copier.submit(work)
 
     def send_note(self, endpoint: str, note: bytes) -> None:
         """Queue a note for another instance, without waiting: it may not be listening."""
@@ -163,35 +158,35 @@ class KVWorker:
             self._freed_at_once.add(request_id)
 
     def _load_now(self, order: Load) -> None:
+        error: Exception | None = None
         try:
             self._scatter(order)
-        except (ValueError, OSError, RuntimeError, TransferError):
-            # vLLM recomputes these blocks (kv_load_failure_policy=recompute).
-            logger.exception(
-                "loading KV of request %s failed; vLLM recomputes it", order.request_id
-            )
+        except (ValueError, OSError, RuntimeError, TransferError) as caught:
+            error = caught
             self._failed_blocks.update(order.block_ids.tolist())
-            self._report.load_errors += 1
-        self._count_load(order)
+        self._record_load(order, error)
 
     def _scatter(self, order: Load) -> None:
+        """Copy from the arena; in the background (copier thread) until the copy is done."""
+        if order.segment not in self._arenas:
+            self._arenas[order.segment] = Arena(order.segment)
         offset = order.offset + self._rank * order.rank_bytes
-        arena = self._arena(order.segment)
+        arena = self._arenas[order.segment]
         self._mover.scatter(arena, offset, order.first_block, order.block_ids)
+        if order.is_background:
+            self._mover.settle()
 
-    def _scatter_and_settle(self, order: Load) -> None:
-        """Scatter and wait until the copy is done (copier thread)."""
-        self._scatter(order)
-        self._mover.settle()
-
-    def _count_load(self, order: Load) -> None:
+    def _record_load(self, order: Load, error: BaseException | None) -> None:
+        """Record the end of a load. If it failed, vLLM computes the blocks again
+        (kv_load_failure_policy=recompute)."""
         self._report.loaded_bytes += len(order.block_ids) * self._mover.block_bytes
         self._report.loaded[order.request_id] = 1
-
-    def _arena(self, segment: str) -> Arena:
-        if segment not in self._arenas:
-            self._arenas[segment] = Arena(segment)
-        return self._arenas[segment]
+        if error is not None:
+            self._report.load_errors += 1
+            logger.error(
+                "loading KV of request %s failed; vLLM recomputes it", order.request_id,
+                exc_info=error,
+            )  # fmt: skip
 
     # -- after the forward pass ---------------------------------------------
 
@@ -231,15 +226,9 @@ class KVWorker:
             if not future.done():
                 continue
             del self._loading[request_id]
-            self._count_load(order)
-            if (error := future.exception()) is None:
-                loaded.add(request_id)
-            else:
-                logger.error(
-                    "loading KV of request %s failed: %s; vLLM recomputes it", request_id, error
-                )
-                self._report.load_errors += 1
-                failed.add(request_id)
+            error = future.exception()
+            self._record_load(order, error)
+            (loaded if error is None else failed).add(request_id)
         return loaded, failed
 
     def take_failed_blocks(self) -> set[int]:
