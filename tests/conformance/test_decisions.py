@@ -1,77 +1,129 @@
-"""Simulated instances decide what real ones decide."""
+"""A simulated instance computes in every step what vLLM's scheduler with this package does.
+
+The real one is played without a model in virtual time: every step takes a second. Answers end
+where the script says, by a token that stops them, so that no scheduler knows their lengths before.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.v1.request import Request
 
-from tests.conformance.compare import assert_same, steps
-from tests.conformance.scripts import one, random_one, random_stock, random_three, spec, three
-from vllm_tetri.policy.admission import ADMISSIONS
-from vllm_tetri.policy.order import ORDERS
-from vllm_tetri.sim.config import Stock
-from vllm_tetri.sim.log import DecodeChosen
+from tests.engine.harness import Engine
+from tests.sim.builders import steps
+from vllm_tetri.engine import scheduler as engine_scheduler
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, InstanceConfig
+from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
+from vllm_tetri.types import InstanceId, Prediction, Role, StepCoefficients
 
-SEEDS = range(3)
+WINDOW_TOKENS = GRANULARITY_TOKENS * NUM_BUCKETS  # so that there are as many buckets
+_WORD, _STOP = 7, 3
 
 
-@pytest.mark.parametrize("order", list(ORDERS))
+class Clock:
+    """What the scheduler takes for `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Played(Engine):
+    """A real engine that is like a simulated one."""
+
+    def __init__(self, folder: Path, engine: EngineConfig, specs: Sequence[RequestSpec]) -> None:
+        args = {
+            "max_model_len": WINDOW_TOKENS,
+            "max_num_batched_tokens": WINDOW_TOKENS,
+            "max_num_seqs": engine.max_requests,
+            "enable_prefix_caching": False,
+            "async_scheduling": False,
+        }
+        super().__init__(
+            folder,
+            Role.BOTH,
+            num_blocks=engine.kv_blocks + 1,  # one is vLLM's null block
+            args=args,
+            chunk_size=engine.chunk_tokens,
+            prefill_policy=engine.order,
+            sched_batch=engine.sched_batch,
+            decode_policy=engine.admission,
+            arena_bytes=16 << 20,
+        )
+        self._specs = {str(spec.id): spec for spec in specs}
+
+        def predicted(name: str, *, is_due: bool = False) -> Prediction | None:
+            return self._specs[name].predicted if name in self._specs else None
+
+        self.endpoint.predictions.get = predicted
+
+    def sample(self, request: Request) -> int:
+        is_last = request.num_output_tokens + 1 == self._specs[request.request_id].output_tokens
+        return _STOP if is_last else _WORD
+
+    def play(self, clock: Clock) -> list[dict[int, int]]:
+        """Tokens that each step computes, by request."""
+        coming, found = list(self._specs.values()), []
+        while coming or self.scheduler.has_requests():
+            if not self.scheduler.has_requests():
+                clock.now = max(clock.now, coming[0].arrival_s)
+            while coming and coming[0].arrival_s <= clock.now:
+                self._enter(coming.pop(0))
+            output, results = self.begin()
+            if output.total_num_scheduled_tokens:
+                found.append({int(name): num for name, num in output.num_scheduled_tokens.items()})
+                clock.now += 1.0
+            self.update(output, results)
+        return found
+
+    def _enter(self, spec: RequestSpec) -> None:
+        request = self.add(str(spec.id), [9] * spec.prompt_tokens, max_tokens=WINDOW_TOKENS)
+        request.sampling_params.stop_token_ids = [_STOP]
+
+
+def assert_same(
+    specs: Sequence[RequestSpec], folder: Path, patch: pytest.MonkeyPatch, **changes: Any
+) -> None:
+    engine = EngineConfig(
+        cost=StepCoefficients(base_s=1.0),
+        **{"kv_blocks": 200, "chunk_tokens": 64, "max_requests": 64, **changes},
+    )
+    one = InstanceConfig(InstanceId("one"), Role.BOTH, engine)
+    simulated = [
+        dict(step.prompts) | dict.fromkeys(step.decodes, 1)
+        for step in steps(ClusterConfig((one,)), specs)
+    ]
+    clock = Clock()
+    patch.setattr(engine_scheduler, "time", clock)
+    patch.setattr(engine_scheduler, "ARRIVAL_WAIT_S", 0.0)
+    patch.setenv("TETRI_CACHE", str(folder / "cache"))
+    played = Played(folder, engine, specs)
+    try:
+        assert played.play(clock) == simulated
+    finally:
+        played.close()
+
+
+def spec(number: int, arrival_s: float, prompt: int, output: int) -> RequestSpec:
+    bucket = Prediction(0, NUM_BUCKETS, GRANULARITY_TOKENS)
+    return RequestSpec(number, arrival_s, prompt, output, bucket)
+
+
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "srtf"])
 def test_prompts_in_chunks(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [
         spec(0, 0.1, 200, 20), spec(1, 0.2, 30, 5), spec(2, 0.3, 64, 40), spec(3, 0.4, 1, 9),
         spec(4, 2.5, 10, 1), spec(5, 2.6, 128, 3), spec(6, 2.7, 65, 30), spec(7, 4.5, 15, 12),
     ]  # fmt: skip
-    setting = one(order=order, sched_batch=4)
-
-    decided = assert_same(setting, specs, tmp_path, monkeypatch)
-
-    assert any(len(step.prompts) > 1 for step in steps(decided))  # they share chunks
+    assert_same(specs, tmp_path, monkeypatch, order=order, sched_batch=4)
 
 
-@pytest.mark.parametrize("admission", list(ADMISSIONS))
+@pytest.mark.parametrize("admission", ["greedy", "reserve-dynamic"])
 def test_a_small_pool(admission: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As long as outputs of that bucket are expected to be.
-    specs = [spec(number, 0.1 + number / 4, 50 + 9 * number, 100, 0) for number in range(6)]
-    setting = one(admission=admission, kv_blocks=20)
-
-    decided = assert_same(setting, specs, tmp_path, monkeypatch)
-
-    is_greedy = admission == "greedy"
-    assert any(step.preempted for step in steps(decided)) is is_greedy
-
-
-@pytest.mark.parametrize("admission", list(ADMISSIONS))
-def test_kv_that_comes_to_small_pools(
-    admission: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    specs = [spec(number, 0.1 + number / 3, 30 + 20 * number, 70, 0) for number in range(9)]
-
-    decided = assert_same(three(admission=admission, kv_blocks=24), specs, tmp_path, monkeypatch)
-
-    assert {each.to for each in decided if isinstance(each, DecodeChosen)} == {"d0", "d1"}
-
-
-@pytest.mark.parametrize("budget", [64, 128])
-def test_vllm_as_it_comes(budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = [spec(number, 0.1 + number / 4, 50 + 29 * number, 70) for number in range(6)]
-    setting = one(kind=Stock(budget), kv_blocks=24)
-
-    decided = assert_same(setting, specs, tmp_path, monkeypatch)
-
-    assert any(step.preempted for step in steps(decided))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_any_requests_on_one(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same(*random_one(seed), tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_any_requests_on_vllm(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same(*random_stock(seed), tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_any_requests_on_three(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same(*random_three(seed), tmp_path, monkeypatch)
+    specs = [spec(number, 0.1 + number / 4, 50 + 9 * number, 100) for number in range(6)]
+    assert_same(specs, tmp_path, monkeypatch, admission=admission, kv_blocks=20)

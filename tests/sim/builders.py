@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-from vllm_tetri.sim.cluster import run
+from vllm_tetri.sim.cluster import ENGINES, run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, InstanceConfig, make_instances
-from vllm_tetri.sim.log import Decision, Step
+from vllm_tetri.sim.engine.instance import Instance, Share
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId, Role, StepCoefficients
 
@@ -50,12 +51,29 @@ def decode_s(context_tokens: int, steps: int) -> float:
     return sum(COST.step_s(1, context_tokens + step, 0, 0) for step in range(steps))
 
 
-def decisions(config: ClusterConfig, specs: Sequence[RequestSpec]) -> list[Decision]:
-    """Everything that the cluster decides."""
-    found: list[Decision] = []
-    run(config, specs, log=found.append)
-    return found
+class Step(NamedTuple):
+    """Requests with the prompt tokens that a step computes, and those that get a token."""
+
+    prompts: list[tuple[int, int]]
+    decodes: list[int]
 
 
 def steps(config: ClusterConfig, specs: Sequence[RequestSpec]) -> list[Step]:
-    return [each for each in decisions(config, specs) if isinstance(each, Step)]
+    """The steps of all instances, in order of time."""
+    found: list[Step] = []
+
+    def watched(kind: type[Instance]) -> type[Instance]:
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def compose(self, now: float) -> list[Share]:
+                shares: list[Share] = super().compose(now)
+                prompts = [(request.spec.id, tokens) for request, tokens in shares]
+                decodes = [] if self.is_batch_paused else [each.spec.id for each in self.batch]
+                if prompts or decodes:
+                    found.append(Step(prompts, decodes))
+                return shares
+
+        return Watched
+
+    with patch.dict(ENGINES, {key: watched(kind) for key, kind in ENGINES.items()}):
+        run(config, specs)
+    return found

@@ -10,8 +10,6 @@ import pytest
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.workload import (
     CLASSES,
-    POISSON,
-    Arrivals,
     LoadPhase,
     RequestSpec,
     arrivals,
@@ -87,8 +85,6 @@ def test_requests_that_make_no_sense_are_errors() -> None:
         RequestSpec(0, 0.0, 0, 1)
     with pytest.raises(ConfigError, match="no request arrives"):
         draw_phases([LoadPhase("mixed", 0.001, 0.001)], 0)
-    with pytest.raises(ConfigError, match="must be longer"):
-        LoadPhase("mixed", 1.0, 0.0)
 
 
 # -- arrivals ----------------------------------------------------------------------------------
@@ -96,7 +92,7 @@ def test_requests_that_make_no_sense_are_errors() -> None:
 
 @pytest.mark.parametrize("variation", [0.3, 1.0, 4.0])
 def test_arrivals_have_the_rate_and_the_variation_that_were_asked_for(variation: float) -> None:
-    specs = draw("lpld", 40_000, 5.0, seed=3, arrivals=Arrivals(variation))
+    specs = draw("lpld", 40_000, 5.0, seed=3, variation=variation)
 
     gaps = [after - before for before, after in pairwise([0.0, *(s.arrival_s for s in specs)])]
     assert fmean(gaps) == pytest.approx(0.2, rel=0.05)
@@ -106,16 +102,15 @@ def test_arrivals_have_the_rate_and_the_variation_that_were_asked_for(variation:
 @pytest.mark.parametrize("how", ["gamma:3", "at-once"])
 def test_arrivals_do_not_change_lengths_and_predictions(how: str) -> None:
     def bare(how: str) -> list[tuple[int, int, object]]:
-        specs = draw("mixed", 50, 1.0, seed=1, arrivals=arrivals(how), accuracy=0.5)
+        specs = draw("mixed", 50, 1.0, seed=1, variation=arrivals(how), accuracy=0.5)
         return [(each.prompt_tokens, each.output_tokens, each.predicted) for each in specs]
 
     assert bare(how) == bare("poisson")
 
 
 def test_arrivals_are_named() -> None:
-    assert arrivals("poisson") == POISSON == Arrivals(1.0)
-    assert arrivals("gamma:2.5") == Arrivals(2.5)
-    at_once = draw("mixed", 50, 2.0, seed=1, arrivals=arrivals("at-once"))
+    assert (arrivals("poisson"), arrivals("gamma:2.5")) == (1.0, 2.5)
+    at_once = draw("mixed", 50, 2.0, seed=1, variation=arrivals("at-once"))
     assert {each.arrival_s for each in at_once} == {0.0}
 
 

@@ -6,51 +6,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.cluster import TableMaker
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Split
-from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock, Tetri
+from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock
 from vllm_tetri.sim.engine.instance import Instance
 from vllm_tetri.sim.engine.stock import StockInstance
 from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.links import Links, Transfer
-from vllm_tetri.sim.log import DecodeChosen, Held, Log, RefusedLate, Routed
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.modes import router_of
-from vllm_tetri.sim.request import RefusedRequest, Served, SimRequest, served
-from vllm_tetri.sim.snapshot import MODEL, SimSnapshot
+from vllm_tetri.sim.modes import MODES, Mode, Snapshot
+from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import RequestSpec
-from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceState, InstanceView
+from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView
 
 # The class that simulates each kind of engine. Add a line for an own kind.
-ENGINES: dict[type[EngineKind], type[Instance]] = {Tetri: TetriInstance, Stock: StockInstance}
+ENGINES: dict[type[EngineKind], type[Instance]] = {EngineKind: TetriInstance, Stock: StockInstance}
+
+
+class RefusedRequest(NamedTuple):
+    """A request that was refused, and why; its client does not retry."""
+
+    spec: RequestSpec
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a simulation.
+    """Result of a simulation."""
 
-    Attributes:
-        served: Requests that were not refused, in the order in which they were given.
-        refused: The others.
-        busy: Per instance the part of the time, from 0 s to the end, that it spent in steps.
-        num_steps, preemptions: Sums over all instances.
-        end_s: Time of the last token or refusal.
-    """
-
-    served: list[Served]
+    served: list[SimRequest]  # that were not refused, in the order in which they were given
     refused: list[RefusedRequest]
-    busy: dict[InstanceId, float]
-    num_steps: int
+    busy: dict[InstanceId, float]  # part of the time, from 0 s to the end, spent in steps
     preemptions: int
-    end_s: float
+    end_s: float  # time of the last token or refusal
 
 
-def simulate(config: ClusterConfig, specs: Sequence[RequestSpec]) -> list[Served]:
-    """Return the result of every request that was not refused, in the order of `specs`; raises as
-    `run`."""
+def simulate(config: ClusterConfig, specs: Sequence[RequestSpec]) -> list[SimRequest]:
+    """Return every request that was not refused, in the order of `specs`; raises as `run`."""
     return run(config, specs).served
 
 
@@ -59,31 +55,25 @@ def run(
     specs: Sequence[RequestSpec],
     *,
     on_end: Callable[[], object] = lambda: None,
-    log: Log | None = None,
 ) -> Outcome:
-    """Simulate; `on_end` is called after every request, and `log` with every decision.
+    """Simulate; `on_end` is called after every request.
 
     Raises:
-        ConfigError: There are no requests, or one does not fit into an instance.
+        ConfigError: There is no such mode, no request, or one does not fit into an instance.
     """
     if not specs:
         raise ConfigError("no requests to simulate")
-    if len({spec.id for spec in specs}) < len(specs):
-        raise ConfigError("two requests have the same id")
     longest = max(spec.prompt_tokens + spec.output_tokens for spec in specs)
-    for instance in config.instances:
-        engine = instance.engine
-        if longest > engine.pool_tokens:
+    for each in config.instances:
+        if longest > each.engine.pool_tokens:
             raise ConfigError(
-                f"a request of {longest} tokens does not fit into the KV pool of {instance.id}: "
-                f"{engine.kv_blocks} blocks of {engine.block_size} tokens"
+                f"a request of {longest} tokens does not fit into the KV pool of {each.id}: "
+                f"{each.engine.kv_blocks} blocks of {each.engine.block_size} tokens"
             )
-        if longest > engine.window_tokens:
-            raise ConfigError(
-                f"a request of {longest} tokens is longer than the window of {instance.id}: "
-                f"{engine.window_tokens} tokens"
-            )
-    return _Simulation(config, specs, on_end, log).run()
+    make_mode = MODES.get(config.mode) if isinstance(config.mode, str) else config.mode
+    if make_mode is None:
+        raise ConfigError(f"no mode {config.mode!r}; there are {', '.join(MODES)}")
+    return _Simulation(config, make_mode(config), specs, on_end).run()
 
 
 class _Simulation:
@@ -92,97 +82,76 @@ class _Simulation:
     def __init__(
         self,
         config: ClusterConfig,
+        mode: Mode,
         specs: Sequence[RequestSpec],
         on_end: Callable[[], object],
-        log: Log | None,
     ) -> None:
-        self.loop, self.log = Loop(), log
-        self._config, self._specs, self._on_end = config, specs, on_end
-        self._record: Log = log or (lambda _: None)
+        self.loop, self.config = Loop(), config
+        self._mode, self._specs, self._on_end = mode, specs, on_end
         self._instances: dict[InstanceId, Instance] = {
             each.id: ENGINES[type(each.engine.kind)](each, self) for each in config.instances
         }
-        self._router = router_of(config)
-        self._infos = [each.info(MODEL) for each in config.instances]
-        self._loads: dict[InstanceId, InstanceLoad] = {}
         self._num_snapshots, self._tables = 0, TableMaker()
+        self._views: dict[InstanceId, InstanceView] = {}
         self._snapshot = self._broadcast_snapshot = self._take_snapshot(0.0)
         # The front counts before the router, so that what the router has sent has arrived.
         self._front_s = max(each.engine.front_s for each in config.instances)
         self._num_left = len(specs)
         self._links = None if config.link is None else Links(config.link, self.loop.at)
-        self._served: dict[int, Served] = {}
+        self._served: dict[int, SimRequest] = {}
         self._refused: list[RefusedRequest] = []
         self._end_s = 0.0
 
     def run(self) -> Outcome:
         for spec in sorted(self._specs, key=attrgetter("arrival_s")):
-            self.loop.at(spec.arrival_s, partial(self._arrive, spec))
-        self.loop.at(self._config.report_period_s, self._report)
+            self.loop.at(spec.arrival_s + self._front_s, partial(self._route, spec))
+        self.loop.at(self.config.report_period_s, self._report)
         self.loop.run()
-        self._check_rest()
-        instances = list(self._instances.values())
+        for each in self._instances.values():
+            each.check_end()
+        instances = self._instances.values()
         return Outcome(
             served=[self._served[spec.id] for spec in self._specs if spec.id in self._served],
             refused=self._refused,
             busy={each.config.id: each.busy_s / (self._end_s or 1.0) for each in instances},
-            num_steps=sum(each.num_steps for each in instances),
             preemptions=sum(each.preemptions for each in instances),
             end_s=self._end_s,
         )
 
-    def _check_rest(self) -> None:
-        """Assert that nothing is left of any request."""
-        assert not self._num_left, f"{self._num_left} requests never ended"
-        for each in self._instances.values():
-            assert each.free_blocks == each.engine.kv_blocks, f"{each.config.id} keeps blocks"
-            if isinstance(each, TetriInstance):
-                assert not each.arena.used_tokens, f"{each.config.id} keeps KV"
-                assert not each.queue.unfinished_tokens, f"{each.config.id} keeps prompts"
-
     # -- router --------------------------------------------------------------------
 
-    def _arrive(self, spec: RequestSpec, now: float) -> None:
-        if self._front_s:
-            self.loop.at(now + self._front_s, partial(self._route, spec))
-        else:
-            self._route(spec, now)
-
     def _route(self, spec: RequestSpec, now: float) -> None:
-        route = self._router.route(self._snapshot, spec, now)
+        route = self._mode.route(self._snapshot, spec, now)
         if isinstance(route, Late):
             self._refused.append(RefusedRequest(spec, route.reason))
-            self._record(RefusedLate(spec.id, route.reason, route.retry_after_s))
             self._one_less(now)
             return
-        request = SimRequest(spec, str(spec.id))
-        request.is_split = isinstance(route, Split)
-        request.prefill = route.prefill if isinstance(route, Split) else route.instance
-        self._record(Routed(spec.id, request.prefill, request.is_split))
-        self._instances[request.prefill].submit(request, now)
+        is_split = isinstance(route, Split)
+        first = route.prefill if isinstance(route, Split) else route.instance
+        self._instances[first].submit(SimRequest(spec, str(spec.id), first, is_split), now)
 
     def _report(self, now: float) -> None:
         if not self._num_left:
             return
         assert len(self.loop), f"{self._num_left} requests wait for nothing"
         self._snapshot = self._take_snapshot(now)
-        period_s = self._config.report_period_s
+        period_s = self.config.report_period_s
         # Instances get it with the router's next broadcast, half a period later on average.
         self.loop.at(now + period_s / 2, self._broadcast)
         self.loop.at(now + period_s, self._report)
 
-    def _take_snapshot(self, now: float) -> SimSnapshot:
+    def _take_snapshot(self, now: float) -> Snapshot:
         """Read all reports; instances that did nothing since the last one report the same."""
         self._num_snapshots = number = self._num_snapshots + 1
         for each in self._instances.values():
-            if each.has_changed:
-                each.has_changed = False
-                self._loads[each.config.id] = each.load(self._config)
-        views = tuple(
-            InstanceView(info, InstanceState.READY, self._loads[info.id], 0.0, number)
-            for info in self._infos
-        )
-        return SimSnapshot(ClusterView("sim", number, views), now, self._tables)
+            before = self._views.get(each.config.id)
+            load = each.load() if before is None or each.has_changed else before.load
+            each.has_changed = False
+            self._views[each.config.id] = InstanceView(
+                each.config.info, InstanceState.READY, load, 0.0, number
+            )
+        view = ClusterView("sim", number, tuple(self._views.values()))
+        return Snapshot(view, now, self._tables)
 
     def _broadcast(self, now: float) -> None:
         self._broadcast_snapshot = self._snapshot
@@ -192,49 +161,41 @@ class _Simulation:
     def computed(self, request: SimRequest, now: float) -> None:
         if request.is_split and request.decode is None:
             self._dispatch(request, now, may_wait=True)
-        if request.is_granted and self._config.sends_chunks:
+        if request.is_granted and self.config.sends_chunks:
             self._send(request, now, is_last=False)
 
     def prefilled(self, request: SimRequest, now: float) -> bool:
         if request.is_split and request.decode is None:
             self._dispatch(request, now, may_wait=False)
-        if not request.is_split:
-            return False
-        if request.is_granted:
+        if request.is_split and request.is_granted:
             self._hand_over(request, now)
-        return True
+        return request.is_split
 
     def granted(self, request: SimRequest, now: float) -> None:
         if request.num_output_tokens:
             self._hand_over(request, now)
-        elif self._config.sends_chunks:
+        elif self.config.sends_chunks:
             self._send(request, now, is_last=False)
 
     def _dispatch(self, request: SimRequest, now: float, *, may_wait: bool) -> None:
-        assert request.prefill is not None
-        chosen = self._router.dispatch(
-            request.prefill, self._broadcast_snapshot, request.spec, now, may_wait=may_wait
-        )
+        snapshot = self._broadcast_snapshot
+        chosen = self._mode.dispatch(request, snapshot, now, may_wait=may_wait)
         if chosen is None and may_wait:
             return
-        if chosen is not None:
-            self._record(DecodeChosen(request.spec.id, chosen.instance))
         if chosen is None or chosen.instance == request.prefill:
             request.is_split = False
             return
         request.decode = chosen.instance
         self._receiver(request).open(request)
-        if not request.is_granted:
-            self._record(Held(request.spec.id, chosen.instance))
 
     def _hand_over(self, request: SimRequest, now: float) -> None:
         self._receiver(request).expect(request, now)
         if self._links is not None:
             self._send(request, now, is_last=True)
             return
-        hidden_tokens = request.hidden_tokens if self._config.sends_chunks else 0
+        hidden_tokens = request.hidden_tokens if self.config.sends_chunks else 0
         exposed_tokens = request.spec.prompt_tokens - hidden_tokens
-        seconds = self._config.handover_base_s + exposed_tokens * self._config.handover_token_s
+        seconds = self.config.handover_base_s + exposed_tokens * self.config.handover_token_s
         self.loop.at(now + seconds, partial(self._handed_over, request))
 
     def _send(self, request: SimRequest, now: float, *, is_last: bool) -> None:
@@ -243,7 +204,6 @@ class _Simulation:
         tokens = request.num_computed_tokens - request.sent_tokens
         if self._links is None or tokens <= 0:
             return
-        assert request.prefill is not None
         assert request.decode is not None
         if request.transfer is None:
             on_end = partial(self._arrived, request)
@@ -254,10 +214,9 @@ class _Simulation:
         self._links.send(request.transfer, tokens * bytes_each, now, is_last=is_last)
 
     def _arrived(self, request: SimRequest, now: float) -> None:
-        self.loop.at(now + self._config.handover_base_s, partial(self._handed_over, request))
+        self.loop.at(now + self.config.handover_base_s, partial(self._handed_over, request))
 
     def _handed_over(self, request: SimRequest, now: float) -> None:
-        assert request.prefill is not None
         self._instances[request.prefill].release(request, now)
         self._receiver(request).receive(request, now)
 
@@ -271,8 +230,10 @@ class _Simulation:
         if request.is_split and request.decode is not None and request.num_output_tokens == 1:
             self._receiver(request).drop(request, now)  # the first token was the last one
             request.decode = None
-        self._served[request.spec.id] = served(request)
-        self._router.ended(request.spec, now)
+        request.decode = request.decode or request.prefill
+        request.is_split = request.decode != request.prefill
+        self._served[request.spec.id] = request
+        self._mode.ended(request.spec, now)
         self._one_less(now)
 
     def _one_less(self, now: float) -> None:

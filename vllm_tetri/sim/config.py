@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
+from typing import Any, ClassVar
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.plugins import load_policy
@@ -12,47 +13,30 @@ from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
 from vllm_tetri.sim.links import Link
-from vllm_tetri.sim.snapshot import SimRouter
 from vllm_tetri.types import InstanceId, InstanceInfo, Role
 
-STOCK_BUDGET_TOKENS = 2048
+MODEL = "model"
 _WINDOW_TOKENS = 1 << 20
 
 
-class EngineKind(Protocol):
-    """A kind of engine; `cluster.ENGINES` names the class that simulates it."""
+@dataclass(frozen=True)
+class EngineKind:
+    """A kind of engine, here vLLM with this package; `cluster.ENGINES` names the class that
+    simulates it. `can_hand_over` says whether it sends and receives KV."""
 
-    @property
-    def can_hand_over(self) -> bool:
-        """Whether the engine sends and receives KV."""
-
-    @property
-    def window_tokens(self) -> int | None:
-        """Longest prompt and output together, if less than the KV pool."""
+    can_hand_over: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Tetri:
-    """vLLM with this package. Its numbers and policies are those of the `EngineConfig`."""
-
-    can_hand_over = True
-    window_tokens = None
-
-
-@dataclass(frozen=True, slots=True)
-class Stock:
+@dataclass(frozen=True)
+class Stock(EngineKind):
     """vLLM without this package; with a small budget Sarathi-Serve. Decodes and prompts share the
     `budget_tokens` of a step."""
 
-    budget_tokens: int = STOCK_BUDGET_TOKENS
-    can_hand_over = False
-    window_tokens = None
+    budget_tokens: int = 2048
+    can_hand_over: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least_1("token budget of a step", self.budget_tokens)
-
-
-TETRI = Tetri()
 
 
 def at_least_1(what: str, value: int) -> None:
@@ -63,90 +47,53 @@ def at_least_1(what: str, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """An engine.
-
-    Attributes:
-        cost: Duration of its steps.
-        kv_blocks: Size of its KV pool.
-        block_size: Tokens per block.
-        arena_tokens: Size of the receive arena, for KV that arrives or waits.
-        chunk_tokens: Most prompt tokens of a step, in addition to decodes.
-        max_requests: Most requests in a step.
-        kind: What it runs; `Stock` uses only `cost`, the KV pool and `max_requests`.
-        tbt_slo_s: Steps with decodes take no more prompt tokens than fit into this time, but at
-            least `least_tokens`.
-        order, admission: Names of policies (docs/policies.md, `plugins`).
-        sched_batch: Prompts that are ordered together.
-        kv_token_bytes: KV of a token, for links; None if unknown.
-        front_s: From the arrival of a request until the engine has it. In a cluster of several
-            configurations the longest counts.
-
-    Raises:
-        ConfigError: A number is out of range.
-    """
+    """An engine; raises ConfigError if a number is out of range. `Stock` uses only `cost`, the KV
+    pool and `max_requests`."""
 
     cost: StepCost = PROFILES["smollm2-1core"].cost
     kv_blocks: int = 4096
     block_size: int = 16
-    arena_tokens: int = 16384
-    chunk_tokens: int = 512
-    max_requests: int = 256
-    kind: EngineKind = TETRI
+    arena_tokens: int = 16384  # size of the receive arena, for KV that arrives or waits
+    chunk_tokens: int = 512  # most prompt tokens of a step, in addition to decodes
+    max_requests: int = 256  # in a step
+    kind: EngineKind = EngineKind()
+    # Steps with decodes take no more prompt tokens than fit into this time, but at least so many.
     tbt_slo_s: float | None = None
     least_tokens: int = 16
-    order: str = "sjf"
-    sched_batch: int = 16
+    order: str = "sjf"  # name of a policy (docs/policies.md, `plugins`), as is `admission`
+    sched_batch: int = 16  # prompts that are ordered together
     admission: str = "reserve-dynamic"
-    kv_token_bytes: int | None = None
+    kv_token_bytes: int | None = None  # KV of a token, for links; None if unknown
+    # From the arrival of a request until the engine has it; the longest of a cluster counts.
     front_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for what, count in (
-            ("KV blocks", self.kv_blocks),
-            ("block size", self.block_size),
-            ("arena tokens", self.arena_tokens),
-            ("chunk tokens", self.chunk_tokens),
-            ("requests in a step", self.max_requests),
-            ("prompt tokens of a step", self.least_tokens),
-            ("sched batch", self.sched_batch),
-            ("KV bytes of a token", 1 if self.kv_token_bytes is None else self.kv_token_bytes),
-        ):
-            at_least_1(what, count)
+        at_least_1("KV blocks", self.kv_blocks)
+        at_least_1("chunk tokens", self.chunk_tokens)
         load_policy("order", self.order)
         load_policy("admission", self.admission)
-        if self.front_s < 0:
-            raise ConfigError(f"front: {self.front_s:g} s must be at least 0")
         if self.tbt_slo_s is not None and self.tbt_slo_s <= 0:
             raise ConfigError(f"TBT SLO: {self.tbt_slo_s:g} s must be above 0")
-        if self.window_tokens > self.pool_tokens:
-            raise ConfigError(
-                f"a window of {self.window_tokens} tokens does not fit into a KV pool of "
-                f"{self.kv_blocks} blocks of {self.block_size} tokens"
-            )
 
     @property
     def pool_tokens(self) -> int:
         """Size of the KV pool in tokens."""
         return self.kv_blocks * self.block_size
 
-    @property
-    def window_tokens(self) -> int:
-        """Longest prompt and output together."""
-        return self.kind.window_tokens or self.pool_tokens
-
 
 def of_profile(engine: EngineConfig, known: Profile) -> EngineConfig:
     """Move an engine to a profile's device, with its KV pool if the profile has one."""
+    blocks = max(1, (known.kv_tokens or engine.pool_tokens) // engine.block_size)
     return replace(
         engine,
         cost=known.cost,
-        kv_blocks=known.kv_blocks(engine.block_size) or engine.kv_blocks,
+        kv_blocks=blocks,
         kv_token_bytes=known.kv_token_bytes,
         front_s=known.front_s,
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InstanceConfig:
     """An instance; raises ConfigError if an engine without hand-over has the role prefill or
     decode."""
@@ -159,13 +106,14 @@ class InstanceConfig:
         if not self.engine.kind.can_hand_over and self.role is not Role.BOTH:
             raise ConfigError(f"{self.id}: an engine without hand-over does both, not {self.role}")
 
-    def info(self, model: str) -> InstanceInfo:
-        """Return what the instance announces when it joins."""
+    @cached_property
+    def info(self) -> InstanceInfo:
+        """What the instance announces when it joins."""
         return InstanceInfo(
             id=self.id,
             url=f"http://{self.id}",
             role=self.role,
-            models=(model,),
+            models=(MODEL,),
             kv_endpoint=f"{self.id}:1" if self.engine.kind.can_hand_over else "",
             identity={"block_size": str(self.engine.block_size)},
             max_model_len=_WINDOW_TOKENS,
@@ -177,44 +125,24 @@ class InstanceConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """A cluster.
-
-    Attributes:
-        mode: How requests find instances: a name in `modes.MODES`, or a class like those.
-        report_period_s: Between two load reports, and between two broadcasts of them.
-        handover_base_s: From the end of a prompt until its KV can be used.
-        handover_token_s: In addition per token whose KV was not sent while later tokens were
-            computed. Ignored with a link.
-        link: What KV is sent over; see `links.Links`. None: hand-overs take the two times above
-            and do not slow each other down.
-        sends_chunks: Whether the KV of a chunk is sent as soon as it is computed. If not, all KV
-            is sent when the prompt is done.
-        dispatch: Name of a policy (docs/policies.md, `plugins`).
-        objective: SLOs, for modes that refuse requests that would be late.
-
-    Raises:
-        ConfigError: There is no instance, two have one name, or a time is out of range.
-    """
+    """A cluster; raises ConfigError if it has no instance, or a link that cannot be simulated."""
 
     instances: tuple[InstanceConfig, ...]
-    mode: str | Callable[[ClusterConfig], SimRouter] = "split"
+    mode: str | Callable[[ClusterConfig], Any] = "split"  # a name in `modes.MODES`, or a class
     seed: int = 0
-    report_period_s: float = 0.1
-    handover_base_s: float = 0.008
+    report_period_s: float = 0.1  # between two load reports, and between two broadcasts of them
+    handover_base_s: float = 0.008  # from the end of a prompt until its KV can be used
+    # In addition per token whose KV was not sent while later ones were computed; without a link.
     handover_token_s: float = 5e-6
-    link: Link | None = None
-    sends_chunks: bool = True
-    dispatch: str = "power-of-two"
-    objective: Objective = NO_OBJECTIVE
+    link: Link | None = None  # what KV is sent over; None: hand-overs do not slow each other down
+    sends_chunks: bool = True  # the KV of a chunk when it is computed; else all after the prompt
+    dispatch: str = "power-of-two"  # name of a policy (docs/policies.md, `plugins`)
+    objective: Objective = NO_OBJECTIVE  # for modes that refuse requests that would be late
 
     def __post_init__(self) -> None:
         load_policy("dispatch", self.dispatch)
         if not self.instances:
             raise ConfigError("a cluster needs at least one instance")
-        if len({each.id for each in self.instances}) < len(self.instances):
-            raise ConfigError("two instances have the same name")
-        if self.report_period_s <= 0 or min(self.handover_base_s, self.handover_token_s) < 0:
-            raise ConfigError("the report period must be above 0 s, a hand-over not below")
         for each in self.instances:
             needs_bytes = self.link is not None and each.engine.kind.can_hand_over
             if needs_bytes and each.engine.kv_token_bytes is None:
@@ -235,15 +163,10 @@ class ClusterConfig:
 def make_instances(
     prefill: int = 0, decode: int = 0, both: int = 0, *, engine: EngineConfig | None = None
 ) -> tuple[InstanceConfig, ...]:
-    """Return instances of every role, all with one configuration; raises ConfigError if a number
-    is negative."""
-    engine = engine or EngineConfig()
+    """Return instances of every role, all with one configuration."""
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.BOTH: both}
-    for role, count in counts.items():
-        if count < 0:
-            raise ConfigError(f"{count} {role} instances: must be at least 0")
     return tuple(
-        InstanceConfig(InstanceId(f"{role}-{number}"), role, engine)
+        InstanceConfig(InstanceId(f"{role}-{number}"), role, engine or EngineConfig())
         for role, count in counts.items()
         for number in range(count)
     )

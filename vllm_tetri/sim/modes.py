@@ -1,33 +1,69 @@
-"""How requests find instances: one object per mode, made for every simulation.
-
-A new mode is a class with the methods of `SimRouter`, given as `ClusterConfig.mode`. It may keep
-what it observes itself and what `SimSnapshot` shows.
-"""
+"""How requests find instances: one object per mode, made for every simulation."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from itertools import cycle
+from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 
-from vllm_tetri.errors import ConfigError
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.adaptive import PriceCandidates, price_route
-from vllm_tetri.policy.cluster import ClusterState, Need
+from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Route, Split, Whole, choose_route
-from vllm_tetri.sim.config import ClusterConfig
-from vllm_tetri.sim.request import MAX_TOKENS
-from vllm_tetri.sim.snapshot import MODEL, SimRouter, SimSnapshot
+from vllm_tetri.sim.config import MODEL, ClusterConfig
+from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
-from vllm_tetri.types import InstanceId
+from vllm_tetri.types import ClusterView, InstanceId
 
 _USUAL_PROMPT_TOKENS = 512
 _GRACE_S = 0.1  # as the router's
 
 
-class _Dispatching:
+@dataclass(frozen=True)
+class Snapshot:
+    """What the router and the instances know of all instances: their reports at a time."""
+
+    view: ClusterView
+    at_s: float
+    tables: TableMaker
+
+    @cached_property
+    def table(self) -> ClusterTable:
+        """The view as policies read it."""
+        return self.tables.make(self.view, self.at_s)
+
+
+class Mode(ABC):
+    """What a router decides, and by default, that every request stays on its first instance. It
+    may look at no request's `output_tokens`. A new mode is given as `ClusterConfig.mode`."""
+
+    @abstractmethod
+    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route | Late:
+        """Choose the instance of a new request, or refuse it with `Late`. The snapshot is at
+        most a report period old."""
+
+    def dispatch(
+        self, request: SimRequest, snapshot: Snapshot, now: float, *, may_wait: bool
+    ) -> Dispatch | None:
+        """Choose the decode instance of a split request, by the snapshot that its prefill instance
+        has, which is up to two report periods old.
+
+        Returns:
+            The decode instance (that with the prompt keeps the request); None to be asked again
+            after the next chunk, if there is one (`may_wait`), and else to keep it too.
+        """
+        return None
+
+    def ended(self, spec: RequestSpec, now: float) -> None:  # noqa: B027
+        """A request that was not refused has its last token."""
+
+
+class _Dispatching(Mode):
     """Base of modes whose prefill instances choose decode instances, as `engine.dispatcher`."""
 
     is_anywhere = False
@@ -37,7 +73,7 @@ class _Dispatching:
         self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any output
         self._dispatchers = {
             each.id: DecodeDispatcher(
-                each.info(MODEL),
+                each.info,
                 load_policy("dispatch", config.dispatch),
                 lengths=self._lengths,
                 end=End.EXPECTED,
@@ -48,21 +84,20 @@ class _Dispatching:
         }
 
     def dispatch(
-        self,
-        prefill: InstanceId,
-        snapshot: SimSnapshot,
-        spec: RequestSpec,
-        now: float,
-        *,
-        may_wait: bool,
+        self, request: SimRequest, snapshot: Snapshot, now: float, *, may_wait: bool
     ) -> Dispatch | None:
-        chooser = self._dispatchers[prefill]
+        chooser, spec = self._dispatchers[request.prefill], request.spec
         chooser.observe(snapshot.table)
         tokens, block_size = spec.prompt_tokens, chooser.me.block_size
         num_bytes = -(-tokens // block_size) * block_size  # a byte of the arena is a token
         need = chooser.need(tokens, spec.predicted, num_bytes=num_bytes, max_tokens=MAX_TOKENS)
         return chooser.choose(
-            str(spec.id), need, frozenset(), now, may_wait=may_wait, anywhere=self.is_anywhere
+            request.request_id,
+            need,
+            frozenset(),
+            now,
+            may_wait=may_wait,
+            anywhere=self.is_anywhere,
         )
 
     def ended(self, spec: RequestSpec, now: float) -> None:
@@ -73,7 +108,7 @@ class _Dispatching:
 class SplitMode(_Dispatching):
     """The router and prefill instances of mode `split`."""
 
-    def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route:
+    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
         self._state.observe(snapshot.table)
         rows = map(self._state.row, self._state.table.by_model[MODEL])
         route = choose_route(rows, may_split=True)
@@ -93,7 +128,7 @@ class AdaptiveMode(_Dispatching):
         self._rng = Random(f"{config.seed} adaptive")
         self._candidates: PriceCandidates | None = None
 
-    def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route:
+    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
         table = snapshot.table
         known = table.bucket_tokens(NUM_BUCKETS)
         expected = round(known[-1]) if known else self._lengths.total_tokens(None, 0, End.EXPECTED)
@@ -120,36 +155,14 @@ class WholeMode(AdaptiveMode):
     may_split = False
 
 
-class Aggregated:
-    """Base of modes in which every request stays on its first instance."""
-
-    def __init__(self, config: ClusterConfig) -> None:
-        self.ids = [each.id for each in config.instances]
-
-    def dispatch(
-        self,
-        prefill: InstanceId,
-        snapshot: SimSnapshot,
-        spec: RequestSpec,
-        now: float,
-        *,
-        may_wait: bool,
-    ) -> Dispatch | None:
-        return None
-
-    def ended(self, spec: RequestSpec, now: float) -> None:
-        """Nothing is kept of it."""
-
-
-class LeastInFlight(Aggregated):
+class LeastInFlight(Mode):
     """The instance with fewest requests that have not ended; the first of equals."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        super().__init__(config)
-        self._in_flight = dict.fromkeys(self.ids, 0)
+        self._in_flight = {each.id: 0 for each in config.instances}
         self._where: dict[int, InstanceId] = {}
 
-    def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route:
+    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
         chosen = min(self._in_flight, key=self._in_flight.__getitem__)
         self._in_flight[chosen] += 1
         self._where[spec.id] = chosen
@@ -159,31 +172,9 @@ class LeastInFlight(Aggregated):
         self._in_flight[self._where.pop(spec.id)] -= 1
 
 
-class RoundRobin(Aggregated):
-    """One instance after the other."""
-
-    def __init__(self, config: ClusterConfig) -> None:
-        super().__init__(config)
-        self._turns = cycle(self.ids)
-
-    def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route:
-        return Whole(next(self._turns), "round robin")
-
-
-MODES: dict[str, Callable[[ClusterConfig], SimRouter]] = {
+MODES: dict[str, Callable[[ClusterConfig], Mode]] = {
     "split": SplitMode,
     "adaptive": AdaptiveMode,
     "whole": WholeMode,
     "least-in-flight": LeastInFlight,
-    "round-robin": RoundRobin,
 }
-
-
-def router_of(config: ClusterConfig) -> SimRouter:
-    """Make the router of a cluster; raises ConfigError if there is no such mode."""
-    mode = config.mode
-    if not isinstance(mode, str):
-        return mode(config)
-    if mode not in MODES:
-        raise ConfigError(f"no mode {mode!r}; there are {', '.join(MODES)}")
-    return MODES[mode](config)

@@ -1,4 +1,4 @@
-"""A request in the simulated cluster, and its result."""
+"""A request in the simulated cluster, which is its own result when it has ended."""
 
 from __future__ import annotations
 
@@ -20,46 +20,38 @@ Stretch = tuple["array[float]", int, int]
 @dataclass(slots=True, eq=False)
 class SimRequest:
     """Owner: the instance that it is on. Offers the attributes of vLLM's `Request` that
-    policies read.
-
-    Attributes:
-        is_split: Whether another instance is to decode it.
-        prefill: The instance that computes its prompt.
-        decode: The instance that decodes it, once chosen.
-        target_tokens: Tokens to compute before its next token can be sampled, while it is in no
-            decode batch.
-        num_computed_tokens: Number of them that are computed.
-        held_tokens: Tokens of KV that it held when it joined a decode batch.
-        num_output_tokens: Output tokens at that time.
-        is_granted: Whether the receive arena of the decode instance has memory for its KV.
-        hidden_tokens: Tokens whose KV was sent while later ones were computed; without links.
-        sent_tokens: Tokens whose KV was given to the links.
-        joined_step: Step of the decode batch in which it joined.
-        begun_s: When the first step with a part of its prompt began; the last time, if its
-            blocks were lost.
-        gaps: Times between tokens that are not in `stretches`.
-    """
+    policies read."""
 
     spec: RequestSpec
     request_id: str
-    is_split: bool = False
-    prefill: InstanceId | None = None
-    decode: InstanceId | None = None
-    target_tokens: int = 0
-    num_computed_tokens: int = 0
-    held_tokens: int = 0
-    num_output_tokens: int = 0
-    is_granted: bool = False
-    hidden_tokens: int = 0
-    sent_tokens: int = 0
+    prefill: InstanceId  # computes its prompt
+    is_split: bool = False  # whether another instance is to decode it; at the end whether one did
+    decode: InstanceId | None = None  # decodes it, once chosen; at the end the last one
+    target_tokens: int = 0  # to compute before its next token, while it is in no decode batch
+    num_computed_tokens: int = 0  # of those
+    held_tokens: int = 0  # of KV, when it joined a decode batch
+    num_output_tokens: int = 0  # at that time
+    is_granted: bool = False  # whether the receive arena of `decode` has memory for its KV
+    hidden_tokens: int = 0  # whose KV was sent while later ones were computed; without links
+    sent_tokens: int = 0  # whose KV was given to the links
     transfer: Transfer | None = None
-    joined_step: int = 0
-    num_preemptions: int = 0
-    begun_s: float = 0.0
+    joined_step: int = 0  # of the decode batch
+    preemptions: int = 0
+    begun_s: float = 0.0  # its first step; the last one that was, if its blocks were lost
     first_token_s: float = 0.0
     last_token_s: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list, repr=False)  # that are not in `stretches`
+    stretches: list[Stretch] = field(default_factory=list, repr=False)
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Simulated steps are synchronous."""
+        return 0
+
+    @property
+    def priority(self) -> int:
+        """Simulated requests have no priorities."""
+        return 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,82 +69,39 @@ class SimRequest:
         return 1 if self.is_split and not self.num_output_tokens else MAX_TOKENS
 
     @property
-    def num_output_placeholders(self) -> int:
-        """Simulated steps are synchronous."""
-        return 0
-
-    @property
-    def priority(self) -> int:
-        """Simulated requests have no priorities."""
-        return 0
-
-    @property
     def missing_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return self.target_tokens - self.num_computed_tokens
 
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Result of a request: where it was served, and seconds from its arrival to the first step with
-    a part of its prompt (`waited_s`), to its first token and to its last one.
-
-    Attributes:
-        max_itl_s: The longest time between two tokens; 0 with one token.
-        gaps: Times between two tokens that are not in `stretches`.
-    """
-
-    spec: RequestSpec
-    prefill: InstanceId
-    decode: InstanceId
-    waited_s: float
-    ttft_s: float
-    jct_s: float
-    max_itl_s: float
-    preemptions: int
-    gaps: tuple[float, ...] = field(repr=False)
-    stretches: tuple[Stretch, ...] = field(compare=False, repr=False)
+    # -- the result ------------------------------------------------------------------
 
     @property
-    def gap_parts(self) -> tuple[NDArray[np.float64], ...]:
-        """All times between two tokens, in pieces."""
-        pieces = [durations[start:stop] for durations, start, stop in self.stretches]
-        return tuple(np.array(piece) for piece in (self.gaps, *pieces) if len(piece))
+    def waited_s(self) -> float:
+        """Time from its arrival to the first step with a part of its prompt."""
+        return self.begun_s - self.spec.arrival_s
 
     @property
-    def is_split(self) -> bool:
-        """Whether two instances served it."""
-        return self.prefill != self.decode
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.first_token_s - self.spec.arrival_s
+
+    @property
+    def jct_s(self) -> float:
+        """Time to the last token."""
+        return self.last_token_s - self.spec.arrival_s
 
     @property
     def tpot_s(self) -> float:
         """Mean time per token after the first one; 0 with one token."""
         return (self.jct_s - self.ttft_s) / max(1, self.spec.output_tokens - 1)
 
+    @property
+    def gap_parts(self) -> list[NDArray[np.float64]]:
+        """All times between two tokens, in pieces."""
+        pieces = [durations[start:stop] for durations, start, stop in self.stretches]
+        return [np.array(piece) for piece in (self.gaps, *pieces) if len(piece)]
 
-@dataclass(frozen=True, slots=True)
-class RefusedRequest:
-    """A request that was refused, and why; its client does not retry."""
-
-    spec: RequestSpec
-    reason: str
-
-
-def served(request: SimRequest) -> Served:
-    """Result of a request that has its last token."""
-    most = [max(durations[start:stop]) for durations, start, stop in request.stretches]
-    most += request.gaps
-    assert request.prefill is not None
-    arrival_s = request.spec.arrival_s
-    return Served(
-        spec=request.spec,
-        prefill=request.prefill,
-        decode=request.decode or request.prefill,
-        waited_s=request.begun_s - arrival_s,
-        ttft_s=request.first_token_s - arrival_s,
-        jct_s=request.last_token_s - arrival_s,
-        max_itl_s=max(most, default=0.0),
-        preemptions=request.num_preemptions,
-        gaps=tuple(request.gaps),
-        stretches=tuple(request.stretches),
-    )
+    @property
+    def max_itl_s(self) -> float:
+        """The longest time between two tokens; 0 with one token."""
+        return max((float(part.max()) for part in self.gap_parts), default=0.0)

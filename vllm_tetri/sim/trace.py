@@ -10,18 +10,15 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.workload import Lengths, NoisyPredictor, RequestSpec
+from vllm_tetri.sim.workload import Lengths, RequestSpec, predictor
 
-LENGTHS = ("ContextTokens", "GeneratedTokens")
-_COLUMNS = ("TIMESTAMP", *LENGTHS)
-_FIELDS = ("timestamp", "input_length", "output_length")
-_MOST_DIGITS = 9
+_AZURE, _MOONCAKE = ("ContextTokens", "GeneratedTokens"), ("input_length", "output_length")
 
 
 class Recorded(NamedTuple):
@@ -35,35 +32,25 @@ class Recorded(NamedTuple):
 def read_trace(path: Path) -> list[Recorded]:
     """Read all requests of a file, the first one at 0 s; raises ConfigError if it cannot be read,
     holds something else, or is not in order of time."""
-    if path.suffix not in (".csv", ".jsonl"):
-        raise ConfigError(f"{path}: a trace is a *.csv or *.jsonl file (docs/simulator.md)")
-    columns = _COLUMNS if path.suffix == ".csv" else _FIELDS
     found: list[Recorded] = []
     first_s = newest_s = -math.inf
-    for where, (when, *lengths) in _rows(path, columns):
+    for where, row in _rows(path):
         try:
-            at_s = _seconds(when) if path.suffix == ".csv" else float(when) / 1e3
-        except ValueError:
-            at_s = math.nan
-        if not math.isfinite(at_s):
-            raise ConfigError(f"{where}: {when!r} is no time")
-        if at_s < newest_s:
+            is_date = path.suffix == ".csv"
+            at_s = _seconds(row["TIMESTAMP"]) if is_date else float(row["timestamp"]) / 1e3
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: no time: {error}") from error
+        if not newest_s <= at_s < math.inf:
             raise ConfigError(f"{where}: it is earlier than the line before; sort")
-        newest_s = at_s
-        first_s = first_s if found else at_s
-        found.append(Recorded(at_s - first_s, *_lengths(where, lengths)))
-    if not found:
-        raise ConfigError(f"{path}: it holds no requests")
+        newest_s, first_s = at_s, first_s if found else at_s
+        found.append(Recorded(at_s - first_s, *_lengths(where, row)))
     return found
 
 
 def read_lengths(path: Path) -> list[Lengths]:
-    """Read a CSV file with the columns `ContextTokens` and `GeneratedTokens`; raises ConfigError
-    if it cannot be read, or a line holds something else."""
-    found = [_lengths(where, texts) for where, texts in _rows(path, LENGTHS)]
-    if not found:
-        raise ConfigError(f"{path}: it holds no lengths")
-    return found
+    """Read only the lengths; raises ConfigError if the file cannot be read, or a line holds
+    something else."""
+    return [_lengths(where, row) for where, row in _rows(path)]
 
 
 def replay(
@@ -80,42 +67,27 @@ def replay(
         raise ConfigError(f"a trace at {speed:g} times its speed: must be above 0")
     if most is not None and most < 1:
         raise ConfigError(f"{most} requests: must be at least 1")
-    predict = NoisyPredictor(accuracy, seed).of
+    predict = predictor(accuracy, seed)
     return [
         RequestSpec(number, at_s / speed, prompt, output, predict(output))
         for number, (at_s, prompt, output) in enumerate(recorded[:most])
     ]
 
 
-def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place of every line and its texts in these columns; raises ConfigError if the file
-    cannot be read, or lacks a column."""
-    where = f"{path}, line 1"
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place of every line and what it holds; raises ConfigError if the file cannot be
+    read, or holds nothing."""
+    number = 0
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            if path.suffix == ".jsonl":
-                for line, text in enumerate(file, start=1):
-                    where = f"{path}, line {line}"
-                    if text.strip():
-                        row = json.loads(text)
-                        _check(where, row if isinstance(row, dict) else (), columns)
-                        yield where, [json.dumps(row[name]) for name in columns]
-                return
-            reader = csv.DictReader(file)
-            _check(where, reader.fieldnames or (), columns)
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                yield where, [(row[name] or "").strip() for name in columns]
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: no JSON: {error}") from error
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _check(where: str, names: Container[str], columns: Sequence[str]) -> None:
-    missing = [name for name in columns if name not in names]
-    if missing:
-        raise ConfigError(f"{where}: no column {' and no '.join(missing)}")
+            is_csv = path.suffix == ".csv"
+            rows = csv.DictReader(file) if is_csv else map(json.loads, filter(str.strip, file))
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}, row {number}", row
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"{path}, after row {number}: {error}") from error
+    if not number:
+        raise ConfigError(f"{path}: it holds no requests")
 
 
 def _seconds(text: str) -> float:
@@ -127,8 +99,12 @@ def _seconds(text: str) -> float:
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _lengths(where: str, texts: Sequence[str]) -> Lengths:
-    for text in texts:
-        if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
-            raise ConfigError(f"{where}: {list(texts)} are no lengths; write whole tokens from 1")
-    return int(texts[0]), int(texts[1])
+def _lengths(where: str, row: dict[str, Any]) -> Lengths:
+    try:
+        names = _AZURE if "ContextTokens" in row else _MOONCAKE
+        prompt, output = (int(row[name]) for name in names)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: no lengths in tokens: {error}") from error
+    if min(prompt, output) < 1:
+        raise ConfigError(f"{where}: no lengths in tokens: they begin at 1")
+    return prompt, output

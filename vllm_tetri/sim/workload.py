@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.types import Prediction
@@ -46,63 +47,30 @@ class RequestSpec:
             raise ConfigError(f"no request: {self}")
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """How requests follow each other.
-
-    Times between arrivals are gamma-distributed, as BurstGPT and ServeGen describe real traffic,
-    with this coefficient of variation: 1 is Poisson, more comes in bursts; None: all at once.
-    Raises ConfigError if it is not above 0.
-    """
-
-    variation: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        if self.variation is not None and not 0 < self.variation < math.inf:
-            raise ConfigError(
-                f"a coefficient of variation of {self.variation:g}: must be above 0; "
-                "1 is poisson, more comes in bursts"
-            )
-
-    def gap_s(self, poisson_s: float, rate: float, rng: Random) -> float:
-        """Time until the next request: `poisson_s`, or drawn from a source of its own, so that
-        lengths do not depend on arrivals."""
-        if self.variation is None or self.variation == 1.0:
-            return 0.0 if self.variation is None else poisson_s
-        shape = self.variation**-2
-        return rng.gammavariate(shape, 1 / (shape * rate))
-
-
-POISSON = Arrivals()
-
-
-def arrivals(text: str) -> Arrivals:
-    """Read `poisson`, `gamma:CV` or `at-once`; raises ConfigError if it is something else."""
-    if text in ("poisson", "at-once"):
-        return POISSON if text == "poisson" else Arrivals(None)
-    name, _, number = text.partition(":")
-    try:
-        variation = float(number if name == "gamma" else "")
-    except ValueError:
-        raise ConfigError(
-            f"arrivals {text!r}: write poisson, at-once or gamma:CV, gamma:3 for example"
-        ) from None
-    return Arrivals(variation)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPhase:
-    """Requests of one kind for a while; raises ConfigError if there is no such kind, or rate or
-    time are not above 0."""
+class LoadPhase(NamedTuple):
+    """Requests of one kind for a while."""
 
     kind: str
     rate: float
     seconds: float
 
-    def __post_init__(self) -> None:
-        _check(self.kind, self.rate)
-        if not 0 < self.seconds < math.inf:
-            raise ConfigError(f"a phase of {self.seconds:g} s: must be longer than 0 s")
+
+def arrivals(text: str) -> float | None:
+    """Read `poisson`, `gamma:CV` or `at-once`, as `variation` of `draw`; raises ConfigError if it
+    is something else."""
+    if text in ("poisson", "at-once"):
+        return 1.0 if text == "poisson" else None
+    name, _, number = text.partition(":")
+    try:
+        variation = float(number if name == "gamma" else "")
+    except ValueError:
+        variation = 0.0
+    if not 0 < variation < math.inf:
+        raise ConfigError(
+            f"arrivals {text!r}: write poisson, at-once or gamma:CV with a coefficient of "
+            "variation above 0, gamma:3 for example"
+        )
+    return variation
 
 
 def draw(
@@ -113,7 +81,7 @@ def draw(
     *,
     accuracy: float = 1.0,
     known: Sequence[Lengths] | None = None,
-    arrivals: Arrivals = POISSON,
+    variation: float | None = 1.0,
 ) -> list[RequestSpec]:
     """Draw requests of one kind.
 
@@ -122,7 +90,9 @@ def draw(
         rate: Arrivals per second.
         accuracy: Share of right predictions; the others are a neighbouring bucket.
         known: Lengths to draw from.
-        arrivals: How they follow each other; lengths do not depend on it.
+        variation: Coefficient of variation of the times between arrivals, which are
+            gamma-distributed as in BurstGPT and ServeGen: 1 is Poisson, more comes in bursts;
+            None: all at once. Lengths do not depend on it.
 
     Raises:
         ConfigError: The kind is unknown, or a number out of range.
@@ -130,14 +100,18 @@ def draw(
     _check(kind, rate)
     if count < 1:
         raise ConfigError(f"{count} requests: must be at least 1")
-    rng = Random(f"{kind} {seed}")
-    lengths_of = _drawer(kind) if known is None else (lambda rng: rng.choice(known))
+    rng, bursts = Random(f"{kind} {seed}"), Random(f"arrivals {seed}")
+    predict = predictor(accuracy, seed)
     specs, now = [], 0.0
-    predictions, bursts = NoisyPredictor(accuracy, seed), Random(f"arrivals {seed}")
     for number in range(count):
-        now += arrivals.gap_s(rng.expovariate(rate), rate, bursts)
-        prompt, output = lengths_of(rng)
-        specs.append(RequestSpec(number, now, prompt, output, predictions.of(output)))
+        gap_s = rng.expovariate(rate)
+        if variation is None:
+            gap_s = 0.0
+        elif variation != 1.0:
+            gap_s = bursts.gammavariate(variation**-2, variation**2 / rate)
+        now += gap_s
+        prompt, output = rng.choice(known) if known is not None else _lengths(kind, rng)
+        specs.append(RequestSpec(number, now, prompt, output, predict(output)))
     return specs
 
 
@@ -145,16 +119,15 @@ def draw_phases(
     phases: Sequence[LoadPhase], seed: int, *, accuracy: float = 1.0
 ) -> list[RequestSpec]:
     """Draw requests of one phase after the other; raises ConfigError if there are none."""
-    rng = Random(f"phases {seed}")
-    predictions = NoisyPredictor(accuracy, seed)
+    rng, predict = Random(f"phases {seed}"), predictor(accuracy, seed)
     specs: list[RequestSpec] = []
     start_s = 0.0
     for phase in phases:
-        lengths_of, now = _drawer(phase.kind), start_s
-        end_s = start_s + phase.seconds
+        _check(phase.kind, phase.rate)
+        now, end_s = start_s, start_s + phase.seconds
         while (now := now + rng.expovariate(phase.rate)) < end_s:
-            prompt, output = lengths_of(rng)
-            specs.append(RequestSpec(len(specs), now, prompt, output, predictions.of(output)))
+            prompt, output = _lengths(phase.kind, rng)
+            specs.append(RequestSpec(len(specs), now, prompt, output, predict(output)))
         start_s = end_s
     if not specs:
         raise ConfigError("no request arrives in these phases; make them longer")
@@ -168,38 +141,28 @@ def _check(kind: str, rate: float) -> None:
         raise ConfigError(f"a rate of {rate:g} requests/s: must be above 0")
 
 
-def _drawer(kind: str) -> Callable[[Random], Lengths]:
+def _lengths(kind: str, rng: Random) -> Lengths:
     classes = [CLASSES[kind]] if kind in CLASSES else list(CLASSES.values())
-
-    def lengths(rng: Random) -> Lengths:
-        (low, high), outputs = rng.choice(classes)
-        if low == LIGHT_PROMPT[0]:
-            prompt = min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
-        else:
-            prompt = rng.randint(low, high)
-        return prompt, rng.randint(*outputs)
-
-    return lengths
+    (low, high), outputs = rng.choice(classes)
+    if low == LIGHT_PROMPT[0]:
+        prompt = min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
+    else:
+        prompt = rng.randint(low, high)
+    return prompt, rng.randint(*outputs)
 
 
-class NoisyPredictor:
-    """Predicts buckets with an accuracy from 0 to 1, else raises ConfigError. Its errors do not
-    change what is drawn otherwise."""
+def predictor(accuracy: float, seed: int) -> Callable[[int], Prediction]:
+    """Return what predicts the bucket of an output's tokens, with an accuracy from 0 to 1, else
+    raises ConfigError. Its errors do not change what is drawn otherwise."""
+    if not 0 <= accuracy <= 1:
+        raise ConfigError(f"an accuracy of {accuracy:g}: must be from 0 to 1")
+    rng = Random(f"predictions {seed}")
 
-    def __init__(self, accuracy: float, seed: int) -> None:
-        if not 0 <= accuracy <= 1:
-            raise ConfigError(f"an accuracy of {accuracy:g}: must be from 0 to 1")
-        self._accuracy = accuracy
-        self._rng = Random(f"predictions {seed}")
-        self._predictions = [
-            Prediction(bucket, NUM_BUCKETS, GRANULARITY_TOKENS) for bucket in range(NUM_BUCKETS)
-        ]
-
-    def of(self, output_tokens: int) -> Prediction:
-        """Predict the length of an output."""
+    def predict(output_tokens: int) -> Prediction:
         bucket = min(output_tokens // GRANULARITY_TOKENS, NUM_BUCKETS - 1)
-        is_right = self._rng.random() < self._accuracy
-        step = self._rng.choice((-1, 1))
+        is_right, step = rng.random() < accuracy, rng.choice((-1, 1))
         if not is_right:
             bucket += step if 0 <= bucket + step < NUM_BUCKETS else -step
-        return self._predictions[bucket]
+        return Prediction(bucket, NUM_BUCKETS, GRANULARITY_TOKENS)
+
+    return predict

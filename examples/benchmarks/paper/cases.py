@@ -28,7 +28,7 @@ from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.figures import Slo, figures, gap_quantiles
 from vllm_tetri.sim.links import LINKS, Link
 from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate, score
-from vllm_tetri.sim.request import Served
+from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import KINDS, RequestSpec, draw
 
 PROFILE = "opt-13b-2xv100"
@@ -114,7 +114,7 @@ def _class(
     names = ("ttft_mean_s", "ttft_p99_s", "itl_p99_s", "jct_mean_s", "jct_p99_s")
     # An instance counts while it computes: an idle one could serve others.
     resource_s = sum(outcome.busy.values()) * outcome.end_s
-    return {key: getattr(found, key) for key in names} | {"resource_s": resource_s}
+    return {key: found[key] for key in names} | {"resource_s": resource_s}
 
 
 # -- e2, e5, e6 --------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def _dispatch(policy: str, decodes: int, count: int, seed: int) -> dict[str, flo
     engine = replace(_engine(), arena_tokens=sum(spec.prompt_tokens for spec in specs))
     cluster = make_instances(decodes, decodes, engine=engine)
     served = simulate(ClusterConfig(cluster, "split", seed, dispatch=policy), specs)
-    by_decode: dict[str, list[Served]] = {}
+    by_decode: dict[str, list[SimRequest]] = {}
     for each in served:
-        by_decode.setdefault(each.decode, []).append(each)
+        by_decode.setdefault(str(each.decode), []).append(each)
     slowest = max(by_decode.values(), key=_end_s)
     heavy = [_heavy(each) for each in by_decode.values()]
     return {
@@ -211,11 +211,11 @@ def _dispatch(policy: str, decodes: int, count: int, seed: int) -> dict[str, flo
     }
 
 
-def _end_s(served: Sequence[Served]) -> float:
+def _end_s(served: Sequence[SimRequest]) -> float:
     return max(each.jct_s for each in served)
 
 
-def _heavy(served: Sequence[Served]) -> int:
+def _heavy(served: Sequence[SimRequest]) -> int:
     return sum(each.spec.output_tokens > HEAVY_TOKENS for each in served)
 
 
@@ -270,7 +270,7 @@ def _highest_rates(
 
 
 def _keeps(demand: Demand, slo: Slo, config: ClusterConfig, rate: float, seed: int) -> Score:
-    return score(config, demand.other(seed).specs(rate, 60.0), slo)
+    return score(config, replace(demand, seed=seed).specs(rate, 60.0), slo)
 
 
 def _sustains(count: int, config: ClusterConfig, rate: float, seed: int) -> Score:

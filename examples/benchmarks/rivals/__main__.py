@@ -9,9 +9,9 @@ from examples.benchmarks.rivals.engines import USUAL_WINDOW_TOKENS
 from examples.benchmarks.rivals.systems import SYSTEMS, WITH_ROLES, Parts, system_of
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.sim.command import add_engine_options, compare, engine_of
+from vllm_tetri.sim.command import compare, engine_of
 from vllm_tetri.sim.config import ClusterConfig
-from vllm_tetri.sim.options import add_json_option, add_request_options, add_slo_options
+from vllm_tetri.sim.options import add_engine_options, add_request_options
 
 
 def main(words: list[str] | None = None) -> int:
@@ -64,8 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_engine_options(parser)
     add_request_options(parser)
-    add_slo_options(parser.add_argument_group("SLOs").add_argument, ttft_s=1.0, tpot_s=0.1)
-    add_json_option(parser)
     return parser
 
 

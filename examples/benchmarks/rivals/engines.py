@@ -12,9 +12,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import ENGINES
-from vllm_tetri.sim.config import InstanceConfig, at_least_1
+from vllm_tetri.sim.config import EngineKind, InstanceConfig, at_least_1
 from vllm_tetri.sim.engine.instance import Cluster, Share
 from vllm_tetri.sim.engine.stock import FcfsInstance
 from vllm_tetri.sim.engine.tetri import TetriInstance
@@ -24,44 +26,40 @@ USUAL_WINDOW_TOKENS = 2048
 _MOST_PREEMPTIONS = 2  # of one request, for prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Static:
+@dataclass(frozen=True)
+class Static(EngineKind):
     """Static batching. `window_tokens` holds the longest prompt and output together."""
 
     window_tokens: int = USUAL_WINDOW_TOKENS
-    can_hand_over = False
+    can_hand_over: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least_1("window tokens", self.window_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Orca(Static):
     """Iteration-level batching with reserved memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptsFirst:
+@dataclass(frozen=True)
+class PromptsFirst(EngineKind):
     """vLLM of 2023, with limits of a step: its prompts, and their tokens together. A longer prompt
     is computed alone."""
 
     most_prompts: int = 16
     most_tokens: int = 2048
-    can_hand_over = False
-    window_tokens = None
+    can_hand_over: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least_1("most prompts", self.most_prompts)
         at_least_1("most tokens", self.most_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Unchunked:
+@dataclass(frozen=True)
+class Unchunked(EngineKind):
     """Whole prompts that fit into the configuration's `chunk_tokens` together, or a longer one
     alone, before decodes."""
-
-    can_hand_over = True
-    window_tokens = None
 
 
 class OrcaInstance(FcfsInstance):
@@ -69,7 +67,22 @@ class OrcaInstance(FcfsInstance):
 
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
         super().__init__(config, cluster)
-        self._window_blocks = super().blocks(config.engine.window_tokens)
+        kind = config.engine.kind
+        assert isinstance(kind, Static)
+        self._window_tokens = kind.window_tokens
+        self._window_blocks = super().blocks(kind.window_tokens)
+        if self._window_blocks > config.engine.kv_blocks:
+            raise ConfigError(
+                f"a window of {self._window_tokens} tokens does not fit into a KV pool of "
+                f"{config.engine.kv_blocks} blocks"
+            )
+
+    def submit(self, request: SimRequest, now: float) -> None:
+        if request.spec.prompt_tokens + request.spec.output_tokens > self._window_tokens:
+            raise ConfigError(
+                f"a request is longer than the window of {self.config.id}: {self._window_tokens}"
+            )
+        super().submit(request, now)
 
     def blocks(self, tokens: int) -> int:
         return self._window_blocks if tokens else 0
@@ -170,7 +183,7 @@ class UnchunkedInstance(TetriInstance):
         missing = self.blocks(self.queue.head().target_tokens) - self.free_blocks
         losers = list(zip(self.batch, self.batch.held_tokens(), strict=True))
         num = 0
-        while missing > 0 and losers and losers[-1][0].num_preemptions < _MOST_PREEMPTIONS:
+        while missing > 0 and losers and losers[-1][0].preemptions < _MOST_PREEMPTIONS:
             missing -= self.blocks(losers.pop()[1])
             num += 1
         if missing <= 0:

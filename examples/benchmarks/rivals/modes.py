@@ -11,8 +11,9 @@ from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.policy.route import Route, Split, Whole
-from vllm_tetri.sim.config import ClusterConfig
-from vllm_tetri.sim.snapshot import MODEL, SimSnapshot
+from vllm_tetri.sim.config import MODEL, ClusterConfig
+from vllm_tetri.sim.modes import Mode, Snapshot
+from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
 from vllm_tetri.types import InstanceId, Role
 
@@ -22,7 +23,7 @@ _GRACE_S = 0.1
 _RETRY_S = 1  # simulated clients do not retry
 
 
-class PairedMode:
+class PairedMode(Mode):
     """Base of modes that choose both instances when a request arrives."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -30,7 +31,7 @@ class PairedMode:
         self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any output
         self._decodes: dict[int, InstanceId] = {}  # of split requests
 
-    def look(self, snapshot: SimSnapshot, spec: RequestSpec) -> Need:
+    def look(self, snapshot: Snapshot, spec: RequestSpec) -> Need:
         """Read a new snapshot. Returns the expected size of a request."""
         self._state.observe(snapshot.table)
         known, predicted = snapshot.table.bucket_tokens(NUM_BUCKETS), spec.predicted
@@ -56,15 +57,9 @@ class PairedMode:
         return Split(prefill.id, "chosen with its decode instance")
 
     def dispatch(
-        self,
-        prefill: InstanceId,
-        snapshot: SimSnapshot,
-        spec: RequestSpec,
-        now: float,
-        *,
-        may_wait: bool,
+        self, request: SimRequest, snapshot: Snapshot, now: float, *, may_wait: bool
     ) -> Dispatch | None:
-        return Dispatch(self._decodes[spec.id], "", "chosen at its arrival")
+        return Dispatch(self._decodes[request.spec.id], "", "chosen at its arrival")
 
     def ended(self, spec: RequestSpec, now: float) -> None:
         self._decodes.pop(spec.id, None)
@@ -87,7 +82,7 @@ class SplitwiseMode(PairedMode):
         self.mixed: Counter[InstanceId] = Counter()
         self._guests: dict[int, InstanceId] = {}
 
-    def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route:
+    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
         priced = self.look(snapshot, spec)
         prefill = min(self._pool(Role.PREFILL), key=_prompt_queue)
         decode = min(self._pool(Role.DECODE), key=_decode_queue)
@@ -156,7 +151,7 @@ class MooncakeMode(PairedMode):
         super().__init__(config)
         self._objective = config.objective
 
-    def route(self, snapshot: SimSnapshot, spec: RequestSpec, now: float) -> Route | Late:
+    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route | Late:
         priced = self.look(snapshot, spec)
         tokens = spec.prompt_tokens
         decodes = [row for row in self.rows if row.role is not Role.PREFILL] or self.rows

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cost.step_cost import Roofline
@@ -24,30 +23,15 @@ OVERHEAD_S = 0.003
 ALL_REDUCE_S = 1e-5  # to begin one; there are two in a layer
 _GIB = 1 << 30
 # `model_type` of configurations that are read; feed-forward layers of all but OPT have a gate.
-_GATED = [
-    "gemma",
-    "gemma2",
-    "granite",
-    "llama",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "qwen2",
-    "qwen3",
+_KINDS = (
+    "gemma", "gemma2", "granite", "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3",
     "smollm3",
-]
-_KINDS = (*_GATED, "opt")
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense decoder of transformer layers in 16 bits.
-
-    Attributes:
-        ffn: Width of its feed-forward layers.
-        ffn_matrices: Matrices of each: 3 with a gate, 2 without.
-        is_tied: Whether the first and the last layer share their weights.
-    """
+    """A dense decoder of transformer layers in 16 bits."""
 
     name: str
     layers: int
@@ -55,10 +39,10 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
-    ffn_matrices: int
+    ffn: int  # width of its feed-forward layers
+    ffn_matrices: int  # of each: 3 with a gate, 2 without
     vocabulary: int
-    is_tied: bool = False
+    is_tied: bool = False  # whether the first and the last layer share their weights
 
     @property
     def parameters(self) -> int:
@@ -94,20 +78,13 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device, by its data sheet.
-
-    Attributes:
-        flops: Dense 16-bit matrix products, per second.
-        bandwidth: Bytes of its memory per second.
-        memory_bytes: Its size.
-        link: Bytes per second to the others of its instance, in one direction.
-    """
+    """A device, by its data sheet."""
 
     name: str
-    flops: float
-    bandwidth: float
+    flops: float  # dense 16-bit matrix products, per second
+    bandwidth: float  # bytes of its memory per second
     memory_bytes: int
-    link: float
+    link: float  # bytes per second to the others of its instance, in one direction
 
 
 # From their published configurations.
@@ -149,47 +126,34 @@ def model(name: str) -> Model:
     """
     if name in MODELS:
         return MODELS[name]
-    path = Path(name)
-    if path.is_dir():
-        path /= "config.json"
+    path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if path.suffix != ".json" or not path.is_file():
         raise ConfigError(
             f"no model {name!r}; there are {', '.join(MODELS)}, and folders with a config.json"
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: {error}") from error
-    kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if kind not in _KINDS:
-        raise ConfigError(
-            f"model {path}: model_type {kind!r} cannot be counted; {', '.join(_KINDS)} can"
+        kind = raw.get("model_type")
+        if kind not in _KINDS or raw.get("quantization_config"):
+            raise ConfigError(
+                f"model {path}: of model_type {kind!r} or quantised, which cannot be counted; "
+                f"{', '.join(_KINDS)} in 16 bits can"
+            )
+        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+        return Model(
+            name=path.parent.name or path.stem,
+            layers=int(raw["num_hidden_layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            ffn=int(raw["ffn_dim" if kind == "opt" else "intermediate_size"]),
+            ffn_matrices=2 if kind == "opt" else 3,
+            vocabulary=int(raw["vocab_size"]),
+            is_tied=bool(raw.get("tie_word_embeddings", kind in ("opt", "gemma", "gemma2"))),
         )
-    if raw.get("quantization_config"):
-        raise ConfigError(f"model {path}: weights that are quantised cannot be counted")
-    return _parse(path, raw)
-
-
-def _parse(path: Path, raw: dict[str, Any]) -> Model:
-    def number(name: str, usual: int | None = None) -> int:
-        value = usual if raw.get(name) is None and usual is not None else raw.get(name)
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"model {path}: {name} is {value!r}; write a whole number from 1")
-        return value
-
-    heads, hidden, kind = number("num_attention_heads"), number("hidden_size"), raw["model_type"]
-    return Model(
-        name=path.parent.name or path.stem,
-        layers=number("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", hidden // heads),
-        ffn=number("ffn_dim" if kind == "opt" else "intermediate_size"),
-        ffn_matrices=3 if kind in _GATED else 2,
-        vocabulary=number("vocab_size"),
-        is_tied=bool(raw.get("tie_word_embeddings", kind in ("opt", "gemma", "gemma2"))),
-    )
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model {path}: {error!r}") from error
 
 
 def roofline(model: Model, device: Gpu, parallel: int) -> Roofline:

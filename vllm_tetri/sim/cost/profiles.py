@@ -19,73 +19,42 @@ NAMES_OF_ROOFLINES = f"{ROOFLINE}:MODEL:GPU[:DEVICES]"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An instance's device and model.
-
-    Attributes:
-        source: Where its numbers come from.
-        is_estimate: Whether they were calculated, not measured.
-        num_devices: GPUs of an instance (tensor parallel).
-        kv_tokens: Size of its KV pool; None if unknown.
-        kv_token_bytes: KV of a token; None if unknown.
-        front_s: From a request's arrival until its instance has it, and back with the first
-            token: HTTP, tokenizing, a router.
-    """
+    """An instance's device and model."""
 
     name: str
     cost: StepCost
-    source: str
-    is_estimate: bool
-    num_devices: int = 1
-    kv_tokens: int | None = None
-    kv_token_bytes: int | None = None
+    source: str  # where its numbers come from
+    is_estimate: bool  # whether they were calculated, not measured
+    num_devices: int = 1  # GPUs of an instance (tensor parallel)
+    kv_tokens: int | None = None  # size of its KV pool; None if unknown
+    kv_token_bytes: int | None = None  # KV of a token; None if unknown
+    # From a request's arrival until its instance has it, and back with the first token: HTTP,
+    # tokenizing, a router.
     front_s: float = 0.0
-
-    def kv_blocks(self, block_size: int) -> int | None:
-        """Size of its KV pool in blocks; None if unknown."""
-        return None if self.kv_tokens is None else max(1, self.kv_tokens // block_size)
 
 
 _MEASURED = "measured: SmolLM2 135M in bfloat16 on cores of a Xeon"
 _H100 = "an estimate from bandwidth and peak arithmetic: 8B parameters on an H100-class GPU"
 _PAPER = "an estimate: proportions fitted to what the paper states, scale from data sheets"
+_CORES = ("smollm2-135m", _MEASURED, 1, None)
+_PAPER_POOL = kv_tokens(MODELS["opt-13b"], GPUS["v100-32g"], 2)
 # Model, source, devices, KV pool, and seconds in the order of `StepCoefficients`.
 _BUILT_IN = {
-    "smollm2-1core": (
-        "smollm2-135m",
-        _MEASURED,
-        1,
-        None,
-        (0.013, 0.00061, 2.9e-6, 0.00055, 3.5e-7),
-    ),
-    "smollm2-2cores": (
-        "smollm2-135m",
-        _MEASURED,
-        1,
-        None,
-        (0.0095, 0.00038, 1.7e-6, 0.00031, 2e-7),
-    ),
+    "smollm2-1core": (*_CORES, (0.013, 0.00061, 2.9e-6, 0.00055, 3.5e-7)),
+    "smollm2-2cores": (*_CORES, (0.0095, 0.00038, 1.7e-6, 0.00031, 2e-7)),
     "estimate-h100-8b": ("llama-3-8b", _H100, 1, None, (0.008, 2e-5, 4e-8, 2.5e-5, 3e-9)),
     "opt-13b-2xv100": (
-        "opt-13b",
-        _PAPER,
-        2,
-        kv_tokens(MODELS["opt-13b"], GPUS["v100-32g"], 2),
-        (0.0214, 0.000245, 8.41e-7, 0.000164, 5.46e-9),
+        "opt-13b", _PAPER, 2, _PAPER_POOL, (0.0214, 0.000245, 8.41e-7, 0.000164, 5.46e-9),
     ),
-}
+}  # fmt: skip
 PROFILES = {
     name: Profile(
-        name,
-        StepCoefficients(*seconds, confidence=1.0),
-        source,
-        source is not _MEASURED,
-        devices,
-        pool,
-        MODELS[model_name].kv_token_bytes,
+        name, StepCoefficients(*seconds, confidence=1.0), source, source is not _MEASURED,
+        devices, pool, MODELS[model_name].kv_token_bytes,
     )
     for name, (model_name, source, devices, pool, seconds) in _BUILT_IN.items()
-}
-_SECONDS = tuple(field.name for field in fields(StepCoefficients) if field.name != "confidence")
+}  # fmt: skip
+_SECONDS = {field.name for field in fields(StepCoefficients)} - {"confidence"}
 _COUNTS = ("kv_tokens", "kv_token_bytes")
 
 
@@ -111,11 +80,7 @@ def profile(name: str) -> Profile:
     if path.suffix != ".json":
         known = ", ".join((*PROFILES, NAMES_OF_ROOFLINES))
         raise ConfigError(f"no profile {name!r}; there are {known}, and *.json files")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"profile {path}: {error}") from error
-    return _parse(path, raw)
+    return _read(path)
 
 
 def roofline_profile(model_name: str, gpu_name: str, parallel: int = 1) -> Profile:
@@ -133,31 +98,30 @@ def roofline_profile(model_name: str, gpu_name: str, parallel: int = 1) -> Profi
     )
 
 
-def _parse(path: Path, raw: object) -> Profile:
-    where, values = f"profile {path}", raw if isinstance(raw, dict) else {}
-    version = values.get("version", VERSION)
-    if type(version) is not int or version != VERSION:
-        raise ConfigError(f"{where}: version {version!r}; this is for {VERSION}")
-    if set(values) - {"front_s", *_COUNTS} != {"version", *_SECONDS}:
-        more = f"front_s, {' and '.join(_COUNTS)}"
-        raise ConfigError(
-            f"{where}: write an object of version, {', '.join(_SECONDS)}, and if you like {more}"
-        )
-    for name in (*_SECONDS, "front_s"):
-        value = values.get(name, 0.0)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise ConfigError(f"{where}: {name} is {value!r}; write seconds, 0 or more")
-    for name in _COUNTS:
-        if name in values and (type(values[name]) is not int or values[name] < 1):
-            raise ConfigError(f"{where}: {name} is {values[name]!r}; write a whole number from 1")
-    if not values["base_s"] + values["prompt_s"] or not values["base_s"] + values["request_s"]:
-        raise ConfigError(f"{where}: steps that take no time")
+def _read(path: Path) -> Profile:
+    try:
+        values: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        version, names = values.pop("version"), {*values}
+        if version != VERSION or not _SECONDS <= names <= {*_SECONDS, "front_s", *_COUNTS}:
+            raise ConfigError(
+                f"profile {path}: write an object of version, which is {VERSION}, "
+                f"{', '.join(sorted(_SECONDS))}, and if you like front_s, {' and '.join(_COUNTS)}"
+            )
+        for name, value in values.items():
+            least = 1 if name in _COUNTS else 0
+            if not least <= value < math.inf:
+                raise ConfigError(f"profile {path}: {name} is {value!r}, must be {least} or more")
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"profile {path}: {error!r}") from error
+    if not values["base_s"] + min(values["prompt_s"], values["request_s"]):
+        raise ConfigError(f"profile {path}: steps that take no time")
+    counts = [int(values[name]) if name in values else None for name in _COUNTS]
     return Profile(
         path.stem,
         StepCoefficients(**{name: float(values[name]) for name in _SECONDS}, confidence=1.0),
         f"the file {path}",
         is_estimate=False,
-        kv_tokens=values.get("kv_tokens"),
-        kv_token_bytes=values.get("kv_token_bytes"),
-        front_s=float(values.get("front_s", 0.0)),
+        kv_tokens=counts[0],
+        kv_token_bytes=counts[1],
+        front_s=values.get("front_s", 0.0),
     )

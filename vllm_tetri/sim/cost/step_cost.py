@@ -35,28 +35,14 @@ class StepCost(Hashable, Protocol):
 class Roofline:
     """Layers in sequence. Linear ones take as long as their arithmetic or as reading their
     weights, whichever is longer; attention of decodes takes as long as reading their KV, and that
-    of prompts as long as its arithmetic. All in seconds.
+    of prompts as long as its arithmetic. All in seconds."""
 
-    Attributes:
-        overhead_s: Fixed part of a step: launches, sampling, waiting for other devices.
-        weights_s: To read all weights once.
-        token_s: Arithmetic of linear layers per token.
-        kv_s: To read the KV of a token of context.
-        attention_s: Arithmetic per prompt token and token before it.
-        link_s: To add up activations between devices, per token.
-    """
-
-    overhead_s: float
-    weights_s: float
-    token_s: float
-    kv_s: float
-    attention_s: float
-    link_s: float = 0.0
-
-    @property
-    def ridge_tokens(self) -> float:
-        """Tokens of a step from which arithmetic takes longer than reading the weights."""
-        return self.weights_s / self.token_s
+    overhead_s: float  # fixed part of a step: launches, sampling, waiting for other devices
+    weights_s: float  # to read all weights once
+    token_s: float  # arithmetic of linear layers per token
+    kv_s: float  # to read the KV of a token of context
+    attention_s: float  # arithmetic per prompt token and token before it
+    link_s: float = 0.0  # to add up activations between devices, per token
 
     def step_s(
         self, num_decodes: float, decode_context: float, prompt_tokens: float, prompt_context: float

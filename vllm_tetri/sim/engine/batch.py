@@ -14,16 +14,10 @@ from vllm_tetri.sim.request import SimRequest
 
 
 class DecodeBatch:
-    """Owner: its instance.
-
-    Attributes:
-        durations: Seconds of every step with decodes so far, with pauses before it.
-        num_steps: Number of those.
-        context_tokens: Tokens of KV that all requests hold together.
-    """
+    """Owner: its instance. `context_tokens` is what all requests hold together."""
 
     def __init__(self, block_size: int) -> None:
-        self.durations: array[float] = array("d")
+        self.durations: array[float] = array("d")  # of steps with decodes, and pauses before them
         self.context_tokens = 0
         self.num_steps = 0
         self._block_size = block_size

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
 from vllm_tetri.sim.engine.batch import DecodeBatch
-from vllm_tetri.sim.log import Log, Step
 from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.types import InstanceLoad
@@ -25,7 +24,7 @@ class Cluster(Protocol):
     """What connects an instance with others."""
 
     loop: Loop
-    log: Log | None
+    config: ClusterConfig
 
     def computed(self, request: SimRequest, now: float) -> None:
         """A chunk of the prompt is done, and another one begins."""
@@ -41,28 +40,18 @@ class Cluster(Protocol):
 
 
 class Instance(ABC):
-    """A simulated engine.
-
-    Attributes:
-        started: Prompts that are computed in part.
-        busy_s: Time in steps so far.
-        step_s: Duration of the newest step.
-        has_changed: Since the last load report; the reader resets it.
-        is_batch_paused: Whether the next step leaves decodes out.
-    """
+    """A simulated engine."""
 
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
         self.config, self.engine, self.cluster = config, config.engine, cluster
         self.free_blocks = self.engine.kv_blocks
         self.max_requests = self.engine.max_requests
         self.batch = DecodeBatch(self.engine.block_size)
-        self.started: list[SimRequest] = []
-        self.busy_s = self.step_s = 0.0
-        self.num_steps = self.prompt_tokens_done = self.output_tokens_done = 0
-        self.prefills_done = self.decodes_done = self.preemptions = 0
-        self.has_changed = True
-        self.is_batch_paused = False
-        self._preempted_ids: list[int] = []  # for the log
+        self.started: list[SimRequest] = []  # prompts that are computed in part
+        self.busy_s = self.step_s = 0.0  # in steps so far, and in the newest one
+        self.prompt_tokens_done = self.preemptions = 0
+        self.has_changed = True  # since the last load report; the reader resets it
+        self.is_batch_paused = False  # the next step leaves decodes out
         self._paused_s = 0.0  # since the last step with decodes
         self._is_busy = False
         self._shares: list[Share] = []
@@ -80,13 +69,16 @@ class Instance(ABC):
         """Queue a preempted request, which has lost its blocks, before all that wait."""
 
     @abstractmethod
-    def load(self, cluster: ClusterConfig) -> InstanceLoad:
+    def load(self) -> InstanceLoad:
         """Return what the instance reports, as `engine.load` reads it. A byte of the arena is a
         token, and the cost of steps and hand-overs is known, as far as it is linear."""
 
-    @abstractmethod
-    def on_end(self, request: SimRequest) -> None:
+    def on_end(self, request: SimRequest) -> None:  # noqa: B027
         """A response ended here."""
+
+    def check_end(self) -> None:
+        """Assert that nothing is left of any request."""
+        assert self.free_blocks == self.engine.kv_blocks, f"{self.config.id} keeps blocks"
 
     # -- steps ---------------------------------------------------------------------
 
@@ -97,24 +89,15 @@ class Instance(ABC):
             return
         self._is_busy = True  # calls that `compose` makes may lead back to here
         self._shares = shares = self._compose_until_filled(now)
-        num_decodes = 0 if self.is_batch_paused else len(self.batch)
-        if not shares and not num_decodes:
+        if not shares and (self.is_batch_paused or not len(self.batch)):
             self._is_busy = False
             return
         self.step_s = self.duration_s(shares)
         self.busy_s += self.step_s
         self.prompt_tokens_done += sum(num for _, num in shares)
-        self.output_tokens_done += num_decodes
-        self.num_steps += 1
         for request, _ in shares:
             if not request.num_computed_tokens and not request.num_output_tokens:
                 request.begun_s = now
-        if self.cluster.log is not None:
-            prompts = tuple((request.spec.id, tokens) for request, tokens in shares)
-            decodes = tuple(each.spec.id for each in self.batch) if num_decodes else ()
-            preempted = tuple(self._preempted_ids)
-            self.cluster.log(Step(self.config.id, self.num_steps, prompts, decodes, preempted))
-            self._preempted_ids.clear()
         self.cluster.loop.at(now + self.step_s, self._end_step)
 
     def duration_s(self, shares: list[Share]) -> float:
@@ -160,7 +143,6 @@ class Instance(ABC):
             request.gaps.append(now - request.last_token_s)
         else:
             request.first_token_s = now
-            self.prefills_done += 1
         request.last_token_s = now
         request.num_output_tokens += 1
         request.held_tokens = request.target_tokens
@@ -173,7 +155,6 @@ class Instance(ABC):
         self.free_blocks += self.blocks(request.held_tokens)
         # The first token of a split request is no response of this instance.
         if not (request.is_split and request.prefill == self.config.id):
-            self.decodes_done += 1
             self.on_end(request)
         self.cluster.ended(request, now)
 
@@ -210,9 +191,7 @@ class Instance(ABC):
             request = self.batch.newest
             self.batch.leave(request, now - self._paused_s)
             self.free_blocks += self.blocks(request.held_tokens)
-        request.num_preemptions += 1
-        if self.cluster.log is not None:
-            self._preempted_ids.append(request.spec.id)
+        request.preemptions += 1
         self.put_back(request)
         return request
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from vllm_tetri.sim.config import ClusterConfig, InstanceConfig, Stock
+from vllm_tetri.sim.config import InstanceConfig, Stock
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.types import InstanceLoad
@@ -33,10 +33,7 @@ class FcfsInstance(Instance):
         request.num_computed_tokens = 0
         self.waiting.appendleft(request)
 
-    def on_end(self, request: SimRequest) -> None:
-        """Nothing is learnt from it."""
-
-    def load(self, cluster: ClusterConfig) -> InstanceLoad:
+    def load(self) -> InstanceLoad:
         requests = (*self.started, *self.waiting)
         return InstanceLoad(
             running=len(self.batch) + len(self.started),

@@ -11,7 +11,7 @@ from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, OutputLengths
 from vllm_tetri.policy.queue import PromptQueue
-from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
+from vllm_tetri.sim.config import InstanceConfig
 from vllm_tetri.sim.cost.step_cost import linear
 from vllm_tetri.sim.engine.arena import Arena
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
@@ -38,12 +38,7 @@ class RunningDecode(NamedTuple):
 
 
 class TetriInstance(Instance):
-    """A simulated `vllm serve --role ...`.
-
-    Attributes:
-        held: Requests that wait for the batch: all their KV is here, or lost by preemption.
-        coming: Requests with computed prompts whose KV is on its way here.
-    """
+    """A simulated `vllm serve --role ...`."""
 
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
         super().__init__(config, cluster)
@@ -52,8 +47,8 @@ class TetriInstance(Instance):
         self.queue: PromptQueue[SimRequest] = PromptQueue(order, engine.sched_batch, self)
         self.lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)
         self.arena = Arena(engine.arena_tokens, engine.block_size)
-        self.held: deque[SimRequest] = deque()
-        self.coming: dict[SimRequest, None] = {}
+        self.held: deque[SimRequest] = deque()  # waiting for the batch, with all KV here or lost
+        self.coming: dict[SimRequest, None] = {}  # KV of computed prompts, on its way here
         self._predicted: dict[str, Prediction] = {}
         self.gate: DecodeGate | None = None
         if engine.admission != "greedy":
@@ -65,11 +60,11 @@ class TetriInstance(Instance):
                 total_blocks=engine.kv_blocks,
             )
         self._is_stuck = False
-        self._news: deque[Callable[[], None]] = deque()  # for the next step
-        # Of the newest step: admitted requests, begun prompts, and tokens loaded from the arena.
-        self._admitted: list[SimRequest] = []
+        self._news: deque[Callable[[], object]] = deque()  # for the next step
+        # Of the newest step: requests that it admitted, with tokens loaded from the arena, and
+        # prompts that it began.
+        self._admitted: list[tuple[SimRequest, int]] = []
         self._begun: list[SimRequest] = []
-        self._loaded: list[int] = []
 
     # -- `policy.queue.PromptEngine` -----------------------------------------------------
 
@@ -84,11 +79,11 @@ class TetriInstance(Instance):
     # -- work that comes -------------------------------------------------------------
 
     def submit(self, request: SimRequest, now: float) -> None:
+        request.target_tokens = request.spec.prompt_tokens
         self._news.append(partial(self._enter, request))
         self.wake(now)
 
     def _enter(self, request: SimRequest) -> None:
-        request.target_tokens = request.spec.prompt_tokens
         self._predict(request)
         self.queue.add(request)
 
@@ -146,6 +141,11 @@ class TetriInstance(Instance):
         self._forget(request)
         super().release(request, now)
 
+    def check_end(self) -> None:
+        super().check_end()
+        left = self.arena.used_tokens, self.queue.unfinished_tokens
+        assert not any(left), f"{self.config.id} keeps KV or prompts: {left}"
+
     # -- a step ------------------------------------------------------------------------
 
     def compose(self, now: float) -> list[Share]:
@@ -185,12 +185,11 @@ class TetriInstance(Instance):
         if not self._admitted:
             return
         # As in vLLM: requests whose prompts ended in the step come first, then admitted ones.
-        for request in (*self._admitted, *self._begun):
+        for request in (*(request for request, _ in self._admitted), *self._begun):
             self.batch.put_last(request)
-        for tokens in self._loaded:
+        for _, tokens in self._admitted:
             self.arena.give_back(tokens)
         self._admitted.clear()
-        self._loaded.clear()
         self._grant(now)
 
     def _grant(self, now: float) -> None:
@@ -246,7 +245,7 @@ class TetriInstance(Instance):
             if blocks > self.free_blocks:
                 return 0
             self.held.popleft()
-            self._admitted.append(request)
+            self._admitted.append((request, 0 if lost_tokens else request.held_tokens))
             if lost_tokens:
                 self.started.append(request)
                 tokens = self.take_blocks(request, min(lost_tokens, left_tokens))
@@ -254,7 +253,6 @@ class TetriInstance(Instance):
                 left_tokens -= tokens
             else:
                 self.free_blocks -= blocks
-                self._loaded.append(request.held_tokens)
                 self.batch.join(request)
                 left_tokens -= 1
         return left_tokens
@@ -297,7 +295,7 @@ class TetriInstance(Instance):
 
     # -- what is reported ----------------------------------------------------------------
 
-    def load(self, cluster: ClusterConfig) -> InstanceLoad:
+    def load(self) -> InstanceLoad:
         rows = list(zip(self.batch, self.batch.num_output_tokens(), strict=True))
         context_tokens = self.batch.context_tokens
         for requests in (self.held, self.coming, self.queue, self.started):
@@ -321,11 +319,10 @@ class TetriInstance(Instance):
         )
         running = len(self.batch) + len(self.started)
         gate = self.gate if running else None
-        handover_s, handover_token_s = cluster.handover_s(self.engine)
+        handover_s, handover_token_s = self.cluster.config.handover_s(self.engine)
         return InstanceLoad(
             running=running,
             waiting=len(self.held) + len(self.coming) + len(self.queue),
-            held=len(self.held) - len(lost) + len(self.coming),
             queued_prefill_tokens=unfinished_tokens,
             blocks_used=self.engine.kv_blocks - self.free_blocks,
             blocks_total=self.engine.kv_blocks,
@@ -335,16 +332,11 @@ class TetriInstance(Instance):
             light=len(totals) - heavy,
             remaining_tokens=sum(totals) - sum(produced for _, produced in rows),
             reserved_blocks=gate.admission.reserved_blocks if gate is not None else 0,
-            step_s=self.step_s,
-            prefills_done=self.prefills_done,
-            decodes_done=self.decodes_done,
             prompt_tokens_done=self.prompt_tokens_done,
-            output_tokens_done=self.output_tokens_done,
             cost=linear(self.engine.cost),
             context_tokens=context_tokens,
             chunk_tokens=self.engine.chunk_tokens,
             handover_s=handover_s,
             handover_token_s=handover_token_s,
-            preemptions=self.preemptions,
             bucket_tokens=self.lengths.bucket_tokens(),
         )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import NamedTuple
 
-from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig
 from vllm_tetri.sim.figures import Slo
@@ -20,22 +20,10 @@ from vllm_tetri.sim.workload import Lengths, RequestSpec, draw
 
 _WARM_UP = 0.2  # part of the requests, while the cluster fills up
 _PRECISION = 0.03
-_STRIDE, _FASTER = 1.3, 1.5
-_LEAST, _MOST = 1 / 40, 64  # times the guess; rates beyond are not searched
+_STRIDE, _FASTER = 1.3, 1.5  # between the first two rates, and how that grows
+_LEAST, _MOST = 1 / 40, 256  # times the guess; rates beyond are not searched
 _SAMPLE = 1000
 _MOST_REQUESTS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """SLOs, and the share of requests that must keep them; raises ConfigError if it is none."""
-
-    slo: Slo
-    attainment: float = 0.9
-
-    def __post_init__(self) -> None:
-        if not 0 < self.attainment <= 1:
-            raise ConfigError(f"an attainment of {self.attainment:g}: must be above 0, at most 1")
 
 
 @dataclass(frozen=True)
@@ -50,40 +38,27 @@ class Demand:
 
     def specs(self, rate: float, span_s: float) -> list[RequestSpec]:
         """Return the requests of a time span, and at least `least_requests`."""
-        count = max(self.least_requests, math.ceil(rate * span_s))
-        return self._draw(min(count, _MOST_REQUESTS), rate)
-
-    def other(self, number: int) -> Demand:
-        """Return the demand with another seed; 0 keeps it."""
-        return replace(self, seed=self.seed + number)
+        count = min(max(self.least_requests, math.ceil(rate * span_s)), _MOST_REQUESTS)
+        return draw(self.kind, count, rate, self.seed, accuracy=self.accuracy, known=self.known)
 
     @cached_property
-    def sample(self) -> list[RequestSpec]:
-        """Requests to take means of."""
-        return self._draw(_SAMPLE, 1.0)
-
-    @cached_property
-    def longest(self) -> Lengths:
-        """The longest prompt, and the longest output."""
-        lengths = self.known or [(a.prompt_tokens, a.output_tokens) for a in self.sample]
-        return max(prompt for prompt, _ in lengths), max(output for _, output in lengths)
+    def lengths(self) -> Sequence[Lengths]:
+        """Lengths of some requests, the longest ones among them."""
+        sample = self.specs(1.0, _SAMPLE)
+        return self.known or [(each.prompt_tokens, each.output_tokens) for each in sample]
 
     @cached_property
     def prompt_tokens(self) -> float:
         """Mean length of prompts."""
-        return fmean(spec.prompt_tokens for spec in self.sample)
+        return fmean(prompt for prompt, _ in self.lengths)
 
     @cached_property
     def output_tokens(self) -> float:
         """Mean length of outputs."""
-        return fmean(spec.output_tokens for spec in self.sample)
-
-    def _draw(self, count: int, rate: float) -> list[RequestSpec]:
-        return draw(self.kind, count, rate, self.seed, accuracy=self.accuracy, known=self.known)
+        return fmean(output for _, output in self.lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """Shares of requests that kept both SLOs, and that missed either."""
 
     kept: float
@@ -91,8 +66,7 @@ class Score:
     tpot_missed: float
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(NamedTuple):
     """Requests per second, 0 if the SLOs cannot be kept; and the score at the next higher rate
     that was tried."""
 
@@ -110,32 +84,20 @@ def score(config: ClusterConfig, specs: Sequence[RequestSpec], slo: Slo) -> Scor
     return Score(fmean(kept), fmean(late), fmean(slow))
 
 
-def highest_rate(
-    scored: Callable[[float], Score], guess: float, attainment: float, stride: float = _STRIDE
-) -> Goodput:
-    """Search the rate at which the share of kept requests falls below the attainment, to 3 %.
-
-    The search begins at `guess`, takes `stride` as first factor between rates, and gives up at
-    64 times the guess.
-    """
-    low, high = 0.0, math.inf
-    beyond = Score(1.0, 0.0, 0.0)
-    rate = guess
-    while not low or high / low > 1 + _PRECISION:
+def highest_rate(scored: Callable[[float], Score], guess: float, attainment: float) -> Goodput:
+    """Search, from `guess` on, the rate at which the share of kept requests falls below the
+    attainment, to 3 %."""
+    low, high, beyond = 0.0, math.inf, Score(1.0, 0.0, 0.0)
+    rate, stride = guess, _STRIDE
+    while guess * _LEAST <= rate <= guess * _MOST and (not low or high / low > 1 + _PRECISION):
         found = scored(rate)
         if found.kept >= attainment:
             low = rate
-            if rate >= guess * _MOST:
-                return Goodput(rate, beyond)
         else:
             high, beyond = rate, found
         if low and high < math.inf:
             rate = math.sqrt(low * high)
-        elif low:
-            rate *= stride
         else:
-            rate /= stride
-            stride *= _FASTER  # the guess was far off, or no rate is low enough
-            if rate < guess * _LEAST:
-                return Goodput(0.0, beyond)
+            rate = rate * stride if low else rate / stride
+            stride *= _FASTER
     return Goodput(low, beyond)

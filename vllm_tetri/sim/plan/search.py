@@ -1,27 +1,50 @@
 """How many prefill and decode instances, or none: DistServe's search, by simulation.
 
-The aim is goodput per GPU. Single instances tell which tensor parallel degree, chunk and ratio of
-roles to simulate; then whole clusters are simulated, with roles and without.
+The aim is goodput per GPU. Single instances with prompts alone, decodes alone or both (DistServe's
+algorithm 1) tell which tensor parallel degree, chunk and ratio of roles to simulate; then whole
+clusters are simulated, with roles and without.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
-from typing import Any
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.plan.trials import Tell, Trials
-from vllm_tetri.sim.plan.values import SERVES, Found, Layout, Plan, Question, Single, System
+from vllm_tetri.sim.config import (
+    ClusterConfig,
+    EngineConfig,
+    InstanceConfig,
+    Stock,
+    make_instances,
+    of_profile,
+)
+from vllm_tetri.sim.cost.profiles import Profile
+from vllm_tetri.sim.plan.goodput import Score, highest_rate, score
+from vllm_tetri.sim.plan.values import Found, Layout, Plan, Question, Single, System
+from vllm_tetri.types import InstanceId, Role, StepCoefficients
 
-_OTHER_SEEDS = (1, 2)
-_NEAR = 1.1  # first factor between rates with another seed
+Tell = Callable[[str], object]
+Search = Callable[[Single, int], list[Found]]
+"""Layouts of so many instances."""
+
+_SERVES = 0.97  # of a rate that was asked for: goodput is only found to 3 %
 _MOST_INSTANCES = 256
-_POOLED = 1.5  # times what one instance serves, at most, that each of several does
-_CLOSE = 0.95  # of the best goodput: simulated again with other seeds
 _WORTHY = 0.85  # of the best promise: simulated as a cluster
+_MIDDLE_TOKENS = 1024  # of a step
+_LARGER, _SMALLER = (2048, 4096, 8192), (512, 256, 128)
+_WORTH = 1.03  # what other tokens in a step must bring
+_MOST_DECODES = 256  # vLLM's default of requests in a step
+_OUTPUT_TIMES = 5  # of a mean output, that a simulation lasts at least
+_TTFT_TIMES = 30  # of the SLO: 3 % too much work lets a queue grow that far in it
+_QUEUE_REQUESTS = 6000  # the most that are simulated to let a queue grow
+_ARENA_TOKENS = 16384
+_ARENA_REQUESTS = 8  # longest requests that may be on their way to an instance at once
+_INSTANT = StepCoefficients(base_s=1e-9, confidence=1.0)
+_ENDLESS = 1 << 24
 
 
 def plan(question: Question, tell: Tell = lambda _: None) -> Plan:
@@ -33,189 +56,206 @@ def plan(question: Question, tell: Tell = lambda _: None) -> Plan:
     return _Search(question, tell).plan()
 
 
-class _TooManyError(Exception):
-    """More instances would be needed than are simulated."""
+def config_of(question: Question, layout: Layout) -> ClusterConfig:
+    """Return a layout as the simulator takes it."""
+    longest = max(prompt for prompt, _ in question.demand.lengths)
+    arena_tokens = max(_ARENA_TOKENS, _ARENA_REQUESTS * longest)
+    usual = EngineConfig(arena_tokens=arena_tokens, chunk_tokens=layout.tokens)
+    engine, mode = of_profile(usual, layout.profile), layout.system.value
+    if layout.system is System.STOCK:
+        engine, mode = replace(engine, kind=Stock(layout.tokens)), "least-in-flight"
+    instances = make_instances(layout.prefill, layout.decode, layout.both, engine=engine)
+    if layout.decode and not layout.prefill:
+        instant = replace(engine, cost=_INSTANT, chunk_tokens=_ENDLESS, kv_blocks=_ENDLESS)
+        instances += (InstanceConfig(InstanceId("instant"), Role.PREFILL, instant),)
+    # A link cannot be simulated without the KV bytes of a token.
+    link = None if layout.profile.kv_token_bytes is None else question.link
+    return ClusterConfig(instances, mode, question.demand.seed, link=link)
 
 
 class _Search:
     def __init__(self, question: Question, tell: Tell) -> None:
-        self._question = question
-        self._tell = tell
+        self._question, self._tell = question, tell
         self._skipped: list[str] = []
-        self._trials: dict[str, Trials] = {}
-        self._kept: dict[Layout, bool] = {}
 
     def plan(self) -> Plan:
-        singles, devices = self._singles(), self._question.devices
-        pairs = [
-            each for each in singles if devices is None or devices >= 2 * each.profile.num_devices
-        ]
+        question = self._question
+        singles = [self._single(each) for each in question.profiles if self._fits(each)]
+        replicas = (System.STOCK, System.WHOLE, System.ADAPTIVE)
         layouts: list[Found] = []
-        for search, candidates in (
-            (self._aggregated, _worthy(singles, attrgetter("whole_rate"))),
-            (self._split, _worthy(pairs, attrgetter("split_rate"))),
-        ):
-            for single in candidates:
-                try:
-                    layouts += search(single)
-                except _TooManyError as error:
-                    self._skipped.append(f"{single.profile.name}: {error}")
-        least_rate = (self._question.rate or 0.0) * SERVES
-        found = sorted((a for a in layouts if a.rate and a.rate >= least_rate), key=self._rank)
+        for system in replicas:
+            search = partial(self._replicas, system)
+            layouts += self._worthy(singles, search, attrgetter("whole_rate"), least=1)
+        layouts += self._worthy(singles, self._split, attrgetter("split_rate"), least=2)
+        asked = (question.rate or 0.0) * _SERVES
+        found = [each for each in layouts if each.rate and each.rate >= asked]
         if not found:
-            raise ConfigError("; ".join(self._skipped) or self._hopeless(singles))
-        found = self._checked(found)
-        rival = _best_of(found, is_aggregated=not found[0].layout.is_aggregated)
-        return Plan(self._question, tuple(singles), tuple(found), rival, tuple(self._skipped))
+            raise ConfigError("; ".join([*self._skipped, *self._missed(singles)]))
+        few = 0.0 if question.rate is None else 1.0
+        found.sort(key=lambda each: (few * each.devices, -each.per_device))
+        return Plan(question, tuple(singles), tuple(found), tuple(self._skipped))
 
-    def _rank(self, found: Found) -> tuple[float, float]:
-        few = float(found.devices) if self._question.rate is not None else 0.0
-        return (few, -found.per_device)
+    def _fits(self, profile: Profile) -> bool:
+        """Whether there can be an instance of this profile; writes down why not."""
+        devices, lengths = self._question.devices, self._question.demand.lengths
+        pool_tokens = of_profile(EngineConfig(), profile).pool_tokens
+        need = sum(max(column) for column in zip(*lengths, strict=True))
+        if devices is not None and profile.num_devices > devices:
+            reason = f"an instance takes {profile.num_devices} GPUs"
+        elif need > pool_tokens:
+            reason = f"its KV pool holds {pool_tokens} tokens, a request may have {need}"
+        elif (step_s := profile.cost.step_s(1, 0, 0, 0)) > self._question.slo.tpot_s:
+            reason = f"a request alone takes {step_s * 1e3:.3g} ms per token"
+        else:
+            return True
+        self._skipped.append(f"{profile.name}: {reason}")
+        return False
 
-    def _singles(self) -> list[Single]:
-        """Search what one instance of each profile serves."""
-        for profile in self._question.profiles:
-            trials = Trials(profile, self._question, self._tell)
-            if trials.misfit:
-                self._skipped.append(f"{profile.name}: {trials.misfit}")
-            else:
-                self._trials[profile.name] = trials
-        if not self._trials:
-            raise ConfigError("; ".join(self._skipped) or "no profile to plan with")
-        return [trials.single() for trials in self._trials.values()]
-
-    def _checked(self, found: list[Found]) -> list[Found]:
-        """Simulate the best of either kind and those close to it with more seeds, since the first
-        seed favours the winner; repeat until the best ones have all seeds."""
-        while True:
-            wanted = [each for each in found if len(each.rates) == 1 and _is_near(each, found)]
-            if not wanted:
-                return found
-            checked = [self._again(each) if each in wanted else each for each in found]
-            found = sorted(checked, key=self._rank)
+    def _missed(self, singles: list[Single]) -> list[str]:
+        slo = self._question.slo
+        return [
+            f"{each.profile.name}: of these requests, even if few come, "
+            f"{each.stock.beyond.ttft_missed:.0%} miss {slo.ttft_s:g} s to the first token and "
+            f"{each.stock.beyond.tpot_missed:.0%} miss {slo.tpot_s:g} s per token"
+            for each in singles
+        ]
 
     # -- clusters ----------------------------------------------------------------------
 
-    def _aggregated(self, single: Single) -> list[Found]:
-        """Simulate replicas that do both."""
-        found = []
-        for system, each in (
-            (System.STOCK, single.stock),
-            (System.WHOLE, single.whole),
-            (System.ADAPTIVE, single.whole),
-        ):
-            if not each.rate:
-                continue
-            layout = replace(each.layout, system=system)
-            if self._question.devices is not None:
-                layout = replace(layout, both=self._question.devices // single.profile.num_devices)
-            else:
-                layout = self._fewest(layout, {"both": each.rate})
-            found.append(self._measured(layout, layout.both * each.rate))
-        return found
+    def _worthy(
+        self,
+        singles: list[Single],
+        search: Search,
+        rate: Callable[[Single], float],
+        *,
+        least: int,
+    ) -> list[Found]:
+        """Search layouts of at least that many instances, of profiles that promise most per GPU or
+        nearly."""
+        devices = self._question.devices
+        promises = [
+            (rate(each) / each.profile.num_devices, each)
+            for each in singles
+            if devices is None or devices >= least * each.profile.num_devices
+        ]
+        best = max((promise for promise, _ in promises), default=0.0)
+        worthy = [each for promise, each in promises if promise and promise >= best * _WORTHY]
+        if devices is None:
+            return [found for each in worthy for found in self._few(each, search, rate, least)]
+        return [
+            found for each in worthy for found in search(each, devices // each.profile.num_devices)
+        ]
 
-    def _split(self, single: Single) -> list[Found]:
-        """Simulate prefill and decode instances, and the best of these in adaptive mode."""
-        if self._question.devices is not None:
-            splits = self._ratios(single, self._question.devices // single.profile.num_devices)
-        else:
-            rates = {"prefill": single.prefill.rate, "decode": single.decode.rate}
-            layout = self._fewest(_roles(single, 0, 0), rates)
-            splits = [self._pair(single, layout.prefill, layout.decode)]
-        best = max(splits, key=attrgetter("rate"))
-        adaptive = replace(best.layout, system=System.ADAPTIVE)
-        return [*splits, self._measured(adaptive, best.rate)] if best.rate else splits
+    def _few(
+        self, single: Single, search: Search, rate: Callable[[Single], float], least: int
+    ) -> list[Found]:
+        """Search as few instances as serve the rate, from what one promises on."""
+        asked = self._question.rate or 0.0
+        tried: dict[int, list[Found]] = {}
+        count = max(least, math.ceil(asked / rate(single)))
+        while count not in tried and count <= _MOST_INSTANCES:
+            tried[count] = search(single, count)
+            reached = max((each.rate for each in tried[count]), default=0.0)
+            if reached:
+                count = max(least, math.ceil(count * asked * _SERVES / reached))
+        if count > _MOST_INSTANCES:
+            self._skipped.append(f"{single.profile.name}: it takes over {_MOST_INSTANCES} of them")
+        return [each for found in tried.values() for each in found]
 
-    def _ratios(self, single: Single, count: int) -> list[Found]:
-        """Simulate ratios on both sides of what single instances promise, as long as it gets
-        better."""
-        wanted = count * single.decode.rate / (single.prefill.rate + single.decode.rate)
-        below = min(max(1, math.floor(wanted)), count - 1)
-        found = {below: self._pair(single, below, count - below)}
+    def _replicas(self, system: System, single: Single, count: int) -> list[Found]:
+        """Simulate instances that do both."""
+        one = single.stock if system is System.STOCK else single.whole
+        layout = replace(one.layout, system=system, both=count)
+        return [self._measured(layout, count * one.rate)] if one.rate else []
+
+    def _split(self, single: Single, count: int) -> list[Found]:
+        """Simulate ratios of prefill and decode instances on both sides of what single instances
+        promise, as long as it gets better, and the best of these in adaptive mode."""
+        rates, tokens = (single.prefill.rate, single.decode.rate), single.prefill.layout.tokens
+
+        def measured(prefill: int) -> Found:
+            decode = count - prefill
+            layout = Layout(System.SPLIT, single.profile, prefill, decode, 0, tokens)
+            return self._measured(layout, min(prefill * rates[0], decode * rates[1]))
+
+        first = min(max(1, math.floor(count * rates[1] / sum(rates))), count - 1)
+        found = {first: measured(first)}
         for step in (1, -1):
-            prefill = below + step
+            prefill = first + step
             while 1 <= prefill < count:
-                promise = _promise(single, prefill, count - prefill)
-                if promise * _POOLED < max(each.rate for each in found.values()):
-                    break
-                found[prefill] = self._pair(single, prefill, count - prefill)
+                found[prefill] = measured(prefill)
                 if found[prefill].rate <= found[prefill - step].rate:
                     break
                 prefill += step
-        return list(found.values())
+        best = max(found.values(), key=attrgetter("rate"))
+        if not best.rate:
+            return []
+        adaptive = replace(best.layout, system=System.ADAPTIVE)
+        return [*found.values(), self._measured(adaptive, best.rate)]
 
-    def _fewest(self, layout: Layout, rates: dict[str, float]) -> Layout:
-        """Find the fewest instances that serve the rate: begin with what one of each role
-        promises, add what is short, and remove the rest."""
-        asked = self._question.rate
-        assert asked is not None
-        counts: dict[str, Any] = {role: math.ceil(asked / each) for role, each in rates.items()}
-        while not self._keeps(replace(layout, **counts)):
-            if sum(counts.values()) >= _MOST_INSTANCES:
-                raise _TooManyError(f"{_MOST_INSTANCES} instances do not serve it; plan for less")
-            counts[min(reversed(counts), key=lambda role: counts[role] * rates[role])] += 1
-        for role in counts:
-            while counts[role] > 1:
-                if not self._keeps(replace(layout, **{**counts, role: counts[role] - 1})):
+    # -- single instances --------------------------------------------------------------
+
+    def _single(self, profile: Profile) -> Single:
+        prompt_s, output_s, tokens = (
+            self._prompt_s(profile),
+            self._output_s(profile),
+            _MIDDLE_TOKENS,
+        )
+        return Single(
+            profile,
+            self._tuned(Layout(System.SPLIT, profile, 1, 0, 0, tokens), 1 / prompt_s),
+            self._measured(Layout(System.SPLIT, profile, 0, 1, 0, tokens), 1 / output_s),
+            self._tuned(Layout(System.STOCK, profile, 0, 0, 1, tokens), 1 / (prompt_s + output_s)),
+            self._tuned(Layout(System.WHOLE, profile, 0, 0, 1, tokens), 1 / (prompt_s + output_s)),
+        )
+
+    def _tuned(self, layout: Layout, guess: float) -> Found:
+        """Take more tokens in a step as long as that is worth it, or fewer."""
+        best = self._measured(layout, guess)
+        for sizes, worth in ((_LARGER, _WORTH), (_SMALLER, 1 / _WORTH)):
+            for tokens in sizes:
+                found = self._measured(replace(layout, tokens=tokens), best.rate or guess)
+                if not found.rate or found.rate <= best.rate * worth:
                     break
-                counts[role] -= 1
-        return replace(layout, **counts)
+                best = found
+        return best
+
+    def _prompt_s(self, profile: Profile) -> float:
+        """Seconds of a prompt among others: full steps of prompts alone."""
+        tokens = self._question.demand.prompt_tokens
+        step_s = profile.cost.step_s(0, 0, _MIDDLE_TOKENS, tokens / 2)
+        return tokens / _MIDDLE_TOKENS * step_s
+
+    def _output_s(self, profile: Profile) -> float:
+        """Seconds of an output among others: a part of steps that nearly keep the TPOT SLO, or
+        have as many decodes as the pool holds."""
+        demand = self._question.demand
+        pool_tokens = of_profile(EngineConfig(), profile).pool_tokens
+        most = min(_MOST_DECODES, pool_tokens / (demand.prompt_tokens + demand.output_tokens))
+        context = demand.prompt_tokens + demand.output_tokens / 2
+        for batch in range(max(1, int(most)), 0, -1):
+            step_s = profile.cost.step_s(batch, batch * context, 0, 0)
+            if step_s <= self._question.slo.tpot_s:
+                break
+        return demand.output_tokens * step_s / batch
 
     # -- simulations -------------------------------------------------------------------
 
-    def _keeps(self, layout: Layout) -> bool:
-        rate = self._question.rate
-        assert rate is not None
-        if layout not in self._kept:
-            self._tell(f"{layout.name} at {rate:g} requests/s")
-            self._kept[layout] = self._trials[layout.profile.name].keeps(layout, rate)
-        return self._kept[layout]
-
-    def _pair(self, single: Single, prefill: int, decode: int) -> Found:
-        return self._measured(_roles(single, prefill, decode), _promise(single, prefill, decode))
-
     def _measured(self, layout: Layout, guess: float) -> Found:
-        self._tell(f"{layout.name}, {layout.tokens} tokens a step")
-        return self._trials[layout.profile.name].search(layout, guess)
+        """Search the goodput of a layout."""
+        self._tell(f"{layout.profile.name}: {layout.name}, {layout.tokens} tokens a step")
+        question, config = self._question, config_of(self._question, layout)
+        outputs_s = _OUTPUT_TIMES * question.demand.output_tokens * question.slo.tpot_s
 
-    def _again(self, found: Found) -> Found:
-        """Add the rates with other requests."""
-        self._tell(f"{found.layout.name} with other requests")
-        search, layout = self._trials[found.layout.profile.name].search, found.layout
-        others = [search(layout, found.rate, seed=seed, stride=_NEAR) for seed in _OTHER_SEEDS]
-        return replace(found, rates=(found.rate, *(each.rate for each in others)))
+        def scored(rate: float) -> Score:
+            # Some generations of requests, and long enough for a queue to become too long.
+            queue_s = min(_TTFT_TIMES * question.slo.ttft_s, _QUEUE_REQUESTS / rate)
+            has_prompts = layout.prefill or layout.both
+            specs = question.demand.specs(rate, max(outputs_s, queue_s if has_prompts else 0.0))
+            if layout.prefill and not layout.decode:
+                specs = [replace(spec, output_tokens=1) for spec in specs]
+            return score(config, specs, question.slo)
 
-    def _hopeless(self, singles: Sequence[Single]) -> str:
-        goal = self._question.goal
-        beyond = max((each.stock.goodput.beyond for each in singles), key=attrgetter("kept"))
-        return (
-            f"no layout keeps {goal.slo.ttft_s:g} s to the first token and {goal.slo.tpot_s:g} s "
-            f"per token for {goal.attainment:.0%} of these requests, even if few come: "
-            f"{beyond.ttft_missed:.0%} miss the first, {beyond.tpot_missed:.0%} the second; allow "
-            "more time, or take faster GPUs or more of them per instance"
-        )
-
-
-def _best_of(found: Sequence[Found], *, is_aggregated: bool) -> Found | None:
-    return next((each for each in found if each.layout.is_aggregated is is_aggregated), None)
-
-
-def _is_near(one: Found, found: Sequence[Found]) -> bool:
-    """Whether it is the best of its kind, or close to it."""
-    best = _best_of(found, is_aggregated=one.layout.is_aggregated)
-    return best is not None and (one is best or one.per_device >= best.per_device * _CLOSE)
-
-
-def _roles(single: Single, prefill: int, decode: int) -> Layout:
-    return Layout(System.SPLIT, single.profile, prefill, decode, 0, single.prefill.layout.tokens)
-
-
-def _promise(single: Single, prefill: int, decode: int) -> float:
-    """Rate that several of each serve at least: they share their queues."""
-    return min(prefill * single.prefill.rate, decode * single.decode.rate)
-
-
-def _worthy(singles: Sequence[Single], rate: Callable[[Single], float]) -> list[Single]:
-    """Profiles that promise most per GPU, or nearly."""
-    best = max(map(rate, singles), default=0.0)
-    return [each for each in singles if rate(each) > 0 and rate(each) >= best * _WORTHY]
+        found = highest_rate(scored, guess, question.attainment)
+        devices = question.devices or layout.num_devices
+        return Found(layout, found.rate, found.beyond, devices)
