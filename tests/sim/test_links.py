@@ -167,33 +167,6 @@ def test_by_request_nothing_travels_before_the_prompt_is_done() -> None:
         assert served.max_itl_s == pytest.approx(5 + HANDOVER_S + decode_s(10, 1))
 
 
-def test_hand_overs_at_the_same_time_share_the_link() -> None:
-    specs = [spec(0, 10, 1), spec(1, 10, 2, 0.5), spec(2, 10, 2, 0.5)]
-
-    _, first, second = simulate(linked(2.0), specs)
-
-    # Both prompts are done in the second step; 10 tokens each at 1 token/s.
-    assert first.ttft_s == second.ttft_s
-    assert first.max_itl_s == pytest.approx(10 + HANDOVER_S + decode_s(10, 1))
-    assert second.max_itl_s > first.max_itl_s
-
-
-def test_kv_that_waited_for_room_travels_from_when_there_is_some() -> None:
-    config = linked(100.0)
-    decode = engine(kv_blocks=3, arena_tokens=20, kv_token_bytes=1)
-    tight = replace(
-        config, instances=(config.instances[0], replace(config.instances[1], engine=decode))
-    )
-    specs = [spec(number, 20, 20) for number in range(3)]
-
-    served = simulate(tight, specs)
-
-    # One is decoded and one is in the arena; the third travels when the second has left it.
-    third_s = served[1].jct_s + 0.2 + HANDOVER_S
-    assert served[2].jct_s >= third_s - decode_s(20, 19)
-    assert served[2].jct_s > served[1].jct_s
-
-
 @pytest.mark.parametrize("sends_chunks", [True, False])
 @pytest.mark.parametrize("mode", ["split", "adaptive"])
 def test_every_request_is_served_over_a_busy_link(mode: str, sends_chunks: bool) -> None:
@@ -214,12 +187,6 @@ def test_every_request_is_served_over_a_busy_link(mode: str, sends_chunks: bool)
             assert each.max_itl_s > each.spec.prompt_tokens * 1000 / 4e5
     again = run(config, specs).served
     assert [each.jct_s for each in again] == [each.jct_s for each in outcome.served]
-
-
-def test_engines_hear_what_a_link_takes() -> None:
-    config = linked(4.0, 0.25)
-
-    assert config.handover_s(config.instances[0].engine) == (HANDOVER_S + 0.25, 0.25)
 
 
 # -- names ------------------------------------------------------------------------------

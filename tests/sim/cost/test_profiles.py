@@ -72,16 +72,10 @@ def test_a_profile_comes_from_a_file(tmp_path: Path) -> None:
     assert not found.is_estimate
 
 
-def test_a_file_may_tell_of_kv(tmp_path: Path) -> None:
-    found = profile(written(tmp_path, kv_tokens=1000, kv_token_bytes=23_040))
+def test_a_file_may_tell_of_kv_and_what_is_outside_the_engine(tmp_path: Path) -> None:
+    found = profile(written(tmp_path, kv_tokens=1000, kv_token_bytes=23_040, front_s=0.5))
 
-    assert (found.kv_tokens, found.kv_token_bytes) == (1000, 23_040)
-
-
-def test_a_file_may_tell_what_is_outside_the_engine(tmp_path: Path) -> None:
-    path = written(tmp_path, front_s=0.5)
-    assert profile(path).front_s == 0.5
-    assert profile(written(tmp_path)).front_s == 0.0
+    assert (found.kv_tokens, found.kv_token_bytes, found.front_s) == (1000, 23_040, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +96,6 @@ def test_a_wrong_file_is_one_clear_error(
     with pytest.raises(ConfigError, match=message) as error:
         profile(written(tmp_path, **changes))
     assert "\n" not in str(error.value)
-
-
-def test_the_papers_pool_is_memory_less_weights() -> None:
-    known = profile("opt-13b-2xv100")
-
-    assert known.kv_token_bytes == 819_200
-    assert known.num_devices == 2
-    # 0.9 of two times 32 GiB, less 25.7 GB of weights.
-    assert known.kv_tokens == pytest.approx((0.9 * 64 * 2**30 - 25.7e9) / 819_200, rel=0.01)
 
 
 # -- in the simulator ------------------------------------------------------------------------

@@ -43,21 +43,6 @@ def test_weights_are_as_many_as_published(name: str, billions: float) -> None:
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_kv_of_a_token() -> None:
-    assert OPT.kv_token_bytes == 819_200  # what the paper's emulation follows from
-    assert LLAMA.kv_token_bytes == 131_072
-
-
-def test_two_devices_halve_the_work_but_not_what_surrounds_it() -> None:
-    one, two = roofline(LLAMA, H100, 1), roofline(LLAMA, H100, 2)
-
-    assert two.weights_s == pytest.approx(one.weights_s / 2)
-    assert two.token_s == pytest.approx(one.token_s / 2)
-    assert two.kv_s == pytest.approx(one.kv_s / 2)
-    assert one.link_s == 0 < two.link_s
-    assert two.overhead_s > one.overhead_s
-
-
 def test_more_bandwidth_helps_decodes_and_not_prompts() -> None:
     old, new = roofline(LLAMA, H100, 1), roofline(LLAMA, H200, 1)
 
@@ -69,13 +54,6 @@ def test_the_pool_is_what_weights_leave() -> None:
     assert kv_tokens(LLAMA, H100, 2) > 2 * kv_tokens(LLAMA, H100, 1)
     left_bytes = 80 * 2**30 * 0.9 - LLAMA.parameters * 2
     assert kv_tokens(LLAMA, H100, 1) == pytest.approx(left_bytes / 131_072, abs=1)
-
-
-def test_heads_of_kv_are_copied_onto_more_devices() -> None:
-    eight, sixteen = roofline(LLAMA, H100, 8), roofline(LLAMA, H100, 16)
-
-    assert sixteen.kv_s == pytest.approx(eight.kv_s)
-    assert sixteen.weights_s == pytest.approx(eight.weights_s / 2)
 
 
 def test_what_does_not_fit_is_an_error() -> None:
@@ -110,12 +88,6 @@ def test_a_model_is_read_from_its_configuration(tmp_path: Path) -> None:
     assert replace(found, name="llama-3-8b") == LLAMA
     assert found.name == tmp_path.name
     assert model(f"{tmp_path}/config.json") == found
-
-
-def test_what_a_configuration_leaves_out_is_as_usual(tmp_path: Path) -> None:
-    found = model(folder(tmp_path, num_key_value_heads=..., head_dim=None))
-
-    assert (found.kv_heads, found.head_dim) == (32, 128)
 
 
 def test_opt_names_its_layers_differently(tmp_path: Path) -> None:

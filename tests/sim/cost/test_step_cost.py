@@ -12,37 +12,10 @@ from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances
 from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.cost.step_cost import Roofline, linear
 from vllm_tetri.sim.plan.values import System
-from vllm_tetri.types import StepCoefficients
 
 ROOF = Roofline(
     overhead_s=0.002, weights_s=0.01, token_s=1e-4, kv_s=1e-6, attention_s=1e-8, link_s=1e-6
 )
-
-
-def test_weights_are_read_once_however_many_tokens_there_are() -> None:
-    few, many = ROOF.step_s(1, 0, 0, 0), ROOF.step_s(40, 0, 50, 0)
-
-    assert few == pytest.approx(0.002 + 0.01 + 1e-6)
-    assert many - few == pytest.approx(89e-6)  # the link alone
-
-
-def test_arithmetic_takes_longer_from_the_ridge_on() -> None:
-    twice = ROOF.step_s(0, 0, 400, 0) - ROOF.step_s(0, 0, 200, 0)
-
-    assert twice == pytest.approx(200 * (1e-4 + 1e-6))
-
-
-def test_attention_of_decodes_reads_and_of_prompts_computes() -> None:
-    alone = ROOF.step_s(8, 0, 10, 0)
-
-    assert ROOF.step_s(8, 8000, 10, 0) - alone == pytest.approx(8000e-6)
-    assert ROOF.step_s(8, 0, 10, 500) - alone == pytest.approx(10 * 500e-8)
-
-
-def test_a_linear_cost_is_reported_as_it_is() -> None:
-    cost = StepCoefficients(0.01, 0.001, 1e-6, 1e-4, 1e-8, confidence=0.7)
-
-    assert linear(cost) is cost
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b:h100", "opt-13b:v100:2", "llama-3-70b:h200:4"])

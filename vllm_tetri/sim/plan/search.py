@@ -40,7 +40,7 @@ _WORTH = 1.03  # what other tokens in a step must bring
 _MOST_DECODES = 256  # vLLM's default of requests in a step
 _OUTPUT_TIMES = 5  # of a mean output, that a simulation lasts at least
 _TTFT_TIMES = 30  # of the SLO: 3 % too much work lets a queue grow that far in it
-_QUEUE_REQUESTS = 6000  # the most that are simulated to let a queue grow
+_MOST_REQUESTS = 4000  # of a simulation, unless more are asked for
 _ARENA_TOKENS = 16384
 _ARENA_REQUESTS = 8  # longest requests that may be on their way to an instance at once
 _INSTANT = StepCoefficients(base_s=1e-9, confidence=1.0)
@@ -245,13 +245,12 @@ class _Search:
         """Search the goodput of a layout."""
         self._tell(f"{layout.profile.name}: {layout.name}, {layout.tokens} tokens a step")
         question, config = self._question, config_of(self._question, layout)
+        # Some generations of requests, and long enough for a queue to become too long.
         outputs_s = _OUTPUT_TIMES * question.demand.output_tokens * question.slo.tpot_s
+        span_s = max(outputs_s, _TTFT_TIMES * question.slo.ttft_s)
 
         def scored(rate: float) -> Score:
-            # Some generations of requests, and long enough for a queue to become too long.
-            queue_s = min(_TTFT_TIMES * question.slo.ttft_s, _QUEUE_REQUESTS / rate)
-            has_prompts = layout.prefill or layout.both
-            specs = question.demand.specs(rate, max(outputs_s, queue_s if has_prompts else 0.0))
+            specs = question.demand.specs(rate, min(span_s, _MOST_REQUESTS / rate))
             if layout.prefill and not layout.decode:
                 specs = [replace(spec, output_tokens=1) for spec in specs]
             return score(config, specs, question.slo)
