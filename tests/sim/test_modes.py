@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from tests.sim.builders import ENGINE, engine, spec
+from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.route import Split
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig, Stock, make_instances
-from vllm_tetri.sim.modes import Snapshot, SplitMode
+from vllm_tetri.sim.modes import SplitMode
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId
@@ -68,11 +69,11 @@ def test_replicas_are_chosen_without_reports() -> None:
 class _KeepsIt(SplitMode):
     """Changes its mind when a chunk is done."""
 
-    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Split:
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Split:
         return Split(InstanceId("prefill-0"), "always")
 
     def dispatch(
-        self, request: SimRequest, snapshot: Snapshot, now: float, *, may_wait: bool
+        self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
     ) -> Dispatch | None:
         return Dispatch(request.prefill, "", "stays")
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.policy.cluster import TableMaker
+from vllm_tetri.policy.cluster import ClusterTable, TableMaker
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Split
 from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock
@@ -18,7 +18,7 @@ from vllm_tetri.sim.engine.stock import StockInstance
 from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.links import Links, Transfer
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.modes import MODES, Mode, Snapshot
+from vllm_tetri.sim.modes import MODES, SimMode
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView
@@ -82,7 +82,7 @@ class _Simulation:
     def __init__(
         self,
         config: ClusterConfig,
-        mode: Mode,
+        mode: SimMode,
         specs: Sequence[RequestSpec],
         on_end: Callable[[], object],
     ) -> None:
@@ -91,9 +91,9 @@ class _Simulation:
         self._instances: dict[InstanceId, Instance] = {
             each.id: ENGINES[type(each.engine.kind)](each, self) for each in config.instances
         }
-        self._num_snapshots, self._tables = 0, TableMaker()
+        self._num_tables, self._maker = 0, TableMaker()
         self._views: dict[InstanceId, InstanceView] = {}
-        self._snapshot = self._broadcast_snapshot = self._take_snapshot(0.0)
+        self._table = self._broadcast_table = self._take_table(0.0)
         # The front counts before the router, so that what the router has sent has arrived.
         self._front_s = max(each.engine.front_s for each in config.instances)
         self._num_left = len(specs)
@@ -105,8 +105,10 @@ class _Simulation:
     def run(self) -> Outcome:
         for spec in sorted(self._specs, key=attrgetter("arrival_s")):
             self.loop.at(spec.arrival_s + self._front_s, partial(self._route, spec))
-        self.loop.at(self.config.report_period_s, self._report)
+        if self._mode.reads_reports:
+            self.loop.at(self.config.report_period_s, self._report)
         self.loop.run()
+        assert not self._num_left, f"{self._num_left} requests wait for nothing"
         for each in self._instances.values():
             each.check_end()
         instances = self._instances.values()
@@ -121,7 +123,7 @@ class _Simulation:
     # -- router --------------------------------------------------------------------
 
     def _route(self, spec: RequestSpec, now: float) -> None:
-        route = self._mode.route(self._snapshot, spec, now)
+        route = self._mode.route(self._table, spec, now)
         if isinstance(route, Late):
             self._refused.append(RefusedRequest(spec, route.reason))
             self._one_less(now)
@@ -131,18 +133,17 @@ class _Simulation:
         self._instances[first].submit(SimRequest(spec, str(spec.id), first, is_split), now)
 
     def _report(self, now: float) -> None:
-        if not self._num_left:
+        if not (self._num_left and len(self.loop)):
             return
-        assert len(self.loop), f"{self._num_left} requests wait for nothing"
-        self._snapshot = self._take_snapshot(now)
+        self._table = self._take_table(now)
         period_s = self.config.report_period_s
         # Instances get it with the router's next broadcast, half a period later on average.
         self.loop.at(now + period_s / 2, self._broadcast)
         self.loop.at(now + period_s, self._report)
 
-    def _take_snapshot(self, now: float) -> Snapshot:
+    def _take_table(self, now: float) -> ClusterTable:
         """Read all reports; instances that did nothing since the last one report the same."""
-        self._num_snapshots = number = self._num_snapshots + 1
+        self._num_tables = number = self._num_tables + 1
         for each in self._instances.values():
             before = self._views.get(each.config.id)
             load = each.load() if before is None or each.has_changed else before.load
@@ -150,11 +151,10 @@ class _Simulation:
             self._views[each.config.id] = InstanceView(
                 each.config.info, InstanceState.READY, load, 0.0, number
             )
-        view = ClusterView("sim", number, tuple(self._views.values()))
-        return Snapshot(view, now, self._tables)
+        return self._maker.make(ClusterView("sim", number, tuple(self._views.values())), now)
 
     def _broadcast(self, now: float) -> None:
-        self._broadcast_snapshot = self._snapshot
+        self._broadcast_table = self._table
 
     # -- between instances -----------------------------------------------------------
 
@@ -178,8 +178,8 @@ class _Simulation:
             self._send(request, now, is_last=False)
 
     def _dispatch(self, request: SimRequest, now: float, *, may_wait: bool) -> None:
-        snapshot = self._broadcast_snapshot
-        chosen = self._mode.dispatch(request, snapshot, now, may_wait=may_wait)
+        table = self._broadcast_table
+        chosen = self._mode.dispatch(request, table, now, may_wait=may_wait)
         if chosen is None and may_wait:
             return
         if chosen is None or chosen.instance == request.prefill:

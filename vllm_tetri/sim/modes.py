@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from random import Random
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.adaptive import PriceCandidates, price_route
-from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
+from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.overload import Late
@@ -18,39 +16,27 @@ from vllm_tetri.policy.route import Route, Split, Whole, choose_route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
-from vllm_tetri.types import ClusterView, InstanceId
+from vllm_tetri.types import InstanceId
 
 _USUAL_PROMPT_TOKENS = 512
 _GRACE_S = 0.1  # as the router's
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What the router and the instances know of all instances: their reports at a time."""
-
-    view: ClusterView
-    at_s: float
-    tables: TableMaker
-
-    @cached_property
-    def table(self) -> ClusterTable:
-        """The view as policies read it."""
-        return self.tables.make(self.view, self.at_s)
-
-
-class Mode(ABC):
+class SimMode(ABC):
     """What a router decides, and by default, that every request stays on its first instance. It
-    may look at no request's `output_tokens`. A new mode is given as `ClusterConfig.mode`."""
+    may look at no request's `output_tokens`. A new mode is given as `ClusterConfig.mode`. Tables
+    show the reports of all instances, up to a period ago at the router."""
+
+    reads_reports = True
 
     @abstractmethod
-    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route | Late:
-        """Choose the instance of a new request, or refuse it with `Late`. The snapshot is at
-        most a report period old."""
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
+        """Choose the instance of a new request, or refuse it with `Late`."""
 
     def dispatch(
-        self, request: SimRequest, snapshot: Snapshot, now: float, *, may_wait: bool
+        self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
     ) -> Dispatch | None:
-        """Choose the decode instance of a split request, by the snapshot that its prefill instance
+        """Choose the decode instance of a split request, by the table that its prefill instance
         has, which is up to two report periods old.
 
         Returns:
@@ -63,7 +49,7 @@ class Mode(ABC):
         """A request that was not refused has its last token."""
 
 
-class _Dispatching(Mode):
+class _Dispatching(SimMode):
     """Base of modes whose prefill instances choose decode instances, as `engine.dispatcher`."""
 
     is_anywhere = False
@@ -84,10 +70,10 @@ class _Dispatching(Mode):
         }
 
     def dispatch(
-        self, request: SimRequest, snapshot: Snapshot, now: float, *, may_wait: bool
+        self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
     ) -> Dispatch | None:
         chooser, spec = self._dispatchers[request.prefill], request.spec
-        chooser.observe(snapshot.table)
+        chooser.observe(table)
         tokens, block_size = spec.prompt_tokens, chooser.me.block_size
         num_bytes = -(-tokens // block_size) * block_size  # a byte of the arena is a token
         need = chooser.need(tokens, spec.predicted, num_bytes=num_bytes, max_tokens=MAX_TOKENS)
@@ -108,8 +94,8 @@ class _Dispatching(Mode):
 class SplitMode(_Dispatching):
     """The router and prefill instances of mode `split`."""
 
-    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
-        self._state.observe(snapshot.table)
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
+        self._state.observe(table)
         rows = map(self._state.row, self._state.table.by_model[MODEL])
         route = choose_route(rows, may_split=True)
         assert isinstance(route, Split | Whole), "there is an instance"
@@ -128,8 +114,7 @@ class AdaptiveMode(_Dispatching):
         self._rng = Random(f"{config.seed} adaptive")
         self._candidates: PriceCandidates | None = None
 
-    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
-        table = snapshot.table
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
         known = table.bucket_tokens(NUM_BUCKETS)
         expected = round(known[-1]) if known else self._lengths.total_tokens(None, 0, End.EXPECTED)
         if self._candidates is None or table is not self._state.table:
@@ -155,14 +140,16 @@ class WholeMode(AdaptiveMode):
     may_split = False
 
 
-class LeastInFlight(Mode):
+class LeastInFlight(SimMode):
     """The instance with fewest requests that have not ended; the first of equals."""
+
+    reads_reports = False
 
     def __init__(self, config: ClusterConfig) -> None:
         self._in_flight = {each.id: 0 for each in config.instances}
         self._where: dict[int, InstanceId] = {}
 
-    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
         chosen = min(self._in_flight, key=self._in_flight.__getitem__)
         self._in_flight[chosen] += 1
         self._where[spec.id] = chosen
@@ -172,7 +159,7 @@ class LeastInFlight(Mode):
         self._in_flight[self._where.pop(spec.id)] -= 1
 
 
-MODES: dict[str, Callable[[ClusterConfig], Mode]] = {
+MODES: dict[str, Callable[[ClusterConfig], SimMode]] = {
     "split": SplitMode,
     "adaptive": AdaptiveMode,
     "whole": WholeMode,

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from vllm_tetri.policy.adaptive import PricedRoute, token_s, tpot_s, ttft_s
-from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need
+from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.policy.route import Route, Split, Whole
 from vllm_tetri.sim.config import MODEL, ClusterConfig
-from vllm_tetri.sim.modes import Mode, Snapshot
+from vllm_tetri.sim.modes import SimMode
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
 from vllm_tetri.types import InstanceId, Role
@@ -23,7 +23,7 @@ _GRACE_S = 0.1
 _RETRY_S = 1  # simulated clients do not retry
 
 
-class PairedMode(Mode):
+class PairedMode(SimMode):
     """Base of modes that choose both instances when a request arrives."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -31,10 +31,10 @@ class PairedMode(Mode):
         self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any output
         self._decodes: dict[int, InstanceId] = {}  # of split requests
 
-    def look(self, snapshot: Snapshot, spec: RequestSpec) -> Need:
-        """Read a new snapshot. Returns the expected size of a request."""
-        self._state.observe(snapshot.table)
-        known, predicted = snapshot.table.bucket_tokens(NUM_BUCKETS), spec.predicted
+    def look(self, table: ClusterTable, spec: RequestSpec) -> Need:
+        """Read a new table. Returns the expected size of a request."""
+        self._state.observe(table)
+        known, predicted = table.bucket_tokens(NUM_BUCKETS), spec.predicted
         tokens = self._lengths.total_tokens(predicted, 0, End.EXPECTED)
         if known:
             tokens = round(known[-1] if predicted is None else known[predicted.bucket])
@@ -42,7 +42,7 @@ class PairedMode(Mode):
 
     @property
     def rows(self) -> list[InstanceRow]:
-        """All instances, as of the newest snapshot and of what was sent since."""
+        """All instances, as of the newest table and of what was sent since."""
         return [self._state.row(row) for row in self._state.table.by_model[MODEL]]
 
     def send(
@@ -57,7 +57,7 @@ class PairedMode(Mode):
         return Split(prefill.id, "chosen with its decode instance")
 
     def dispatch(
-        self, request: SimRequest, snapshot: Snapshot, now: float, *, may_wait: bool
+        self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
     ) -> Dispatch | None:
         return Dispatch(self._decodes[request.spec.id], "", "chosen at its arrival")
 
@@ -82,8 +82,8 @@ class SplitwiseMode(PairedMode):
         self.mixed: Counter[InstanceId] = Counter()
         self._guests: dict[int, InstanceId] = {}
 
-    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route:
-        priced = self.look(snapshot, spec)
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
+        priced = self.look(table, spec)
         prefill = min(self._pool(Role.PREFILL), key=_prompt_queue)
         decode = min(self._pool(Role.DECODE), key=_decode_queue)
         mixed = None
@@ -151,8 +151,8 @@ class MooncakeMode(PairedMode):
         super().__init__(config)
         self._objective = config.objective
 
-    def route(self, snapshot: Snapshot, spec: RequestSpec, now: float) -> Route | Late:
-        priced = self.look(snapshot, spec)
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
+        priced = self.look(table, spec)
         tokens = spec.prompt_tokens
         decodes = [row for row in self.rows if row.role is not Role.PREFILL] or self.rows
         able = [row for row in decodes if tokens <= row.free_tokens or not row.decodes]
