@@ -141,10 +141,14 @@ def test_a_listener_elsewhere_cannot_relay_the_proof(core: Backend) -> None:
     core.still_works(receiver, key=KEY)
 
 
-def test_an_unauthenticated_peer_that_waits_is_closed(tcp: Backend) -> None:
-    receiver = tcp.receiver(key=KEY)
+@pytest.mark.parametrize("key", [b"", KEY], ids=["open", "guarded"])
+def test_a_peer_that_waits_before_it_has_said_who_it_is_is_closed(tcp: Backend, key: bytes) -> None:
+    receiver = tcp.receiver(key=key)
     with Rogue(receiver.endpoint) as silent, Prover(receiver.endpoint) as slow:
-        slow.exchange()
+        if key:
+            slow.exchange()
+        else:
+            slow.send(wire.hello(IDENTITY)[:20])
         for each in (silent, slow):
             each.socket.settimeout(15.0)
         started = time.monotonic()
@@ -164,11 +168,13 @@ def test_unauthenticated_peers_are_bounded_and_never_displace_a_peer(core: Backe
     eventually(lambda: receiver.stats().connections == 0)
 
 
-def test_peers_are_bounded_too(tcp: Backend) -> None:
-    receiver = tcp.receiver(key=KEY, max_connections=2)
+@pytest.mark.parametrize("key", [b"", KEY], ids=["open", "guarded"])
+def test_peers_are_bounded_too(tcp: Backend, key: bytes) -> None:
+    receiver = tcp.receiver(key=key, max_connections=2)
     peers = [Prover(receiver.endpoint) for _ in range(2)]
-    for each in peers:
+    for each in peers if key else ():
         each.prove(KEY)
+    eventually(lambda: receiver.stats().connections == 2)
     with Rogue(receiver.endpoint) as third:
         assert third.at_end()
     for each in peers:

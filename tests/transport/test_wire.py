@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import time
 from pathlib import Path
 
 import numpy as np
@@ -57,28 +56,6 @@ def test_sizes_that_overflow_are_refused(tcp: Backend) -> None:
             status, *_ = rogue.open("t", blocks, size)
             assert status == 3
     assert empty(receiver)
-
-
-def test_a_silent_connection_is_dropped(tcp: Backend) -> None:
-    receiver = tcp.receiver()
-    with Rogue(receiver.endpoint) as rogue, Rogue(receiver.endpoint) as half:
-        half.send(wire.hello(IDENTITY)[:20])
-        rogue.socket.settimeout(15.0)
-        started = time.monotonic()
-        assert rogue.at_end()
-        assert 3.0 < time.monotonic() - started < 10.0
-        eventually(lambda: receiver.stats().connections == 0)
-
-
-def test_connections_are_bounded(tcp: Backend) -> None:
-    receiver = tcp.receiver(max_connections=4)
-    rogues = [Rogue(receiver.endpoint) for _ in range(4)]
-    eventually(lambda: receiver.stats().connections == 4)
-    with Rogue(receiver.endpoint) as fifth:
-        assert fifth.at_end()
-    for rogue in rogues:
-        rogue.socket.close()
-    eventually(lambda: receiver.stats().connections == 0)
 
 
 def test_a_read_that_is_looked_at_late_ends_only_its_connection(tcp: Backend) -> None:
