@@ -21,7 +21,7 @@ FOLDERS = {
     "vllm_tetri": (25_150, 20_500),
     "vllm_tetri/policy": (3_720, 3_160),
     "vllm_tetri/control": (1_150, 1_150),
-    "vllm_tetri/transport": (520, 520),
+    "vllm_tetri/transport": (510, 510),
     "vllm_tetri/engine": (4_170, 4_050),
     "vllm_tetri/router": (5_580, 4_850),
     "vllm_tetri/predictor": (750, 750),
