@@ -30,6 +30,8 @@ from vllm_tetri.sim.config import (
     Stock,
     make_instances,
 )
+from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.links import Link
 from vllm_tetri.sim.workload import draw
 from vllm_tetri.types import InstanceId, Role
 
@@ -104,14 +106,6 @@ def test_prompts_finish_in_one_step_if_the_budget_holds_them(
     _, first, second = simulate(one(kind=Stock(budget)), specs)
 
     assert (first.ttft_s == second.ttft_s) is is_one_step
-
-
-def test_no_more_requests_than_tokens_are_in_a_stock_step() -> None:
-    specs = [spec(number, 1, 20) for number in range(3)]
-
-    *_, last = simulate(one(kind=Stock(2)), specs)
-
-    assert last.ttft_s > simulate(one(kind=Stock(3)), specs)[2].ttft_s + 10
 
 
 def test_short_prompts_pass_long_ones_of_their_batch() -> None:
@@ -201,7 +195,14 @@ def test_handed_over_requests_are_not_held_up_by_prompts() -> None:
 
 def _settings() -> dict[str, ClusterConfig]:
     tight = EngineConfig(kv_blocks=140, chunk_tokens=128, arena_tokens=2500)
+    linked = make_instances(2, 2, 1, engine=replace(tight, kv_token_bytes=1000))
+    roofline = replace(tight, cost=profile("roofline:llama-3-8b:h100").cost, tbt_slo_s=0.03)
     settings = {
+        "link": ClusterConfig(linked, "split", link=Link(4e5)),
+        "link, not in chunks": ClusterConfig(
+            linked, "adaptive", link=Link(4e5), sends_chunks=False
+        ),
+        "roofline": ClusterConfig(make_instances(1, 1, engine=roofline), "adaptive"),
         "split": ClusterConfig(make_instances(2, 2, 1, engine=tight), "split", seed=3),
         "whole": ClusterConfig(make_instances(1, 1, 2, engine=tight), "whole"),
         "greedy": ClusterConfig(

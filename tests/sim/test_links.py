@@ -10,11 +10,10 @@ import pytest
 
 from tests.sim.builders import HANDOVER_S, decode_s, engine, pair, spec
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.cluster import run, simulate
-from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances
+from vllm_tetri.sim.cluster import simulate
+from vllm_tetri.sim.config import ClusterConfig
 from vllm_tetri.sim.links import Link, Links, Transfer, link
 from vllm_tetri.sim.loop import Loop
-from vllm_tetri.sim.workload import draw
 from vllm_tetri.types import InstanceId
 
 # A piece of a transfer: name, from, to, when, bytes, whether it is the last one.
@@ -165,28 +164,6 @@ def test_by_request_nothing_travels_before_the_prompt_is_done() -> None:
     for each in (config, without):
         (served,) = simulate(each, [spec(0, 10, 2)])
         assert served.max_itl_s == pytest.approx(5 + HANDOVER_S + decode_s(10, 1))
-
-
-@pytest.mark.parametrize("sends_chunks", [True, False])
-@pytest.mark.parametrize("mode", ["split", "adaptive"])
-def test_every_request_is_served_over_a_busy_link(mode: str, sends_chunks: bool) -> None:
-    one = EngineConfig(kv_blocks=140, chunk_tokens=128, arena_tokens=2500, kv_token_bytes=1000)
-    config = ClusterConfig(
-        make_instances(2, 2, 1, engine=one), mode, link=Link(4e5), sends_chunks=sends_chunks
-    )
-    specs = draw("mixed", 100, 3.0, seed=5)
-
-    outcome = run(config, specs)
-
-    assert [each.spec for each in outcome.served] == specs
-    for each in outcome.served:
-        gaps = np.concatenate(each.gap_parts)
-        assert len(gaps) == each.spec.output_tokens - 1
-        assert each.ttft_s + gaps.sum() == pytest.approx(each.jct_s)
-        if each.is_split and not sends_chunks:
-            assert each.max_itl_s > each.spec.prompt_tokens * 1000 / 4e5
-    again = run(config, specs).served
-    assert [each.jct_s for each in again] == [each.jct_s for each in outcome.served]
 
 
 # -- names ------------------------------------------------------------------------------

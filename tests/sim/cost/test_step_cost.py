@@ -43,13 +43,3 @@ def test_a_simulated_engine_takes_what_the_roofline_says() -> None:
     assert served.jct_s - served.ttft_s == pytest.approx(
         ROOF.step_s(1, 300, 0, 0) + ROOF.step_s(1, 301, 0, 0)
     )
-
-
-@pytest.mark.parametrize("mode", ["adaptive", "split"])
-def test_modes_that_price_run_on_rooflines(mode: str) -> None:
-    engine = EngineConfig(cost=ROOF, tbt_slo_s=0.03)
-    specs = [spec(number, 200, 20, number / 20) for number in range(60)]
-
-    served = simulate(ClusterConfig(make_instances(1, 1, engine=engine), mode), specs)
-
-    assert len(served) == 60

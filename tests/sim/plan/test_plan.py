@@ -287,12 +287,3 @@ def test_bad_input_is_one_line(words: list[str], capsys: pytest.CaptureFixture[s
     assert cli.main(["sim", "plan", *words]) == 2
 
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_an_interrupted_plan_says_130(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> Plan:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("vllm_tetri.sim.plan.command.plan", interrupted)
-
-    assert cli.main([*measured, *SLOS]) == 130
