@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -142,10 +140,8 @@ def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path, arena_bytes=1 << 20, transfer_timeout_s=5.0)
-    yield pair
-    pair.close()
+def pair(shm_pair: Pair) -> Pair:
+    return shm_pair
 
 
 def test_kv_in_the_air_is_loaded_by_one_that_has_flipped(pair: Pair) -> None:

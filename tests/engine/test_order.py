@@ -195,7 +195,7 @@ def test_padding_fills_the_last_chunk_and_stays_unseen(make: Any) -> None:
     assert not any(is_dummy(name) for name in engine.outputs)
     engine.step()
     assert engine.is_at_rest
-    assert load_of(engine).prefills_done == 0
+    assert engine.endpoint.read_load().prefills_done == 0
 
 
 def test_padding_waits_for_nothing_when_the_pool_is_full(make: Any) -> None:
@@ -219,7 +219,3 @@ def test_an_instance_of_both_roles_puts_decodes_before_prompts(make: Any) -> Non
     taken = engine.step().num_scheduled_tokens
     assert list(taken) == ["decode0", "decode1", "decode2", "new", "long"]
     assert taken["long"] == CHUNK  # decodes come on top
-
-
-def load_of(engine: Engine) -> Any:
-    return engine.endpoint.read_load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -230,34 +231,29 @@ def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
     learnt = first.endpoint.lengths_store.lengths.state()
     first.close()
     second = Engine(tmp_path, Role.BOTH, arena_bytes=1 << 20)
-    try:
-        assert second.endpoint.lengths_store.lengths.state() == learnt
-        assert second.endpoint.read_load().bucket_tokens
-    finally:
-        second.close()
+    assert second.endpoint.lengths_store.lengths.state() == learnt
+    assert second.endpoint.read_load().bucket_tokens
+    second.close()
 
 
-class _Ended:
+def ended(status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False) -> Any:
     """As much of a request as tells how it ended."""
-
-    def __init__(self, status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False) -> None:
-        self.status = status
-        self.num_output_tokens = num_tokens
-        self.sampling_params: Any = type("Sampling", (), {"ignore_eos": ignore_eos})()
+    sampling = SimpleNamespace(ignore_eos=ignore_eos)
+    return SimpleNamespace(status=status, num_output_tokens=num_tokens, sampling_params=sampling)
 
 
 @pytest.mark.parametrize(
-    ("ended", "tells"),
+    ("asked", "tells"),
     [
-        (_Ended(RequestStatus.FINISHED_STOPPED, 3), True),
-        (_Ended(RequestStatus.FINISHED_ABORTED, 3), False),
-        (_Ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3), False),
-        (_Ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3, ignore_eos=True), True),
-        (_Ended(RequestStatus.FINISHED_LENGTH_CAPPED, 5000), True),
+        (ended(RequestStatus.FINISHED_STOPPED, 3), True),
+        (ended(RequestStatus.FINISHED_ABORTED, 3), False),
+        (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3), False),
+        (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3, ignore_eos=True), True),
+        (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 5000), True),
     ],
 )
-def test_which_endings_tell_the_length_of_an_output(ended: Any, tells: bool) -> None:
-    assert tells_length(ended, Lengths(200, 10), THIRD) is tells
+def test_which_endings_tell_the_length_of_an_output(asked: Any, tells: bool) -> None:
+    assert tells_length(asked, Lengths(200, 10), THIRD) is tells
 
 
 BUCKETS = Buckets(200, 10, "digest")

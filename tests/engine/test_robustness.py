@@ -40,10 +40,8 @@ from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path, arena_bytes=1 << 20, transfer_timeout_s=1.0)
-    yield pair
-    pair.close()
+def pair(shm_pair: Pair) -> Pair:
+    return shm_pair
 
 
 @pytest.fixture
