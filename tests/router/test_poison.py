@@ -62,7 +62,7 @@ async def test_a_successful_response_clears_a_request() -> None:
         poison.clear(request())
     await asyncio.sleep(0.01)
     poison.check(request())
-    assert len(poison) == 0
+    assert len(poison.crashes) == 0
 
 
 async def test_a_crash_counts_once_however_many_requests_it_failed() -> None:
@@ -102,7 +102,7 @@ async def test_the_refusal_expires(monkeypatch: pytest.MonkeyPatch) -> None:
 
     await asyncio.to_thread(lambda: None)
     await eventually(is_free)
-    assert len(poison) == 0
+    assert len(poison.crashes) == 0
 
 
 async def test_the_oldest_suspect_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +111,6 @@ async def test_the_oldest_suspect_is_evicted(monkeypatch: pytest.MonkeyPatch) ->
     for prompt in "vwxyz":
         for name in "ab":
             poison.record_failure(request(prompt), instance(name))
-    await eventually(lambda: len(poison) == 3)
+    await eventually(lambda: len(poison.crashes) == 3)
     assert await poison.refusal(request("v")) is None
     assert await poison.refusal(request("z"))

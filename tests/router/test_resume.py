@@ -519,7 +519,7 @@ async def test_a_death_before_the_first_byte_is_hidden(stream: bool) -> None:
         else:
             assert (await made.ask())[0] == 200
         assert await metric(made, "tetri_retries_total") == 1
-        await eventually(lambda: len(made.scheduler.poison) == 0)  # it was answered
+        await eventually(lambda: len(made.scheduler.poison.crashes) == 0)  # it was answered
 
 
 async def test_errors_of_live_engines_and_refused_connections_are_not_crashes() -> None:
@@ -529,7 +529,7 @@ async def test_errors_of_live_engines_and_refused_connections_are_not_crashes() 
         await made["c"].stop_http()
         status, answer, _ = await made.ask()
         assert (status, "(tried 3)" in answer["error"]["message"]) == (502, True) or status == 503
-        await eventually(lambda: len(made.scheduler.poison) == 0)
+        await eventually(lambda: len(made.scheduler.poison.crashes) == 0)
 
 
 async def test_an_instance_that_says_that_it_left_did_not_die() -> None:
@@ -547,4 +547,4 @@ async def test_an_instance_that_says_that_it_left_did_not_die() -> None:
         status, _, _ = await made.ask()
         assert status in (502, 503)
         assert all(each.calls for each in both)
-        await eventually(lambda: len(made.scheduler.poison) == 0)
+        await eventually(lambda: len(made.scheduler.poison.crashes) == 0)

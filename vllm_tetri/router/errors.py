@@ -113,13 +113,9 @@ class NoCapacity(Refusal):
 
 
 class InstanceFailed(Exception):
-    """An instance did not respond properly; another one may.
-
-    Attributes:
-        status: Status for the client if no other instance serves the request.
-        is_final: A retry would only make the client wait longer.
-        had_it: The instance may have begun with the request, and crashed because of it.
-    """
+    """An instance did not respond properly; another one may. The client gets `status` if none
+    does. `is_final`: a retry would only make it wait longer. `had_it`: the instance may have begun
+    with the request, and crashed because of it."""
 
     def __init__(
         self,

@@ -65,12 +65,8 @@ class FileLease:
     The kernel releases the lock when its holder ends, however it ends. A holder that is
     suspended keeps it, and no router flips roles then. Owner: the event loop; nothing waits.
 
-    Args:
-        path: The file; created if missing, and never removed.
-
-    Raises:
-        ConfigError: It cannot be created, belongs to another user, or other users may write
-            to its folder.
+    The file is created if missing, and never removed. Raises `ConfigError`: it cannot be created,
+    belongs to another user, or other users may write to its folder.
     """
 
     why_not = "another router flips roles: it holds the lease"
@@ -160,18 +156,15 @@ def lease_of(text: str | None) -> Lease | None:
 
 
 class Flips:
-    """Orders flips of this router's instances. Build it on a running event loop; it owns it.
+    """Orders flips of this router's instances. Build it on a running event loop.
 
-    Args:
-        watcher: Decides when to flip; without it, only operators flip roles.
-        is_dry: Only log what the watcher would do.
-        lease: Closed with this object. Without one, the watcher is inactive as soon as instances
-            have several routers; operators may order flips at any router.
+    Without a watcher only operators flip roles; if it `is_dry`, what it would do is only logged.
+    Without a lease, which is closed with this object, the watcher is inactive as soon as instances
+    have several routers; operators may order flips at any router.
 
-    Attributes:
-        explanation: Why the watcher did what it did last, for operators.
-        are_roles_needed: Whether requests are split by role. Else the watcher is inactive, and any
-            instance can take over from any other.
+    `explanation` tells operators why the watcher did what it did last. `are_roles_needed` says
+    whether requests are split by role: else the watcher is inactive, and any instance can take
+    over from any other.
     """
 
     def __init__(

@@ -150,9 +150,14 @@ class HttpClient:
         connection = await self._connect(url, parts, port)
         return await connection.request(message, label, sender)
 
-    def fail_requests(self, label: str, why: str, quiet_s: float, *, only_migratable: bool) -> int:
+    def fail_requests(
+        self, label: str, why: str, *, quiet_s: float = 0.0, only_migratable: bool = False
+    ) -> int:
         """Fail the requests with a label of which no byte came in the last `quiet_s` seconds; if
-        wanted, only those that another instance can continue. Returns their number."""
+        wanted, only those that another instance can continue. Returns their number.
+
+        Also needed when an instance ends in good order: its server waits for its connections.
+        """
         since_s = self._loop.time() - quiet_s
         failed = [
             each

@@ -52,14 +52,9 @@ class KubeLease:
     A task talks to the API server from the first `hold` on. Other contents of the object, such as
     labels, stay as they are. Owner: the event loop.
 
-    Args:
-        account: Its token and certificate are read again for every request, as the kubelet
-            renews them.
-        clock: Counts seconds; by default also those in which the machine is suspended.
-        sleep: Waits for a number of them.
-
-    Raises:
-        ConfigError: This is no pod with a service account, or the name is invalid.
+    Token and certificate in `account` are read again for every request, as the kubelet renews
+    them. `clock` counts seconds, by default also those in which the machine is suspended. Raises
+    `ConfigError`: this is no pod with a service account, or the name is invalid.
     """
 
     def __init__(

@@ -87,22 +87,13 @@ class Placer:
         request: ApiRequest,
         *,
         may_split: bool,
-        excluded: frozenset[InstanceId],
-        at_limit: frozenset[InstanceId],
-        is_new: bool,
-        skipped_models: Collection[str] = (),
+        excluded: frozenset[InstanceId],  # they failed it
+        at_limit: frozenset[InstanceId],  # they refused it because they are at their limits
+        is_new: bool,  # it has not been sent to any instance yet
+        skipped_models: Collection[str] = (),  # a request without a model is not for them
     ) -> Route | None:
-        """Choose where a request goes; None when no ready instance serves the model.
-
-        Args:
-            excluded: Instances that failed it.
-            at_limit: Instances that refused it because they are at their limits.
-            is_new: It has not been sent to any instance yet.
-            skipped_models: Models that a request without a model name is not for.
-
-        Raises:
-            NoCapacity: All instances that could serve it are at their limits.
-        """
+        """Choose where a request goes; None when no ready instance serves the model. Raises
+        `NoCapacity`: all instances that could serve it are at their limits."""
         now = time.monotonic()
         limited: frozenset[InstanceId] = frozenset()
         if request.generates:

@@ -39,11 +39,8 @@ _log = logging.getLogger(__name__)
 
 
 class Relay:
-    """Serves one request. Used once, by one task.
-
-    Attributes:
-        route: How the request was served, for metrics: none, split, whole, fallback, passed.
-    """
+    """Serves one request. Used once, by one task. `route` says how the request was served, for
+    metrics: none, split, whole, fallback, passed."""
 
     def __init__(
         self, request: ApiRequest, entry: Entry, http: web.Request, scheduler: Scheduler

@@ -139,18 +139,11 @@ def parse_request(
     *,
     client: str = "",
     method: str = "POST",
-    rules: ProxyRules | None = None,
+    rules: ProxyRules | None = None,  # None on the two routes that can be split
 ) -> ApiRequest:
-    """Parse a request; hand-over parameters of the client are removed from it.
-
-    Wrong types are left to an instance, whose error message is better.
-
-    Args:
-        rules: How to proxy it; None on the two routes that can be split.
-
-    Raises:
-        Refusal: The body should be a JSON object and is not, or exceeds a limit.
-    """
+    """Parse a request; hand-over parameters of the client are removed from it. Raises `Refusal`:
+    the body should be a JSON object and is not, or exceeds a limit. Wrong types are left to an
+    instance, whose error message is better."""
     is_json = rules is None or (rules.has_json and bool(raw))
     body = decode_object(raw if is_json else b"{}")
     sampling = body.get("sampling_params")

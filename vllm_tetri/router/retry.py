@@ -45,23 +45,20 @@ class PoisonFilter:
         self._health = health
         self._metrics = metrics
         # Crashes by digest: the instance, its process, and when.
-        self._crashes: OrderedDict[bytes, list[tuple[InstanceId, int, float]]] = OrderedDict()
+        self.crashes: OrderedDict[bytes, list[tuple[InstanceId, int, float]]] = OrderedDict()
         self._checks: defaultdict[bytes, set[asyncio.Task[None]]] = defaultdict(set)
-
-    def __len__(self) -> int:
-        return len(self._crashes)
 
     def check(self, request: ApiRequest) -> None:
         """Raise `Refusal` 500 for a new request that is known to crash engines."""
-        if self._crashes and (refusal := self._refusal(_digest_of(request))) is not None:
+        if self.crashes and (refusal := self._refusal(_digest_of(request))) is not None:
             self._metrics.poison_refused.inc()
             raise refusal
 
     def clear(self, request: ApiRequest) -> None:
         """A request was served to its end, so it crashes no engine."""
-        if self._crashes or self._checks:
+        if self.crashes or self._checks:
             digest = _digest_of(request)
-            self._crashes.pop(digest, None)
+            self.crashes.pop(digest, None)
             self._checks.pop(digest, None)
 
     def record_failure(self, request: ApiRequest, instance: InstanceInfo) -> None:
@@ -74,15 +71,15 @@ class PoisonFilter:
         """Return why a request must not be tried again, as soon as that is known."""
         digest = _digest_of(request)
         checks = self._checks.get(digest, ())
-        if checks and len(checks) + len(self._crashes.get(digest, ())) >= MAX_CRASHES:
+        if checks and len(checks) + len(self.crashes.get(digest, ())) >= MAX_CRASHES:
             await asyncio.wait(list(checks))
         return self._refusal(digest)
 
     def _refusal(self, digest: bytes) -> Refusal | None:
-        crashes = self._crashes.get(digest, [])
+        crashes = self.crashes.get(digest, [])
         left_s = crashes[-1][2] + CRASHES_EXPIRE_S - time.monotonic() if crashes else 0.0
         if crashes and left_s <= 0:
-            del self._crashes[digest]
+            del self.crashes[digest]
         if len(crashes) < MAX_CRASHES or left_s <= 0:
             return None
         return Refusal(
@@ -102,13 +99,13 @@ class PoisonFilter:
         if is_cleared or not has_crashed:
             return
         self._metrics.crashes.inc()
-        crashes, now = self._crashes.setdefault(digest, []), time.monotonic()
+        crashes, now = self.crashes.setdefault(digest, []), time.monotonic()
         for name, pid, at_s in crashes:
             if (name, pid) == (instance.id, instance.pid) and now - at_s < _RESTART_S:
                 return  # it had another request with the same body
         crashes.append((instance.id, instance.pid, now))
-        if len(self._crashes) > MAX_SUSPECTS:
-            self._crashes.popitem(last=False)
+        if len(self.crashes) > MAX_SUSPECTS:
+            self.crashes.popitem(last=False)
         if len(crashes) == MAX_CRASHES:
             self._metrics.poison_requests.inc()
             names = ", ".join(sorted(name for name, _, _ in crashes))

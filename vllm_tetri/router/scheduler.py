@@ -210,7 +210,7 @@ class GlobalScheduler:
 
     def on_cut_off(self, instance: InstanceId) -> None:
         """An instance has left the cluster."""
-        self.upstream.fail_requests(instance, "it has left the cluster")
+        self.upstream.http.fail_requests(instance, "it has left the cluster")
 
     def on_flip(self, instance: InstanceId, flip: Flip) -> None:
         """A flip of an instance has ended."""

@@ -46,11 +46,8 @@ INCOMING = web.RequestKey("incoming", Incoming)
 
 
 class BodyReader:
-    """Reads bodies, bounded each and together, and in time. Owner: the event loop.
-
-    Attributes:
-        held_bytes: Size of the bodies of all requests that have not ended.
-    """
+    """Reads bodies, bounded each and together, and in time. Owner: the event loop. `held_bytes` is
+    the size of the bodies of all requests that have not ended."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits

@@ -106,21 +106,6 @@ class Upstream:
             raise await _read_error(instance, response)
         return response
 
-    def fail_requests(
-        self,
-        instance: InstanceId,
-        why: str,
-        *,
-        quiet_s: float = 0.0,
-        only_migratable: bool = False,
-    ) -> int:
-        """Fail the requests at an instance of which no byte came in the last `quiet_s` seconds;
-        if wanted, only the streams that another instance can continue. Returns their number.
-
-        Also needed when an instance ends in good order: its server waits for its connections.
-        """
-        return self.http.fail_requests(instance, why, quiet_s, only_migratable=only_migratable)
-
     async def first_chunk(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
         """Return the first bytes of a stream; empty when it ends at once. Raises `InstanceFailed`:
         the stream broke, or no byte came in time; `InstanceAtLimit`: the stream says only that the
@@ -291,7 +276,7 @@ class Liveness:
     def _fail_requests(self, name: InstanceId, *, is_final: bool) -> None:
         quiet_s = self._after_s if is_final else self._after_s * _MIGRATION_CHECKS / _CHECKS
         why = f"no report for {quiet_s:g} s"
-        num_failed = self._upstream.fail_requests(
+        num_failed = self._upstream.http.fail_requests(
             name, why, quiet_s=quiet_s, only_migratable=not is_final
         )
         if num_failed:
