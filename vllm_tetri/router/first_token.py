@@ -128,18 +128,16 @@ class FirstToken:
         }
 
     def _piece(self, *, is_last: bool = False) -> dict[str, Any]:
-        choice = self.choice
-        ending = {
-            "logprobs": choice.get("logprobs"),
-            "finish_reason": choice.get("finish_reason") if is_last else None,
-        }
-        stop_reason = {"stop_reason": choice.get("stop_reason") if is_last else None}
-        token_ids = {"token_ids": choice.get("token_ids")}
-        if self.is_chat:
-            begin = {"index": 0, "delta": {"content": self.text}, **ending}
-            return {**begin, **(stop_reason if is_last else {}), **token_ids}
-        prompt = {"prompt_token_ids": choice.get("prompt_token_ids")}
-        return {"index": 0, "text": self.text, **ending, **stop_reason, **prompt, **token_ids}
+        get = self.choice.get
+        piece: dict[str, Any] = {"index": 0}
+        piece |= {"delta": {"content": self.text}} if self.is_chat else {"text": self.text}
+        piece |= {"logprobs": get("logprobs")}
+        piece |= {"finish_reason": get("finish_reason") if is_last else None}
+        if is_last or not self.is_chat:
+            piece["stop_reason"] = get("stop_reason") if is_last else None
+        if not self.is_chat:
+            piece["prompt_token_ids"] = get("prompt_token_ids")
+        return {**piece, "token_ids": get("token_ids")}
 
 
 def read_first_token(body: bytes, transfer: TransferId, *, is_chat: bool) -> FirstToken | None:

@@ -143,10 +143,7 @@ class Relay:
         except InstanceAtLimit:
             entry.take_transfer()  # no instance knows it
             raise
-        try:
-            body = await self._scheduler.upstream.body(instance, response)
-        finally:
-            response.close()
+        body = await self._scheduler.upstream.body(instance, response)
         if response.status != 200 and request.is_streamed:
             # vLLM reports an error of the engine as an event of a stream of status 200: the
             # same instance sends it as it does to its own clients.

@@ -123,11 +123,13 @@ class Upstream:
         return chunk
 
     async def body(self, instance: InstanceInfo, response: HttpResponse) -> bytes:
-        """Return all bytes of a response. Raises `InstanceFailed`: the response broke off."""
+        """Return all bytes of a response, which is closed; raises `InstanceFailed`."""
         try:
             return await response.read()
         except HttpError as error:
             raise InstanceFailed(instance.id, f"the response broke off: {error}") from error
+        finally:
+            response.close()
 
     async def is_alive(self, instance: InstanceInfo) -> bool:
         """Whether an instance that failed a request is healthy; one check for all requests."""
