@@ -67,7 +67,7 @@ class TetriScheduler(Scheduler):
             window=self.max_model_len,
         )
         self._lengths_store = store = endpoint.lengths_store
-        self.lengths = OutputLengths(store.lengths, endpoint.predictions, self.max_model_len)
+        self.lengths = OutputLengths(store.lengths, endpoint.predictions.get, self.max_model_len)
         self.gate: DecodeGate | None = None  # greedy has none
         if config.decode_policy != "greedy":
             self.gate = DecodeGate(

@@ -126,14 +126,11 @@ def decode_harm_s(row: InstanceRow, need: Need) -> float:
     return harm_s / (1 - row.prompt_share)
 
 
-def transfer_s(row: InstanceRow, prompt_tokens: float) -> float:
-    """Return the time for KV that leaves when a prompt is done: that of its last chunk."""
-    return min(prompt_tokens, row.chunk_tokens) * row.view.load.handover_token_s
-
-
 def hand_over_s(row: InstanceRow, prompt_tokens: float) -> float:
-    """Return the time until a prompt that is done goes on somewhere else."""
-    return row.view.load.handover_s + transfer_s(row, prompt_tokens)
+    """Return the time until a prompt that is done goes on somewhere else: a request, and the KV
+    of its last chunk."""
+    load = row.view.load
+    return load.handover_s + min(prompt_tokens, row.chunk_tokens) * load.handover_token_s
 
 
 # -- candidates ------------------------------------------------------------------------------
@@ -256,7 +253,8 @@ def price_decode(
     best = others[costs.index(best_s)] if costs else None
     if at is not None:
         stay_s = _decode_cost(at, need)[1]
-        moved_s = best_s + transfer_s(at, need.prompt_tokens)  # there is a decode request anyway
+        # There is a decode request anyway.
+        moved_s = best_s + hand_over_s(at, need.prompt_tokens) - at.view.load.handover_s
         if best is None or moved_s >= stay_s * (1 - _margin(at)):
             return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"
         return best.id, f"goes: {moved_s:.3g} s, here {stay_s:.3g}"

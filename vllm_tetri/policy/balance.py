@@ -110,11 +110,12 @@ class Balance:
         if forecast is None:
             return Look(None, f"{group}; too little is known yet")
         seen = f"{group}, {forecast}"
-        stay = forecast.requests(group.counts)
+        counts = group.counts
+        stay = forecast.requests(counts)
         saved = {
-            role: stay - forecast.requests(_one_more(group.counts, role))
-            for role in ROLES
-            if group.able(OTHER[role])
+            role: stay - forecast.requests({role: counts[role] + 1, other: counts[other] - 1})
+            for role, other in OTHER.items()
+            if group.able(other)
         }
         if not saved:
             return Look(None, f"{seen}; no instance may flip")
@@ -285,10 +286,6 @@ def _prefill_tokens_per_s(loads: Iterable[InstanceLoad], prompt_tokens: float) -
         if load.prompt_tokens_done and seconds > 0:
             known.append(chunk_tokens / seconds)
     return fmean(known) if known else 0.0
-
-
-def _one_more(counts: Mapping[Role, int], role: Role) -> dict[Role, int]:
-    return {role: counts[role] + 1, OTHER[role]: counts[OTHER[role]] - 1}
 
 
 def _work_left(one: InstanceView) -> tuple[int, InstanceId]:

@@ -89,11 +89,6 @@ class InstanceRow:
         return self.heavy + self.light
 
     @property
-    def is_busy(self) -> bool:
-        """Whether it has prompts or decodes."""
-        return self.decodes > 0 or self.queued_tokens > 0
-
-    @property
     def left_tokens(self) -> float:
         """Mean output that a decode there has left."""
         return self.remaining_tokens / max(1, self.decodes)
@@ -175,9 +170,9 @@ class ClusterTable:
 def _count_neighbours(together: Sequence[InstanceRow]) -> None:
     """Set in the rows of one device what the others there do."""
     decodes = sum(row.decodes for row in together)
-    busy = sum(row.is_busy for row in together)
+    busy = {row.id for row in together if row.decodes > 0 or row.queued_tokens > 0}
     for row in together:
-        row.others, row.busy_others = decodes - row.decodes, busy - row.is_busy
+        row.others, row.busy_others = decodes - row.decodes, len(busy - {row.id})
 
 
 class TableMaker:

@@ -127,16 +127,14 @@ class Candidate:
 
     def pause_s(self, now: float) -> float:
         """Return for how long there is nothing to do."""
-        if not self._is_sure or self.record is None:
-            return 0.0
-        return max(0.0, self._next() - now)
+        is_known = self._is_sure and self.record is not None
+        return max(0.0, self._next() - now) if is_known else 0.0
 
     def _free(self) -> float:
         """Return when it may take the lease of another holder."""
         assert self.record is not None
-        if self.record.is_given_back:
-            return self._version_read_s
-        return self._version_read_s + max(self.duration_s, self.record.duration_s)
+        wait_s = max(self.duration_s, self.record.duration_s)
+        return self._version_read_s + (0.0 if self.record.is_given_back else wait_s)
 
     def _next(self) -> float:
         assert self.record is not None

@@ -14,6 +14,7 @@ out to be is learnt here and tells how many tokens to expect (docs/policies.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
@@ -228,20 +229,16 @@ class RequestView(Protocol):
     def priority(self) -> int: ...  # the smaller, the earlier it is computed
 
 
-class PredictionSource(Protocol):
-    """Where the predictions of requests come from that began on this instance."""
-
-    def get(self, request_id: str, /) -> Prediction | None:
-        """Return the prediction of a request, if there is one by now."""
-
-
 class OutputLengths:
-    """How long the outputs of one instance's requests will be: those that began here and those
-    that came with a prediction. `window` is the longest prompt plus output, in tokens."""
+    """How long the outputs of one instance's requests will be: those that began here, which
+    `predict` knows by their ids, and those that came with a prediction. `window` is the longest
+    prompt plus output, in tokens."""
 
-    def __init__(self, lengths: Lengths, predictions: PredictionSource, window: int) -> None:
+    def __init__(
+        self, lengths: Lengths, predict: Callable[[str], Prediction | None], window: int
+    ) -> None:
         self._lengths = lengths
-        self._predictions = predictions
+        self._predict = predict
         self._window = window
         self._received: dict[str, Prediction] = {}
 
@@ -260,7 +257,7 @@ class OutputLengths:
 
     def predicted(self, request_id: str) -> Prediction | None:
         """Return what is predicted of a request, here or where it began (any thread)."""
-        return self._received.get(request_id) or self._predictions.get(request_id)
+        return self._received.get(request_id) or self._predict(request_id)
 
     def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
         """Return the tokens of the whole output, given that it has `produced_tokens`: more than

@@ -52,12 +52,13 @@ class Rest:
             self._times[key] = before.get(key) or _BusyTime(self._after_s)
             self._times[key].add(each.load, now)
         rested = [
-            (self._part(each), each.info.id, role)
+            (*self._busy(each), role)
             for role in ROLES
             for each in group.able(role)
             if self._is_low(each) and self._times[each.info.id, role].is_full
         ]
-        least = ", ".join(self._least(group, role) for role in ROLES if group.ready[role])
+        leasts = [min(map(self._busy, group.ready[role])) for role in ROLES if group.ready[role]]
+        least = ", ".join(f"{id_} {part:.0%}" for part, id_ in leasts)
         seen = f"{group}; least busy in the last {self._after_s:g} s: {least or 'none'}"
         if not rested:
             return Look(None, f"{seen}; no instance that may flip had little to do for that time")
@@ -68,10 +69,6 @@ class Rest:
         reason = f"{id_} was busy {part:.0%} of the last {self._after_s:g} s"
         return Look(FlipOrder(id_, other, now=False, reason=reason), f"{seen}; {id_} flips")
 
-    def _least(self, group: Group, role: Role) -> str:
-        part, id_ = min((self._part(each), each.info.id) for each in group.ready[role])
-        return f"{id_} {part:.0%}"
-
     def _is_short(self, group: Group, role: Role) -> bool:
         """Whether all with a role have had work, and some have it right now. Otherwise two
         roles with one instance at rest each would swap these again and again."""
@@ -79,11 +76,11 @@ class Rest:
         has_work = any(_has_work(each.load) for each in others)
         return has_work and not any(self._is_low(each) for each in others)
 
-    def _part(self, one: InstanceView) -> float:
-        return self._times[one.info.id, one.info.role].part
+    def _busy(self, one: InstanceView) -> tuple[float, InstanceId]:
+        return self._times[one.info.id, one.info.role].part, one.info.id
 
     def _is_low(self, one: InstanceView) -> bool:
-        part = self._part(one)
+        part, _ = self._busy(one)
         return part < self._limit or part == 0
 
 

@@ -55,7 +55,7 @@ class TetriInstance(Instance):
             self.gate = DecodeGate(
                 load_policy("admission", engine.admission),
                 End.EXPECTED,
-                lengths=OutputLengths(self.lengths, self._predicted, MAX_TOKENS),
+                lengths=OutputLengths(self.lengths, self._predicted.get, MAX_TOKENS),
                 block_size=engine.block_size,
                 total_blocks=engine.kv_blocks,
             )
