@@ -28,7 +28,7 @@ TOUCHY = StepCoefficients(0.01, 1e-4, 0.0, 0.0016, 0.0, confidence=1.0)
 # A step takes about the same with prompts and without: nothing is won by roles.
 CALM = StepCoefficients(0.05, 1e-3, 0.0, 1e-4, 0.0, confidence=1.0)
 
-TIGHT, LOOSE = Slo(0.6, 0.025), Slo(0.6, 0.12)
+TIGHT, LOOSE = Slo(0.6, 0.025), Slo(0.3, 0.12)
 
 
 def made(cost: StepCoefficients, **changes: Any) -> Profile:
@@ -224,7 +224,7 @@ def measured(tmp_path: Path) -> list[str]:
     return ["sim", "plan", "--profile", str(profile), "--trace", str(lengths), "--requests", "40"]
 
 
-SLOS = ["--ttft-slo", "0.5", "--tpot-slo", "0.1"]
+SLOS = ["--ttft-slo", "0.3", "--tpot-slo", "0.1"]
 
 
 def test_the_command_prints_a_table_and_advice(
