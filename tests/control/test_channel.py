@@ -32,7 +32,10 @@ from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.messages import CancelTransfer, Hello, LoadReport
+from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, InstanceLoad, TransferId
+
+SECRET = Secret(bytes(range(32)))
 
 
 async def test_an_instance_joins_reports_sees_itself_and_leaves() -> None:
@@ -87,9 +90,13 @@ async def test_a_router_that_was_held_up_marks_no_instance_silent() -> None:
         await eventually(lambda: states(router) == {"i": "starting"})
 
 
-async def test_messages_travel_both_ways() -> None:
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "guarded"])
+async def test_messages_travel_both_ways(secret: Secret | None) -> None:
     side = FakeRouter()
-    async with monitor(side=side) as router, joined(router.address) as one:
+    async with (
+        monitor(side=side, secret=secret) as router,
+        joined(router.address, secret=secret) as one,
+    ):
         await eventually(lambda: states(router))
         one.agent.publish(DISPATCHED)
         await eventually(lambda: side.dispatched == [DISPATCHED])
@@ -97,6 +104,7 @@ async def test_messages_travel_both_ways() -> None:
         await eventually(lambda: one.engine.cancelled == ["t"])
         assert not router.send(InstanceId("unknown"), CancelTransfer(TransferId("t")))
         assert router.counters.undelivered == 1
+        assert router.counters.dropped == one.agent.dropped_messages == 0
 
 
 async def test_a_silent_instance_is_marked_and_comes_back() -> None:
@@ -128,14 +136,17 @@ async def test_an_instance_keeps_all_its_routers_informed() -> None:
         await eventually(lambda: one.sees() == [("i", "ready")])
 
 
-async def test_a_router_that_starts_late_or_again_learns_everything_soon() -> None:
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "guarded"])
+async def test_a_router_that_starts_late_or_again_learns_everything_soon(
+    secret: Secret | None,
+) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    async with joined(address):
+    async with joined(address, secret=secret):
         for _ in range(3):
-            async with monitor(address) as router:
-                await eventually(lambda router=router: states(router), timeout_s=1.0)
+            async with monitor(address, secret=secret) as router:
+                await eventually(lambda router=router: states(router), timeout_s=2.0)
                 await eventually(lambda router=router: router.view().instances[0].load.running)
 
 

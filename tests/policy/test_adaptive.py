@@ -81,22 +81,20 @@ def test_an_idle_cluster_serves_whole_because_a_hand_over_only_costs(
     assert not place.is_split
 
 
-def test_a_long_prompt_beside_many_decodes_is_computed_where_nobody_decodes() -> None:
-    assert where(PREFILL, BUSY, prompt=4000) == ("p", "d")
-
-
-def test_it_stays_where_the_decodes_are_if_the_other_one_has_a_long_queue() -> None:
-    queued = serving("p", "prefill", queued_tokens=100_000)
-    assert where(queued, BUSY, prompt=4000) == ("d", "d")
-
-
-def test_a_hand_over_that_takes_long_is_not_worth_it() -> None:
-    slow = serving("p", "prefill", handover_s=1000.0)
-    assert where(slow, BUSY, prompt=4000) == ("d", "d")
-
-
-def test_what_may_not_be_split_is_not() -> None:
-    assert where(PREFILL, BUSY, prompt=4000, may_split=False) == ("d", "d")
+@pytest.mark.parametrize(
+    ("first", "may_split", "found"),
+    [
+        (PREFILL, True, ("p", "d")),
+        (PREFILL, False, ("d", "d")),
+        (serving("p", "prefill", queued_tokens=100_000), True, ("d", "d")),
+        (serving("p", "prefill", handover_s=1000.0), True, ("d", "d")),
+    ],
+    ids=["idle", "may not", "long queue", "slow hand-over"],
+)
+def test_a_long_prompt_beside_many_decodes_is_split_where_that_pays(
+    first: InstanceView, may_split: bool, found: tuple[str, str]
+) -> None:
+    assert where(first, BUSY, prompt=4000, may_split=may_split) == found
 
 
 def test_in_split_mode_two_share_it_whatever_that_costs() -> None:
@@ -284,19 +282,6 @@ def test_a_place_says_whether_others_are_in_the_way_and_what_is_a_guess() -> Non
     assert (queued.waits, queued.shares, queued.confidence) == (True, False, 1.0)
 
 
-def test_reasons_name_both_alternatives() -> None:
-    split, whole = choose(PREFILL, BUSY, prompt=4000), choose(PREFILL, DECODE)
-    assert split is not None
-    assert whole is not None
-    assert split.reason.startswith("split: costs")
-    assert "aggregated on d" in split.reason
-    assert whole.reason.startswith("aggregated: costs")
-    assert "split over p and d" in whole.reason
-    alone = choose(DECODE)
-    assert alone is not None
-    assert "split over" not in alone.reason
-
-
 # -- again, when part of the prompt is computed ---------------------------------------
 
 
@@ -333,17 +318,6 @@ def test_only_what_is_left_of_an_answer_makes_a_move_worth_it() -> None:
 def test_a_prompt_that_may_not_stay_goes_to_the_cheapest() -> None:
     assert again(serving("a", decodes=9), serving("b", decodes=2), at=None) == "b"
     assert again(at=None) is None
-
-
-def test_reasons_of_the_second_choice_name_both_alternatives() -> None:
-    a, b = rows_of(serving("a", decodes=30), serving("b"))
-    stays, goes = price_decode([a, b], USUAL, at=b), price_decode([a, b], USUAL, at=a)
-    assert stays is not None
-    assert goes is not None
-    assert stays[1].startswith("stays: ")
-    assert "elsewhere" in stays[1]
-    assert goes[1].startswith("goes: ")
-    assert "here" in goes[1]
 
 
 # -- many -----------------------------------------------------------------------------

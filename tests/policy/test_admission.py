@@ -139,27 +139,6 @@ def test_dynamic_admits_exactly_what_fits_at_every_step_of_its_life(
 
 
 @given(
-    st.lists(holders, min_size=1, max_size=8),
-    holders,
-    st.integers(1, 20),
-    st.integers(1, 60),
-    st.integers(1, 5),
-)
-def test_a_refusal_is_remembered_only_as_long_as_it_is_right(
-    running: list[Held], held: Held, block_size: int, total_blocks: int, steps: int
-) -> None:
-    """Asking in every step gives the same answers as asking for the first time."""
-    used = admission(DYNAMIC, block_size=block_size, total_blocks=total_blocks)
-    batch = running
-    for _ in range(steps):
-        taken = sum(-(-tokens // block_size) for tokens, _ in batch)
-        used.begin(total_blocks - taken, batch)
-        fresh = admission(DYNAMIC, batch, block_size=block_size, total_blocks=total_blocks)
-        assert used.admit(*held) == fresh.admit(*held)
-        batch = [(tokens + 1, rest - 1) for tokens, rest in batch if rest > 1]
-
-
-@given(
     st.sampled_from(list(ADMISSIONS.values())),
     st.integers(1, 10**6),
     st.integers(1, 10**6),

@@ -32,12 +32,6 @@ def own_part_s() -> float:
     return fit.base_s
 
 
-def test_before_the_first_hand_over_there_is_a_guess() -> None:
-    fit = HandoverFit()
-    assert 0 < fit.base_s < 0.1
-    assert 0 < fit.token_s < 1e-4
-
-
 def test_lengths_tell_base_and_slope_through_noise() -> None:
     fit = learnt([50 + 37 * n % 4000 for n in range(600)], noise=0.1)
     assert fit.token_s == pytest.approx(TOKEN_S, rel=0.1)

@@ -263,16 +263,6 @@ def _came_before(engine: Engine, coming: Sequence[tuple[int, int]]) -> list[int]
     return came
 
 
-@given(arrivals, st.integers(1, 20), st.integers(1, 64))
-def test_srtf_delays_no_prompt_beyond_its_bound(
-    coming: Sequence[tuple[int, int]], batch: int, chunk: int
-) -> None:
-    engine = play("srtf", coming, batch, chunk)
-    for name, done in engine.done_at.items():
-        waited = done - engine.came_at[name]
-        assert waited <= SRTF_BOUND * engine.fcfs_tokens[name] + (batch + 2) * chunk, name
-
-
 @given(arrivals, st.integers(1, 20), st.integers(1, 64), st.sets(st.integers(0, 40)))
 def test_the_bound_holds_when_others_are_aborted(
     coming: Sequence[tuple[int, int]], batch: int, chunk: int, aborted: set[int]
