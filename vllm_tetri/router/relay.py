@@ -82,21 +82,20 @@ class Relay:
                 self._at_limit.add(error.instance)
             except InstanceFailed as error:
                 self._output.record_break(error)
-                has_output = self._output.has_content
-                await self._attempts.record_failure(error, has_output=has_output)
+                await self._attempts.record_failure(error)
             except _Recompute as error:
                 _log.info("request %s: one instance computes it again: %s", self._entry.id, error)
                 self._metrics.fallbacks.labels(str(error)).inc()
                 may_split = False
             except _NoInstance:
-                raise self._attempts.refusal(has_output=self._output.has_content) from None
+                raise self._attempts.refusal() from None
             except NotStored as error:
                 self._skipped_models.update(error.models)
             may_split = may_split and self._entry.phase is Phase.PREFILLING
             self._drop_transfer()
 
     async def _attempt(self, may_split: bool) -> web.StreamResponse:
-        if self._output.has_content:
+        if self._entry.has_output:
             return await self._resume()
         route, instance = self._place(may_split, self._attempts.excluded())
         if isinstance(route, Split):
@@ -111,7 +110,7 @@ class Relay:
     def _place(
         self, may_split: bool, excluded: frozenset[InstanceId]
     ) -> tuple[Route, InstanceInfo]:
-        is_fresh, anywhere = not self._output.has_content, self._scheduler.resumes_anywhere
+        is_fresh, anywhere = not self._entry.has_output, self._scheduler.resumes_anywhere
         gone: set[InstanceId] = set()  # the snapshot may be older than what `info` knows
         while True:
             route = self._scheduler.placer.place(

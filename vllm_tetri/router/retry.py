@@ -158,9 +158,8 @@ class Attempts:
             if at_s > since_s and ((one := info(name)) is None or one.pid == pid)
         )
 
-    async def record_failure(self, error: InstanceFailed, *, has_output: bool) -> None:
-        """An instance failed the request, of which the client may have output already. Raises
-        `Refusal`: the request is not tried again."""
+    async def record_failure(self, error: InstanceFailed) -> None:
+        """An instance failed the request; raises `Refusal` if it is not tried again."""
         _log.warning("request %s: %s", self._entry.id, error)
         if self._generated != self._entry.generated:
             self._generated = self._entry.generated
@@ -172,21 +171,23 @@ class Attempts:
         if instance is not None and error.had_it:
             self._poison.record_failure(self._request, instance)
         if (refusal := await self._poison.refusal(self._request)) is not None:
-            if has_output:
-                self._metrics.streams_broken.labels("failed").inc()
+            self._record_failed()
             raise refusal
         if error.is_final or self.num_failures > MAX_RETRIES or self.are_over:
-            raise self.refusal(has_output=has_output)
-        if not has_output:
+            raise self.refusal()
+        if not self._entry.has_output:
             self._metrics.retries.inc()
 
-    def refusal(self, *, has_output: bool) -> Refusal:
+    def refusal(self) -> Refusal:
         """Return the error for the client when no instance is left to try."""
-        if has_output:
-            self._metrics.streams_broken.labels("failed").inc()
+        self._record_failed()
         if self._failure is None:
             return Refusal(503, "no instance can serve this request now; try again")
         return Refusal(self._failure.status, f"{self._failure} (tried {self.num_failures})")
+
+    def _record_failed(self) -> None:
+        if self._entry.has_output:
+            self._metrics.streams_broken.labels("failed").inc()
 
 
 def _digest_of(request: ApiRequest) -> bytes:

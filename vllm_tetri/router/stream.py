@@ -77,11 +77,6 @@ class Output:
         return self._response is not None
 
     @property
-    def has_content(self) -> bool:
-        """Whether the client has received something, or is about to."""
-        return self._record is not None or self.has_begun
-
-    @property
     def is_migratable(self) -> bool:
         """Whether the client has a stream that another instance may be able to continue."""
         return self._record is not None
@@ -179,7 +174,7 @@ class Output:
 
     def show(self, first: FirstToken) -> None:
         """Let the client have the first token; it is sent along with the next request."""
-        self._unsent = first
+        self._unsent, self._entry.has_output = first, True
         self._created = int(time.time())
         self._record = self._new_record()
         self._record.begin_with(first, self._created)
@@ -207,7 +202,7 @@ class Output:
 
     def record_break(self, error: InstanceFailed) -> None:
         """The stream broke, or the request that was to continue it failed."""
-        if self.has_content and self._broken is None:
+        if self._entry.has_output and self._broken is None:
             self._broken = error, time.monotonic()
 
     async def _relay(self, instance: InstanceInfo, response: HttpResponse) -> web.StreamResponse:
@@ -226,7 +221,7 @@ class Output:
     async def _relay_events(
         self, instance: InstanceInfo, response: HttpResponse
     ) -> web.StreamResponse:
-        is_resumed = not self.has_content
+        is_resumed = not self._entry.has_output
         if not is_resumed:
             self.received().begin_continuation()
         chunk = await self._upstream.first_chunk(instance, response)
@@ -303,6 +298,7 @@ class Output:
             self._response = web.StreamResponse(status=status, headers=headers)
             self._response.headers["Content-Type"] = content_type
             self._response.headers["Cache-Control"] = "no-cache"
+            self._entry.has_output = True
             await self._response.prepare(self._http)
         return self._response
 

@@ -41,6 +41,7 @@ class Entry:
         self.predicted: int | None = None  # lower end of the predicted bucket, in tokens
         self.generated = 0  # streamed events, an early first token included
         self.reason = ""  # why the prompt went where it went
+        self.has_output = False  # the client has received something, or is about to
         self.first_byte_s: float | None = None
         self.sent_s = now  # when the prompt was sent to an instance last
         self._table = table
