@@ -23,7 +23,7 @@ FOLDERS = {
     "vllm_tetri/control": (1_150, 1_150),
     "vllm_tetri/transport": (510, 510),
     "vllm_tetri/engine": (4_170, 4_050),
-    "vllm_tetri/router": (4_980, 4_850),
+    "vllm_tetri/router": (4_970, 4_850),
     "vllm_tetri/predictor": (750, 750),
     "vllm_tetri/launch": (1_480, 1_480),
     "vllm_tetri/sim": (3_550, 2_800),

@@ -333,18 +333,6 @@ async def test_a_content_type_that_is_none_is_of_bytes(kind: bytes) -> None:
         assert answer.content_type == "application/octet-stream"
 
 
-async def test_nothing_is_kept_of_a_server_that_speaks_first() -> None:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
-        await reader.read()
-
-    async with listening(talk) as url, wires() as client:
-        for _ in range(20):
-            with pytest.raises(ConnectionLost):
-                await whole(client, url)
-        assert len(client.connections) == 0
-
-
 async def test_a_health_check_keeps_nothing_of_an_answer_without_end() -> None:
     gone = asyncio.Event()
 

@@ -75,20 +75,6 @@ async def test_a_router_that_ends_gives_it_back_at_once(cluster: Cluster) -> Non
     assert later == epoch + 2  # given back, taken
 
 
-async def test_only_one_of_two_routers_takes_it_at_a_time(cluster: Cluster) -> None:
-    cluster.lease("last")
-    await cluster.go(40)
-    await cluster.end("last")
-    cluster.lease("one")
-    cluster.lease("two")
-    held = await cluster.go(1)
-    assert sum(each is not None for each in held) == 1
-    assert [status for method, _, status in cluster.api.requests if method == "PUT"][-2:].count(
-        409
-    ) == 1
-    assert await cluster.go(2 * DURATION_S) == held
-
-
 async def test_a_renewed_token_is_read_again_and_other_contents_stay(cluster: Cluster) -> None:
     cluster.lease("one")
     (epoch,) = await cluster.go(20)

@@ -12,7 +12,6 @@ import pytest
 from tests.launch.fakes import until
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.router.flips import FileLease
-from vllm_tetri.security import in_memory
 
 HOLD = """
 import sys, time
@@ -93,16 +92,6 @@ def test_a_folder_that_others_may_write_to_is_refused(path: str) -> None:
     FileLease(path).release()
     with pytest.raises(ConfigError, match="--flip-lease"):
         FileLease(path + "/no/folder")
-
-
-def test_a_file_in_memory_will_do() -> None:
-    path = in_memory("lease")
-    first, second = FileLease(path), FileLease(path)
-    assert first.hold() is not None
-    assert second.hold() is None
-    first.release()
-    assert second.hold() is not None
-    second.release()
 
 
 @pytest.mark.parametrize("is_link", [False, True])
