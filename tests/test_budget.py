@@ -26,7 +26,7 @@ FOLDERS = {
     "vllm_tetri/router": (4_970, 4_850),
     "vllm_tetri/predictor": (750, 750),
     "vllm_tetri/launch": (1_480, 1_480),
-    "vllm_tetri/sim": (3_550, 2_800),
+    "vllm_tetri/sim": (3_540, 2_800),
     "examples/benchmarks": (6_000, 6_000),
     "examples/predictor": (900, 900),
     "csrc": (8_000, 8_000),
