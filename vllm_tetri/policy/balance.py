@@ -24,8 +24,8 @@ from vllm_tetri.types import (
 )
 
 ROLLED_BACK_S = 60.0  # for this long an instance whose flip failed is left alone
-ROLES = (Role.PREFILL, Role.DECODE)
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+ROLES = tuple(OTHER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,11 +273,6 @@ class ClusterState:
         """Return a row of the table with what was sent to it since."""
         return self._changed.get(base.id, base)
 
-    def get(self, name: InstanceId) -> InstanceRow | None:
-        """Return the row of an instance; None if it is not ready."""
-        base = self.table.by_id.get(name)
-        return None if base is None else self.row(base)
-
     def record_sent(
         self,
         prefill: InstanceId | None,
