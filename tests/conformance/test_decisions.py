@@ -84,6 +84,8 @@ class Played(Engine):
     def _enter(self, spec: RequestSpec) -> None:
         request = self.add(str(spec.id), [9] * spec.prompt_tokens, max_tokens=WINDOW_TOKENS)
         request.sampling_params.stop_token_ids = [_STOP]
+        if spec.predicted is not None:
+            self.scheduler.lengths.add(str(spec.id), spec.predicted)
 
 
 def assert_same(
