@@ -60,7 +60,7 @@ class Played(Engine):
         def predicted(name: str, *, is_due: bool = False) -> Prediction | None:
             return self._specs[name].predicted if name in self._specs else None
 
-        self.endpoint.predictions.get = predicted
+        self.endpoint.predictions.get = self.scheduler.lengths.predict = predicted
 
     def sample(self, request: Request) -> int:
         is_last = request.num_output_tokens + 1 == self._specs[request.request_id].output_tokens

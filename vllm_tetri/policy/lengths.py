@@ -238,7 +238,7 @@ class OutputLengths:
         self, lengths: Lengths, predict: Callable[[str], Prediction | None], window: int
     ) -> None:
         self._lengths = lengths
-        self._predict = predict
+        self.predict = predict
         self._window = window
         self._received: dict[str, Prediction] = {}
 
@@ -257,7 +257,7 @@ class OutputLengths:
 
     def predicted(self, request_id: str) -> Prediction | None:
         """Return what is predicted of a request, here or where it began (any thread)."""
-        return self._received.get(request_id) or self._predict(request_id)
+        return self._received.get(request_id) or self.predict(request_id)
 
     def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
         """Return the tokens of the whole output, given that it has `produced_tokens`: more than
