@@ -18,7 +18,7 @@ PACKAGE = ROOT / "vllm_tetri"
 # Lines of Python (and of stubs) below a path. The second number is where a folder should be by the
 # review of November 2026; a first number above it is what it has today and may only shrink.
 FOLDERS = {
-    "vllm_tetri": (25_150, 20_500),
+    "vllm_tetri": (22_060, 20_500),
     "vllm_tetri/policy": (3_170, 3_160),
     "vllm_tetri/control": (1_150, 1_150),
     "vllm_tetri/transport": (510, 510),
@@ -30,7 +30,7 @@ FOLDERS = {
     "examples/benchmarks": (6_000, 6_000),
     "examples/predictor": (900, 900),
     "csrc": (8_000, 8_000),
-    "tests": (32_700, 28_000),
+    "tests": (29_600, 28_000),
 }
 MODULES = {"vllm_tetri/router": 20, "vllm_tetri/engine": 20, "vllm_tetri/policy": 14}
 FILE_LINES = 400
