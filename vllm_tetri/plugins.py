@@ -43,7 +43,7 @@ def load_policy(kind: Kind, name: str) -> Any:
     """Find a policy; ConfigError if none has this name, or it cannot be loaded."""
     found = _BUILT_IN[kind].get(name)
     if found is None:
-        found = _checked(kind, name, _loaded(kind, name))
+        found = _loaded(kind, name)
     if kind == "order" and not isinstance(found, Order):
         return Order(found)
     return found
@@ -63,7 +63,9 @@ def _loaded(kind: Kind, name: str) -> Any:
     is_path = ":" in name
     entry = EntryPoint(name, name, _group(kind)) if is_path else _entry_point(kind, name)
     try:
-        return entry.load()
+        return _checked(kind, name, entry.load())
+    except ConfigError:
+        raise
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{kind} policy {name!r} cannot be loaded from {entry.value}: {error}. Write "

@@ -135,6 +135,14 @@ def test_a_queue_that_stays_gets_no_more_until_it_was_short_once() -> None:
     assert not any(queue.stays(60.0, PATIENCE_S - 1))  # the next burst
 
 
+def test_a_burst_after_a_pause_does_not_continue_the_one_before() -> None:
+    queue = Queue()
+    assert not queue.is_full(60.0)
+    queue.now += 2 * PATIENCE_S  # no request, so nothing is observed
+    assert not queue.is_full(1.0)
+    assert not any(queue.stays(60.0, PATIENCE_S - 1))
+
+
 def test_a_busy_instance_whose_queue_is_short_enough_is_never_full() -> None:
     assert not any(Queue().stays(1.9, 300))
 

@@ -85,6 +85,8 @@ def test_requests_that_make_no_sense_are_errors() -> None:
         RequestSpec(0, 0.0, 0, 1)
     with pytest.raises(ConfigError, match="no request arrives"):
         draw_phases([LoadPhase("mixed", 0.001, 0.001)], 0)
+    with pytest.raises(ConfigError, match="longer than 0 s"):
+        draw_phases([LoadPhase("mixed", 1.0, float("inf"))], 0)
 
 
 # -- arrivals ----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def fitting_chunk(chunk_tokens: int, *, batched_tokens: int, window_tokens: int)
     most = min(batched_tokens, window_tokens)
     if chunk_tokens > most:
         logger.warning(
-            "--tetri-chunk-size %d is lowered to %d: a step holds at most %d tokens "
+            "The chunk of %d tokens (--tetri-chunk-size) is lowered to %d: a step holds at most %d "
             "(--max-num-batched-tokens), the model's window %d.",
             chunk_tokens, most, batched_tokens, window_tokens,
         )  # fmt: skip

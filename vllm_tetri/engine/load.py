@@ -81,7 +81,7 @@ class LoadReader:
         self._members = members
         self._cpu = _CpuClock()
         self._leaking_since: dict[str, float] = {}
-        self._logged: set[str] = set()  # each kind of leak once
+        self._leaks: tuple[str, ...] = ()  # as last logged
 
     def read(self) -> InstanceLoad:
         """Return the numbers of a report; counters are exact at rest."""
@@ -198,26 +198,30 @@ class LoadReader:
         return {what: number for what, number in found.items() if number > 0}
 
     def _lasting_leaks(self, now: float) -> tuple[str, ...]:
-        """Return the leaks that last; log each kind once."""
+        """Return the leaks that last, those of before while requests are here; log changes."""
         if not self._scheduler.requests:
             self._members.receives.tidy()
         found, since = self.leaks(), self._leaking_since
         self._leaking_since = {what: since.get(what, now) for what in found}
-        lasting = {
-            what: number
+        lasting = tuple(
+            f"{number} {what}"
             for what, number in found.items()
             if now - self._leaking_since[what]
             >= (SHARED_LEAK_PATIENCE_S if what in SHARED_LEAKS else LEAK_PATIENCE_S)
-        }
-        leaks = tuple(f"{number} {what}" for what, number in lasting.items())
-        if not lasting.keys() <= self._logged:
+        )
+        is_known = bool(lasting) or not (found or self._scheduler.requests)
+        if lasting == self._leaks or not is_known:
+            return self._leaks
+        self._leaks = lasting
+        if lasting:
             logger.warning(
                 "leak: no request is left, but this instance still holds %s. It continues to "
                 "serve; restart it if the numbers grow, and report the log.",
-                ", ".join(leaks),
+                ", ".join(lasting),
             )
-            self._logged |= lasting.keys()
-        return leaks
+        else:
+            logger.info("leak: all of it is released now")
+        return lasting
 
 
 class _CpuClock:

@@ -11,9 +11,11 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -307,10 +309,12 @@ class LengthsStore:
 
     def _write(self, state: str) -> None:
         """Replace the file; another instance may read or write it at the same time."""
-        own = self.path.with_suffix(f".{os.getpid()}")
+        own = self.path.with_suffix(f".{secrets.token_hex(4)}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             own.write_text(state + "\n")
             own.replace(self.path)
         except OSError as error:
             logger.warning("output lengths cannot be saved: %s. Check its folder.", error)
+            with suppress(OSError):
+                own.unlink(missing_ok=True)

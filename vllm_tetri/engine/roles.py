@@ -165,7 +165,9 @@ def _refuse_orphans(namespace: argparse.Namespace) -> None:
 
 
 def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
-    for attribute in (*OWNED, *REFUSED, "headless"):
+    if getattr(namespace, "headless", False):
+        raise UnsupportedError(f"--role {role} needs its API server; leave --headless out")
+    for attribute in (*OWNED, *REFUSED):
         option, value = "--" + attribute.replace("_", "-"), getattr(namespace, attribute, None)
         if attribute in OWNED and value is not None:
             raise ConfigError(f"--role {role} sets {option} itself; give one of the two, not both")
@@ -248,6 +250,8 @@ def require_transferable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     specs = [group.kv_cache_spec for group in groups]
     if model.is_multimodal_model:
         reason = "it is multimodal"
+    elif vllm_config.speculative_config is not None:  # its options are several, one is the model
+        reason = "speculative decoding is enabled"
     elif any(isinstance(spec, MLAAttentionSpec) for spec in specs):
         reason = "it uses multi-head latent attention (MLA)"
     elif len(groups) != 1 or not isinstance(specs[0], FullAttentionSpec):

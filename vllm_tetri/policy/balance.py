@@ -59,7 +59,11 @@ class Group:
             each.info.id
             for each in self.all
             if each.state is InstanceState.FLIPPING
-            or (each in ready and each.flip is not None and each.flip.is_under_way)
+            or (
+                each.state is InstanceState.READY
+                and each.flip is not None
+                and each.flip.is_under_way
+            )
         ]
 
     def able(self, role: Role) -> list[InstanceView]:
@@ -258,7 +262,8 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
         return None
     context = prompt + output / 2
     request_s = max(1e-6, fmean(cost.request_s + context * cost.token_s for cost in costs))
-    kv_tokens = fmean(each.load.blocks_total * each.info.block_size for each in ready)
+    pools = [each.load.blocks_total * each.info.block_size for each in ready]
+    kv_tokens = fmean([tokens for tokens in pools if tokens] or [0])  # 0: no report yet
     return _Forecast(
         per_s=coming_per_s / prompt,
         # No more than there are: averages are off while the mix changes.

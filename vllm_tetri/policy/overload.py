@@ -50,6 +50,7 @@ class Backlogs:
         self._most_s = most_s
         self._speeds: dict[InstanceId, tuple[float, float, float]] = {}
         self._long_since_s: dict[InstanceId, float] = {}
+        self._persistent: set[InstanceId] = set()
         self._at_s = float("-inf")
 
     def record_prompt(
@@ -80,14 +81,18 @@ class Backlogs:
     def observe(self, view: ClusterView, now: float) -> None:
         """Take over the loads of a newer view."""
         before, self._long_since_s, self._at_s = self._long_since_s, {}, now
+        were_persistent, self._persistent = self._persistent, set()
         at_limit = []
         for each in view.instances:
             name, wait_s = each.info.id, self._wait_s(each)
             since_s = before.get(name, now)
             is_long = wait_s > self._most_s and each.load.waiting >= _FEW
-            is_persistent = now - since_s >= PATIENCE_S
+            has_lasted = is_long and now - since_s >= PATIENCE_S
+            is_persistent = has_lasted or name in were_persistent
             if is_long or (is_persistent and wait_s > _EMPTY * self._most_s):
                 self._long_since_s[name] = since_s
+                if is_persistent:
+                    self._persistent.add(name)
             if is_long and is_persistent:
                 at_limit.append(name)
         self.at_limit = frozenset(at_limit)

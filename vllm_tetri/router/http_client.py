@@ -81,6 +81,8 @@ class HttpResponse:
     async def read_some(self) -> bytes:
         """Return the bytes since the last call, at least one; empty at the end. Raises
         `ConnectionLost` if the rest will not come."""
+        if self._connection is not None:
+            self._connection.begin_reading()
         some = await self._body.read(_MAX_BODY_BYTES)
         if not some and self._error is not None:
             raise self._error
@@ -214,6 +216,11 @@ class _Connection(asyncio.Protocol):
         before the response."""
         is_silent = self._response is not None and self._received_s <= since_s
         return is_silent or self._head is not None
+
+    def begin_reading(self) -> None:
+        """Count silence from now on if reading was paused until now."""
+        if self._transport is not None and not self._transport.is_reading():
+            self._received_s = self._loop.time()
 
     async def request(self, message: bytes, label: str, sender: Sender | None) -> HttpResponse:
         """Send one request and wait for the head of its response."""

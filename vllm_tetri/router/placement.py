@@ -124,11 +124,14 @@ class Placer:
             self._long_queues(now)
             wait_s = self.backlogs.retry_after_s(self._view(), found.instances)
             raise NoCapacity(found.who, len(found.instances), wait_s)
-        if found is not None and (self.mode is Mode.SPLIT or request.rules is not None):
-            first = found.prefill if isinstance(found, Split) else found.instance
-            size = self._size_of(request) if request.generates else Need(1, 0)
-            self._state.record_sent(first, None, size, now)
         return found
+
+    def record_sent(self, request: ApiRequest, route: Route) -> None:
+        """A request goes where `place` said. Modes that price instances have counted it."""
+        if self.mode is Mode.SPLIT or request.rules is not None:
+            first = route.prefill if isinstance(route, Split) else route.instance
+            size = self._size_of(request) if request.generates else Need(1, 0)
+            self._state.record_sent(first, None, size, time.monotonic())
 
     def refuse_late(self, request: ApiRequest) -> None:
         """Raise `Refusal` 429 for a new request that is expected to miss its promises."""

@@ -128,6 +128,7 @@ class Relay:
             if instance is not None and (
                 is_fresh or may_resume(self._request, instance, self._writer, anywhere=anywhere)
             ):
+                self._scheduler.placer.record_sent(self._request, route)
                 return route, instance
             gone.add(target)
 

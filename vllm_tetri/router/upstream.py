@@ -111,9 +111,12 @@ class Upstream:
         the stream broke, or no byte came in time; `InstanceAtLimit`: the stream says only that the
         instance is at its limit."""
         try:
-            chunk = await response.read_some()
-            while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
-                chunk = await response.read_some()  # a keep-alive comment
+            async with asyncio.timeout(self._first_byte_s):
+                chunk = await response.read_some()
+                while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
+                    chunk = await response.read_some()  # a keep-alive comment
+        except TimeoutError as error:
+            raise self._failure(instance, Silent()) from error
         except HttpError as error:
             raise self._failure(instance, error) from error
         if is_at_limit_event(chunk):
@@ -176,7 +179,8 @@ async def _read_error(
     text = b""
     with suppress(HttpError, TimeoutError):
         async with asyncio.timeout(_ERROR_BODY_S):
-            text = await response.read()
+            while len(text) < _MAX_ERROR_BYTES and (chunk := await response.read_some()):
+                text += chunk
     response.close()
     if is_at_limit(response.status, text):
         return InstanceAtLimit(instance.id)

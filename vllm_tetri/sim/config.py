@@ -163,7 +163,10 @@ class ClusterConfig:
 def make_instances(
     prefill: int = 0, decode: int = 0, both: int = 0, *, engine: EngineConfig | None = None
 ) -> tuple[InstanceConfig, ...]:
-    """Return instances of every role, all with one configuration."""
+    """Return instances of every role, all with one configuration; raises ConfigError if a number
+    is negative."""
+    if min(prefill, decode, both) < 0:
+        raise ConfigError("numbers of instances must be at least 0")
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.BOTH: both}
     return tuple(
         InstanceConfig(InstanceId(f"{role}-{number}"), role, engine or EngineConfig())

@@ -124,6 +124,8 @@ def draw_phases(
     start_s = 0.0
     for phase in phases:
         _check(phase.kind, phase.rate)
+        if not 0 < phase.seconds < math.inf:
+            raise ConfigError(f"a phase of {phase.seconds:g} s: must be longer than 0 s")
         now, end_s = start_s, start_s + phase.seconds
         while (now := now + rng.expovariate(phase.rate)) < end_s:
             prompt, output = _lengths(phase.kind, rng)

@@ -140,6 +140,8 @@ def model(name: str) -> Model:
                 f"{', '.join(_KINDS)} in 16 bits can"
             )
         heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+        if min(heads, hidden, int(raw["num_hidden_layers"]), int(raw["vocab_size"])) < 1:
+            raise ValueError("heads, layers, hidden size and vocabulary must be at least 1")
         return Model(
             name=path.parent.name or path.stem,
             layers=int(raw["num_hidden_layers"]),

@@ -23,6 +23,7 @@ _PRECISION = 0.03
 _STRIDE, _FASTER = 1.3, 1.5  # between the first two rates, and how that grows
 _LEAST, _MOST = 1 / 40, 256  # times the guess; rates beyond are not searched
 _SAMPLE = 1000
+_MOST_REQUESTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Demand:
 
     def specs(self, rate: float, span_s: float) -> list[RequestSpec]:
         """Return the requests of a time span, and at least `least_requests`."""
-        count = max(self.least_requests, math.ceil(rate * span_s))
+        count = min(max(self.least_requests, math.ceil(rate * span_s)), _MOST_REQUESTS)
         return draw(self.kind, count, rate, self.seed, accuracy=self.accuracy, known=self.known)
 
     @cached_property

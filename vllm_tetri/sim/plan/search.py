@@ -40,7 +40,7 @@ _WORTH = 1.03  # what other tokens in a step must bring
 _MOST_DECODES = 256  # vLLM's default of requests in a step
 _OUTPUT_TIMES = 5  # of a mean output, that a simulation lasts at least
 _TTFT_TIMES = 30  # of the SLO: 3 % too much work lets a queue grow that far in it
-_MOST_REQUESTS = 4000  # of a simulation, unless more are asked for
+_QUEUE_REQUESTS = 6000  # the most that are simulated to let a queue grow
 _ARENA_TOKENS = 16384
 _ARENA_REQUESTS = 8  # longest requests that may be on their way to an instance at once
 _INSTANT = StepCoefficients(base_s=1e-9, confidence=1.0)
@@ -118,6 +118,7 @@ class _Search:
             f"{each.stock.beyond.ttft_missed:.0%} miss {slo.ttft_s:g} s to the first token and "
             f"{each.stock.beyond.tpot_missed:.0%} miss {slo.tpot_s:g} s per token"
             for each in singles
+            if not each.stock.rate
         ]
 
     # -- clusters ----------------------------------------------------------------------
@@ -247,11 +248,12 @@ class _Search:
         question, config = self._question, config_of(self._question, layout)
         # Some generations of requests, and long enough for a queue to become too long.
         outputs_s = _OUTPUT_TIMES * question.demand.output_tokens * question.slo.tpot_s
-        span_s = max(outputs_s, _TTFT_TIMES * question.slo.ttft_s)
+        has_outputs = bool(layout.decode or layout.both)
 
         def scored(rate: float) -> Score:
-            specs = question.demand.specs(rate, min(span_s, _MOST_REQUESTS / rate))
-            if layout.prefill and not layout.decode:
+            span_s = min(_TTFT_TIMES * question.slo.ttft_s, _QUEUE_REQUESTS / rate)
+            specs = question.demand.specs(rate, max(span_s, outputs_s if has_outputs else 0.0))
+            if not has_outputs:
                 specs = [replace(spec, output_tokens=1) for spec in specs]
             return score(config, specs, question.slo)
 
