@@ -228,8 +228,13 @@ class _Search:
         return tokens / _MIDDLE_TOKENS * step_s
 
     def _output_s(self, profile: Profile) -> float:
-        """Seconds of an output among others: a part of steps that nearly keep the TPOT SLO, or
-        have as many decodes as the pool holds."""
+        """Seconds of an output among others: a part of steps of a large batch."""
+        batch, step_s = self._largest_batch(profile)
+        return self._question.demand.output_tokens * step_s / batch
+
+    def _largest_batch(self, profile: Profile) -> tuple[int, float]:
+        """Return the most decodes that keep the TPOT SLO and fit into the pool, and the seconds of
+        their step."""
         demand = self._question.demand
         pool_tokens = of_profile(EngineConfig(), profile).pool_tokens
         most = min(_MOST_DECODES, pool_tokens / (demand.prompt_tokens + demand.output_tokens))
@@ -238,7 +243,7 @@ class _Search:
             step_s = profile.cost.step_s(batch, batch * context, 0, 0)
             if step_s <= self._question.slo.tpot_s:
                 break
-        return demand.output_tokens * step_s / batch
+        return batch, step_s
 
     # -- simulations -------------------------------------------------------------------
 
@@ -247,7 +252,8 @@ class _Search:
         self._tell(f"{layout.profile.name}: {layout.name}, {layout.tokens} tokens a step")
         question, config = self._question, config_of(self._question, layout)
         # Some generations of requests, and long enough for a queue to become too long.
-        outputs_s = _OUTPUT_TIMES * question.demand.output_tokens * question.slo.tpot_s
+        step_s = self._largest_batch(layout.profile)[1]
+        outputs_s = _OUTPUT_TIMES * question.demand.output_tokens * step_s
         has_outputs = bool(layout.decode or layout.both)
 
         def scored(rate: float) -> Score:
