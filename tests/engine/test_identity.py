@@ -32,9 +32,9 @@ def caches(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def config(*, is_multimodal: bool = False) -> Any:
+def config(*, is_multimodal: bool = False, speculative: object = None) -> Any:
     model = SimpleNamespace(model="some/model", is_multimodal_model=is_multimodal)
-    return SimpleNamespace(model_config=model)
+    return SimpleNamespace(model_config=model, speculative_config=speculative)
 
 
 REFUSED = {
@@ -42,6 +42,7 @@ REFUSED = {
     "SlidingWindowSpec": (config(), caches(SLIDING)),
     "MLA": (config(), caches(MLA)),
     "multimodal": (config(is_multimodal=True), caches(FULL)),
+    "speculative": (config(speculative=object()), caches(FULL)),
 }
 
 
