@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from math import inf
 from typing import Any
 from urllib.parse import quote
 
@@ -72,130 +71,116 @@ def _refusal_of(error: urllib.error.HTTPError) -> str:
     return f"{words} (set {KEY_VARIABLE})" if error.code == 401 else words
 
 
-class Status:
-    """`vllm-tetri status`: show the instances of a running cluster."""
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `status`."""
+    # fmt: off
+    parser.add_argument(
+        "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS",
+        help="refresh the table until Ctrl-C, every second if no period is given")
+    parser.add_argument(
+        "--json", action="store_true", help="print the response of /tetri/v1/instances as JSON")
+    # fmt: on
+    _add_url(parser)
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        # fmt: off
-        parser.add_argument(
-            "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS",
-            help="refresh the table until Ctrl-C, every second if no period is given")
-        parser.add_argument(
-            "--json", action="store_true", help="print the response of /tetri/v1/instances as JSON")
-        # fmt: on
-        _add_url(parser)
 
-    def run(self, options: argparse.Namespace) -> int:
-        console = Console()
-        if not console.is_terminal:
-            console.width = _WIDE
-        if options.watch is not None:
-            self._watch(options.url, console, max(options.watch, _POLL_S))
-        content = call(options.url, _INSTANCES)
-        if options.json:
-            print(json.dumps(content, indent=2))
-        else:
-            console.print(status_of(content))
-        return 0
-
-    def _watch(self, url: str, console: Console, period_s: float) -> None:
+def run_status(options: argparse.Namespace) -> int:
+    """Show the instances of a running cluster, once or until Ctrl-C."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDE
+    if options.watch is not None:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 try:
-                    shown = status_of(call(url, _INSTANCES))
+                    shown = status_of(call(options.url, _INSTANCES))
                 except AdminError as error:  # it may come back
                     shown = Text(str(error))
                 live.update(shown, refresh=True)
-                time.sleep(period_s)
+                time.sleep(max(options.watch, _POLL_S))
+    content = call(options.url, _INSTANCES)
+    if options.json:
+        print(json.dumps(content, indent=2))
+    else:
+        console.print(status_of(content))
+    return 0
 
 
-class FlipCommand:
-    """`vllm-tetri flip`: give an instance another role while it serves."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_instance(parser)
-        # fmt: off
-        parser.add_argument(
-            "role", choices=[role.value for role in Role],
-            help="target role; the current role cancels a pending flip")
-        parser.add_argument(
-            "--now", action="store_true",
-            help="take new work at once and finish the old work meanwhile, instead of first")
-        parser.add_argument(
-            "--deadline", type=float, default=FLIP_DEADLINE_S, metavar="SECONDS",
-            help="keep the old role if its work takes longer than this (default: %(default)s)")
-        # fmt: on
-
-    def run(self, options: argparse.Namespace) -> int:
-        name, role = options.instance, options.role
-        order = {"role": role, "now": options.now, "reason": "ordered by vllm-tetri flip"}
-        ordered = _order(options, "flip", order)
-        if not ordered["is_under_way"]:
-            print(f"{name} is a {role} instance already")
-            return 0
-        row = self._wait(options.url, name, role, ordered["epoch"])
-        done = flip_words(row["flip"]) if row["flip"] else f"is a {role} instance"
-        print(f"{name} {done}")
-        return 0 if row["role"] == role else 1
-
-    def _wait(self, url: str, name: str, role: str, epoch: int) -> Row:
-        ended_s = inf
-        for row in _progress(url, name):
-            flip = row["flip"] or {}
-            if row["state"] == "silent":
-                raise AdminError(f"{name} does not answer any more; see its log")
-            if flip.get("stage") in ("draining", "switching"):
-                ended_s = inf
-                continue
-            ended_s = min(ended_s, time.monotonic())
-            is_late = time.monotonic() - ended_s > _COMMIT_S
-            if flip.get("epoch", -1) >= epoch or row["role"] == role:
-                if flip.get("stage") == "rolled_back" or flip.get("commit_s") or is_late:
-                    return row
-            elif is_late:
-                raise AdminError(
-                    f"{name} is still a {row['role']} instance: the order was lost; repeat it"
-                )
-        raise AdminError(f"{name} left the cluster before it had its new role")
+def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `flip`."""
+    _add_instance(parser)
+    # fmt: off
+    parser.add_argument(
+        "role", choices=[role.value for role in Role],
+        help="target role; the current role cancels a pending flip")
+    parser.add_argument(
+        "--now", action="store_true",
+        help="take new work at once and finish the old work meanwhile, instead of first")
+    parser.add_argument(
+        "--deadline", type=float, default=FLIP_DEADLINE_S, metavar="SECONDS",
+        help="keep the old role if its work takes longer than this (default: %(default)s)")
+    # fmt: on
 
 
-class DrainCommand:
-    """`vllm-tetri drain`: let an instance finish its requests and leave the cluster."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_instance(parser)
-        parser.add_argument(
-            "--deadline", type=float, metavar="SECONDS",
-            help="end it after this time even with requests in flight (default: no deadline)",
-        )  # fmt: skip
-
-    def run(self, options: argparse.Namespace) -> int:
-        url, name = options.url, options.instance
-        _order(options, "drain", {})
-        for _ in _progress(url, name):
-            pass
-        departed = call(url, _INSTANCES)["departed"]
-        if name not in departed:
-            raise AdminError(f"{name} is gone, but did not say goodbye; see its log")
-        print(f"{name} has left" + (f"; cut off: {departed[name]}" if departed[name] else ""))
+def run_flip(options: argparse.Namespace) -> int:
+    """Give an instance another role while it serves, and wait until it has it."""
+    name, role = options.instance, options.role
+    order = {"role": role, "now": options.now, "reason": "ordered by vllm-tetri flip"}
+    ordered = _order(options, "flip", order)
+    if not ordered["is_under_way"]:
+        print(f"{name} is a {role} instance already")
         return 0
+    for row in _progress(options.url, name):
+        flip = row["flip"] or {"stage": "", "epoch": -1}
+        if row["state"] == "silent":
+            raise AdminError(f"{name} does not answer any more; see its log")
+        if flip["stage"] in ("draining", "switching"):
+            continue
+        if flip["epoch"] < ordered["epoch"] and row["role"] != role:
+            is_still = f"{name} is still a {row['role']} instance"
+            raise AdminError(f"{is_still}: the order was lost; repeat it")
+        if flip["stage"] != "done" or flip["commit_s"] or flip["age_s"] > _COMMIT_S:
+            print(f"{name} {flip_words(flip) if row['flip'] else f'is a {role} instance'}")
+            return 0 if row["role"] == role else 1
+    raise AdminError(f"{name} left the cluster before it had its new role")
 
 
-class SetMode:
-    """`vllm-tetri mode`: show or change how a running router serves requests."""
+def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `drain`."""
+    _add_instance(parser)
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS",
+        help="end it after this time even with requests in flight (default: no deadline)",
+    )  # fmt: skip
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "mode", nargs="?", choices=[mode.value for mode in Mode],
-            help="prefill and decode on two instances (split), each request on one (whole), or "
-            "decided per request (adaptive); without it, the current mode is shown",
-        )  # fmt: skip
-        _add_url(parser)
 
-    def run(self, options: argparse.Namespace) -> int:
-        body = None if options.mode is None else {"mode": options.mode}
-        print(call(options.url, "/tetri/v1/mode", body)["mode"])
-        return 0
+def run_drain(options: argparse.Namespace) -> int:
+    """Let an instance finish its requests and leave the cluster."""
+    name = options.instance
+    _order(options, "drain", {})
+    for _ in _progress(options.url, name):
+        pass
+    departed = call(options.url, _INSTANCES)["departed"]
+    if name not in departed:
+        raise AdminError(f"{name} is gone, but did not say goodbye; see its log")
+    print(f"{name} has left" + (f"; cut off: {departed[name]}" if departed[name] else ""))
+    return 0
+
+
+def add_mode_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `mode`."""
+    parser.add_argument(
+        "mode", nargs="?", choices=[mode.value for mode in Mode],
+        help="prefill and decode on two instances (split), each request on one (whole), or "
+        "decided per request (adaptive); without it, the current mode is shown",
+    )  # fmt: skip
+    _add_url(parser)
+
+
+def run_mode(options: argparse.Namespace) -> int:
+    """Show or change how a running router serves requests."""
+    body = None if options.mode is None else {"mode": options.mode}
+    print(call(options.url, "/tetri/v1/mode", body)["mode"])
+    return 0
 
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
@@ -217,9 +202,8 @@ def _add_instance(parser: argparse.ArgumentParser) -> None:
 
 def _order(options: argparse.Namespace, verb: str, order: Row) -> Row:
     path = f"{_INSTANCES}/{quote(options.instance, safe='')}/{verb}"
-    return call(
-        options.url, path, {**order, "deadline_s": options.deadline, "force": options.force}
-    )
+    order |= {"deadline_s": options.deadline, "force": options.force}
+    return call(options.url, path, order)
 
 
 def _progress(url: str, name: str) -> Iterator[Row]:
@@ -276,20 +260,20 @@ def status_of(content: dict[str, Any]) -> RenderableType:
     )
 
 
+_STAGES = {  # what of a flip is said at each, as formats
+    "draining": "draining for {age_s:.1f} s",
+    "switching": "switches with its next step",
+    "done": "done {age_s:.0f} s ago",
+    "rolled_back": "rolled back {age_s:.0f} s ago: {problem}",
+}
+
+
 def flip_words(flip: Row) -> str:
     """Describe one flip on one line."""
-    way, when = f"{flip['source']} → {flip['target']}", f"{flip['age_s']:.0f} s ago"
-    match flip["stage"]:
-        case _ if not flip["is_heard"]:
-            what = f"ordered {flip['age_s']:.1f} s ago, not confirmed yet"
-        case "draining":
-            what = f"draining for {flip['age_s']:.1f} s"
-        case "switching":
-            what = "switches with its next step"
-        case "done":
-            took = [f"drained in {flip['drain_s']:.2f} s"] if flip["drain_s"] else []
-            took += [f"committed in {flip['commit_s'] * 1000:.1f} ms"] if flip["commit_s"] else []
-            what = ", ".join([f"done {when}", *took])
-        case _:
-            what = f"rolled back {when}: {flip['problem']}"
-    return f"{way}: {what} ({flip['reason']})"
+    what = _STAGES[flip["stage"]].format(**flip)
+    if not flip["is_heard"]:
+        what = f"ordered {flip['age_s']:.1f} s ago, not confirmed yet"
+    elif flip["stage"] == "done":
+        what += f", drained in {flip['drain_s']:.2f} s" if flip["drain_s"] else ""
+        what += f", committed in {flip['commit_s'] * 1000:.1f} ms" if flip["commit_s"] else ""
+    return f"{flip['source']} → {flip['target']}: {what} ({flip['reason']})"

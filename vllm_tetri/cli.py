@@ -1,7 +1,8 @@
 """The `vllm-tetri` command.
 
-A command is a module with ``add_arguments(parser)`` and ``run(options) -> int``. Only the
-module of the command that is run gets imported; `completion` imports all of them.
+A command is a module with ``add_arguments(parser)`` and ``run(options) -> int``; where a module has
+several, these are ``add_NAME_arguments`` and ``run_NAME``. Only the module of the command that is
+run gets imported; `completion` imports all of them.
 """
 
 from __future__ import annotations
@@ -10,25 +11,18 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn
 
 from vllm_tetri import __version__
-from vllm_tetri.errors import INTERRUPTED, TetriError
+from vllm_tetri.errors import INTERRUPTED, ConfigError, TetriError
 
 PROGRAM = "vllm-tetri"
 USAGE_ERROR = 2
 _SERVE_OPTIONS = "OPTIONS OF vllm serve"
-
-
-class CommandModule(Protocol):
-    """What the module of a command offers."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-    def run(self, options: argparse.Namespace) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class Command:
 
     name: str  # one word or two
     group: str  # its heading in `vllm-tetri --help`; empty: not listed there
-    module: str  # or ``module:Class``
+    module: str  # or ``module:NAME``
     summary: str
     example: str
     tail: str = ""  # what may follow a bare `--`
@@ -48,16 +42,16 @@ COMMANDS = (
             "up MODEL --prefill 1 --decode 1 -- --max-model-len 4096", _SERVE_OPTIONS),
     Command("router", "Run", "vllm_tetri.router.command", "run the OpenAI-compatible HTTP server",
             "router --port 8000"),
-    Command("status", "Look", "vllm_tetri.admin:Status", "show the instances of a router",
+    Command("status", "Look", "vllm_tetri.admin:status", "show the instances of a router",
             "status --url http://127.0.0.1:8000"),
     Command("doctor", "Look", "vllm_tetri.launch.doctor", "explain what this machine can run",
             "doctor"),
-    Command("flip", "Change", "vllm_tetri.admin:FlipCommand",
+    Command("flip", "Change", "vllm_tetri.admin:flip",
             "change the role of a running instance", "flip decode-1 prefill"),
-    Command("drain", "Change", "vllm_tetri.admin:DrainCommand",
+    Command("drain", "Change", "vllm_tetri.admin:drain",
             "let an instance finish its requests and leave the cluster",
             "drain decode-1 --deadline 60"),
-    Command("mode", "Change", "vllm_tetri.admin:SetMode",
+    Command("mode", "Change", "vllm_tetri.admin:mode",
             "serve requests split, aggregated, or as suits each", "mode adaptive"),
     Command("bench", "Measure", "vllm_tetri.bench",
             "measure this package and a stock server under the same load",
@@ -65,9 +59,9 @@ COMMANDS = (
             _SERVE_OPTIONS),
     Command("sim", "Measure", "vllm_tetri.sim.command", "simulate a cluster of any size",
             "sim --mode split whole --prefill 1 --decode 1 --kind mixed --rate 1"),
-    Command("secret", "Set up", "vllm_tetri.cli:SecretCommand",
+    Command("secret", "Set up", "vllm_tetri.cli:secret",
             "make the secret that the processes of a cluster share", "secret cluster.secret"),
-    Command("completion", "Set up", "vllm_tetri.cli:CompletionCommand",
+    Command("completion", "Set up", "vllm_tetri.cli:completion",
             "print a script that completes commands and options",
             "completion bash > ~/.local/share/bash-completion/completions/vllm-tetri"),
     Command("bench transfer", "", "vllm_tetri.bench_transfer",
@@ -112,10 +106,6 @@ def overview() -> str:
     ])  # fmt: skip
 
 
-class UnknownCommand(TetriError):
-    """There is no such command."""
-
-
 class _Parser(argparse.ArgumentParser):
     """Suggests an option where an unknown one was given."""
 
@@ -127,54 +117,56 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-class SecretCommand:
-    """`vllm-tetri secret`."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("file", type=Path, metavar="FILE", help="new file for the secret")
-
-    def run(self, options: argparse.Namespace) -> int:
-        from vllm_tetri.security import VARIABLE, write_secret
-
-        write_secret(options.file)
-        print(
-            f"{options.file} holds a new secret that only you may read. Give it to every process "
-            f"of the cluster:\n"
-            f"  vllm serve MODEL --role ... --tetri-secret-file {options.file}\n"
-            f"  {PROGRAM} router --secret-file {options.file}\n"
-            f"or set {VARIABLE}={options.file} for all of them. Copy it to other hosts over an "
-            "encrypted connection."
-        )
-        return 0
+def add_secret_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `secret`."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="new file for the secret")
 
 
-class CompletionCommand:
-    """`vllm-tetri completion`."""
+def run_secret(options: argparse.Namespace) -> int:
+    """Write a new secret, and say what to do with it."""
+    from vllm_tetri.security import VARIABLE, write_secret
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("shell", choices=["bash", "zsh"], help="shell that runs the script")
-
-    def run(self, options: argparse.Namespace) -> int:
-        import shtab
-
-        root = argparse.ArgumentParser(prog=PROGRAM)
-        commands = root.add_subparsers()
-        for command in COMMANDS:
-            if command.group:
-                parser = commands.add_parser(command.name, help=command.summary)
-                _load(command).add_arguments(parser)
-        print(shtab.complete(root, shell=options.shell))
-        return 0
+    write_secret(options.file)
+    print(
+        f"{options.file} holds a new secret that only you may read. Give it to every process "
+        f"of the cluster:\n"
+        f"  vllm serve MODEL --role ... --tetri-secret-file {options.file}\n"
+        f"  {PROGRAM} router --secret-file {options.file}\n"
+        f"or set {VARIABLE}={options.file} for all of them. Copy it to other hosts over an "
+        "encrypted connection."
+    )
+    return 0
 
 
-def _load(command: Command) -> CommandModule:
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `completion`."""
+    parser.add_argument("shell", choices=["bash", "zsh"], help="shell that runs the script")
+
+
+def run_completion(options: argparse.Namespace) -> int:
+    """Print the script."""
+    import shtab
+
+    root = argparse.ArgumentParser(prog=PROGRAM)
+    commands = root.add_subparsers()
+    for command in COMMANDS:
+        if command.group:
+            _declare(command, commands.add_parser(command.name, help=command.summary))
+    print(shtab.complete(root, shell=options.shell))
+    return 0
+
+
+def _declare(command: Command, parser: argparse.ArgumentParser) -> Callable[..., int]:
+    """Add the options of a command, and return what runs it."""
     path, _, name = command.module.partition(":")
     module = importlib.import_module(path)
-    return cast(CommandModule, getattr(module, name)() if name else module)
+    getattr(module, f"add_{name}_arguments" if name else "add_arguments")(parser)
+    run: Callable[..., int] = getattr(module, f"run_{name}" if name else "run")
+    return run
 
 
 def _find(words: Sequence[str]) -> Command:
-    """The command with the longest name that the words begin with, or UnknownCommand."""
+    """The command with the longest name that the words begin with, or ConfigError."""
     by_name = {command.name: command for command in COMMANDS}
     found = by_name.get(" ".join(words[:2])) or by_name.get(words[0])
     if found is not None:
@@ -182,7 +174,7 @@ def _find(words: Sequence[str]) -> Command:
     listed = [command.name for command in COMMANDS if command.group]
     close = get_close_matches(words[0], listed, n=1, cutoff=0.7)
     hint = f"did you mean {close[0]!r}?" if close else f"{PROGRAM} --help lists them"
-    raise UnknownCommand(f"unknown command {words[0]!r}; {hint}")
+    raise ConfigError(f"unknown command {words[0]!r}; {hint}")
 
 
 def _run(command: Command, words: list[str]) -> int:
@@ -190,7 +182,6 @@ def _run(command: Command, words: list[str]) -> int:
     if command.tail and "--" in words:
         cut = words.index("--")
         words, tail = words[:cut], words[cut + 1 :]
-    module = _load(command)
     more = [each for each in COMMANDS if each.name.startswith(f"{command.name} ")]
     parser = _Parser(
         prog=f"{PROGRAM} {command.name}",
@@ -202,12 +193,12 @@ def _run(command: Command, words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    module.add_arguments(parser)
+    run = _declare(command, parser)
     if command.tail:
         parser.usage = f"{parser.format_usage()[len('usage: ') :].strip()} [-- {command.tail}]"
     # Like vLLM, `--max_in_flight` is `--max-in-flight`.
     words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
-    return module.run(parser.parse_args(words, argparse.Namespace(tail=tail)))
+    return run(parser.parse_args(words, argparse.Namespace(tail=tail)))
 
 
 if __name__ == "__main__":
