@@ -19,7 +19,7 @@ from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded
 from vllm_tetri.control.role import RoleKeeper
 from vllm_tetri.control.view import Snapshot, ViewStore
-from vllm_tetri.curve import CONTROL, HANDSHAKE_FAILED, Curve, is_readable
+from vllm_tetri.curve import HANDSHAKE_FAILED, Curve, is_readable
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.policy.role import Leaving, Verdict
 from vllm_tetri.security import Secret
@@ -114,7 +114,7 @@ class Agent:
     ) -> None:
         for address in routers:
             require_guarded("--tetri-control", control_host(address), has_secret=bool(secret))
-        self._curve = None if secret is None else Curve(secret, CONTROL)
+        self._curve = None if secret is None else Curve(secret)
         self._routers, self._info, self._engine = routers, info, engine
         self._period_s = period_s
         self._late_s = 6 * period_s  # without a poll for this time, report nevertheless

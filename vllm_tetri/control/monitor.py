@@ -21,7 +21,7 @@ from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded
 from vllm_tetri.control.membership import Membership
 from vllm_tetri.control.view import row_of
-from vllm_tetri.curve import CONTROL, HANDSHAKE_FAILED, Curve, Gatekeeper, is_readable
+from vllm_tetri.curve import HANDSHAKE_FAILED, Curve, is_readable
 from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.security import Secret
 from vllm_tetri.types import ClusterView, Flip, InstanceId, InstanceInfo, InstanceView, Role
@@ -69,7 +69,7 @@ class Monitor:
         secret: Secret | None = None,
     ) -> None:
         require_guarded("--control", control_host(bind), has_secret=secret is not None)
-        self._curve = None if secret is None else Curve(secret, CONTROL)
+        self._curve = None if secret is None else Curve(secret)
         self.counters = MonitorCounters()
         self.members = Membership(silent_after_s)
         self._bind, self._name, self._router = bind, name, router
@@ -78,7 +78,6 @@ class Monitor:
         self._opened = contextlib.ExitStack()  # what `close` closes
         self._socket: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
-        self._gatekeeper: Gatekeeper | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when it fires
 
@@ -98,10 +97,7 @@ class Monitor:
         opened.callback(self._socket.disable_monitor)
         if self._curve is not None:
             self._curve.listen(self._socket)
-            keeper = self._gatekeeper = Gatekeeper(context, self._curve)
-            opened.callback(keeper.close)
-            loop.add_reader(keeper.socket.fileno(), keeper.answer)
-            opened.callback(loop.remove_reader, keeper.socket.fileno())
+            opened.callback(self._curve.gatekeeper(context).stop)
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
@@ -161,8 +157,6 @@ class Monitor:
         # Before all else: whatever fails below, there is another period.
         self._due_s = now + self._period_s
         self._timer = asyncio.get_running_loop().call_later(self._period_s, self._tick)
-        if self._gatekeeper is not None:
-            self._gatekeeper.answer()
         self._drain()
         while self._events is not None and is_readable(self._events):
             self._events.recv_multipart()
