@@ -167,15 +167,6 @@ void bind_layout(py::module_& module) {
             arena.load(offset, first_block, *layout.core, blocks, threads);
           },
           "slot_offset"_a, "first_block"_a, "layout"_a, "block_ids"_a, "threads"_a = 1)
-      .def(
-          "save",
-          [](tetri::Arena& arena, uint64_t offset, uint64_t first_block, const PyLayout& layout,
-             const Ids& ids) {
-            const auto blocks = to_vector(ids);
-            const NoGil unlocked;
-            arena.save(offset, first_block, *layout.core, blocks);
-          },
-          "slot_offset"_a, "first_block"_a, "layout"_a, "block_ids"_a)
       .def("close", &tetri::Arena::close, Unlocked());
 }
 
@@ -229,8 +220,6 @@ void bind_receiver(py::module_& module) {
           "wait", [](Receiver& it, double s) { return it.wait(tetri::from_seconds(s)); },
           "timeout_s"_a, Unlocked())
       .def("take", &Receiver::take, "transfer"_a, Unlocked())
-      .def("claim", &Receiver::claim, "name"_a, "num_blocks"_a, "block_bytes"_a, "num_ranks"_a = 1,
-           Unlocked())
       .def("release", &Receiver::release, "transfer"_a, Unlocked())
       .def("cancel", &Receiver::cancel, "transfer"_a, Unlocked())
       .def("abandon", &Receiver::abandon, "prefix"_a, "kept"_a, "reason"_a, Unlocked())

@@ -11,8 +11,8 @@ namespace {
 constexpr int kMaxThreads = 64;
 }
 
-uint8_t* Arena::blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
-                          size_t num_blocks) const {
+const uint8_t* Arena::blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
+                                size_t num_blocks) const {
   if (!segment_) throw std::invalid_argument("the arena is closed");
   const uint64_t block_bytes = layout.block_bytes();
   uint64_t begin = 0;
@@ -50,17 +50,6 @@ void Arena::load(uint64_t slot_offset, uint64_t first_block, const Layout& layou
   }
   copy(0, ids.size() / workers);
   for (std::thread& thread : pool) thread.join();
-}
-
-void Arena::save(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
-                 const std::vector<int32_t>& ids) {
-  layout.check_ids(ids);
-  const std::shared_lock lock(mutex_);
-  uint8_t* destination = blocks_at(slot_offset, first_block, layout, ids.size());
-  for (const int32_t id : ids) {
-    layout.gather_block(static_cast<uint64_t>(id), destination);
-    destination += layout.block_bytes();
-  }
 }
 
 void Arena::close() {

@@ -50,13 +50,6 @@ std::optional<Slot> Receiver::take(const std::string& transfer) {
   return state_.closing ? std::nullopt : state_.table.take(transfer);
 }
 
-std::optional<Slot> Receiver::claim(const std::string& name, uint64_t num_blocks,
-                                    uint64_t block_bytes, uint32_t num_ranks) {
-  const std::lock_guard lock(state_.mutex);
-  if (state_.closing) return std::nullopt;
-  return state_.table.claim(name, num_blocks, block_bytes, num_ranks);
-}
-
 void Receiver::release(const std::string& transfer) {
   const std::lock_guard lock(state_.mutex);
   if (!state_.closing) state_.table.release(transfer);

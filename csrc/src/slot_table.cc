@@ -286,18 +286,6 @@ std::optional<Slot> SlotTable::take(const std::string& transfer) {
   return record.slot;
 }
 
-std::optional<Slot> SlotTable::claim(const std::string& name, uint64_t num_blocks,
-                                     uint64_t block_bytes, uint32_t num_ranks) {
-  if (name.empty() || name.size() > kMaxNameBytes || names_.count(name) > 0 ||
-      !can_ever_fit(num_blocks, block_bytes, num_ranks)) {
-    return std::nullopt;
-  }
-  Record* record = create(name, num_blocks, block_bytes, num_ranks);
-  if (record == nullptr) return std::nullopt;
-  record->slot.state = SlotState::kTaken;
-  return record->slot;
-}
-
 void SlotTable::release(const std::string& transfer) {
   notes_.erase(transfer);
   const auto named = names_.find(transfer);

@@ -114,37 +114,18 @@ TEST(slot_notes_and_refusals_end) {
   CHECK(f.table.next_deadline() == TimePoint::max());
 }
 
-TEST(slot_that_this_side_claims_stays_until_it_is_released) {
-  Fixture f;
-  const auto slot = f.table.claim("own", 2, kPage, 2);
-  CHECK(slot && slot->state == SlotState::kTaken && slot->num_ranks == 2);
-  CHECK(slot->rank_bytes == 2 * kPage && f.table.used_bytes() == 4 * kPage);
-  CHECK(f.table.next_deadline() == TimePoint::max());
-  f.table.expire(f.now + seconds(1000));
-  f.table.cancel("own", f.now);
-  f.table.connection_lost(writer(0, false), "unknown", f.now);
-  CHECK(f.table.find("own")->generation == slot->generation);
-  CHECK(!f.table.take("own"));
-  CHECK(!f.table.claim("own", 1, kPage, 1));
-  f.now += seconds(11);
-  CHECK(!granted(f.open("own", writer(1, true))));
-  CHECK(!f.table.writable(slot->generation, writer(0, false), 0, 1));
-  f.table.release("own");
-  CHECK(!f.table.find("own") && f.table.used_bytes() == 0);
-  CHECK(f.table.claim("own", 1, kPage, 1)->generation != slot->generation);
-}
-
 TEST(slots_that_were_not_taken_are_abandoned_with_a_note) {
   Fixture f;
   const Opened filling = f.open("r/filling", writer(1, true), 1);
   const Opened arrived = f.open("r/arrived", writer(1, false), 1);
   const Opened kept = f.open("r/kept", writer(1, false), 1);
+  const Opened taken = f.open("r/own", writer(1, false), 1);
   f.open("s/r/other", writer(1, false), 1);
-  for (const Opened& opened : {arrived, kept}) {
+  for (const Opened& opened : {arrived, kept, taken}) {
     f.table.received(opened.generation, writer(1, false), kPage, f.now);
     f.table.done({opened.generation, kPage}, writer(1, false), f.now);
   }
-  f.table.claim("r/own", 1, kPage, 1);
+  f.table.take("r/own");
   CHECK(f.table.num_slots(SlotState::kFilling) == 2);
   CHECK(f.table.num_slots(SlotState::kArrived) == 2);
   f.table.abandon("r/", {"r/kept"}, "its router is gone", f.now);
@@ -158,18 +139,4 @@ TEST(slots_that_were_not_taken_are_abandoned_with_a_note) {
   f.table.stopped(filling.generation, writer(1, true));
   CHECK(f.table.used_bytes() == 3 * kPage);
   CHECK(f.table.counters().cancelled == 2);
-}
-
-TEST(slot_is_claimed_only_where_there_is_room) {
-  Fixture f;
-  f.open("t", writer(1, false), 6);
-  CHECK(!f.table.claim("own", 3, kPage, 1));
-  CHECK(f.table.claim("own", 2, kPage, 1));
-  CHECK(!granted(f.open("u", writer(1, false), 1)));
-  CHECK(!f.table.claim("", 1, 1, 1));
-  for (const uint64_t bad : {uint64_t{0}, uint64_t{1} << 62}) {
-    CHECK(!f.table.claim("bad", bad, kPage, 1) && !f.table.claim("bad", 1, bad, 1));
-  }
-  CHECK(!f.table.claim("bad", 1, 1, 0));
-  CHECK(f.table.counters().arrived == 0 && f.table.num_slots() == 2);
 }

@@ -124,55 +124,18 @@ TEST(transfer_over_tcp) { push_and_compare(LinkWish::kTcp); }
 TEST(transfer_stress_over_shm) { stress(LinkWish::kShm); }
 TEST(transfer_stress_over_tcp) { stress(LinkWish::kTcp); }
 
-TEST(claimed_slots_return_what_was_saved_while_transfers_arrive) {
-  Receiver receiver(receiving());
-  Sender sender(sending(LinkWish::kShm));
-  Arena arena(receiver.segment());
-  std::atomic<int> saved{0};
-  const auto swap = [&](unsigned seed) {
-    const Cache source(3, 4096, seed);
-    Cache target(3, 4096, 0);
-    const uint64_t block_bytes = source.layout->block_bytes();
-    for (unsigned turn = 0; turn < 40; ++turn) {
-      const std::string name = "own-" + std::to_string(seed) + "-" + std::to_string(turn);
-      const auto slot = receiver.claim(name, kBlocks, block_bytes, 2);
-      if (!slot) continue;
-      const auto ids = all_ids(turn);
-      const uint64_t second_rank = slot->offset + slot->rank_bytes;
-      arena.save(second_rank, 0, *source.layout, ids);
-      arena.load(second_rank, 0, *target.layout, ids, 1);
-      CHECK(target.memory == source.memory);
-      receiver.release(name);
-      ++saved;
-    }
-  };
-  std::vector<std::thread> threads;
-  for (unsigned seed = 1; seed <= 3; ++seed) threads.emplace_back(swap, seed);
-  const Cache sent(3, 4096, 9);
-  for (unsigned turn = 0; turn < 40; ++turn) {
-    const TransferPtr transfer =
-        sender.open(receiver.endpoint(), std::to_string(turn), kBlocks, sent.layout->block_bytes());
-    transfer->write(sent.layout, 0, all_ids(turn));
-    transfer->finish();
-    eventually([&] { return transfer->quiesced(); });
-    if (receiver.take(std::to_string(turn))) receiver.release(std::to_string(turn));
-  }
-  for (std::thread& thread : threads) thread.join();
-  CHECK(saved > 40);
-  CHECK(receiver.stats().arena_used_bytes == 0);
-}
-
 TEST(arena_refuses_what_lies_outside) {
   Receiver receiver(receiving());
   Arena arena(receiver.segment());
-  const Cache source(1, 4096, 1);
-  const uint64_t offset = receiver.claim("own", 2, 4096, 1)->offset;
-  arena.save(offset, 1, *source.layout, {0});
-  CHECK_THROWS(arena.save(0, 0, *source.layout, {0}), std::invalid_argument);
-  CHECK_THROWS(arena.save(offset, uint64_t{1} << 60, *source.layout, {0}), std::invalid_argument);
-  CHECK_THROWS(arena.save(offset, 0, *source.layout, {-1}), std::invalid_argument);
+  const Cache target(1, 4096, 1);
+  const uint64_t offset = tetri::kHeaderBytes;
+  arena.load(offset, 1, *target.layout, {0}, 1);
+  CHECK_THROWS(arena.load(0, 0, *target.layout, {0}, 1), std::invalid_argument);
+  CHECK_THROWS(arena.load(offset, uint64_t{1} << 60, *target.layout, {0}, 1),
+               std::invalid_argument);
+  CHECK_THROWS(arena.load(offset, 0, *target.layout, {-1}, 1), std::invalid_argument);
   arena.close();
-  CHECK_THROWS(arena.save(offset, 0, *source.layout, {0}), std::invalid_argument);
+  CHECK_THROWS(arena.load(offset, 0, *target.layout, {0}, 1), std::invalid_argument);
 }
 
 TEST(transfer_ends_when_the_receiver_closes_in_the_middle) {

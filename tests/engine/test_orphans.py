@@ -162,8 +162,10 @@ def test_a_router_dies_and_requests_that_have_begun_stay(pair: Pair) -> None:
 
 
 def test_a_router_dies_while_the_arena_is_full(pair: Pair) -> None:
-    arena = pair.decode.endpoint.receiver
-    assert arena.claim("full", 1, arena.stats().arena_total_bytes) is not None
+    blocks = (
+        pair.decode.endpoint.receiver.stats().arena_total_bytes // pair.decode.mover.block_bytes
+    )
+    sender, _ = open_slot(pair, "full", [0] * (16 * blocks), pair.prefill.endpoint.config.link)
     pair.send("r/a", prompt(100))
     pair.prefilled("r/a")
     pair.prefill.endpoint.abandon("t-s")  # another one
@@ -172,7 +174,7 @@ def test_a_router_dies_while_the_arena_is_full(pair: Pair) -> None:
     assert not pair.prefill.is_at_rest  # it tries again and again
     with Soon(pair.prefill):
         pair.prefill.endpoint.abandon(ROUTER)
-    arena.release("full")
+    sender.close()
     pair.settle()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.eventually import eventually
 from tests.transport.conftest import IDENTITY, Backend, empty, ended, fails
-from vllm_tetri.transport.native import Arena, SlotState, Status, TransferState
+from vllm_tetri.transport.native import SlotState, Status, TransferState
 
 ONE = np.array([0], np.int32)
 
@@ -160,42 +160,6 @@ def test_arrived_but_not_taken_ends(core: Backend) -> None:
     receiver.release("pinned")
     eventually(lambda: empty(receiver))
     eventually(lambda: receiver.find("t") is None)
-
-
-def test_a_claimed_slot_is_this_sides_own_until_it_is_released(core: Backend) -> None:
-    receiver, sender = core.receiver(arena_bytes=8 * 4096, hold_timeout_s=0.1), core.sender()
-    cache, back = core.cache(2, 16, 2048, seed=1), core.cache(2, 16, 2048)
-    slot = receiver.claim("own", 3, cache.layout.block_bytes, 2)
-    assert (slot.state, slot.num_blocks, slot.num_ranks) == (SlotState.TAKEN, 3, 2)
-    assert receiver.claim("own", 1, 4096) is None
-    assert receiver.claim("more", 3, 4096) is None
-    assert receiver.claim("", 1, 4096) is None
-    assert receiver.claim("none", 0, 4096) is None
-    assert ended(core.push(sender, receiver, "own", cache, [1])) == TransferState.FAILED
-    refused = core.push(sender, receiver, "big", cache, [1, 2, 3])
-    fails(refused, Status.FULL)
-    arena = Arena(receiver.segment)
-    second_rank = slot.offset + slot.rank_bytes
-    arena.save(second_rank, 0, cache.layout, np.array([5, 1, 9], np.int32))
-    receiver.cancel("own")
-    time.sleep(0.2)
-    assert receiver.find("own").generation == slot.generation
-    arena.load(second_rank, 1, back.layout, np.array([0, 3], np.int32))
-    assert back.bytes_of([0, 3]) == cache.bytes_of([1, 9])
-    for bad in (
-        lambda: arena.save(0, 0, cache.layout, ONE),
-        lambda: arena.save(slot.offset, 1 << 40, cache.layout, ONE),
-        lambda: arena.save(slot.offset, 0, cache.layout, np.array([99], np.int32)),
-    ):
-        with pytest.raises(ValueError):
-            bad()
-    arena.close()
-    receiver.release("own")
-    receiver.release("own")
-    assert empty(receiver)
-    again = receiver.claim("own", 1, 4096)
-    assert again.generation != slot.generation
-    receiver.release("own")
 
 
 def test_finish_with_missing_blocks_fails_and_names_one(core: Backend) -> None:

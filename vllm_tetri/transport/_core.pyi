@@ -99,11 +99,6 @@ class Receiver:
         """(waits) True when a slot became ARRIVED or FAILED since the last wait."""
     def take(self, transfer: str) -> Slot | None:
         """Pin an ARRIVED slot; None in any other state."""
-    def claim(
-        self, name: str, num_blocks: int, block_bytes: int, num_ranks: int = 1
-    ) -> Slot | None:
-        """Take a slot that this side fills itself (`Arena.save`): TAKEN from the start, so it
-        stays until released. None when the name is in use or the arena has no room."""
     def release(self, transfer: str) -> None:
         """Give a TAKEN slot back. Idempotent."""
     def cancel(self, transfer: str) -> None:
@@ -117,8 +112,7 @@ class Receiver:
     def close(self) -> None: ...  # idempotent
 
 class Arena:
-    """A mapping of a receiver's segment, also in another process of this user. `load` copies
-    from it to paged blocks, `save` the other way."""
+    """A mapping of a receiver's segment, also in another process of this user."""
     def __init__(self, segment: str) -> None: ...
     def load(
         self,
@@ -130,11 +124,6 @@ class Arena:
     ) -> None:
         """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a slot (offset
         includes the rank) to block_ids of `layout`. Raises ValueError when out of range."""
-    def save(
-        self, slot_offset: int, first_block: int, layout: Layout, block_ids: NDArray[np.int32]
-    ) -> None:
-        """(waits) Copy block_ids of `layout` to the slot's blocks from first_block on.
-        Raises ValueError as `load`. The caller owns the slot."""
     def close(self) -> None: ...
 
 class TransferState(Enum):

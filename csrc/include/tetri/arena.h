@@ -20,15 +20,12 @@ class Arena {
   // Throws std::invalid_argument when anything is out of range or the arena is closed.
   void load(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
             const std::vector<int32_t>& ids, int threads);
-  // The other way round: `ids` of the layout to the blocks of a slot that was claimed.
-  void save(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
-            const std::vector<int32_t>& ids);
   void close();
 
  private:
   // Where those blocks are. Throws as above; `mutex_` is held.
-  uint8_t* blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
-                     size_t num_blocks) const;
+  const uint8_t* blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
+                           size_t num_blocks) const;
 
   std::shared_mutex mutex_;
   std::optional<Segment> segment_;

@@ -33,8 +33,6 @@ class Receiver {
   std::optional<Slot> find(const std::string& transfer);
   bool wait(Duration timeout);  // blocks
   std::optional<Slot> take(const std::string& transfer);
-  std::optional<Slot> claim(const std::string& name, uint64_t num_blocks, uint64_t block_bytes,
-                            uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer);
   void abandon(const std::string& prefix, const std::vector<std::string>& kept,

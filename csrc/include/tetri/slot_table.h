@@ -6,8 +6,6 @@
 //                        v                             v
 //                     FAILED (no memory, only a note) <-
 //
-// A slot that this side fills itself (`claim`) is TAKEN from the start.
-//
 // Memory of a slot that ends while a shared-memory writer may still be writing is quarantined: it
 // stays allocated, under no name, until that writer reports that it stopped or its connection is
 // gone.
@@ -93,9 +91,6 @@ class SlotTable {
   // The engine's side.
   std::optional<Slot> find(const std::string& transfer) const;
   std::optional<Slot> take(const std::string& transfer);
-  // Nothing when the name is in use or there is no room.
-  std::optional<Slot> claim(const std::string& name, uint64_t num_blocks, uint64_t block_bytes,
-                            uint32_t num_ranks);
   void release(const std::string& transfer);
   void cancel(const std::string& transfer, TimePoint now);
   // Ends every slot that is not TAKEN and whose name begins with `prefix`, but for those in
