@@ -128,7 +128,7 @@ def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
     made: list[Any] = []
 
     def make_predictor(*_: Any) -> Any:
-        made.append(Oracle(200, 6, 1.0))
+        made.append(Oracle(200, 6))
         return made[-1]
 
     monkeypatch.setattr("vllm_tetri.engine.endpoint.make_predictor", make_predictor)

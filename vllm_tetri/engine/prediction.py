@@ -91,7 +91,7 @@ def make_predictor(
     if config.predictor == NONE:
         return None
     if config.predictor == ORACLE:
-        return Oracle(buckets.granularity_tokens, buckets.num_buckets, accuracy=1.0)
+        return Oracle(buckets.granularity_tokens, buckets.num_buckets)
     if role is Role.DECODE:
         return None
     command = serve_command(
