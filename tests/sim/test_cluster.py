@@ -31,7 +31,6 @@ from vllm_tetri.sim.config import (
     make_instances,
 )
 from vllm_tetri.sim.cost.profiles import profile
-from vllm_tetri.sim.links import Link
 from vllm_tetri.sim.workload import draw
 from vllm_tetri.types import InstanceId, Role
 
@@ -198,10 +197,8 @@ def _settings() -> dict[str, ClusterConfig]:
     linked = make_instances(2, 2, 1, engine=replace(tight, kv_token_bytes=1000))
     roofline = replace(tight, cost=profile("roofline:llama-3-8b:h100").cost, tbt_slo_s=0.03)
     settings = {
-        "link": ClusterConfig(linked, "split", link=Link(4e5)),
-        "link, not in chunks": ClusterConfig(
-            linked, "adaptive", link=Link(4e5), sends_chunks=False
-        ),
+        "link": ClusterConfig(linked, "split", link=4e5),
+        "link, not in chunks": ClusterConfig(linked, "adaptive", link=4e5, sends_chunks=False),
         "roofline": ClusterConfig(make_instances(1, 1, engine=roofline), "adaptive"),
         "split": ClusterConfig(make_instances(2, 2, 1, engine=tight), "split", seed=3),
         "whole": ClusterConfig(make_instances(1, 1, 2, engine=tight), "whole"),

@@ -12,7 +12,6 @@ from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
-from vllm_tetri.sim.links import Link
 from vllm_tetri.types import InstanceId, InstanceInfo, Role
 
 MODEL = "model"
@@ -134,7 +133,7 @@ class ClusterConfig:
     handover_base_s: float = 0.008  # from the end of a prompt until its KV can be used
     # In addition per token whose KV was not sent while later ones were computed; without a link.
     handover_token_s: float = 5e-6
-    link: Link | None = None  # what KV is sent over; None: hand-overs do not slow each other down
+    link: float | None = None  # bytes per second; None: hand-overs do not slow each other down
     sends_chunks: bool = True  # the KV of a chunk when it is computed; else all after the prompt
     dispatch: str = "power-of-two"  # name of a policy (docs/policies.md, `plugins`)
     objective: Objective = NO_OBJECTIVE  # for modes that refuse requests that would be late
@@ -156,8 +155,7 @@ class ClusterConfig:
         was not sent before."""
         if self.link is None:
             return self.handover_base_s, self.handover_token_s
-        token_s = (engine.kv_token_bytes or 0) / self.link.bytes_per_s
-        return self.handover_base_s + self.link.latency_s, token_s
+        return self.handover_base_s, (engine.kv_token_bytes or 0) / self.link
 
 
 def make_instances(

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import RefusedRequest
 from vllm_tetri.sim.request import SimRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """Seconds to the first token, and mean seconds per token after it; raises ConfigError if they
-    are not above 0."""
-
-    ttft_s: float
-    tpot_s: float
-
-    def __post_init__(self) -> None:
-        if not (self.ttft_s > 0 and self.tpot_s > 0):
-            raise ConfigError(f"SLOs of {self.ttft_s:g} and {self.tpot_s:g} s: must be above 0 s")
-
-
 def figures(
-    served: Sequence[SimRequest], slo: Slo, refused: Sequence[RefusedRequest] = ()
+    served: Sequence[SimRequest], slo: Objective, refused: Sequence[RefusedRequest] = ()
 ) -> dict[str, float]:
     """Sum up requests, by name: `itl` are times between two tokens of all outputs; `good` is the
     share within the SLOs, and `goodput` those per second, from the first arrival to the last token;

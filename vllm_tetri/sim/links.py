@@ -24,35 +24,19 @@ At = Callable[[float, Call], None]
 """Schedules a call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What connects instances: the bandwidth of each, out and in, and what is added after the last
-    byte of a transfer."""
-
-    bytes_per_s: float
-    latency_s: float = 0.0
+# Bytes per second of the two that TetriInfer emulates (section 5.1): 200 Gbit/s RoCE, and NVLink.
+LINKS = {"roce": 200 * _GBIT_BYTES, "nvlink": 300e9}
 
 
-# The two that TetriInfer emulates (section 5.1): 200 Gbit/s RoCE and NVLink with 300 GB/s. It
-# gives no latencies.
-LINKS = {"roce": Link(200 * _GBIT_BYTES), "nvlink": Link(300e9)}
-
-
-def link(text: str) -> Link:
-    """Read a name in `LINKS`, Gbit/s, or Gbit/s:µs of latency; raises ConfigError if it is
+def link(text: str) -> float:
+    """Return the bytes per second of a name in `LINKS`, or of Gbit/s; raises ConfigError if it is
     something else, or out of range."""
-    if text in LINKS:
-        return LINKS[text]
-    gbit, colon, us = text.partition(":")
     try:
-        found = Link(float(gbit) * _GBIT_BYTES, float(us) * 1e-6 if colon else 0.0)
+        found = LINKS[text] if text in LINKS else float(text) * _GBIT_BYTES
     except ValueError:
-        found = Link(0.0)
-    if not (0 < found.bytes_per_s < math.inf and 0 <= found.latency_s < math.inf):
-        raise ConfigError(
-            f"link {text!r}: there are {', '.join(LINKS)}, Gbit/s, and Gbit/s:µs of latency, "
-            "100:5 for example"
-        )
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise ConfigError(f"link {text!r}: there are {', '.join(LINKS)}, and Gbit/s above 0")
     return found
 
 
@@ -73,8 +57,8 @@ class Transfer:
 class Links:
     """The links of all instances; `at` schedules their calls."""
 
-    def __init__(self, link: Link, at: At) -> None:
-        self._link = link
+    def __init__(self, bytes_per_s: float, at: At) -> None:
+        self._bytes_per_s = bytes_per_s
         self._at = at
         self._out: dict[InstanceId, dict[Transfer, None]] = {}
         self._in: dict[InstanceId, dict[Transfer, None]] = {}
@@ -97,7 +81,7 @@ class Links:
         out, into = self._out[changed.sender], self._in[changed.receiver]
         for each in (*out, *(other for other in into if other.sender != changed.sender)):
             num = max(len(self._out[each.sender]), len(self._in[each.receiver]))
-            rate = self._link.bytes_per_s / num
+            rate = self._bytes_per_s / num
             if rate != each.rate:
                 _settle(each, now)
                 each.rate = rate
@@ -115,7 +99,7 @@ class Links:
         del self._out[transfer.sender][transfer], self._in[transfer.receiver][transfer]
         self._share(transfer, now)
         if transfer.is_complete:
-            self._at(now + self._link.latency_s, transfer.on_end)
+            self._at(now, transfer.on_end)
 
 
 def _settle(transfer: Transfer, now: float) -> None:

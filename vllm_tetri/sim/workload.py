@@ -7,10 +7,9 @@ A class of requests has light or heavy prompts and light or heavy outputs (Tetri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.types import Prediction
@@ -29,12 +28,13 @@ KINDS = (*CLASSES, "mixed")
 
 Lengths = tuple[int, int]
 """Tokens of a prompt and of its output."""
+Arrival = tuple[float, int, int]
+"""Seconds at which a request arrives, and its lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """A request before it arrives; no policy may read `output_tokens`. Raises ConfigError if it has
-    no tokens, or arrives before 0 s."""
+    """A request before it arrives; no policy may read `output_tokens`."""
 
     id: int
     arrival_s: float
@@ -42,34 +42,26 @@ class RequestSpec:
     output_tokens: int
     predicted: Prediction | None = None
 
-    def __post_init__(self) -> None:
-        if self.prompt_tokens < 1 or self.output_tokens < 1 or not 0 <= self.arrival_s < math.inf:
-            raise ConfigError(f"no request: {self}")
+
+def above_0(**given: float | None) -> None:
+    """Raise ConfigError if a number is not above 0, or not finite; None is not given."""
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name.replace('_', ' ')}: {value:g} must be above 0")
 
 
-class LoadPhase(NamedTuple):
-    """Requests of one kind for a while."""
-
-    kind: str
-    rate: float
-    seconds: float
-
-
-def arrivals(text: str) -> float | None:
+def variation_of(arrivals: str) -> float | None:
     """Read `poisson`, `gamma:CV` or `at-once`, as `variation` of `draw`; raises ConfigError if it
     is something else."""
-    if text in ("poisson", "at-once"):
-        return 1.0 if text == "poisson" else None
-    name, _, number = text.partition(":")
+    if arrivals in ("poisson", "at-once"):
+        return 1.0 if arrivals == "poisson" else None
+    name, _, number = arrivals.partition(":")
     try:
         variation = float(number if name == "gamma" else "")
     except ValueError:
         variation = 0.0
     if not 0 < variation < math.inf:
-        raise ConfigError(
-            f"arrivals {text!r}: write poisson, at-once or gamma:CV with a coefficient of "
-            "variation above 0, gamma:3 for example"
-        )
+        raise ConfigError(f"arrivals {arrivals!r}: write poisson, at-once or gamma:3 for example")
     return variation
 
 
@@ -88,59 +80,36 @@ def draw(
     Args:
         kind: One of `KINDS`; ignored with `known`.
         rate: Arrivals per second.
-        accuracy: Share of right predictions; the others are a neighbouring bucket.
+        accuracy: Share of right predictions.
         known: Lengths to draw from.
         variation: Coefficient of variation of the times between arrivals, which are
             gamma-distributed as in BurstGPT and ServeGen: 1 is Poisson, more comes in bursts;
             None: all at once. Lengths do not depend on it.
-
-    Raises:
-        ConfigError: The kind is unknown, or a number out of range.
     """
-    _check(kind, rate)
-    if count < 1:
-        raise ConfigError(f"{count} requests: must be at least 1")
     rng, bursts = Random(f"{kind} {seed}"), Random(f"arrivals {seed}")
-    predict = predictor(accuracy, seed)
-    specs, now = [], 0.0
-    for number in range(count):
-        gap_s = rng.expovariate(rate)
-        if variation is None:
-            gap_s = 0.0
-        elif variation != 1.0:
-            gap_s = bursts.gammavariate(variation**-2, variation**2 / rate)
-        now += gap_s
-        prompt, output = rng.choice(known) if known is not None else _lengths(kind, rng)
-        specs.append(RequestSpec(number, now, prompt, output, predict(output)))
-    return specs
+
+    def drawn() -> Iterator[Arrival]:
+        now = 0.0
+        for _ in range(count):
+            gap_s = rng.expovariate(rate)
+            if variation is None:
+                gap_s = 0.0
+            elif variation != 1.0:
+                gap_s = bursts.gammavariate(variation**-2, variation**2 / rate)
+            now += gap_s
+            yield now, *(_lengths(kind, rng) if known is None else rng.choice(known))
+
+    return predicted(drawn(), accuracy, seed)
 
 
-def draw_phases(
-    phases: Sequence[LoadPhase], seed: int, *, accuracy: float = 1.0
-) -> list[RequestSpec]:
-    """Draw requests of one phase after the other; raises ConfigError if there are none."""
-    rng, predict = Random(f"phases {seed}"), predictor(accuracy, seed)
-    specs: list[RequestSpec] = []
-    start_s = 0.0
-    for phase in phases:
-        _check(phase.kind, phase.rate)
-        if not 0 < phase.seconds < math.inf:
-            raise ConfigError(f"a phase of {phase.seconds:g} s: must be longer than 0 s")
-        now, end_s = start_s, start_s + phase.seconds
-        while (now := now + rng.expovariate(phase.rate)) < end_s:
-            prompt, output = _lengths(phase.kind, rng)
-            specs.append(RequestSpec(len(specs), now, prompt, output, predict(output)))
+def draw_phases(phases: Iterable[tuple[str, float, float]], seed: int) -> Iterator[Arrival]:
+    """Draw arrivals of one phase after the other: kind, requests per second, and seconds."""
+    rng, start_s = Random(f"phases {seed}"), 0.0
+    for kind, rate, seconds in phases:
+        now, end_s = start_s, start_s + seconds
+        while (now := now + rng.expovariate(rate)) < end_s:
+            yield now, *_lengths(kind, rng)
         start_s = end_s
-    if not specs:
-        raise ConfigError("no request arrives in these phases; make them longer")
-    return specs
-
-
-def _check(kind: str, rate: float) -> None:
-    if kind not in KINDS:
-        raise ConfigError(f"no kind of requests {kind!r}; there are {', '.join(KINDS)}")
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"a rate of {rate:g} requests/s: must be above 0")
 
 
 def _lengths(kind: str, rng: Random) -> Lengths:
@@ -153,18 +122,17 @@ def _lengths(kind: str, rng: Random) -> Lengths:
     return prompt, rng.randint(*outputs)
 
 
-def predictor(accuracy: float, seed: int) -> Callable[[int], Prediction]:
-    """Return what predicts the bucket of an output's tokens, with an accuracy from 0 to 1, else
-    raises ConfigError. Its errors do not change what is drawn otherwise."""
+def predicted(arrivals: Iterable[Arrival], accuracy: float, seed: int) -> list[RequestSpec]:
+    """Make requests whose length buckets are predicted, a share of them right and the others as a
+    neighbouring bucket; raises ConfigError if the accuracy is not from 0 to 1."""
     if not 0 <= accuracy <= 1:
         raise ConfigError(f"an accuracy of {accuracy:g}: must be from 0 to 1")
-    rng = Random(f"predictions {seed}")
-
-    def predict(output_tokens: int) -> Prediction:
-        bucket = min(output_tokens // GRANULARITY_TOKENS, NUM_BUCKETS - 1)
+    rng, specs = Random(f"predictions {seed}"), []
+    for number, (at_s, prompt, output) in enumerate(arrivals):
+        bucket = min(output // GRANULARITY_TOKENS, NUM_BUCKETS - 1)
         is_right, step = rng.random() < accuracy, rng.choice((-1, 1))
         if not is_right:
             bucket += step if 0 <= bucket + step < NUM_BUCKETS else -step
-        return Prediction(bucket, NUM_BUCKETS, GRANULARITY_TOKENS)
-
-    return predict
+        guess = Prediction(bucket, NUM_BUCKETS, GRANULARITY_TOKENS)
+        specs.append(RequestSpec(number, at_s, prompt, output, guess))
+    return specs

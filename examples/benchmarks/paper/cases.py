@@ -19,14 +19,15 @@ from statistics import fmean, median, pstdev
 
 from examples.benchmarks.rivals.engines import PromptsFirst
 from examples.benchmarks.rivals.systems import Parts, least_loaded, system_of
+from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.cluster import InstanceRow, Need
 from vllm_tetri.policy.dispatch import DISPATCHES, DecodeCandidates
 from vllm_tetri.policy.lengths import HEAVY_TOKENS
 from vllm_tetri.sim.cluster import run, simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
 from vllm_tetri.sim.cost.profiles import profile
-from vllm_tetri.sim.figures import Slo, figures, gap_quantiles
-from vllm_tetri.sim.links import LINKS, Link
+from vllm_tetri.sim.figures import figures, gap_quantiles
+from vllm_tetri.sim.links import LINKS
 from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate, score
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import KINDS, RequestSpec, draw
@@ -90,7 +91,7 @@ def _classes(count: int) -> Iterator[Case]:
                     yield Case("e1", f"{kind}, {link}{label}", name, play)
 
 
-def _config(name: str, link: Link, seed: int) -> ClusterConfig:
+def _config(name: str, link: float, seed: int) -> ClusterConfig:
     system, instances, batch = _SYSTEMS[name]
     parts = Parts(instances, replace(_engine(), max_requests=batch), seed=seed)
     return replace(system_of(system, parts), link=link)
@@ -107,10 +108,10 @@ def _rate(kind: str, count: int, seed: int) -> float:
 
 
 def _class(
-    name: str, link: Link, specs: Callable[[int], list[RequestSpec]], seed: int
+    name: str, link: float, specs: Callable[[int], list[RequestSpec]], seed: int
 ) -> dict[str, float]:
     outcome = run(_config(name, link, seed), specs(seed))
-    found = figures(outcome.served, Slo(1.0, 1.0))
+    found = figures(outcome.served, Objective(1.0, 1.0))
     names = ("ttft_mean_s", "ttft_p99_s", "itl_p99_s", "jct_mean_s", "jct_p99_s")
     # An instance counts while it computes: an idle one could serve others.
     resource_s = sum(outcome.busy.values()) * outcome.end_s
@@ -225,7 +226,7 @@ _A100 = "roofline:opt-13b:a100-80g"
 _REPLICAS = ("vllm-2023", "vllm", "sarathi")
 # The SLOs of DistServe's example are not in its text as we have it: 0.4 s and 40 ms are ours. The
 # others are five times what the paper's device takes for one mixed request alone.
-_DISTSERVE_SLO, _MIXED_SLO = Slo(0.4, 0.04), Slo(1.0, 0.125)
+_DISTSERVE_SLO, _MIXED_SLO = Objective(0.4, 0.04), Objective(1.0, 0.125)
 _SARATHI_WINDOW = 8192
 
 Judge = Callable[[ClusterConfig, float, int], Score]
@@ -259,17 +260,17 @@ def _highest_rates(
     def play(system: str, seed: int) -> dict[str, float]:
         config = system_of(system, replace(parts, seed=seed))
         config = replace(config, link=LINKS["nvlink"])
-        found = highest_rate(
+        rate, _ = highest_rate(
             lambda rate: judge(config, rate, seed), 2.0 * parts.instances, attainment
         )
         # Per instance, since clusters of several sizes are compared.
-        return {metric: found.rate / parts.instances}
+        return {metric: rate / parts.instances}
 
     for system in systems:
         yield Case(experiment, group, system, partial(play, system))
 
 
-def _keeps(demand: Demand, slo: Slo, config: ClusterConfig, rate: float, seed: int) -> Score:
+def _keeps(demand: Demand, slo: Objective, config: ClusterConfig, rate: float, seed: int) -> Score:
     return score(config, replace(demand, seed=seed).specs(rate, 60.0), slo)
 
 

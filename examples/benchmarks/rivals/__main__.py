@@ -8,10 +8,14 @@ import sys
 from examples.benchmarks.rivals.engines import USUAL_WINDOW_TOKENS
 from examples.benchmarks.rivals.systems import SYSTEMS, WITH_ROLES, Parts, system_of
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.sim.command import compare, engine_of
+from vllm_tetri.sim.command import (
+    add_engine_options,
+    add_request_options,
+    compare,
+    engine_of,
+    objective_of,
+)
 from vllm_tetri.sim.config import ClusterConfig
-from vllm_tetri.sim.options import add_engine_options, add_request_options
 
 
 def main(words: list[str] | None = None) -> int:
@@ -73,7 +77,7 @@ def _systems(options: argparse.Namespace) -> list[tuple[str, ClusterConfig]]:
         engine_of(options, options.profile),
         options.prefill_instances,
         options.window,
-        Objective(options.ttft_slo, options.tpot_slo),
+        objective_of(options),
         options.seed,
     )
     names = SYSTEMS if "all" in options.system else dict.fromkeys(options.system)

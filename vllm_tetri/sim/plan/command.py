@@ -8,17 +8,16 @@ from contextlib import nullcontext
 from rich.console import Console
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.command import REQUIRED, add_options, objective_of, show
 from vllm_tetri.sim.cost.profiles import Profile, profile, roofline_profile
-from vllm_tetri.sim.figures import Slo
 from vllm_tetri.sim.links import link
-from vllm_tetri.sim.options import REQUIRED, add_options, write_json
 from vllm_tetri.sim.plan.goodput import Demand
 from vllm_tetri.sim.plan.report import plain, recommendation, table
 from vllm_tetri.sim.plan.search import plan
-from vllm_tetri.sim.plan.values import Plan, Question
+from vllm_tetri.sim.plan.values import Question
 from vllm_tetri.sim.trace import read_lengths
+from vllm_tetri.sim.workload import above_0
 
-_FILE_COLUMNS = 120
 _DEVICES = 8
 _PARALLEL = (1, 2, 4, 8)
 
@@ -42,24 +41,29 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with console.status("planning") if console.is_terminal else nullcontext() as status:
         found = plan(question, status.update if status is not None else lambda _: None)
-    if options.json is not None:
-        write_json(options.json, plain(found))
-    if options.json != "-":
-        _show(options, found)
+    what = options.profile or f"{options.model} on {options.gpu}"
+    requests = options.kind if options.trace is None else options.trace.name
+    slo = found.question.slo
+    title = (
+        f"{what}, {requests}: {found.question.attainment:.0%} get a first token within "
+        f"{slo.ttft_s:g} s and then {slo.tpot_s * 1e3:g} ms a token"
+    )
+    show(options.json, plain(found), title, table(found), *recommendation(found))
     return 0
 
 
 def _question(options: argparse.Namespace) -> Question:
     known = None if options.trace is None else tuple(read_lengths(options.trace))
-    devices = options.gpus
-    if devices is None and options.rate is None:
-        devices = _DEVICES
-    if options.requests < 1:
-        raise ConfigError(f"--requests {options.requests}: must be at least 1")
+    devices = _DEVICES if options.gpus is None and options.rate is None else options.gpus
+    if None not in (devices, options.rate):
+        raise ConfigError("give either how many GPUs there are, or the rate to serve")
+    above_0(GPUs=devices, rate=options.rate, price=options.price, requests=options.requests)
+    if not 0 < options.attainment <= 1:
+        raise ConfigError(f"an attainment of {options.attainment:g}: must be above 0, at most 1")
     return Question(
-        profiles=_profiles(options, devices),
+        profiles=_profiles(options),
         demand=Demand(options.kind, known, options.accuracy, options.requests, options.seed),
-        slo=Slo(options.ttft_slo, options.tpot_slo),
+        slo=objective_of(options),
         attainment=options.attainment,
         link=link(options.link),
         devices=devices,
@@ -68,7 +72,7 @@ def _question(options: argparse.Namespace) -> Question:
     )
 
 
-def _profiles(options: argparse.Namespace, devices: int | None) -> tuple[Profile, ...]:
+def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
     """One per tensor parallel degree; those of --parallel must fit, others may be left out."""
     if options.profile is not None:
         if options.model or options.gpu or options.parallel:
@@ -76,30 +80,11 @@ def _profiles(options: argparse.Namespace, devices: int | None) -> tuple[Profile
         return (profile(options.profile),)
     if not (options.model and options.gpu):
         raise ConfigError("give --model and --gpu, or --profile")
-    fitting, error = [], ConfigError(f"no instance fits on {devices} GPUs")
+    fitting = []
     for each in dict.fromkeys(options.parallel or _PARALLEL):
         try:
             fitting.append(roofline_profile(options.model, options.gpu, each))
-        except ConfigError as reason:
-            error = reason
-            if options.parallel:
+        except ConfigError:
+            if options.parallel or (each == _PARALLEL[-1] and not fitting):
                 raise
-    if not fitting:
-        raise error
     return tuple(fitting)
-
-
-def _show(options: argparse.Namespace, found: Plan) -> None:
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=_FILE_COLUMNS)
-    what = options.profile or f"{options.model} on {options.gpu}"
-    requests = options.kind if options.trace is None else options.trace.name
-    slo = found.question.slo
-    title = (
-        f"{what}, {requests}: {found.question.attainment:.0%} get a first token within "
-        f"{slo.ttft_s:g} s and then {slo.tpot_s * 1e3:g} ms a token"
-    )
-    console.print(title, highlight=False, markup=False)
-    console.print(table(found))
-    for line in recommendation(found):
-        console.print(line, highlight=False, markup=False)

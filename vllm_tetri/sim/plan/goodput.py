@@ -13,9 +13,9 @@ from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
 
+from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig
-from vllm_tetri.sim.figures import Slo
 from vllm_tetri.sim.workload import Lengths, RequestSpec, draw
 
 _WARM_UP = 0.2  # part of the requests, while the cluster fills up
@@ -66,15 +66,7 @@ class Score(NamedTuple):
     tpot_missed: float
 
 
-class Goodput(NamedTuple):
-    """Requests per second, 0 if the SLOs cannot be kept; and the score at the next higher rate
-    that was tried."""
-
-    rate: float
-    beyond: Score
-
-
-def score(config: ClusterConfig, specs: Sequence[RequestSpec], slo: Slo) -> Score:
+def score(config: ClusterConfig, specs: Sequence[RequestSpec], slo: Objective) -> Score:
     """Simulate, and judge all requests but the first ones."""
     from_s = specs[int(len(specs) * _WARM_UP)].arrival_s
     judged = [each for each in simulate(config, specs) if each.spec.arrival_s >= from_s]
@@ -84,9 +76,12 @@ def score(config: ClusterConfig, specs: Sequence[RequestSpec], slo: Slo) -> Scor
     return Score(fmean(kept), fmean(late), fmean(slow))
 
 
-def highest_rate(scored: Callable[[float], Score], guess: float, attainment: float) -> Goodput:
+def highest_rate(
+    scored: Callable[[float], Score], guess: float, attainment: float
+) -> tuple[float, Score]:
     """Search, from `guess` on, the rate at which the share of kept requests falls below the
-    attainment, to 3 %."""
+    attainment, to 3 %. Returns it, 0 if the SLOs cannot be kept, and the score at the next higher
+    rate that was tried."""
     low, high, beyond = 0.0, math.inf, Score(1.0, 0.0, 0.0)
     rate, stride = guess, _STRIDE
     while guess * _LEAST <= rate <= guess * _MOST and (not low or high / low > 1 + _PRECISION):
@@ -100,4 +95,4 @@ def highest_rate(scored: Callable[[float], Score], guess: float, attainment: flo
         else:
             rate = rate * stride if low else rate / stride
             stride *= _FASTER
-    return Goodput(low, beyond)
+    return low, beyond

@@ -3,99 +3,75 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.box import SIMPLE
 from rich.table import Table
 
+from vllm_tetri.sim.command import empty_table
 from vllm_tetri.sim.plan.values import Found, Plan, System
 
-
-class _Column(NamedTuple):
-    """A fact of every layout: its key in JSON, and its title in the table if it is there."""
-
-    key: str
-    value: Callable[[Plan, Found], Any]
-    title: str = ""
-    form: str = ""
-
-
-_COLUMNS = (
-    _Column("layout", lambda _, each: each.layout.name, "layout"),
-    _Column("system", lambda _, each: each.layout.system.value),
-    _Column("profile", lambda _, each: each.layout.profile.name),
-    _Column("prefill", lambda _, each: each.layout.prefill),
-    _Column("decode", lambda _, each: each.layout.decode),
-    _Column("both", lambda _, each: each.layout.both),
-    _Column(
-        "devices_per_instance", lambda _, each: each.layout.profile.num_devices, "GPUs\neach"
-    ),
-    _Column("devices", lambda _, each: each.devices, "GPUs"),
-    _Column("tokens_per_step", lambda _, each: each.layout.tokens, "tokens\na step"),
-    _Column("goodput", lambda _, each: each.rate, "goodput\nrequests/s", ".3g"),
-    _Column("goodput_per_device", lambda _, each: each.per_device, "per GPU", ".3g"),
-    _Column("output_tokens_per_s", lambda plan, each: _tokens_per_s(plan, each),
-            "output\ntokens/s", ".0f"),
-)  # fmt: skip
-_PRICES = (
-    _Column("price_per_hour", lambda plan, each: _per_hour(plan, each), "price\nan hour", ".2f"),
-    _Column(
-        "price_per_million_output_tokens",
-        lambda plan, each: _per_hour(plan, each) / 3600 / _tokens_per_s(plan, each) * 1e6,
-        "a million\noutput tokens",
-        ".3g",
-    ),
-)
+# Facts in the table: key in JSON, title, and how it is written.
+_SHOWN = {
+    "layout": ("layout", ""),
+    "devices_per_instance": ("GPUs\neach", ""),
+    "devices": ("GPUs", ""),
+    "tokens_per_step": ("tokens\na step", ""),
+    "goodput": ("goodput\nrequests/s", ".3g"),
+    "goodput_per_device": ("per GPU", ".3g"),
+    "output_tokens_per_s": ("output\ntokens/s", ".0f"),
+    "price_per_hour": ("price\nan hour", ".2f"),
+    "price_per_million_output_tokens": ("a million\noutput tokens", ".3g"),
+}
 
 
-def _tokens_per_s(plan: Plan, found: Found) -> float:
-    return found.rate * plan.question.demand.output_tokens
-
-
-def _per_hour(plan: Plan, found: Found) -> float:
-    return (plan.question.price or 0.0) * found.devices
-
-
-def _columns(plan: Plan) -> tuple[_Column, ...]:
-    return _COLUMNS if plan.question.price is None else (*_COLUMNS, *_PRICES)
+def _facts(plan: Plan, found: Found) -> dict[str, Any]:
+    layout, tokens_per_s = found.layout, found.rate * plan.question.demand.output_tokens
+    facts = {
+        "layout": layout.name,
+        "system": layout.system.value,
+        "profile": layout.profile.name,
+        "prefill": layout.prefill,
+        "decode": layout.decode,
+        "both": layout.both,
+        "devices_per_instance": layout.profile.num_devices,
+        "devices": found.devices,
+        "tokens_per_step": layout.tokens,
+        "goodput": found.rate,
+        "goodput_per_device": found.per_device,
+        "output_tokens_per_s": tokens_per_s,
+    }
+    if plan.question.price is not None:
+        facts["price_per_hour"] = per_hour = plan.question.price * found.devices
+        facts["price_per_million_output_tokens"] = per_hour / 3600 / tokens_per_s * 1e6
+    return facts
 
 
 def plain(plan: Plan) -> dict[str, Any]:
     """Return the plan for programs."""
-    rows = {
-        each.layout: {column.key: column.value(plan, each) for column in _columns(plan)}
-        for each in plan.found
-    }
     return {
         "simulated": True,
         "estimate": plan.best.layout.profile.is_estimate,
-        "recommended": rows[plan.recommended.layout],
+        "recommended": _facts(plan, plan.recommended),
         "margin": None if math.isinf(plan.margin) else plan.margin,
         "clear": plan.is_clear,
         "why": recommendation(plan),
-        "layouts": list(rows.values()),
+        "layouts": [_facts(plan, each) for each in plan.found],
         "one_instance": [
-            {
-                "profile": each.profile.name,
-                "prefill_rate": each.prefill.rate,
-                "decode_rate": each.decode.rate,
-                "stock_rate": each.stock.rate,
-                "whole_rate": each.whole.rate,
-            }
+            {"profile": each.profile.name, "prefill_rate": each.prefill.rate,
+             "decode_rate": each.decode.rate, "stock_rate": each.stock.rate,
+             "whole_rate": each.whole.rate}
             for each in plan.singles
         ],
-    }
+    }  # fmt: skip
 
 
 def table(plan: Plan) -> Table:
     """Return all layouts, the best one first."""
-    made = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    shown = [column for column in _columns(plan) if column.title]
-    for column in shown:
-        made.add_column(column.title, justify="right" if made.columns else "left", no_wrap=True)
-    for each in plan.found:
-        made.add_row(*(format(column.value(plan, each), column.form) for column in shown))
+    rows = [_facts(plan, each) for each in plan.found]
+    shown = {key: each for key, each in _SHOWN.items() if key in rows[0]}
+    made = empty_table(title for title, _ in shown.values())
+    for facts in rows:
+        made.add_row(*(format(facts[key], form) for key, (_, form) in shown.items()))
     return made
 
 
@@ -114,7 +90,6 @@ def recommendation(plan: Plan) -> list[str]:
         _advice(plan),
         _margin(plan),
         limit,
-        *_ratio(plan),
         *(f"Left out, {each}." for each in plan.skipped),
         f"All of this is simulated; {costs}.",
     ]
@@ -147,19 +122,3 @@ def _margin(plan: Plan) -> str:
         f"with the best layout that {other} hand over, {rival.layout.name} on {rival.devices}"
         f"{verdict}."
     )
-
-
-def _ratio(plan: Plan) -> list[str]:
-    """Explain the best layout of prefill and decode instances, if there is one."""
-    layout = next((each.layout for each in plan.found if not each.layout.both), None)
-    if layout is None:
-        return []
-    single = next(each for each in plan.singles if each.profile == layout.profile)
-    devices = layout.profile.num_devices
-    why = (
-        f"Why that ratio: one instance of {devices} GPUs computes {single.prefill.rate:.3g} "
-        f"prompts/s or decodes {single.decode.rate:.3g} requests/s in time: together "
-        f"{single.split_rate / devices:.3g} requests/s per GPU; one that does both serves "
-        f"{single.whole_rate / devices:.3g}."
-    )
-    return [why]

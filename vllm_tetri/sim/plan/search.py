@@ -264,5 +264,4 @@ class _Search:
             return score(config, specs, question.slo)
 
         found = highest_rate(scored, guess, question.attainment)
-        devices = question.devices or layout.num_devices
-        return Found(layout, found.rate, found.beyond, devices)
+        return Found(layout, *found, question.devices or layout.num_devices)

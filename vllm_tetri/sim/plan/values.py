@@ -6,10 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cost.profiles import Profile
-from vllm_tetri.sim.figures import Slo
-from vllm_tetri.sim.links import Link
 from vllm_tetri.sim.plan.goodput import Demand, Score
 
 _WORTH = 0.05  # by which handing over must be better: more than goodputs scatter
@@ -57,26 +55,16 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned; raises ConfigError if neither devices nor rate are given, or both, or
-    a number is out of range."""
+    """What is to be planned; either devices or rate are given."""
 
     profiles: tuple[Profile, ...]  # one per tensor parallel degree that may be used
     demand: Demand
-    slo: Slo
+    slo: Objective
     attainment: float = 0.9  # share of requests that must keep both SLOs
-    link: Link | None = None  # None for the simulator's own hand-over times
+    link: float | None = None  # bytes per second; None for the simulator's own hand-over times
     devices: int | None = None  # number of GPUs; None to find how many are needed
     rate: float | None = None  # requests per second; None for as many as possible
     price: float | None = None  # of a GPU hour, if known
-
-    def __post_init__(self) -> None:
-        if (self.devices is None) == (self.rate is None):
-            raise ConfigError("give either how many GPUs there are, or the rate to serve")
-        for what, value in (("GPUs", self.devices), ("rate", self.rate), ("price", self.price)):
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{what}: {value:g} must be above 0")
-        if not 0 < self.attainment <= 1:
-            raise ConfigError(f"an attainment of {self.attainment:g}: must be above 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True)
