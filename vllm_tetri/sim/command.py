@@ -116,12 +116,12 @@ _OPTIONS = {
     "trace": _option("FILE", "recorded requests to replay, for a plan to draw lengths from: a "
                      "*.csv file of Azure's or a *.jsonl file of Mooncake's (docs/simulator.md)",
                      type=Path),
-    "trace_speed": _option("X", "how many times faster than recorded to replay a trace (default: 1)"),
+    "trace_speed": _option("X", "times faster than recorded to replay a trace (default: 1)"),
     "accuracy": _option("SHARE", "share of output lengths that are predicted right, 0 to 1"),
     "seed": _option("N", "seed of requests, predictions and probes"),
     "ttft_slo": _option("SECONDS", "SLO of the time to the first token"),
     "tpot_slo": _option("SECONDS", "SLO of the mean time per token after the first one"),
-    "json": _option("FILE", "write results as JSON to this file; - prints them instead of the table"),
+    "json": _option("FILE", "write results as JSON to a file; - prints them instead of the table"),
 }
 # fmt: on
 
