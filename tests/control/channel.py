@@ -26,17 +26,9 @@ from vllm_tetri.types import (
 
 PERIOD_S = 0.02
 INFO = InstanceInfo(
-    InstanceId("i"),
-    "http://127.0.0.1:1",
-    Role.BOTH,
-    ("m",),
-    "127.0.0.1:2",
-    {"a": "b"},
-    9,
-    16,
-    1,
-    "0",
-)
+    InstanceId("i"), "http://127.0.0.1:1", Role.BOTH, ("m",), "127.0.0.1:2", {"a": "b"}, 9,
+    16, 1, "0",
+)  # fmt: skip
 DISPATCHED = Dispatched(RequestId("r"), TransferId("t"), InstanceId("d"), "why")
 
 

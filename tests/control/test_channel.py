@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import socket
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-import zmq
 
 from tests.control.channel import (
     DISPATCHED,
@@ -27,11 +24,11 @@ from tests.control.channel import (
     monitor,
     states,
 )
-from vllm_tetri import messages
 from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.messages import CancelTransfer, Hello, LoadReport
+from vllm_tetri.launch.machine import free_port
+from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, InstanceLoad, TransferId
 
@@ -140,9 +137,7 @@ async def test_an_instance_keeps_all_its_routers_informed() -> None:
 async def test_a_router_that_starts_late_or_again_learns_everything_soon(
     secret: Secret | None,
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     async with joined(address, secret=secret):
         for _ in range(3):
             async with monitor(address, secret=secret) as router:
@@ -220,65 +215,3 @@ async def test_nothing_is_left_after_close() -> None:
 def threads() -> set[threading.Thread]:
     """Those of the loop's executor stay, and it may take a new one at any time."""
     return {each for each in threading.enumerate() if not each.name.startswith("asyncio_")}
-
-
-def foreign_frames(rng: Random) -> list[list[bytes]]:
-    good = messages.encode(Hello(INFO))
-    report = messages.encode(LoadReport(InstanceId("i"), 1, InstanceLoad()))
-    bad_info = replace(INFO, id=InstanceId("x"), url="file:///etc/passwd")
-    return [
-        [b""],
-        [b"TTRI"],
-        [good[:4] + b"\x09" + good[5:]],
-        [good, report],
-        [b"", good],
-        [messages.encode(messages.WhoAreYou("me"))],
-        [messages.encode(Hello(bad_info))],
-        [messages.encode(Hello(replace(INFO, id=InstanceId("y" * 1000))))],
-        *([good[: rng.randrange(len(good))]] for _ in range(50)),
-        *([rng.randbytes(rng.randrange(300))] for _ in range(200)),
-        *([good[:5] + rng.randbytes(rng.randrange(1, 100))] for _ in range(200)),
-        *([report[:i] + rng.randbytes(1) + report[i + 1 :]] for i in range(5, len(report))),
-    ]
-
-
-async def test_garbage_is_counted_and_nothing_dies() -> None:
-    async with monitor() as router, joined(router.address) as one:
-        await eventually(lambda: states(router))
-        context = zmq.Context()
-        try:
-            dealer = context.socket(zmq.DEALER)
-            dealer.connect(router.address)
-            for parts in foreign_frames(Random(7)):
-                dealer.send_multipart(parts)
-            await eventually(lambda: router.counters.dropped > 400)
-            with socket.create_connection(("127.0.0.1", int(router.address.split(":")[-1]))) as raw:
-                raw.sendall(Random(1).randbytes(4096))
-                seen = router.counters.dropped
-                await eventually(lambda: router.counters.dropped > seen)
-        finally:
-            context.destroy(linger=0)
-        seq = one.view.seq
-        await eventually(lambda: one.view.seq > seq + 2)
-        assert states(router) == {"i": "starting"}
-
-
-async def test_garbage_from_a_router_is_counted_by_the_agent() -> None:
-    context = zmq.Context()
-    try:
-        false_router = context.socket(zmq.ROUTER)
-        port = false_router.bind_to_random_port("tcp://127.0.0.1")
-        async with joined(f"tcp://127.0.0.1:{port}") as one:
-            sender, hello = await asyncio.to_thread(false_router.recv_multipart)
-            assert messages.decode_to_router(hello) == Hello(INFO)
-            rng = Random(3)
-            for _ in range(100):
-                false_router.send_multipart([sender, rng.randbytes(rng.randrange(100))])
-            false_router.send_multipart([sender, b"two", b"parts"])
-            await eventually(lambda: one.agent.dropped_messages == 101)
-            false_router.send_multipart(
-                [sender, messages.encode(CancelTransfer(TransferId("still alive")))]
-            )
-            await eventually(lambda: one.engine.cancelled == ["still alive"])
-    finally:
-        context.destroy(linger=0)

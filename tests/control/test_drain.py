@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 from tests.control.channel import INFO, PERIOD_S, FakeRouter, eventually, joined, monitor, states
+from vllm_tetri.launch.machine import free_port
 from vllm_tetri.policy.role import QUIET_S
 
 
@@ -45,9 +45,7 @@ async def test_a_deadline_ends_it_and_says_what_was_cut_off() -> None:
 
 
 async def test_a_router_that_starts_anew_learns_who_leaves() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     async with joined(address, unfinished=lambda _: "something") as one:
         async with monitor(address) as router:
             await eventually(lambda: states(router))

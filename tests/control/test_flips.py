@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import replace
 from typing import Any
 
 from tests.control.channel import INFO, FakeRouter, eventually, joined, monitor, states
 from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.launch.machine import free_port
 from vllm_tetri.messages import FlipRole
 from vllm_tetri.types import Flip, FlipStage, InstanceId, Role
 
@@ -119,9 +119,7 @@ async def test_what_is_not_drained_in_time_is_rolled_back() -> None:
 
 
 async def test_a_router_that_starts_anew_learns_who_drains_and_who_flipped() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     unfinished, side = ["something"], FakeRouter()
     options: dict[str, Any] = {"unfinished": lambda _: unfinished[0]}
     async with joined(address, info=DECODE, **options):

@@ -75,6 +75,7 @@ async def test_it_goes_on_and_believes_the_next_right_word(count: int) -> None:
                     await asyncio.to_thread(router.send_multipart, [sender, frame])
                     while router.poll(0):  # what it has to say to that
                         router.recv_multipart()
+                router.send_multipart([sender, b"two", b"parts"])
                 mark = TransferId(f"batch {start}")
                 router.send_multipart([sender, messages.encode(SHOWN)])
                 router.send_multipart([sender, messages.encode(CancelTransfer(mark))])

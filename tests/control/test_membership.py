@@ -201,8 +201,18 @@ def test_a_snapshot_stays_the_same_object_until_a_poll_comes() -> None:
         store.observe(0, Poll("router", 5, 1, delta=[]), 11.5)
 
 
-@pytest.mark.parametrize("port", ["", "x", "0", "65536", "-1", "\u00b2", "9" * 5000], ids=len)
-def test_what_is_no_kv_endpoint_is_refused(port: str) -> None:
-    members = joined()
-    with pytest.raises(ProtocolError, match="KV endpoint"):
-        members.join(b"three", replace(ONE, id=InstanceId("three"), kv_endpoint=f"h:{port}"), 0.0)
+BAD_PORTS = ("", "x", "0", "65536", "-1", "\u00b2", "9" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        *(("KV endpoint", {"kv_endpoint": f"h:{port}"}) for port in BAD_PORTS),
+        ("printable characters", {"id": "y" * 1000}),
+        ("does not start with http", {"url": "file:///etc/passwd"}),
+    ],
+    ids=str,
+)
+def test_a_description_that_cannot_be_used_is_refused(words: str, fact: dict[str, str]) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        joined().join(b"three", replace(ONE, **({"id": "three"} | fact)), 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ from functools import partial
 import pytest
 
 from tests.control.channel import INFO, Joined, eventually, joined, monitor, states
+from vllm_tetri.launch.machine import free_port
 from vllm_tetri.types import InstanceLoad, Role
 
 
@@ -39,22 +39,16 @@ async def one(told: Told, *addresses: str, role: Role = Role.DECODE) -> AsyncIte
         yield made
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
 async def test_an_instance_that_never_had_a_router_misses_none() -> None:
     told = Told()
-    async with one(told, free_address()):
+    async with one(told, f"tcp://127.0.0.1:{free_port()}"):
         await told.go_on()
         assert told.gone == []
 
 
 @pytest.mark.parametrize("role", list(Role))
 async def test_the_end_of_a_router_is_told_until_it_is_back(role: Role) -> None:
-    told, address = Told(), free_address()
+    told, address = Told(), f"tcp://127.0.0.1:{free_port()}"
     async with one(told, address, role=role):
         for _ in range(2):
             async with monitor(address) as router:
@@ -67,7 +61,7 @@ async def test_the_end_of_a_router_is_told_until_it_is_back(role: Role) -> None:
 
 
 async def test_another_router_at_the_same_address_does_not_hide_it() -> None:
-    told, address = Told(), free_address()
+    told, address = Told(), f"tcp://127.0.0.1:{free_port()}"
     async with one(told, address):
         async with monitor(address, name="first") as router:
             await eventually(lambda: states(router))
@@ -98,7 +92,7 @@ async def test_trouble_with_what_a_router_left_does_not_stop_the_agent() -> None
     def broken(_: str) -> None:
         raise RuntimeError("out of memory")
 
-    address = free_address()
+    address = f"tcp://127.0.0.1:{free_port()}"
     async with joined(address, abandon=broken):
         for _ in range(2):
             async with monitor(address) as router:

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import zmq
 
-from tests.control.channel import INFO, eventually, joined, monitor, states
+from tests.control.channel import INFO, Joined, eventually, joined, monitor, states
 from vllm_tetri import messages
+from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.control.view import row_of
 from vllm_tetri.messages import Hello
 from vllm_tetri.types import InstanceId, InstanceLoad, InstanceState, InstanceView, Role
 
 
-async def test_only_who_dispatches_gets_views_and_only_of_who_decodes() -> None:
+@asynccontextmanager
+async def three() -> AsyncIterator[tuple[Monitor, dict[str, Joined]]]:
+    """A router, and an instance of each role."""
     roles = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
-    infos = {n: replace(INFO, id=InstanceId(n), role=role) for n, role in roles.items()}
-    async with (
-        monitor() as router,
-        joined(router.address, info=infos["p"]) as p,
-        joined(router.address, info=infos["d"]) as d,
-        joined(router.address, info=infos["b"]) as b,
-    ):
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(monitor())
+        made = {}
+        for name, role in roles.items():
+            info = replace(INFO, id=InstanceId(name), role=role)
+            made[name] = await stack.enter_async_context(joined(router.address, info=info))
+        yield router, made
+
+
+async def test_only_who_dispatches_gets_views_and_only_of_who_decodes() -> None:
+    async with three() as (router, made):
         await eventually(lambda: len(states(router)) == 3)
         decoders = [("b", "starting"), ("d", "starting")]
-        await eventually(lambda: sorted(p.sees()) == sorted(b.sees()) == decoders)
-        assert d.sees() == []
+        await eventually(lambda: sorted(made["p"].sees()) == sorted(made["b"].sees()) == decoders)
+        assert made["d"].sees() == []
 
         def seqs() -> dict[str, int]:
             return {each.info.id: each.seq for each in router.view().instances}
 
         before = seqs()  # all report at the router's pace, with a view or without
-        await eventually(lambda: all(seqs()[name] > before[name] + 3 for name in roles), 0.5)
+        await eventually(lambda: all(seqs()[name] > before[name] + 3 for name in made), 0.5)
 
 
 async def test_loads_belong_to_the_view_before_them() -> None:
@@ -85,22 +94,16 @@ async def test_a_view_comes_when_instances_come_or_go_and_only_loads_in_between(
 
 
 async def test_while_they_are_mixed_all_get_views_of_all() -> None:
-    roles = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
-    infos = {n: replace(INFO, id=InstanceId(n), role=role) for n, role in roles.items()}
-    async with (
-        monitor() as router,
-        joined(router.address, info=infos["p"]) as p,
-        joined(router.address, info=infos["d"]) as d,
-        joined(router.address, info=infos["b"]) as b,
-    ):
+    async with three() as (router, made):
 
         def seen() -> list[list[str]]:
-            return [sorted(name for name, _ in each.sees()) for each in (p, d, b)]
+            return [sorted(name for name, _ in each.sees()) for each in made.values()]
 
         await eventually(lambda: seen() == [["b", "d"], [], ["b", "d"]])
         router.mix(True)
         await eventually(lambda: seen() == [["b", "d", "p"]] * 3)
         router.mix(True)  # changes nothing: only loads go on coming
+        d = made["d"]
         seq = d.view.seq
         await eventually(lambda: d.view.seq > seq + 2)
         assert seen() == [["b", "d", "p"]] * 3
@@ -108,7 +111,7 @@ async def test_while_they_are_mixed_all_get_views_of_all() -> None:
         router.mix(False)
         await eventually(lambda: [seen()[0], seen()[2]] == [["b", "d"]] * 2)
         await eventually(lambda: d.view.seq == last)
-        await eventually(lambda: p.view.seq > last + 2)
+        await eventually(lambda: made["p"].view.seq > last + 2)
         assert d.view.seq == last  # an instance that only decodes gets no views any more
 
 

@@ -100,13 +100,6 @@ def test_impossible_clusters_are_refused(words: tuple[str, ...], message: str) -
         make_plan(options(*words), CPU)
 
 
-def test_a_lone_instance_of_a_cpu_host_has_all_cores_and_usual_threads() -> None:
-    (spec,) = make_plan(options("--mode=adaptive"), CPU).instances
-    assert spec.placement.cores == CPU.cores
-    assert dict(spec.placement.environment)["OMP_NUM_THREADS"] == "2"
-    assert "OMP_WAIT_POLICY" not in dict(spec.placement.environment)
-
-
 def test_the_router_is_told_the_mode() -> None:
     for words, mode in (((), DEFAULT_MODE), (("--mode=whole",), "whole")):
         router = make_plan(parsed(*words), CPU).specs[-1].command(1)
@@ -150,11 +143,3 @@ def test_mode_counts_and_devices_say_which_instances_start(
 def test_an_instance_takes_as_many_devices_as_its_tensor_parallel_size() -> None:
     plan = make_plan(options("--mode=whole"), GPUS, gpus_each=2)
     assert [spec.name for spec in plan.instances] == ["both-0", "both-1"]
-    with pytest.raises(ConfigError, match="needs 2 GPUs"):
-        make_plan(options("--mode=whole"), GPU, gpus_each=2)
-
-
-def test_many_instances_share_two_cores_and_prefill_yields() -> None:
-    plan = make_plan(options("--prefill=2", "--decode=2"), CPU)
-    assert {spec.placement.cores for spec in plan.instances} == {(0, 1)}
-    assert [spec.placement.nice > 0 for spec in plan.instances] == [True, True, False, False]

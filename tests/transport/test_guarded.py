@@ -19,14 +19,6 @@ OTHER = bytes(range(1, 33))
 CONTROL_BYTES = 48  # of a challenge, or a proof
 
 
-def test_ends_with_the_same_key_exchange_blocks(core: Backend) -> None:
-    receiver = core.receiver(key=KEY)
-    core.still_works(receiver, key=KEY)
-    assert core.sender(key=KEY).send(receiver.endpoint, b"note", 5.0) == Status.OK
-    assert receiver.receive(5.0) == b"note"
-    assert receiver.stats().refused_unauthenticated == 0
-
-
 @pytest.mark.parametrize(
     ("here", "there", "words"),
     [
@@ -49,13 +41,6 @@ def test_ends_that_do_not_refuse_each_other_in_words(
     assert receiver.stats().refused_unauthenticated == bool(there)
     eventually(lambda: receiver.stats().connections == 0)
     core.still_works(receiver, key=there)
-
-
-def test_a_key_has_32_bytes(core: Backend) -> None:
-    for make in (core.receiver, core.sender):
-        for key in (b"short", bytes(33)):
-            with pytest.raises(ValueError, match="32 bytes"):
-                make(key=key)
 
 
 def test_the_proof_is_what_the_protocol_says(tcp: Backend) -> None:

@@ -6,7 +6,6 @@ import threading
 import time
 
 import numpy as np
-import pytest
 
 from tests.eventually import eventually
 from tests.transport.conftest import IDENTITY, Backend, empty, ended, fails

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from pathlib import Path
@@ -115,29 +114,6 @@ def test_more_bytes_than_counted_end_the_session(tcp: Backend) -> None:
         assert control.at_end()
     eventually(lambda: empty(receiver))
     assert receiver.find("t").state == SlotState.FAILED
-
-
-def test_a_stalled_shm_writer_keeps_its_slot_in_quarantine(shm: Backend) -> None:
-    receiver = shm.receiver(arena_bytes=8192)
-    cache = shm.cache(1, 2, 4096, seed=1)
-    sender = shm.sender()
-    with Rogue(receiver.endpoint) as rogue:
-        rogue.greet(IDENTITY)
-        _, generation, offset, control = rogue.open("stalls", 2, 4096)
-        with Path(rogue.segment).open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        receiver.cancel("stalls")
-        assert receiver.find("stalls") is None
-        assert struct.unpack_from("<Q", memory, 4096 + 16 * control)[0] == 0
-        assert receiver.stats().quarantined_bytes == 8192
-        refused = shm.push(sender, receiver, "next", cache, [0, 1])
-        assert ended(refused) == TransferState.FAILED
-        memory[offset : offset + 8192] = b"\xff" * 8192
-        memory.close()
-        rogue.send(wire.frame(wire.STOPPED, struct.pack("<Q", generation)))
-        eventually(lambda: empty(receiver))
-        shm.pushed(sender, receiver, "next", cache, [0, 1])
-        assert shm.arrived(receiver, "next", cache) == cache.bytes_of([0, 1])
 
 
 def test_a_dropped_shm_writer_stays_in_quarantine_until_it_closes(shm: Backend) -> None:
