@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.leadership import Candidate, LeaseStep, Record
+from vllm_tetri.policy.leadership import Candidate, Record
 
 D = 15.0
 MADE = 1_700_000_000
@@ -32,16 +33,11 @@ def holder(now: float = 100.0, num_changes: int = 1) -> Candidate:
     return one
 
 
-def test_it_looks_before_anything_else() -> None:
-    assert candidate().step(5.0) is LeaseStep.READ
-    assert candidate().epoch(5.0) is None
-    assert not candidate().may_give_back(1e9)
-
-
 def test_a_lease_that_is_not_there_is_made_and_decides_a_duration_later() -> None:
     one = candidate()
+    assert one.epoch(5.0) is None
     one.on_read(None, 100.0)
-    assert one.step(100.0) is LeaseStep.CREATE
+    assert one.may_write(100.0)
     one.on_written(record("1", "a", 0), 100.0, 101.0)
     for sent in (105.0, 110.0, 115.0):
         assert one.epoch(sent) is None
@@ -54,52 +50,42 @@ def test_the_lease_of_another_is_taken_when_nothing_changed_for_a_duration() -> 
     one = candidate()
     one.on_read(record("1"), 100.0)
     one.on_read(record("2"), 110.0)
+    assert one.pause_s(110.0) == D / 3
     for now in (115.0, 120.0, 124.9):
-        assert one.step(now) is not LeaseStep.TAKE
         one.on_read(record("2"), now)
+        assert not one.may_write(now)
     assert one.pause_s(124.9) == pytest.approx(0.1)
-    assert one.step(125.0) is LeaseStep.TAKE
+    assert one.may_write(125.0)
     one.on_written(record("3", "a", 2), 125.0, 126.0)
     assert one.epoch(126.0) == MADE + 2
 
 
-def test_a_holder_that_asks_for_longer_is_waited_for_longer() -> None:
+@pytest.mark.parametrize(
+    ("seen", "wait_s"),
+    [
+        (record(duration_s=60.0), 60.0),  # its holder asks for longer
+        (record(holder="", num_changes=4), 0.0),  # it was given back
+        (record(holder="", num_changes=0), D),  # an operator made it without a holder
+    ],
+)
+def test_how_long_a_lease_is_waited_for(seen: Record, wait_s: float) -> None:
     one = candidate()
-    one.on_read(record(duration_s=60.0), 100.0)
-    assert one.step(159.0) is LeaseStep.READ
-    assert one.step(160.0) is LeaseStep.TAKE
-
-
-def test_what_was_given_back_is_taken_at_once_but_not_what_somebody_made_by_hand() -> None:
-    one = candidate()
-    one.on_read(record(holder="", num_changes=4), 100.0)
-    assert one.step(100.0) is LeaseStep.TAKE
-    one = candidate()
-    one.on_read(record(holder="", num_changes=0), 100.0)
-    assert one.step(100.0) is LeaseStep.WAIT
-    assert one.step(115.0) is LeaseStep.TAKE
+    one.on_read(seen, 100.0)
+    assert one.may_write(100.0 + wait_s / 2) is (wait_s == 0.0)
+    assert one.may_write(100.0 + wait_s)
 
 
 def test_a_holder_gives_up_by_when_it_sent_and_not_by_when_it_was_answered() -> None:
     one = holder(100.0)
-    assert [one.step(104.9), one.step(105.0)] == [LeaseStep.WAIT, LeaseStep.RENEW]
+    assert one.may_write(100.0)
     one.on_written(record("2", "a"), 105.0, 107.0)
+    assert one.pause_s(107.0) == 3.0
     assert one.epoch(114.9) == MADE + 1
     assert one.epoch(115.0) is None  # two thirds after 105; others wait until 120 at least
-    one.on_written(record("3", "a"), 116.0, 117.0)
+    one.on_read(record("3", "a"), 116.0)  # a renewal whose answer was lost does not count
+    assert one.epoch(116.0) is None
+    one.on_written(record("4", "a"), 116.0, 117.0)
     assert one.epoch(117.0) == MADE + 1  # it came back in time
-
-
-def test_after_a_failure_it_looks_again_and_decides_as_long_as_it_may() -> None:
-    one = holder(100.0)
-    one.on_error()
-    assert one.step(105.0) is LeaseStep.READ
-    assert one.pause_s(105.0) == 0.0
-    assert one.epoch(106.0) == MADE + 1
-    one.on_read(record("2", "a"), 106.0)  # a renewal whose answer was lost
-    assert one.step(106.0) is LeaseStep.RENEW
-    assert one.epoch(109.9) == MADE + 1
-    assert one.epoch(110.0) is None  # what was not answered does not count
 
 
 @pytest.mark.parametrize(
@@ -115,10 +101,8 @@ def test_it_ends_at_once_when_the_lease_is_not_its_own(seen: Record | None) -> N
 def test_one_whose_first_answer_was_lost_decides_when_it_has_renewed() -> None:
     one = candidate()
     one.on_read(record(holder="", num_changes=1), 100.0)
-    one.on_error()
     one.on_read(record("2", "a", 2), 103.0)
     assert one.epoch(103.0) is None
-    assert one.step(103.0) is LeaseStep.RENEW
     one.on_written(record("3", "a", 2), 103.0, 104.0)
     assert one.epoch(104.0) == MADE + 2
 
@@ -130,13 +114,6 @@ def test_it_gives_back_what_it_had_for_a_duration_only() -> None:
     assert one.may_give_back(115.0)
     one.resign()
     assert one.epoch(106.0) is None
-    assert one.step(106.0) is LeaseStep.RENEW
-
-
-def test_an_answer_that_names_another_holder_wins_nothing() -> None:
-    one = candidate()
-    one.on_written(record("1", "b"), 100.0, 100.0)
-    assert one.epoch(100.0) is None
 
 
 # -- a world ---------------------------------------------------------------------
@@ -248,46 +225,48 @@ class World:
         return self.rng.uniform(0, self._slowest_s) * self.rng.random() ** 3
 
     def _turn(self, life: Life) -> None:
-        if not life.is_alive:
-            return
-        one, sent = life.candidate, life.now(self.now)
-        step = one.step(sent)
-        if step is LeaseStep.WAIT:
-            self.at(one.pause_s(sent) / life.rate + 1e-6, lambda: self._turn(life))
-            return
+        if life.is_alive:
+            self._ask(life, lambda: self.server.record, partial(self._has_read, life))
+
+    def _ask(
+        self,
+        life: Life,
+        serve: Callable[[], Record | None],
+        hears: Callable[[Record | None], None],
+    ) -> None:
         there_s, back_s = self._delay_s(), self._delay_s()
         is_lost, is_unanswered = (self.rng.random() < self._loss for _ in range(2))
-        old = one.record
         answers: list[Record | None] = []
         if not is_lost:
-            self.at(there_s, lambda: answers.append(self._serve(step, one.name, old)))
+            self.at(there_s, lambda: answers.append(serve()))
         timeout_s = D / 6
         if is_lost or is_unanswered or there_s + back_s > timeout_s:
-            self.at(timeout_s, lambda: self._fails(life))
+            self._again(life, timeout_s + D / 10)
         else:
-            self.at(there_s + back_s, lambda: self._hears(life, step, sent, answers[0]))
+            self.at(there_s + back_s, lambda: hears(answers[0]))
 
-    def _serve(self, step: LeaseStep, name: str, old: Record | None) -> Record | None:
-        if step is LeaseStep.READ:
-            return self.server.record
-        if step is LeaseStep.CREATE:
-            return self.server.make(self.now, name)
-        return self.server.write(old, name, int(step is LeaseStep.TAKE))
+    def _has_read(self, life: Life, found: Record | None) -> None:
+        one, sent = life.candidate, life.now(self.now)
+        one.on_read(found, sent)
+        if not one.may_write(sent):
+            self._again(life, one.pause_s(sent) / life.rate)
+        elif found is None:
+            hears = partial(self._has_written, life, sent)
+            self._ask(life, lambda: self.server.make(self.now, one.name), hears)
+        else:
+            write = partial(self.server.write, found, one.name, int(found.holder != one.name))
+            self._ask(life, write, partial(self._has_written, life, sent))
 
-    def _hears(self, life: Life, step: LeaseStep, sent: float, answer: Record | None) -> None:
-        now = life.now(self.now)
-        if step is LeaseStep.READ:
-            life.candidate.on_read(answer, now)
-        elif answer is None:  # a conflict
-            self._fails(life)
+    def _has_written(self, life: Life, sent: float, written: Record | None) -> None:
+        if written is None:  # a conflict
+            self._again(life, D / 10)
             return
-        else:
-            life.candidate.on_written(answer, sent, now)
-        self.at(life.candidate.pause_s(now) / life.rate + 1e-6, lambda: self._turn(life))
+        now = life.now(self.now)
+        life.candidate.on_written(written, sent, now)
+        self._again(life, life.candidate.pause_s(now) / life.rate)
 
-    def _fails(self, life: Life) -> None:
-        life.candidate.on_error()
-        self.at(D / 10, lambda: self._turn(life))
+    def _again(self, life: Life, delay_s: float) -> None:
+        self.at(delay_s + 1e-6, lambda: self._turn(life))
 
 
 @settings(max_examples=150)

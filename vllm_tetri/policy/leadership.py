@@ -1,7 +1,8 @@
 """Election of the holder of a lease that a server keeps, without comparing clocks.
 
 The rules are those of Kubernetes' own leader election, and stricter where two candidates could
-decide at the same time. A record is replaced only as it was read (the server compares versions):
+decide at the same time. Every candidate reads the record, writes it if it may, and pauses. A record
+is replaced only as it was read (the server compares versions):
 
 - The holder counts from when it *sent* its last renewal, and stops deciding after two thirds of
   the duration. Other candidates count from when they first *read* the newest version, and wait
@@ -18,10 +19,9 @@ clock, and grows from holder to holder also when the record is removed and creat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from math import inf
 
-PERIODS = 3  # renewals of the holder, and reads of the others, in a duration
+_PERIOD = 1 / 3  # of the duration: from one renewal of the holder, or read of another, to the next
 _DECIDING = 2 / 3  # of the duration: how long a renewal lasts for its holder
 
 
@@ -46,16 +46,6 @@ class Record:
         return not self.holder and self.num_changes > 0
 
 
-class LeaseStep(StrEnum):
-    """The next request to the server."""
-
-    WAIT = "wait"
-    READ = "look"  # read it
-    CREATE = "make"  # with this candidate as its first holder
-    TAKE = "take"  # as the next holder
-    RENEW = "renew"
-
-
 class Candidate:
     """One candidate for a lease, whose name is unique among all processes, also earlier ones.
 
@@ -68,8 +58,6 @@ class Candidate:
         self.name = name
         self.duration_s = duration_s
         self.record: Record | None = None
-        self._is_sure = False  # whether `record` is known to be the newest
-        self._read_s = -inf
         self._version_read_s = -inf  # when this version was read for the first time
         self._held_since_s = inf  # since when it is known to hold the lease
         self._renewed_s = -inf  # when its last renewal was sent
@@ -77,8 +65,6 @@ class Candidate:
     def on_read(self, record: Record | None, now: float) -> None:
         """Record that the server returned this lease now; None if there is none."""
         known, self.record = self.record, record
-        self._is_sure = True
-        self._read_s = now
         if record is None or known is None or record.version != known.version:
             self._version_read_s = now
         if record is None or record.holder != self.name:
@@ -91,10 +77,6 @@ class Candidate:
         self.on_read(record, now)
         if record.holder == self.name:
             self._renewed_s = sent
-
-    def on_error(self) -> None:
-        """Record that a request failed; it may have taken effect, or may do so later."""
-        self._is_sure = False
 
     def resign(self) -> None:
         """Stop deciding until the lease is renewed."""
@@ -113,32 +95,20 @@ class Candidate:
         """Return whether it has held the lease for one duration."""
         return now >= self._held_since_s + self.duration_s
 
-    def step(self, now: float) -> LeaseStep:
-        """Return what to do now."""
-        if not self._is_sure:
-            return LeaseStep.READ
-        if self.record is None:
-            return LeaseStep.CREATE
-        if now < self._next():
-            return LeaseStep.WAIT
-        if self.record.holder == self.name:
-            return LeaseStep.RENEW
-        return LeaseStep.TAKE if now >= self._free() else LeaseStep.READ
+    def may_write(self, now: float) -> bool:
+        """Return whether it may create, renew or take the lease as it was just read."""
+        return now >= self._free_s()
 
     def pause_s(self, now: float) -> float:
         """Return for how long there is nothing to do."""
-        is_known = self._is_sure and self.record is not None
-        return max(0.0, self._next() - now) if is_known else 0.0
+        period_s = _PERIOD * self.duration_s
+        if self.record is not None and self.record.holder == self.name:
+            return max(0.0, self._renewed_s + period_s - now)
+        return max(0.0, min(period_s, self._free_s() - now))
 
-    def _free(self) -> float:
-        """Return when it may take the lease of another holder."""
-        assert self.record is not None
-        wait_s = max(self.duration_s, self.record.duration_s)
-        return self._version_read_s + (0.0 if self.record.is_given_back else wait_s)
-
-    def _next(self) -> float:
-        assert self.record is not None
-        period_s = self.duration_s / PERIODS
-        if self.record.holder == self.name:
-            return self._renewed_s + period_s
-        return min(self._read_s + period_s, self._free())
+    def _free_s(self) -> float:
+        """Return since or from when no other candidate may hold the lease."""
+        record = self.record
+        if record is None or record.holder == self.name or record.is_given_back:
+            return -inf
+        return self._version_read_s + max(self.duration_s, record.duration_s)

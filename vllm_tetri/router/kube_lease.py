@@ -23,7 +23,7 @@ import msgspec
 from kubernetes_asyncio import client, config
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.policy.leadership import Candidate, LeaseStep, Record
+from vllm_tetri.policy.leadership import Candidate, Record
 
 DURATION_S = 15.0
 END_S = 3.0  # a lease that is not given back by then expires
@@ -118,7 +118,6 @@ class KubeLease:
         task.cancel()
         await asyncio.wait({task})
         candidate.resign()
-        candidate.on_error()  # a request may have been cancelled
         self._log_change()
         try:
             async with asyncio.timeout(END_S):
@@ -133,10 +132,7 @@ class KubeLease:
             pause_s, problem = _RETRY_S, ""
             try:
                 pause_s = await self._turn()
-                if not pause_s:  # it has read the lease and is about to write it
-                    problem = self._problem
             except Exception as error:
-                self._candidate.on_error()
                 problem = _words_of(error)
             if problem != self._problem:
                 words = problem or "the API server can be used again"
@@ -146,21 +142,19 @@ class KubeLease:
             await self._sleep(pause_s)
 
     async def _turn(self) -> float:
-        """Take the next step of the election; returns seconds until the one after it."""
-        candidate, sent_s = self._candidate, self._clock()
-        step, record = candidate.step(sent_s), candidate.record
-        if step is LeaseStep.READ:
-            candidate.on_read(await self._read(), self._clock())
-        elif step is not LeaseStep.WAIT:
-            changes = 0 if record is None else record.num_changes + (step is LeaseStep.TAKE)
+        """Read the lease, and write it if that is due; returns seconds until the next turn."""
+        candidate = self._candidate
+        record = await self._read()
+        candidate.on_read(record, self._clock())
+        if candidate.may_write(sent_s := self._clock()):
+            changes = record.num_changes + (record.holder != candidate.name) if record else 0
             try:
                 written = await self._write(changes, candidate.name)
             except client.ApiException as error:
-                is_gone = error.status == _MISSING and step is not LeaseStep.CREATE
+                is_gone = error.status == _MISSING and record is not None
                 if error.status != _CONFLICT and not is_gone:
                     raise
-                candidate.on_error()  # another router was first
-                return _RETRY_S
+                return _RETRY_S  # another router was first
             candidate.on_written(written, sent_s, self._clock())
         return candidate.pause_s(self._clock())
 
