@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ from vllm_tetri.policy.route import (
     choose_keeper,
     choose_route,
 )
-from vllm_tetri.types import InstanceId, InstanceView
+from vllm_tetri.types import ClusterView, InstanceId, InstanceView
 
 
 def route(
@@ -126,7 +128,7 @@ def test_one_that_leaves_gets_nothing_new() -> None:
     assert target(leaving, PREFILL, DECODE) == ("split", "p")
     assert target(leaving, DECODE) == ("whole", "d")
     assert target(PREFILL, instance("d", "decode", state="draining")) == ("whole", "p")
-    assert choose_keeper(view(instance("b", "both", state="draining"), DECODE), model="tiny") == "d"
+    assert keeper(view(instance("b", "both", state="draining"), DECODE)) == "d"
 
 
 def test_identities_pair_up_each_with_its_own() -> None:
@@ -213,16 +215,22 @@ def test_somebody_serves_whenever_anybody_can(many: list[InstanceView], may_spli
             assert name != "e"
 
 
+def keeper(view: ClusterView, **more: Any) -> str:
+    chosen = choose_keeper(view, "tiny", **more)
+    assert isinstance(chosen, Whole)
+    return chosen.instance
+
+
 def test_answers_are_kept_by_the_same_instance_whatever_its_load() -> None:
     busy, idle = instance("d1", "decode", running=9, waiting=9), instance("d2", "decode")
     for order in ((PREFILL, busy, idle), (idle, PREFILL, busy)):
-        assert choose_keeper(view(*order), model="tiny") == "d1"
-    assert choose_keeper(view(busy, idle, BOTH), model="tiny") == "b"
-    assert choose_keeper(view(PREFILL), model="tiny") == "p"
+        assert keeper(view(*order)) == "d1"
+    assert keeper(view(busy, idle, BOTH)) == "b"
+    assert keeper(view(PREFILL)) == "p"
 
 
 def test_another_one_keeps_answers_only_when_the_first_is_out_of_use() -> None:
     silent = instance("d1", "decode", state="silent")
-    assert choose_keeper(view(silent, instance("d2", "decode")), model="tiny") == "d2"
-    assert choose_keeper(view(DECODE, BOTH), model="tiny", excluded={InstanceId("b")}) == "d"
-    assert choose_keeper(view(DECODE), model="another") is None
+    assert keeper(view(silent, instance("d2", "decode"))) == "d2"
+    assert keeper(view(DECODE, BOTH), excluded={InstanceId("b")}) == "d"
+    assert choose_keeper(view(DECODE), "another") is None

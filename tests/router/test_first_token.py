@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -12,7 +11,6 @@ import pytest
 from aiohttp import web
 
 from tests.router.fakes import (
-    Cluster,
     FakeInstance,
     Handler,
     answer_500,
@@ -23,50 +21,21 @@ from tests.router.fakes import (
     metric,
     trio,
 )
-from tests.router.scripts import CHAT, Script, event
+from tests.router.scripts import Script, event
 from tests.router.writers import (
+    CHAT,
     COMPLETION,
     PATHS,
+    TEXTS,
     begin_stream,
     body_of,
+    continuation,
+    pieces,
+    prefill,
     script_of,
-    writer,
+    stream_of,
 )
-from vllm_tetri.handover import (
-    DecodeParams,
-    Prefilled,
-    PrefillParams,
-    PriorOutput,
-    from_params,
-    to_params,
-)
-from vllm_tetri.types import InstanceId
-
-TEXTS = ("Ab", " cd", "", "é", "!")
-continuation = writer(created=1_800_000_000, texts=TEXTS)
-
-
-def prefill(
-    *, decode: str = "d1", is_final: bool = False, prior_output: bool = True, **changes: Any
-) -> Handler:
-    """A prefill instance that answers a script's first token."""
-
-    async def handle(
-        fake: FakeInstance, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
-        leg = from_params(body.get("kv_transfer_params"))
-        if not isinstance(leg, PrefillParams):
-            return await continuation(fake, request, body)
-        script = script_of(request, body, texts=TEXTS)
-        first = replace(script, **{"texts": script.texts[:1], **changes})
-        tokens = PriorOutput(script.token_ids[:1], "AAAA" if script.has_logprobs else "")
-        prefilled = Prefilled(
-            leg.transfer, InstanceId("" if is_final else decode), 3, "d1", 1, 100, "why",
-            tokens if prior_output else None, is_final, [] if is_final else [5, 6, 7],
-        )  # fmt: skip
-        return web.json_response(first.whole(**to_params(prefilled)))
-
-    return handle
+from vllm_tetri.handover import DecodeParams, PriorOutput, from_params
 
 
 async def engine_dies(
@@ -81,39 +50,16 @@ async def engine_dies(
 async def breaks_after_the_role(
     fake: FakeInstance, request: web.Request, body: dict[str, Any]
 ) -> web.StreamResponse:
-    await begin_stream(request, script_of(request, body, texts=TEXTS).events(2)[0][:60])
+    await begin_stream(request, script_of(request, body).events(2)[0][:60])
     await asyncio.sleep(0.05)
     return await hang_up(fake, request, body)
-
-
-def streamed(path: str, **options: Any) -> dict[str, Any]:
-    return {"stream": True, **body_of(path, **options)}
-
-
-def pieces(raw: bytes) -> list[str]:
-    """The texts of a stream's events; role, usage and the end are left out."""
-    found = []
-    for line in raw.split(b"\n\n"):
-        if line and line != b"data: [DONE]":
-            for choice in json.loads(line.removeprefix(b"data: ")).get("choices", []):
-                delta = choice.get("delta", {})
-                if "role" not in delta:
-                    found.append(delta.get("content", choice.get("text")))
-    return found
-
-
-async def ask(made: Cluster, path: str, **options: Any) -> bytes:
-    body = streamed(path, **options)
-    async with made.client.post(made.url + path, json=body) as response:
-        assert response.status == 200
-        return await response.read()
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_token_is_there_while_the_decode_instance_is_silent(path: str) -> None:
     async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].chunk_gate.clear()
-        body = streamed(path)
+        body = body_of(path, stream=True)
         async with made.client.post(made.url + path, json=body) as response:
             seen = await response.content.readany()
             assert pieces(seen) == ["Ab"]
@@ -134,7 +80,7 @@ async def test_the_token_is_there_while_the_decode_instance_is_silent(path: str)
 async def test_the_stream_is_the_one_of_one_instance(path: str, seen: dict[str, Any]) -> None:
     options = {"stream_options": {"include_usage": True}, **seen}
     async with cluster(*trio(prefill(), continuation)) as made:
-        raw = await ask(made, path, **options)
+        raw, _ = await stream_of(made, path, **options)
 
     def normal(text: bytes) -> list[dict[str, Any]]:
         lines = [line.removeprefix(b"data: ") for line in text.split(b"\n\n")]
@@ -156,21 +102,21 @@ async def test_the_stream_is_the_one_of_one_instance(path: str, seen: dict[str, 
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_second_leg_carries_token_and_prompt_ids(path: str) -> None:
     async with cluster(*trio(prefill(), continuation)) as made:
-        await ask(made, path, stream=False)
+        await made.ask(path, **body_of(path))
         body = made["d1"].calls[0][1]
         leg = made["d1"].leg()
         assert isinstance(leg, DecodeParams)
         assert leg.prior_output == PriorOutput([100])
         if path == CHAT:
             assert body["kv_transfer_params"]["prompt_token_ids"] == [5, 6, 7]
-            assert body["messages"] == streamed(path)["messages"]
+            assert body["messages"] == body_of(path)["messages"]
         else:
             assert body["prompt"] == [5, 6, 7]
 
 
 async def test_the_rendered_prompt_is_rendered_again_where_it_is_wanted() -> None:
     async with cluster(*trio(prefill(), continuation)) as made:
-        await ask(made, CHAT, return_prompt_text=True)
+        await stream_of(made, CHAT, return_prompt_text=True)
         assert "prompt_token_ids" not in made["d1"].calls[0][1]["kv_transfer_params"]
 
 
@@ -188,12 +134,12 @@ KEPT: list[dict[str, Any]] = [
 async def test_what_is_not_plain_text_waits_for_the_second_leg(options: dict[str, Any]) -> None:
     async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].chunk_gate.clear()
-        task = asyncio.create_task(ask(made, CHAT, **options))
+        task = asyncio.create_task(stream_of(made, CHAT, **options))
         await eventually(lambda: made["d1"].calls)
         (entry,) = await made.table()
         assert entry["generated"] == 0
         made["d1"].chunk_gate.set()
-        assert "".join(pieces(await task)) == "".join(TEXTS)
+        assert "".join(pieces((await task)[0])) == "".join(TEXTS)
         assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 0
 
 
@@ -213,13 +159,13 @@ async def test_a_token_that_may_continue_differently_is_not_shown_early(
     fakes = trio(prefill(texts=(text,)), continuation)
     fakes[1].abilities = change
     async with cluster(*fakes) as made:
-        await ask(made, CHAT, **options)
+        await stream_of(made, CHAT, **options)
         assert await metric(made, 'tetri_first_tokens_total{how="with_second"}') == 1
 
 
 async def test_every_choice_draws_its_own_first_token() -> None:
     async with cluster(*trio(prefill(), continuation)) as made:
-        await ask(made, COMPLETION, n=3, temperature=1.0, stop=["x"], stop_token_ids=[3])
+        await stream_of(made, COMPLETION, n=3, temperature=1.0, stop=["x"], stop_token_ids=[3])
         first, second = made["p"].calls[0][1], made["d1"].calls[0][1]
         assert (first["n"], first["ignore_eos"]) == (1, True)
         assert not {"stop", "stop_token_ids"} & set(first)
@@ -250,7 +196,7 @@ async def test_a_first_token_that_is_the_last_starts_no_second_leg(
 ) -> None:
     handler = prefill(is_final=not has_stop_string, finish_reason="stop", texts=("Ab",))
     async with cluster(*trio(handler, continuation)) as made:
-        body = streamed(path, stream=is_streamed)
+        body = body_of(path, stream=is_streamed)
         async with made.client.post(made.url + path, json=body) as response:
             raw = await response.read()
             assert response.headers["x-tetri-decode"] == "p"
@@ -275,7 +221,7 @@ async def test_an_ending_first_token_that_cannot_be_the_answer_is_served_whole(
     options: dict[str, Any],
 ) -> None:
     async with cluster(*trio(prefill(is_final=True, finish_reason="stop"), continuation)) as made:
-        assert pieces(await ask(made, CHAT, **options)) == list(TEXTS)
+        assert pieces((await stream_of(made, CHAT, **options))[0]) == list(TEXTS)
         calls = [*made["d1"].calls, *made["d2"].calls]
         assert [call[1].get("kv_transfer_params") for call in calls] == [None]
 
@@ -285,7 +231,7 @@ async def test_an_ending_first_token_that_cannot_be_the_answer_is_served_whole(
 async def test_after_the_token_another_instance_goes_on(path: str, fault: Handler) -> None:
     async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].handler = fault
-        seen = await ask(made, path)
+        seen, _ = await stream_of(made, path)
         assert pieces(seen) == list(TEXTS)
         leg = made["d2"].leg()
         assert isinstance(leg, DecodeParams)
@@ -297,13 +243,13 @@ async def test_after_the_token_another_instance_goes_on(path: str, fault: Handle
 async def test_the_prefill_instance_goes_on_when_there_is_no_other() -> None:
     async with cluster(*trio(prefill(), continuation)[:2]) as made:
         made["d1"].handler = answer_500
-        assert pieces(await ask(made, COMPLETION)) == list(TEXTS)
+        assert pieces((await stream_of(made, COMPLETION))[0]) == list(TEXTS)
         assert len(made["p"].calls) == 2
 
 
 async def test_without_a_taker_for_the_kv_an_instance_goes_on_behind_the_token() -> None:
-    async with cluster(*trio(prefill(decode=""), continuation)) as made:
-        seen = await ask(made, COMPLETION)
+    async with cluster(*trio(prefill(decode_name=""), continuation)) as made:
+        seen, _ = await stream_of(made, COMPLETION)
         assert pieces(seen) == list(TEXTS)
         (call,) = [*made["d1"].calls, *made["d2"].calls]
         leg = from_params(call[1]["kv_transfer_params"])
@@ -320,7 +266,7 @@ async def test_a_decode_instance_that_goes_on_otherwise_is_an_error_not_a_wrong_
 
     async with cluster(*trio(prefill(), continuation)) as made:
         made["d1"].handler = other
-        seen = await ask(made, COMPLETION)
+        seen, _ = await stream_of(made, COMPLETION)
         assert b"other" not in seen.split(b'"error"')[0]
         assert b'"error"' in seen
         assert await metric(made, 'tetri_first_tokens_total{how="mismatch"}') == 1
@@ -335,7 +281,7 @@ async def test_a_client_that_leaves_behind_the_token_takes_all_with_it(is_silent
             made["d1"].chunk_gate.clear()
         async with (
             aiohttp.ClientSession() as session,
-            session.post(made.url + COMPLETION, json=streamed(COMPLETION)) as response,
+            session.post(made.url + COMPLETION, json=body_of(COMPLETION, stream=True)) as response,
         ):
             await response.content.readany()
             response.close()

@@ -367,9 +367,10 @@ async def test_closing_ends_connections_that_are_being_made() -> None:
         sending = asyncio.create_task(whole(client, server.url))
         await asyncio.sleep(0)
         client.close()
-        with pytest.raises(ConnectionLost, match="closed"):
+        with pytest.raises(Unreachable, match="closed"):
             await sending
         assert len(client.connections) == 0
+        await asyncio.sleep(0.05)  # the server closes what it has accepted
 
 
 async def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:
@@ -386,3 +387,10 @@ async def test_a_host_that_answers_is_told_from_one_that_does_not() -> None:
             one.connect_ex(full.getsockname())
         assert not await is_reachable(url, 0.2)
         assert await is_reachable("http://[::1", 0.2)  # no address is no cut network
+        async with wires() as client:
+            sending = asyncio.create_task(client.send(url, "GET", "/", b"", {}, label="it"))
+            await asyncio.sleep(0.1)
+            assert client.fail_requests("it", "it has left") == 1
+            with pytest.raises(Unreachable, match="it has left"):
+                await asyncio.wait_for(sending, 1.0)  # and not when connecting ends
+            assert len(client.connections) == 0

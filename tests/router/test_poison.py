@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,7 +38,7 @@ class Health:
 
 
 def poison_filter(delay_s: float = 0.0) -> PoisonFilter:
-    return PoisonFilter(Health(delay_s), Metrics())
+    return PoisonFilter(Health(delay_s), Metrics(Mock(), Mock()))
 
 
 async def test_a_request_that_two_engines_crashed_with_is_refused() -> None:

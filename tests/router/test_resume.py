@@ -34,6 +34,7 @@ from tests.router.writers import (
     num_given,
     pair_and_spare,
     script_of,
+    stream_of,
     two,
     writer,
 )
@@ -44,14 +45,6 @@ from vllm_tetri.types import Mode, Role
 
 USAGE = {"stream_options": {"include_usage": True}}
 USAGE_EACH = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-
-
-async def ask(made: Cluster, path: str, **options: Any) -> tuple[bytes, Any]:
-    """A stream's bytes and headers."""
-    body = body_of(path, stream=True, **options)
-    async with made.client.post(made.url + path, json=body) as response:
-        assert response.status == 200
-        return await response.read(), response.headers
 
 
 def is_whole(raw: bytes, headers: Any, path: str, **options: Any) -> None:
@@ -78,7 +71,7 @@ async def settled(made: Cluster) -> None:
 @pytest.mark.parametrize("cut", [0, 40])
 async def test_a_stream_goes_on_behind_its_last_event(path: str, dies_after: int, cut: int) -> None:
     async with cluster(*pair_and_spare(dies_after, cut=cut)) as made:
-        raw, headers = await ask(made, path)
+        raw, headers = await stream_of(made, path)
         is_whole(raw, headers, path)
         assert headers["x-tetri-decode"] == "d1"
         leg = next(
@@ -113,7 +106,7 @@ async def test_whatever_the_client_wants_to_see(
     path: str, options: dict[str, Any], shape: dict[str, Any]
 ) -> None:
     async with cluster(*pair_and_spare(4)) as made:
-        raw, headers = await ask(made, path, **options)
+        raw, headers = await stream_of(made, path, **options)
         is_whole(raw, headers, path, **shape)
         assert await metric(made, 'tetri_streams_broken_total{outcome="resumed"}') == 1
         (call,) = made["d2"].calls
@@ -134,7 +127,7 @@ async def test_whatever_the_client_wants_to_see(
 async def test_a_stream_of_one_instance_goes_on_as_well(path: str, dies_after: int) -> None:
     both = two(writer(dies_after), writer(created=1_800_000_000))
     async with cluster(*both, mode=Mode.WHOLE) as made:
-        raw, headers = await ask(made, path, **USAGE)
+        raw, headers = await stream_of(made, path, **USAGE)
         is_whole(raw, headers, path, has_usage=True)
         assert len(made["a"].calls) == len(made["b"].calls) == 1
         assert made["a"].calls[0][1]["return_token_ids"] is True
@@ -147,7 +140,7 @@ async def test_a_request_is_refused_after_the_second_crash() -> None:
     fakes = pair_and_spare(3)
     fakes[2].handler = writer(2)
     async with cluster(*fakes) as made:
-        raw, _ = await ask(made, COMPLETION)
+        raw, _ = await stream_of(made, COMPLETION)
         assert b'"code":"poison_request"' in raw
         assert b"DONE" not in raw
         text = b"".join(
@@ -177,7 +170,7 @@ async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> No
     for each in both:
         each.handler = breaks
     async with cluster(*both, mode=Mode.WHOLE) as made:
-        raw, _ = await ask(made, COMPLETION)
+        raw, _ = await stream_of(made, COMPLETION)
         assert sum(len(each.calls) for each in both) == 3
         assert b'"error"' in raw
         assert b"(tried 3)" in raw
@@ -190,7 +183,7 @@ async def test_an_instance_that_goes_on_otherwise_is_an_error() -> None:
     fakes = pair_and_spare(4)
     fakes[2].handler = writer(texts=("Ab", " other", "x", "y"))
     async with cluster(*fakes) as made:
-        raw, _ = await ask(made, COMPLETION)
+        raw, _ = await stream_of(made, COMPLETION)
         assert b"other" not in raw.split(b'"error"')[0]
         assert b"does not continue the output" in raw
         assert await metric(made, 'tetri_streams_broken_total{outcome="mismatch"}') == 1
@@ -206,14 +199,14 @@ async def test_an_engine_that_computes_all_again_is_followed() -> None:
         fakes = pair_and_spare(5)
         fakes[2].handler = again
         async with cluster(*fakes) as made:
-            raw, headers = await ask(made, path, return_token_ids=True)
+            raw, headers = await stream_of(made, path, return_token_ids=True)
             is_whole(raw, headers, path, has_token_ids=True)
 
 
 @pytest.mark.parametrize("options", [{"tools": [{}]}, {"n": 2}], ids=str)
 async def test_what_is_more_than_one_text_ends_with_one_error(options: dict[str, Any]) -> None:
     async with cluster(*pair_and_spare(3)) as made:
-        raw, _ = await ask(made, CHAT, **options)
+        raw, _ = await stream_of(made, CHAT, **options)
         *events, last, empty = raw.split(b"\n\n")
         assert empty == b""
         assert len(events) == 3
@@ -231,7 +224,7 @@ async def test_an_instance_of_another_kind_goes_on_only_if_it_may() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(retry, "RETRY_S", 0.3)
             async with cluster(*both, mode=Mode.WHOLE, resumes_anywhere=resumes_anywhere) as made:
-                raw, headers = await ask(made, COMPLETION)
+                raw, headers = await stream_of(made, COMPLETION)
                 if resumes_anywhere:
                     is_whole(raw, headers, COMPLETION)
                 else:
@@ -246,7 +239,7 @@ async def test_a_stream_waits_for_an_instance_that_starts_again(
     only = FakeInstance("a", Role.BOTH)
     only.handler = writer(3)
     async with cluster(only) as made:
-        asking = asyncio.create_task(ask(made, COMPLETION))
+        asking = asyncio.create_task(stream_of(made, COMPLETION))
         await eventually(lambda: not only.is_healthy)
         again = FakeInstance("a", Role.BOTH)
         again.pid = 4712
@@ -273,7 +266,7 @@ async def test_a_stream_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
         return await writer()(fake, request, body)
 
     async with cluster(*two(writer(3), full_at_first), mode=Mode.WHOLE) as made:
-        raw, headers = await ask(made, COMPLETION)
+        raw, headers = await stream_of(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert asked == 3
 
@@ -307,7 +300,7 @@ async def test_an_error_in_the_stream_of_a_live_engine_is_the_clients() -> None:
     fakes = pair_and_spare(3)
     fakes[1].handler = complains
     async with cluster(*fakes) as made:
-        raw, _ = await ask(made, COMPLETION)
+        raw, _ = await stream_of(made, COMPLETION)
         assert raw.endswith(error)
         assert made["d2"].calls == []
 
@@ -322,7 +315,7 @@ async def test_an_error_in_the_stream_of_a_dead_engine_is_a_death(comes_first: b
         return await begin_stream(request, *events, error)
 
     async with cluster(*two(dies, writer()), mode=Mode.WHOLE) as made:
-        raw, headers = await ask(made, COMPLETION)
+        raw, headers = await stream_of(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert headers["x-tetri-decode"] == ("b" if comes_first else "a")
 
@@ -332,7 +325,7 @@ async def test_an_engine_that_gives_up_is_replaced(stream: bool) -> None:
     aborts = writer(texts=("Ab", " cd", ""), finish_reason="abort")
     async with cluster(*two(aborts, writer()), mode=Mode.WHOLE) as made:
         if stream:
-            raw, headers = await ask(made, COMPLETION, **USAGE)
+            raw, headers = await stream_of(made, COMPLETION, **USAGE)
             is_whole(raw, headers, COMPLETION, has_usage=True)
         else:
             status, answer, _ = await made.ask()
@@ -345,7 +338,7 @@ async def test_a_stream_that_lacks_only_its_end_gets_it() -> None:
         both = FakeInstance("a", Role.BOTH)
         both.handler = writer(size)
         async with cluster(both) as made:
-            raw, headers = await ask(made, path, **USAGE)
+            raw, headers = await stream_of(made, path, **USAGE)
             fingerprint = b',"system_fingerprint":"f1"'
             assert raw.endswith(b"data: [DONE]\n\n")
             script = expected(headers, path, has_usage=True)
@@ -374,7 +367,7 @@ async def test_an_instance_that_falls_silent_is_given_up(stream: bool) -> None:
     fakes[1].handler = stops
     async with cluster(*fakes) as made:
         if stream:
-            raw, headers = await ask(made, COMPLETION)
+            raw, headers = await stream_of(made, COMPLETION)
             is_whole(raw, headers, COMPLETION)
         else:
             status, answer, headers = await made.ask()
@@ -407,7 +400,7 @@ async def test_a_prefill_instance_that_falls_silent_is_given_up() -> None:
                 for each in made.scheduler.monitor.view().instances
             )
         )
-        raw, headers = await ask(made, COMPLETION)
+        raw, headers = await stream_of(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert headers["x-tetri-prefill"] == "p2"
         assert await metric(made, "tetri_retries_total") == 1
@@ -430,7 +423,7 @@ async def test_one_that_is_silent_but_writes_is_left_alone() -> None:
             return answer
 
         made["d1"].handler = slowly
-        raw, headers = await ask(made, COMPLETION)
+        raw, headers = await stream_of(made, COMPLETION)
         is_whole(raw, headers, COMPLETION)
         assert made["d2"].calls == []
 
@@ -460,9 +453,9 @@ async def test_streams_that_cannot_move_are_given_more_time(events_before: int) 
     fakes = pair_and_spare(99)
     fakes[1].handler, goes_on = stutterer(events_before)
     async with cluster(*fakes) as made:
-        moving = asyncio.create_task(ask(made, CHAT))
+        moving = asyncio.create_task(stream_of(made, CHAT))
         await eventually(lambda: not fakes[1].speaks.is_set())
-        staying = asyncio.create_task(ask(made, CHAT, tools=[{}]))
+        staying = asyncio.create_task(stream_of(made, CHAT, tools=[{}]))
         raw, headers = await moving
         is_whole(raw, headers, CHAT)
         assert not goes_on.is_set()  # it went on without d1
@@ -478,7 +471,7 @@ async def test_a_stream_goes_on_with_the_same_instance_if_there_is_no_other() ->
     only = FakeInstance("a", Role.BOTH)
     only.handler, goes_on = stutterer(3)
     async with cluster(only) as made:
-        asking = asyncio.create_task(ask(made, COMPLETION))
+        asking = asyncio.create_task(stream_of(made, COMPLETION))
         await eventually(lambda: only.aborted == 1)  # the router has left it
         goes_on.set()
         only.speaks.set()
@@ -491,7 +484,7 @@ async def test_who_waits_for_the_kv_of_a_silent_instance_is_told() -> None:
     fakes = pair_and_spare(99)
     fakes[1].chunk_gate.clear()
     async with cluster(*fakes) as made:
-        asking = asyncio.create_task(ask(made, COMPLETION))
+        asking = asyncio.create_task(stream_of(made, COMPLETION))
         await eventually(lambda: made["d1"].calls)
         (entry,) = made.scheduler.table
         transfer = entry.transfer
@@ -514,7 +507,7 @@ async def test_a_death_before_the_first_byte_is_hidden(stream: bool) -> None:
     fakes[0].handler = dies
     async with cluster(*fakes) as made:
         if stream:
-            raw, headers = await ask(made, COMPLETION)
+            raw, headers = await stream_of(made, COMPLETION)
             is_whole(raw, headers, COMPLETION)
         else:
             assert (await made.ask())[0] == 200

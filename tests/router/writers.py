@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.router.fakes import FakeInstance, Handler, hang, trio
-from tests.router.scripts import CHAT, Script
+from tests.router.fakes import Cluster, FakeInstance, Handler, hang, trio
+from tests.router.scripts import CHAT, PROMPT_IDS, Script
 from vllm_tetri.handover import (
     DecodeParams,
     Prefilled,
@@ -19,11 +19,13 @@ from vllm_tetri.handover import (
     from_params,
     to_params,
 )
-from vllm_tetri.types import InstanceId, Role
+from vllm_tetri.messages import Dispatched, PrefillEnding
+from vllm_tetri.types import InstanceId, Prediction, Role, TransferId
 
 COMPLETION = "/v1/completions"
 PATHS = [COMPLETION, CHAT]
 TEXTS = ("Ab", " cd", "", "é", ' "x\\', "\n", "日", " end")
+PREDICTED = Prediction(1, 5, 200)
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
@@ -129,15 +131,53 @@ def writer(dies_after: int | None = None, *, cut: int = 0, **changes: Any) -> Ha
     return handle
 
 
-def prefilled(script: Script, leg: PrefillParams, decode: str) -> web.Response:
-    """The prefill response: the script's first token."""
-    first = replace(script, texts=script.texts[:1])
+continuation = writer(created=1_800_000_000)
+
+
+def prefilled(
+    script: Script,
+    leg: PrefillParams,
+    decode: str,
+    *,
+    attempt: str = "",
+    is_final: bool = False,
+    is_early: bool = False,
+    **changes: Any,
+) -> web.Response:
+    """The prefill response: the script's first token, with changes."""
+    first = replace(script, **{"texts": script.texts[:1], **changes})
     logprobs = "AAAA" if script.has_logprobs else ""
     said = Prefilled(
-        leg.transfer, InstanceId(decode), 3, "d1", 1, 100, "",
-        PriorOutput(script.token_ids[:1], logprobs), prompt_token_ids=[5, 6, 7],
+        TransferId(leg.transfer + attempt), InstanceId("" if is_final else decode), 3, "d1",
+        1 + is_early, 100, "why", PriorOutput(script.token_ids[:1], logprobs), is_final,
+        [] if is_final else PROMPT_IDS, PREDICTED if is_early else None,
     )  # fmt: skip
     return web.json_response(first.whole(**to_params(said)))
+
+
+def prefill(
+    *, decode_name: str = "d1", release: asyncio.Event | None = None, **changes: Any
+) -> Handler:
+    """A prefill instance that responds with a script's first token; with `release`, it announces
+    its last chunk for d1 and responds when this is set."""
+
+    async def handle(
+        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        leg = from_params(body.get("kv_transfer_params"))
+        if not isinstance(leg, PrefillParams):
+            return await continuation(fake, request, body)
+        if release is not None:
+            assert fake.agent is not None
+            ending = PrefillEnding(leg.transfer, "d1", PROMPT_IDS)
+            fake.agent.publish(
+                Dispatched(leg.request, leg.transfer, InstanceId("d1"), "test", PREDICTED, ending)
+            )
+            await release.wait()
+        script = script_of(request, body)
+        return prefilled(script, leg, decode_name, is_early=release is not None, **changes)
+
+    return handle
 
 
 def pair_and_spare(dies_after: int, *, cut: int = 0, **later: Any) -> tuple[FakeInstance, ...]:
@@ -152,3 +192,23 @@ def body_of(path: str, **options: Any) -> dict[str, Any]:
     if path == CHAT:
         prompt = {"messages": [{"role": "user", "content": "hello"}]}
     return {"model": "tiny", **prompt, **options}
+
+
+async def stream_of(made: Cluster, path: str, **options: Any) -> tuple[bytes, Any]:
+    """Ask for a stream; return its bytes and headers."""
+    body = body_of(path, stream=True, **options)
+    async with made.client.post(made.url + path, json=body) as response:
+        assert response.status == 200
+        return await response.read(), response.headers
+
+
+def pieces(raw: bytes) -> list[str]:
+    """The texts of a stream's events; role, usage and the end are left out."""
+    found = []
+    for line in raw.split(b"\n\n"):
+        if line and line != b"data: [DONE]":
+            for choice in json.loads(line.removeprefix(b"data: ")).get("choices", []):
+                delta = choice.get("delta", {})
+                if "role" not in delta:
+                    found.append(delta.get("content", choice.get("text")))
+    return found

@@ -102,8 +102,12 @@ def _prefills(ready: list[InstanceRow], decodes: list[InstanceRow]) -> list[Inst
 
 
 def choose_keeper(
-    view: ClusterView, *, model: str, excluded: Collection[InstanceId] = ()
-) -> InstanceId | None:
+    view: ClusterView,
+    model: str,
+    *,
+    excluded: Collection[InstanceId] = (),
+    at_limit: Collection[InstanceId] = (),
+) -> Whole | AllAtLimit | None:
     """Choose the instance that keeps what clients may ask for again (vLLM's stored responses);
     None when no ready instance serves the model. Every router chooses the same one while it is
     ready, without anything to remember."""
@@ -114,7 +118,12 @@ def choose_keeper(
         and model in each.info.models
         and each.info.id not in excluded
     ]
-    return min(keepers)[1] if keepers else None
+    if not keepers:
+        return None
+    _, keeper = min(keepers)
+    if keeper in at_limit:
+        return AllAtLimit((keeper,), "instances that may store the output")
+    return Whole(keeper, "stores outputs")
 
 
 class Phase(StrEnum):

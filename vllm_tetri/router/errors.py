@@ -30,7 +30,7 @@ _TOO_LONG_TEXT = "maximum context length"
 # status in words; the types of its other errors end in "Error").
 _AT_LIMIT_STATUS = 503
 _AT_LIMIT_TYPE = "Service Unavailable"
-_NOT_OFFERED = b'{"detail":"Not Found"}'  # vLLM has no such route, or not for its model
+NOT_OFFERED = b'{"detail":"Not Found"}'  # vLLM has no such route, or not for its model
 # Beginning of an event that carries an error; cannot occur inside a JSON string.
 ERROR_EVENT = b'data: {"error":'
 # An engine that shuts down ends its outputs with this finish reason.
@@ -153,11 +153,6 @@ def is_at_limit_event(chunk: bytes) -> bool:
     vLLM checks it again after the stream of a request has begun."""
     first = chunk.partition(b"\n")[0].removeprefix(b"data: ")
     return chunk.startswith(ERROR_EVENT) and is_at_limit(_AT_LIMIT_STATUS, first)
-
-
-def is_not_offered(status: int, body: bytes) -> bool:
-    """Whether an instance's response says that it has no such route."""
-    return status == 404 and body == _NOT_OFFERED
 
 
 def mark_too_long(status: int, body: bytes) -> tuple[int, bytes]:

@@ -121,7 +121,6 @@ class HttpClient:
         self._loop = asyncio.get_running_loop()
         self.connections: set[_Connection] = set()
         self.idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by URL
-        self.is_closed = False
 
     async def send(
         self,
@@ -149,7 +148,9 @@ class HttpClient:
             except ConnectionLost:
                 if not connection.was_closed_idle:
                     raise
-        connection = await self._connect(url, parts, port)
+        connection = _Connection(self, url, self._loop)
+        connection.label, connection.sender = label, sender
+        await self._connect(connection, parts, port)
         return await connection.request(message, label, sender)
 
     def fail_requests(
@@ -174,24 +175,26 @@ class HttpClient:
 
     def close(self) -> None:
         """Close every connection, for good. Idempotent."""
-        self.is_closed = True
         for connection in list(self.connections):
             connection.drop(ConnectionLost("closed"))
 
-    async def _connect(self, url: str, parts: SplitResult, port: int) -> _Connection:
+    async def _connect(self, connection: _Connection, parts: SplitResult, port: int) -> None:
+        self.connections.add(connection)
         try:
-            async with asyncio.timeout(_CONNECT_S):
-                _, connection = await self._loop.create_connection(
-                    lambda: _Connection(self, url, self._loop),
+            async with asyncio.timeout(_CONNECT_S) as connection.deadline:
+                await self._loop.create_connection(
+                    lambda: connection,
                     parts.hostname or "",
                     port,
                     ssl=_tls_context() if parts.scheme == "https" else None,
                 )
         except TimeoutError as error:
-            raise Unreachable(f"no connection in {_CONNECT_S:g} s") from error
+            why = connection.why_dropped or f"no connection in {_CONNECT_S:g} s"
+            raise Unreachable(why) from error
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"cannot connect: {error}") from error
-        return connection
+        finally:
+            connection.end_connecting()
 
 
 class _Connection(asyncio.Protocol):
@@ -201,6 +204,8 @@ class _Connection(asyncio.Protocol):
         self._owner, self._loop, self.url = owner, loop, url
         self.label, self.sender = "", cast("Sender | None", None)
         self._transport: asyncio.Transport | None = None
+        self.deadline: asyncio.Timeout | None = None  # while the connection is made
+        self.why_dropped = ""  # meanwhile
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[HttpResponse] | None = None
         self._response: HttpResponse | None = None
@@ -215,7 +220,13 @@ class _Connection(asyncio.Protocol):
         """Whether more is expected and nothing came since a time of the event loop; true also
         before the response."""
         is_silent = self._response is not None and self._received_s <= since_s
-        return is_silent or self._head is not None
+        return is_silent or self._head is not None or self.deadline is not None
+
+    def end_connecting(self) -> None:
+        """The connection has been made, or cannot be."""
+        self.deadline = None
+        if self._transport is None:
+            self._owner.connections.discard(self)
 
     def begin_reading(self) -> None:
         """Count silence from now on if reading was paused until now."""
@@ -225,7 +236,7 @@ class _Connection(asyncio.Protocol):
     async def request(self, message: bytes, label: str, sender: Sender | None) -> HttpResponse:
         """Send one request and wait for the head of its response."""
         if self._transport is None:
-            raise ConnectionLost("closed")
+            raise Unreachable("closed")
         self.label, self.sender, self._num_bytes = label, sender, 0
         self._sent_s = self._loop.time()
         self._set_timer(self._owner.silence_s)
@@ -245,10 +256,14 @@ class _Connection(asyncio.Protocol):
     def drop(self, error: HttpError) -> None:
         """Close the connection and fail its request. Idempotent."""
         self._set_timer(None)
+        deadline, self.deadline = self.deadline, None
+        if deadline is not None:
+            self.why_dropped = str(error)
+            deadline.reschedule(self._loop.time())
+        self._owner.connections.discard(self)
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-            self._owner.connections.discard(self)
             if self in self._owner.idle[self.url]:
                 self._owner.idle[self.url].remove(self)
             if not self._owner.idle[self.url]:  # instances come and go
@@ -262,8 +277,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self._owner.connections.add(self)
-        if self._owner.is_closed:
+        if self not in self._owner.connections:
             self.drop(ConnectionLost("closed"))
 
     def data_received(self, data: bytes) -> None:

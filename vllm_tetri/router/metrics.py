@@ -31,14 +31,16 @@ LOAD_NUMBERS = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """What the router counts, and what it reads when it is scraped.
 
     Public counters are called with `.inc()`, or `.labels(...).inc()`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, monitor: Monitor, table: RequestTable) -> None:
+        self._monitor, self._table = monitor, table
         self._registry = CollectorRegistry()
+        self._registry.register(self)
         counter = partial(Counter, namespace="tetri", registry=self._registry)
         histogram = partial(Histogram, namespace="tetri", registry=self._registry)
         # fmt: off
@@ -89,10 +91,6 @@ class Metrics:
             "router knew the new role.", buckets=_COMMIT_SECONDS)
         # fmt: on
 
-    def add_state(self, monitor: Monitor, table: RequestTable) -> None:
-        """Include the state of these whenever the metrics are scraped."""
-        self._registry.register(_StateCollector(monitor, table))
-
     def record_request(self, route: str, outcome: str, entry: Entry) -> None:
         """Count a request that ends now."""
         self.requests.labels(route, outcome).inc()
@@ -112,15 +110,8 @@ class Metrics:
         """Render the text that Prometheus reads."""
         return generate_latest(self._registry)
 
-
-class _StateCollector(Collector):
-    """State that is read when it is scraped."""
-
-    def __init__(self, monitor: Monitor, table: RequestTable) -> None:
-        self._monitor = monitor
-        self._table = table
-
     def collect(self) -> Iterator[Metric]:
+        """Yield the state that is read when it is scraped."""
         views, counters = self._monitor.view().instances, self._monitor.counters
         gauge, counter = partial(_family, "gauge"), partial(_family, "counter")
         each_id = ("instance",)

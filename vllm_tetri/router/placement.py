@@ -103,7 +103,8 @@ class Placer:
 
         def choose(model: str, *, may_split: bool = False) -> Route | AllAtLimit | None:
             if request.is_stored:
-                return _choose_keeper(self._view(), model, excluded, at_limit | limited)
+                full = at_limit | limited
+                return choose_keeper(self._view(), model, excluded=excluded, at_limit=full)
             self._renew(now, model)
             return choose_route(
                 map(self._state.row, self._state.table.by_model.get(model, ())),
@@ -247,14 +248,3 @@ class Placer:
             for row in map(self._state.row, table.by_id.values())
             if row.queued_tokens > _MAX_QUEUED_TOKENS
         )
-
-
-def _choose_keeper(
-    view: ClusterView, model: str, excluded: frozenset[InstanceId], full: frozenset[InstanceId]
-) -> Whole | AllAtLimit | None:
-    keeper = choose_keeper(view, model=model, excluded=excluded)
-    if keeper is None:
-        return None
-    if keeper in full:
-        return AllAtLimit((keeper,), "instances that may store the output")
-    return Whole(keeper, "stores outputs")

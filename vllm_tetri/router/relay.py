@@ -14,7 +14,7 @@ from functools import partial
 
 from aiohttp import web
 
-from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
+from vllm_tetri.handover import DecodeParams, PrefillParams
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.route import Event, Phase, Route, Split
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
@@ -154,15 +154,15 @@ class Relay:
         first = read_first_token(body, transfer, is_chat=request.path == CHAT)
         if first is None:
             raise _Recompute("no_transfer")
-        ending = last_chunk.result().ending if last_chunk.done() else None
-        self._first = first = first.with_prompt(ending)
+        last = last_chunk.result() if last_chunk.done() else None
+        self._first = first = first.with_prompt(last.ending if last else None)
         prefilled = first.prefilled
         entry.prompt_tokens, entry.last_chunk = prefilled.num_tokens, None
         self._scheduler.placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
         if first.is_last:
             return await self._end_at_prefill(first, instance)
         if prefilled.decode:
-            return await self._decode(first, last_chunk)
+            return await self._decode(first, last)
         _log.info("request %s: no hand-over: %s", entry.id, prefilled.reason)
         if request.has_choices or prefilled.prior_output is None:
             raise _Recompute("no_decode_instance")
@@ -206,9 +206,7 @@ class Relay:
         body = self._request.decode_body(params, ending.prompt_token_ids, instance)
         return await self._send(instance, body)
 
-    async def _decode(
-        self, first: FirstToken, last_chunk: asyncio.Future[Dispatched]
-    ) -> web.StreamResponse:
+    async def _decode(self, first: FirstToken, last: Dispatched | None) -> web.StreamResponse:
         """Send the decode request to where the KV is, unless it was sent early."""
         entry, prefilled = self._entry, first.prefilled
         entry.hand_over(prefilled.decode)
@@ -220,34 +218,23 @@ class Relay:
         body = partial(self._request.decode_body, params, prefilled.prompt_token_ids, instance)
         self._writer = instance
         self._show_first(first, instance)
-        early = self._take_early(last_chunk, prefilled)
-        response = await self._receive_patiently(instance, body, early)
+        sent_early = (last.ending.transfer, last.decode) if last and last.ending else None
+        if sent_early != (prefilled.transfer, prefilled.decode):
+            self._drop_early()
+        response = await self._receive_patiently(instance, body)
         if response.status == 200 and not entry.is_over:
             entry.take_transfer()  # the decode instance consumed it
         return response
 
-    def _take_early(
-        self, last_chunk: asyncio.Future[Dispatched], prefilled: Prefilled
-    ) -> _EarlyResponse | None:
-        """Return the early decode request if it went to where the KV is, else cancel it."""
-        message = last_chunk.result() if last_chunk.done() else None
-        ending = message.ending if message is not None else None
-        if message is None or ending is None:
-            return None
-        if (ending.transfer, message.decode) == (prefilled.transfer, prefilled.decode):
-            early, self._early = self._early, None
-            return early
-        self._drop_early()  # it went elsewhere
-        return None
-
     async def _receive_patiently(
-        self, instance: InstanceInfo, body: Callable[[], bytes], early: _EarlyResponse | None
+        self, instance: InstanceInfo, body: Callable[[], bytes]
     ) -> web.StreamResponse:
         """Receive the output of a decode instance. One at its limit has the KV nevertheless,
         so it is asked again."""
 
         async def send() -> HttpResponse:
-            response = await arrived(early) if early is not None else None
+            response = await self._early if self._early is not None else None
+            self._early = None  # not before: if this is cancelled, its response has an owner
             return response or await self._send(instance, body())
 
         wait_s, give_up_s = _FIRST_WAIT_S, time.monotonic() + DECODE_PATIENCE_S
@@ -258,8 +245,9 @@ class Relay:
                 if time.monotonic() + wait_s > give_up_s:
                     raise
                 self._scheduler.record_at_limit(error.instance)
+            self._drop_early()
             await asyncio.sleep(wait_s)
-            wait_s, early = min(2 * wait_s, _LONGEST_WAIT_S), None
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _show_first(self, first: FirstToken, instance: InstanceInfo) -> None:
         """Let the client have the first token now if `instance` surely continues it."""
@@ -333,9 +321,11 @@ class Relay:
         )
 
     def _drop_early(self) -> None:
+        """Cancel the early decode request, and close its response if it has come already."""
         early, self._early = self._early, None
         if early is not None:
-            _abandon(early)
+            early.cancel()
+            early.add_done_callback(_close_response)
 
     def _drop_transfer(self) -> None:
         """Cancel the early decode request and the KV transfer, if there are any."""
@@ -351,21 +341,6 @@ class _Recompute(Exception):
 
 class _NoInstance(Exception):
     """No instance is in use that has not failed this request already."""
-
-
-async def arrived(early: _EarlyResponse) -> HttpResponse | None:
-    """Wait for an early response, which is closed if the caller is cancelled."""
-    try:
-        return await early
-    except asyncio.CancelledError:
-        _abandon(early)  # it may have its response at this moment
-        raise
-
-
-def _abandon(early: _EarlyResponse) -> None:
-    """Cancel an early request, and close its response if it has come already."""
-    early.cancel()
-    early.add_done_callback(_close_response)
 
 
 def _close_response(early: _EarlyResponse) -> None:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from vllm_tetri.config import MAX_IN_FLIGHT_EACH
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CancelTransfer, Dispatched, TransferLost
+from vllm_tetri.messages import CancelTransfer, Dispatched
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.overload import MOST_S
 from vllm_tetri.policy.role import why_needed
@@ -88,13 +88,10 @@ class GlobalScheduler:
             silent_after_s=config.silent_after_s,
             secret=config.secret,
         )
-        self.metrics = Metrics()
-        self.metrics.add_state(self.monitor, self.table)
+        self.metrics = Metrics(self.monitor, self.table)
         self.upstream = Upstream(config.first_byte_s, config.authorization)
         give_up_s = GIVE_UP_AFTER * config.silent_after_s
-        self._liveness = Liveness(
-            self.monitor, self.upstream, self.table, self._on_unresponsive, after_s=give_up_s
-        )
+        self._liveness = Liveness(self.monitor, self.upstream, self.table, after_s=give_up_s)
         self.poison = PoisonFilter(self._liveness, self.metrics)
         self.flips = Flips(
             self.monitor, config.watcher, is_dry=config.is_watcher_dry, lease=config.lease
@@ -193,11 +190,6 @@ class GlobalScheduler:
         targets = set(decodes) or {each.info.id for each in self.monitor.view().instances}
         for instance in targets | {prefill}:
             self.monitor.send(instance, CancelTransfer(transfer))
-
-    def _on_unresponsive(self, instance: InstanceId) -> None:
-        """Tell decode instances that KV from this prefill instance may be lost."""
-        for decode, transfer in self.table.handed_over_by(instance):
-            self.monitor.send(decode, TransferLost(transfer))
 
     # Called by the monitor.
 

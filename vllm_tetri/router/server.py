@@ -113,11 +113,6 @@ class Connection(web.RequestHandler):
     `admitted` holds all connections that are open and not one too many.
     """
 
-    __slots__ = (
-        "_admitted", "_head_since_s", "_is_serving", "_limits", "_stream", "_unread_bytes",
-        "_unread_since_s",
-    )  # fmt: skip
-
     def __init__(self, server: web.Server, limits: Limits, admitted: set[Connection]) -> None:
         super().__init__(
             server,

@@ -13,11 +13,11 @@ from aiohttp import web
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import (
     ABORTED,
+    NOT_OFFERED,
     InstanceAtLimit,
     InstanceFailed,
     Refusal,
     is_at_limit,
-    is_not_offered,
     mark_too_long,
 )
 from vllm_tetri.router.first_token import FirstToken
@@ -139,7 +139,7 @@ class Output:
         request, status = self._request, response.status
         if is_at_limit(status, body):
             raise InstanceAtLimit(instance.id)
-        if is_not_offered(status, body):
+        if status == 404 and body == NOT_OFFERED:
             path = request.path.partition("?")[0]
             message = f"{request.method} {path}: no instance offers this route for its model"
             raise Refusal(404, message)

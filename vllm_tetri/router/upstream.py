@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Coroutine, Hashable, Mapping
+from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
 from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.messages import TransferLost
 from vllm_tetri.router.errors import (
     ERROR_EVENT,
     InstanceAtLimit,
@@ -69,7 +70,7 @@ class Upstream:
     """
 
     def __init__(self, first_byte_s: float, authorization: str | None = None) -> None:
-        self._first_byte_s, self._authorization = first_byte_s, authorization
+        self._authorization = authorization
         self.http = HttpClient(first_byte_s)
         self._checks: dict[str, asyncio.Task[bool]] = {}
 
@@ -111,7 +112,7 @@ class Upstream:
         the stream broke, or no byte came in time; `InstanceAtLimit`: the stream says only that the
         instance is at its limit."""
         try:
-            async with asyncio.timeout(self._first_byte_s):
+            async with asyncio.timeout(self.http.silence_s):
                 chunk = await response.read_some()
                 while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
                     chunk = await response.read_some()  # a keep-alive comment
@@ -164,7 +165,7 @@ class Upstream:
     def _failure(self, instance: InstanceInfo, error: HttpError) -> InstanceFailed:
         match error:
             case Silent():
-                reason = f"no byte of the response within {self._first_byte_s:g} s"
+                reason = f"no byte of the response within {self.http.silence_s:g} s"
                 return InstanceFailed(instance.id, reason, status=504, is_final=True)
             case Unreachable():
                 return InstanceFailed(instance.id, str(error), status=503, had_it=False)
@@ -194,22 +195,16 @@ class Liveness:
     instances that stop reporting. Owned by the event loop.
 
     After `after_s` seconds without a report all requests of an instance fail; after half of
-    it resumable streams move, which costs one prefill each, and `on_unresponsive` is called, as
+    it resumable streams move, which costs one prefill each, and decode instances are told that its
     KV may be lost. Time is counted in checks, so that a router that was stopped itself fails no
     requests.
     """
 
     def __init__(
-        self,
-        monitor: Monitor,
-        upstream: Upstream,
-        table: RequestTable,
-        on_unresponsive: Callable[[InstanceId], None],
-        *,
-        after_s: float,
+        self, monitor: Monitor, upstream: Upstream, table: RequestTable, *, after_s: float
     ) -> None:
         self._monitor, self._upstream, self._table = monitor, upstream, table
-        self._on_unresponsive, self._after_s = on_unresponsive, after_s
+        self._after_s = after_s
         # Process and sequence number of the last report, and checks since then.
         self._reports: dict[InstanceId, tuple[tuple[int, int], int]] = {}
         self._probes: dict[tuple[str, int, str], asyncio.Task[None]] = {}
@@ -275,7 +270,8 @@ class Liveness:
             missed = missed + 1 if report == last else 0
             self._reports[name] = report, missed
             if missed == _MIGRATION_CHECKS:
-                self._on_unresponsive(name)
+                for decode, transfer in self._table.handed_over_by(name):
+                    self._monitor.send(decode, TransferLost(transfer))
             if missed >= _MIGRATION_CHECKS and self._table.workers[name]:
                 self._fail_requests(name, is_final=missed >= _CHECKS)
 
