@@ -9,24 +9,25 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from vllm_tetri import handover
+from vllm_tetri import cli, handover
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
 from vllm_tetri.messages import Dispatched
+from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.router.app import build_app
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
 from vllm_tetri.router.server import Listener, listening
 from vllm_tetri.security import Secret
-from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
 
 Handler = Callable[["FakeInstance", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -253,9 +254,33 @@ class Cluster:
         assert answer["in_flight"] == len(answer["requests"])
         return answer["requests"]
 
-    async def ask(self, path: str = "/v1/completions", **body: Any) -> tuple[int, Any, Any]:
+    async def metrics(self) -> str:
+        async with self.client.get(self.url + "/metrics") as response:
+            assert response.status == 200
+            return await response.text()
+
+    async def order(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """An operator's order, below /tetri/v1/."""
+        async with self.client.post(f"{self.url}/tetri/v1/{path}", json=body) as response:
+            return response.status, await response.json()
+
+    async def command(self, *words: str) -> int:
+        return await asyncio.to_thread(cli.main, [*words, "--url", self.url])
+
+    async def report(self, name: str, **load: Any) -> None:
+        """An instance reports another load, until the router knows it."""
+        self[name].load = replace(self[name].load, **load)
+        await eventually(self.is_reported)
+
+    def is_reported(self) -> bool:
+        views = self.scheduler.monitor.view().instances
+        return all(each.load == self[each.info.id].load for each in views)
+
+    async def ask(
+        self, path: str = "/v1/completions", headers: Any = None, **body: Any
+    ) -> tuple[int, Any, Any]:
         body = {"model": "tiny", "prompt": "hello", **body}
-        async with self.client.post(self.url + path, json=body) as response:
+        async with self.client.post(self.url + path, json=body, headers=headers) as response:
             is_json = response.content_type == "application/json"
             answer = await (response.json() if is_json else response.read())
             return response.status, answer, response.headers
@@ -405,8 +430,21 @@ async def refused(made: Cluster, who: str, path: str = "/v1/completions", **body
 
 
 async def metric(made: Cluster, line: str) -> float:
-    async with made.client.get(made.url + "/metrics") as response:
-        for found in (await response.text()).splitlines():
-            if found.startswith(line + " "):
-                return float(found.rpartition(" ")[2])
+    for found in (await made.metrics()).splitlines():
+        if found.startswith(line + " "):
+            return float(found.rpartition(" ")[2])
     return 0.0
+
+
+class Watching:
+    """A watcher that counts its looks, and orders one flip if it is told to."""
+
+    def __init__(self, role: Role | None = None) -> None:
+        self.looks = 0
+        self._role = role
+
+    def look(self, view: ClusterView, now: float) -> Look:
+        self.looks += 1
+        if self._role is None or not any(each.info.id == "d2" for each in view.instances):
+            return Look(None, f"look {self.looks}")
+        return Look(FlipOrder(InstanceId("d2"), self._role, True, "7 s against 1 s"), "as told")

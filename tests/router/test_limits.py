@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually
+from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually, held_back
 from tests.router.raw import CLOSED, Answer, connected, exchange, post, read_answer
 from vllm_tetri.router import request
 from vllm_tetri.router.auth import Limits
@@ -68,14 +68,7 @@ async def test_a_body_that_is_not_what_its_headers_say_is_400(data: bytes) -> No
 
 
 async def test_all_bodies_together_are_bounded() -> None:
-    one = both()
-
-    async def wait(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
-        await fake.chunk_gate.wait()
-        return await fake.answer(request, body)
-
-    one.handler = wait
-    one.chunk_gate.clear()
+    (one,) = held_back(both())
     body = GOOD.ljust(600)
     async with cluster(one, limits=Limits(body_bytes=1000, bodies_bytes=1000)) as made:
         async with connected(made) as (reader, writer):
@@ -228,12 +221,30 @@ async def ask(made: Cluster, body: bytes, path: str = "/v1/completions") -> Answ
     return await exchange(made, post(body, path=path))
 
 
-@pytest.mark.parametrize("path", ["mode", "instances/b/flip", "instances/b/drain"])
-@pytest.mark.parametrize("body", [b"\xbd", b'{"\xbd": 1}', b"[" * 5000, b"{", b"5"])
-async def test_an_order_that_is_no_json_is_400(path: str, body: bytes) -> None:
+ORDERS = {
+    "mode": ("mode", [b"", b'{"mode": "half"}', b"{}", b'{"mode": "split", "now": true}']),
+    "instances/b/flip": (
+        "order to flip",
+        [b'{"role": "king"}', b'{"role": "decode", "now": "yes"}', b'{"role": "decode", "when": 1}',
+         b'{"role": "decode", "deadline_s": -1}'],
+    ),
+    "instances/b/drain": (
+        "order to drain",
+        [b'{"force": "yes"}', b'{"deadline_s": -1}', b'{"deadline_s": "soon"}', b'{"deadline": 1}'],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ORDERS)
+async def test_a_wrong_order_is_refused_and_changes_nothing(path: str) -> None:
+    what, bodies = ORDERS[path]
     async with cluster(both()) as made:
-        answer = await ask(made, body, f"/tetri/v1/{path}")
-        assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
+        for body in (b"\xbd", b'{"\xbd": 1}', b"[" * 5000, b"{", b"5", b"[]", *bodies):
+            answer = await ask(made, body, f"/tetri/v1/{path}")
+            assert (answer.status, answer.error["type"]) == (400, "BadRequestError")
+            assert f"the body is not a valid {what}" in answer.error["message"]
+        assert made.state("b") == "ready"
+        assert await made.get("/tetri/v1/mode") == {"mode": "split"}
 
 
 async def test_the_depth_of_a_body_is_bounded() -> None:

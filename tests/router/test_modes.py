@@ -13,20 +13,21 @@ from tests.policy.builders import COST
 from tests.router.fakes import (
     Cluster,
     FakeInstance,
+    Watching,
     begin,
     cluster,
     eventually,
     full,
     held_back,
     let_go,
+    metric,
     refused,
 )
 from vllm_tetri import cli
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.policy.balance import Look
 from vllm_tetri.router import command
-from vllm_tetri.types import ClusterView, InstanceLoad, Mode, Role
+from vllm_tetri.types import InstanceLoad, Mode, Role
 
 LONG = [1] * 4000
 FREE = InstanceLoad(
@@ -51,11 +52,7 @@ def pair(prefill: InstanceLoad = FREE, decode: InstanceLoad = FREE) -> tuple[Fak
 
 async def until_reported(made: Cluster) -> None:
     """The router has the current report of every instance."""
-    await eventually(
-        lambda: all(
-            each.load == made[each.info.id].load for each in made.scheduler.monitor.view().instances
-        )
-    )
+    await eventually(made.is_reported)
     # It looks at a picture for a moment.
     made.scheduler.set_mode(made.scheduler.placer.mode)
 
@@ -65,11 +62,6 @@ async def where(made: Cluster, **body: Any) -> tuple[str, str]:
     status, answer, headers = await made.ask(**body)
     assert status == 200, answer
     return headers["x-tetri-prefill"], headers["x-tetri-decode"]
-
-
-async def set_mode(made: Cluster, body: Any) -> tuple[int, Any]:
-    async with made.client.post(f"{made.url}/tetri/v1/mode", json=body) as response:
-        return response.status, await response.json()
 
 
 # -- every mode -----------------------------------------------------------------------
@@ -119,7 +111,7 @@ async def test_a_prompt_on_a_decode_instance_may_be_answered_there_by_hand_over(
 async def test_what_cannot_be_split_is_served_whole_in_every_mode() -> None:
     async with cluster(*pair(decode=BUSY)) as made:
         for mode in Mode:
-            await set_mode(made, {"mode": mode})
+            await made.order("mode", {"mode": mode})
             await until_reported(made)
             prefill, decode = await where(made, prompt=LONG, best_of=2)
             assert prefill == decode
@@ -206,25 +198,16 @@ async def test_the_mode_is_shown_and_changed() -> None:
     async with cluster(*pair(decode=BUSY)) as made:
         assert await made.get("/tetri/v1/mode") == {"mode": "split"}
         for mode in ("adaptive", "whole", "split"):
-            assert await set_mode(made, {"mode": mode}) == (200, {"mode": mode})
+            assert await made.order("mode", {"mode": mode}) == (200, {"mode": mode})
             assert await made.get("/tetri/v1/mode") == {"mode": mode}
             assert (await made.get("/tetri/v1/instances"))["mode"] == mode
-
-
-@pytest.mark.parametrize("body", [{"mode": "half"}, {}, {"mode": "split", "now": True}, [], 7])
-async def test_what_is_no_mode_is_refused_and_changes_nothing(body: Any) -> None:
-    async with cluster(mode=Mode.WHOLE) as made:
-        status, answer = await set_mode(made, body)
-        assert status == 400
-        assert "the body is not a valid mode" in answer["error"]["message"]
-        assert await made.get("/tetri/v1/mode") == {"mode": "whole"}
 
 
 async def test_a_request_under_way_goes_on_as_it_began() -> None:
     async with cluster(*pair()) as made:
         held_back(made["p"])
         (asking,) = await begin(made, 1)
-        await set_mode(made, {"mode": "whole"})
+        await made.order("mode", {"mode": "whole"})
         let_go(made["p"])
         status, _, headers = await asking
         assert status == 200
@@ -242,38 +225,30 @@ async def test_instances_see_all_others_in_adaptive_mode_only() -> None:
             }
 
         await eventually(lambda: seen() == {"p": {"d"}, "d": set()})
-        await set_mode(made, {"mode": "adaptive"})
+        await made.order("mode", {"mode": "adaptive"})
         await eventually(lambda: seen() == {"p": {"p", "d"}, "d": {"p", "d"}})
-        await set_mode(made, {"mode": "whole"})
+        await made.order("mode", {"mode": "whole"})
         await eventually(lambda: seen()["p"] == {"d"})
 
 
-class _Watcher:
-    looks = 0
-
-    def look(self, view: ClusterView, now: float) -> Look:
-        self.looks += 1
-        return Look(None, f"look {self.looks}")
-
-
 async def test_roles_are_not_watched_outside_split_mode() -> None:
-    watcher = _Watcher()
+    watcher = Watching()
     async with cluster(*pair(), watcher=watcher) as made:
         await eventually(lambda: watcher.looks)
         for mode in ("adaptive", "whole"):
-            await set_mode(made, {"mode": mode})
+            await made.order("mode", {"mode": mode})
             looks = watcher.looks
             await eventually(lambda: "inactive" in made.scheduler.flips.explanation)
             answer = await made.get("/tetri/v1/instances")
             assert "not split by role" in answer["watcher"]
             assert watcher.looks == looks
-            await set_mode(made, {"mode": "split"})
+            await made.order("mode", {"mode": "split"})
             await eventually(lambda looks=looks: watcher.looks > looks)
 
 
 async def test_the_command_shows_and_changes_the_mode(capsys: pytest.CaptureFixture[str]) -> None:
     async def run(*words: str) -> tuple[int, str]:
-        status = await asyncio.to_thread(cli.main, ["mode", *words, "--url", made.url])
+        status = await made.command("mode", *words)
         return status, capsys.readouterr().out.strip()
 
     async with cluster() as made:
@@ -298,9 +273,7 @@ async def test_what_would_come_late_is_refused_at_once(mode: Mode) -> None:
         assert not made["p"].calls
         assert not made["d"].calls
         assert await made.table() == []
-        async with made.client.get(made.url + "/metrics") as response:
-            text = await response.text()
-        assert 'tetri_requests_total{outcome="late",route="none"} 1' in text
+        assert await metric(made, 'tetri_requests_total{outcome="late",route="none"}') == 1
         made["p"].load = made["d"].load = FREE
         await until_reported(made)
         assert (await made.ask())[0] == 200

@@ -15,37 +15,24 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.router.fakes import FakeInstance, eventually, hang, router
+from tests.router.fakes import FakeInstance, Watching, eventually, hang, router
 from vllm_tetri import cli
 from vllm_tetri.launch.machine import free_port
 from vllm_tetri.messages import FlipRole
-from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.router.flips import FileLease
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.security import VARIABLE
-from vllm_tetri.types import ClusterView, InstanceId, Role
+from vllm_tetri.types import InstanceId, Role
 
 D2 = InstanceId("d2")
 ROOT = Path(__file__).parents[2]
-
-
-class Wanting:
-    """A watcher that always wants the same flip."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def look(self, view: ClusterView, now: float) -> Look:
-        self.looks += 1
-        order = FlipOrder(InstanceId("d2"), Role.PREFILL, True, "it is wanted")
-        return Look(order, "as always")
 
 
 @dataclass
 class Side:
     scheduler: GlobalScheduler
     url: str
-    watcher: Wanting
+    watcher: Watching
 
     def sees(self, name: str) -> str:
         one = self.scheduler.monitor.view_of(InstanceId(name))
@@ -87,7 +74,7 @@ async def joined(
 
 @asynccontextmanager
 async def side(**options: Any) -> AsyncIterator[Side]:
-    watcher = Wanting()
+    watcher = Watching(Role.PREFILL)
     async with router(watcher=watcher, **options) as (scheduler, url):
         yield Side(scheduler, url, watcher)
 
