@@ -35,12 +35,12 @@ def test_the_verdict_names_what_is_better() -> None:
 
 def test_a_child_ends_with_its_descendants_when_the_block_is_left(tmp_path: Path) -> None:
     script = "import subprocess; subprocess.run(['sleep', '1000'])"
-    with bench.child([sys.executable, "-c", script], tmp_path / "log") as process:
+    with bench.Child([sys.executable, "-c", script], tmp_path / "log") as process:
         deadline = time.monotonic() + 30
         tree: list[psutil.Process] = []
         while not any(each.name() == "sleep" for each in tree):
             assert time.monotonic() < deadline
-            tree = psutil.Process(process.popen.pid).children(recursive=True)
+            tree = psutil.Process(process.pid).children(recursive=True)
     gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     assert not any(each.is_running() and each.status() not in gone for each in tree)
 
@@ -49,7 +49,7 @@ def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(
     tmp_path: Path,
 ) -> None:
     with (
-        bench.child([sys.executable, "-c", "print('no such model')"], tmp_path / "log") as process,
+        bench.Child([sys.executable, "-c", "print('no such model')"], tmp_path / "log") as process,
         pytest.raises(UnsupportedError, match="no such model"),
     ):
         process.wait_until(lambda: False, 30)

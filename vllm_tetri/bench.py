@@ -125,7 +125,7 @@ def stock_server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     elif _num_instances(options) > 1 and not _has(options, "--data-parallel-size"):
         words += ["--data-parallel-size", str(_num_instances(options))]
     url = f"http://127.0.0.1:{port}"
-    with child(words, folder / "stock.log", environment, machine.cores) as process:
+    with Child(words, folder / "stock.log", environment, machine.cores) as process:
         process.wait_until(lambda: responds(f"{url}/health"), options.start_timeout)
         yield url
 
@@ -138,7 +138,7 @@ def our_cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     words += ["--ready-file", str(ready), "--start-timeout", str(options.start_timeout)]
     words += _given(options, ("log-dir", "mode", "prefill", "decode", "both"))
     words += ["--", *_serve_options(options, _num_instances(options))]
-    with child(words, folder / "ours.log") as process:
+    with Child(words, folder / "ours.log") as process:
         process.wait_until(ready.exists, options.start_timeout)
         yield json.loads(ready.read_text())["url"]
 
@@ -150,8 +150,8 @@ def send_load(options: argparse.Namespace, url: str, folder: Path, name: str) ->
     words = [*VLLM, "bench", "serve", "--base-url", url, "--model", options.model]
     words += [*_FIXED_LOAD.split(), "--result-dir", str(folder), "--result-filename", result.name]
     words += [*_given(options, LOAD), *shlex.split(options.bench_args)]
-    with child(words, folder / f"{name}-load.log", {"VLLM_PLUGINS": "none"}) as process:
-        process.popen.wait()
+    with Child(words, folder / f"{name}-load.log", {"VLLM_PLUGINS": "none"}) as process:
+        process.wait()
     if not result.exists():
         raise process.failure("`vllm bench serve` failed")
     content: dict[str, Any] = json.loads(result.read_text())
@@ -184,18 +184,17 @@ def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]
 
 
 def _num_instances(options: argparse.Namespace) -> int:
-    given = [options.prefill, options.decode, options.both]
-    if any(given):
-        return sum(number or 0 for number in given)
-    return 2 if options.mode == Mode.SPLIT.value else max(1, len(inspect().gpus))
+    given: int = sum(number or 0 for number in (options.prefill, options.decode, options.both))
+    return given or (2 if options.mode == Mode.SPLIT.value else max(1, len(inspect().gpus)))
 
 
 def _serve_options(options: argparse.Namespace, instances: int) -> list[str]:
     """Options of every instance: what follows `--`, and on a CPU host equal KV cache in all."""
-    words = list(options.tail)
-    if is_cpu_build() and not _has(options, "--kv-cache-memory-bytes"):
-        words += ["--kv-cache-memory-bytes", str(KV_BYTES // instances)]
-    return [*words, "--enforce-eager"] if is_cpu_build() else words
+    if not is_cpu_build():
+        return list(options.tail)
+    has_cache = _has(options, "--kv-cache-memory-bytes")
+    cache = [] if has_cache else ["--kv-cache-memory-bytes", str(KV_BYTES // instances)]
+    return [*options.tail, *cache, "--enforce-eager"]
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -207,12 +206,32 @@ def _has(options: argparse.Namespace, name: str) -> bool:
     return any(word.partition("=")[0].replace("_", "-") == name for word in options.tail)
 
 
-class Child:
-    """A process that prints to a file."""
+class Child(subprocess.Popen[bytes]):
+    """A command under a guard, which ends it with all its descendants when the block is left. It
+    prints to a file and never imports from the current directory; Ctrl-C reaches this process only.
+    """
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
-        self.popen = popen
+    def __init__(
+        self,
+        words: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        cores: Sequence[int] = (),
+    ) -> None:
         self._log = log
+        with log.open("wb") as file:
+            super().__init__(
+                guarded(words, cores=cores),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONSAFEPATH": "1", **(environment or {})},
+                start_new_session=True,
+            )
+
+    def __exit__(self, *error: Any) -> None:
+        self.terminate()
+        super().__exit__(*error)
 
     def failure(self, problem: str) -> UnsupportedError:
         """Make an error of the problem and the last lines that the process printed."""
@@ -223,38 +242,11 @@ class Child:
         """Wait until a server is ready; UnsupportedError if it ends, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not is_ready():
-            if self.popen.poll() is not None:
+            if self.poll() is not None:
                 raise self.failure("the server ended before it was ready")
             if time.monotonic() > deadline:
                 raise self.failure(f"the server was not ready in {timeout_s} s")
             time.sleep(_POLL_S)
-
-
-@contextmanager
-def child(
-    words: Sequence[str],
-    log: Path,
-    environment: Mapping[str, str] | None = None,
-    cores: Sequence[int] = (),
-) -> Iterator[Child]:
-    """Run a command under a guard, which ends it with all its descendants when the block is left.
-
-    Children never import from the current directory, and Ctrl-C reaches this process only.
-    """
-    with log.open("wb") as file:
-        popen = subprocess.Popen(
-            guarded(words, cores=cores),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONSAFEPATH": "1", **(environment or {})},
-            start_new_session=True,
-        )
-    try:
-        yield Child(popen, log)
-    finally:
-        popen.terminate()
-        popen.wait()
 
 
 def responds(url: str) -> bool:

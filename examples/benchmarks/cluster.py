@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from vllm_tetri.bench import TETRI, VLLM, child, responds
+from vllm_tetri.bench import TETRI, VLLM, Child, responds
 from vllm_tetri.launch.machine import cpu_facts, free_port, vllm_version
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -181,10 +181,10 @@ def stock(
     command = [*VLLM, "serve", site.model, *serve_options(site, system), *words]
     url = f"http://127.0.0.1:{port}"
     log = site.folder / f"{name}.log"
-    with child([*command, "--port", str(port)], log, environment, cores) as process:
+    with Child([*command, "--port", str(port)], log, environment, cores) as process:
         process.wait_until(lambda: responds(f"{url}/health"), START_S)
         if "--kv-transfer-config" in words:  # NIXL moves its engine to the last core
-            _pin(process.popen.pid, cores)
+            _pin(process.pid, cores)
         yield url
 
 
@@ -200,9 +200,9 @@ def our_cluster(
     words += serve_options(site, system)
     environment = {"VLLM_NO_USAGE_STATS": "1", "TETRI_CACHE": str(site.folder / "cache")}
     log = site.folder / f"{name}.log"
-    with child(words, log, {**environment, **site.environment}, site.cores) as process:
+    with Child(words, log, {**environment, **site.environment}, site.cores) as process:
         process.wait_until(ready.exists, START_S)
-        yield {**json.loads(ready.read_text()), "guard": process.popen.pid}
+        yield {**json.loads(ready.read_text()), "guard": process.pid}
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def vllm_router(
     def has_models() -> bool:
         return bool(get_json(f"{url}/v1/models").get("data"))
 
-    with child(command, site.folder / "vllm-router.log", None, site.cores) as process:
+    with Child(command, site.folder / "vllm-router.log", None, site.cores) as process:
         process.wait_until((lambda: is_ready(url)) if is_ready else has_models, START_S)
         yield url
 

@@ -32,7 +32,7 @@ from examples.benchmarks.cluster import Site, conditions, get_json
 from examples.benchmarks.fake import DIRECT, MODEL
 from examples.benchmarks.figures import Results
 from vllm_tetri import handover
-from vllm_tetri.bench import TETRI, child
+from vllm_tetri.bench import TETRI, Child
 from vllm_tetri.handover import DecodeParams, PrefillParams, PriorOutput
 from vllm_tetri.launch.machine import free_port
 from vllm_tetri.types import RequestId, TransferId
@@ -193,11 +193,11 @@ def systems(folder: Path, routers: set[int], others: set[int], input_len: int) -
             port = free_port()
             log = folder / f"{name}-{shape}.log"
             process = stack.enter_context(
-                child([*words, "--port", str(port)], log, None, list(routers))
+                Child([*words, "--port", str(port)], log, None, list(routers))
             )
             url = f"http://127.0.0.1:{port}"
             process.wait_until(partial(completes, url), PATIENCE_S)
-            found.append(System(shape, name, url, pid=process.popen.pid))
+            found.append(System(shape, name, url, pid=process.pid))
         yield found
 
 
