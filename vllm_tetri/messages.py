@@ -20,7 +20,6 @@ from vllm_tetri.types import (
     InstanceInfo,
     InstanceLoad,
     InstanceState,
-    InstanceView,
     Prediction,
     RequestId,
     Role,
@@ -124,7 +123,7 @@ else:  # its fields without their names on the wire, made by msgspec's decoder
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """What changes all the time of an `InstanceView`."""
+    """What changes all the time of an instance that others see."""
 
     state: InstanceState
     age_s: Seconds
@@ -135,16 +134,16 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class Poll(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Router → every instance, every report period: report now.
 
-    Instances that dispatch also get the instances that decode: a `view` with a new `roster` number
-    when one came or went, else a `delta` with one row for each instance of that view, in its order.
+    Instances that dispatch also get the instances that decode: a row for each, in the order of the
+    `infos` that came last, which come with a new `roster` number when an instance came or went.
     An instance that drains gets the number of its requests of this router as `in_flight`.
     """
 
     router: str
     seq: int = 0
     roster: int = 0
-    view: tuple[InstanceView, ...] | None = None
-    delta: list[Row] | None = None
+    infos: tuple[InstanceInfo, ...] | None = None
+    rows: list[Row] | None = None
     in_flight: int | None = None
 
 
@@ -212,8 +211,7 @@ def decode_to_router(frame: bytes) -> ToRouter:
     """Return the message of an instance; ProtocolError unless it is sound and of this version."""
     message = _decode(_to_router, frame)
     if isinstance(message, LoadReport):
-        _require_sound(message.load)
-        _require_sound_flip(message.flip)
+        _require_sound(message.load, message.flip)
     return message
 
 
@@ -221,11 +219,7 @@ def decode_to_instance(frame: bytes) -> ToInstance:
     """Return the message of a router; raises like `decode_to_router`."""
     message = _decode(_to_instance, frame)
     if isinstance(message, Poll):
-        for each in message.view or ():
-            _require_sound(each.load)
-            _require_sound_flip(each.flip)
-            _require_finite(each.age_s)
-        for row in message.delta or ():  # msgspec has checked all other numbers of a row
+        for row in message.rows or ():  # msgspec has checked all other numbers of a row
             _require_finite(*_cost_numbers(row.load.cost))
     return message
 
@@ -236,18 +230,14 @@ _load_numbers = attrgetter(
 _cost_numbers = attrgetter(*(field.name for field in fields(StepCoefficients)))
 
 
-def _require_sound(load: InstanceLoad) -> None:
+def _require_sound(load: InstanceLoad, flip: Flip | None) -> None:
     _require_finite(*_load_numbers(load), *_cost_numbers(load.cost))
     if len(load.bucket_tokens) > _MOST_BUCKETS:
         raise ProtocolError(f"{len(load.bucket_tokens)} buckets of lengths in a load")
-
-
-def _require_sound_flip(flip: Flip | None) -> None:
-    if flip is None:
-        return
-    _require_finite(flip.epoch, flip.age_s, flip.drain_s, flip.commit_s)
-    if len(flip.reason) + len(flip.problem) > _MOST_WORDS:
-        raise ProtocolError("a flip with more words than fit")
+    if flip is not None:
+        _require_finite(flip.epoch, flip.age_s, flip.drain_s, flip.commit_s)
+        if len(flip.reason) + len(flip.problem) > _MOST_WORDS:
+            raise ProtocolError("a flip with more words than fit")
 
 
 def _require_finite(*numbers: float) -> None:

@@ -42,12 +42,13 @@ OTHERS = tuple(
     )
     for name in ("a", "b")
 )
-SHOWN = Poll("r", 1, 5, view=OTHERS)
+ROWS = [row_of(each) for each in OTHERS]
+SHOWN = Poll("r", 1, 5, tuple(each.info for each in OTHERS), ROWS)
 GOOD = [
     messages.encode(message)
     for message in (
         SHOWN,
-        Poll("r", 2, 5, delta=[row_of(each) for each in OTHERS]),
+        Poll("r", 2, 5, rows=ROWS),
         Poll("r", in_flight=3),
         FlipRole(4, Role.DECODE, True, 5.0, "why", 2),
         RoleCommitted(4, 1.0),

@@ -151,7 +151,7 @@ def test_a_poll_carries_views_to_dispatchers_and_requests_in_flight_to_those_tha
 
 def seen(state: str, age_s: float) -> Poll:
     one = InstanceView(ONE, InstanceState(state), InstanceLoad(), age_s, seq=3)
-    return Poll("router", 1, 1, view=(one,))
+    return Poll("router", 1, 1, (ONE,), [row_of(one)])
 
 
 @pytest.mark.parametrize(
@@ -191,14 +191,14 @@ def test_a_snapshot_stays_the_same_object_until_a_poll_comes() -> None:
         pytest.approx(0.1),
         pytest.approx(1.2),
     ]
-    (row,) = map(row_of, seen("silent", 5.0).view or ())
-    assert store.observe(0, Poll("router", 2, 1, delta=[row]), 11.3)
+    rows = seen("silent", 5.0).rows
+    assert store.observe(0, Poll("router", 2, 1, rows=rows), 11.3)
     assert store.observe(0, Poll("router", 3), 11.4)  # carries nothing
     (now,) = store.snapshot(11.4).view.instances
     assert (now.state, now.info, now.age_s) == ("silent", ONE, pytest.approx(5.1))
-    assert not store.observe(0, Poll("router", 4, 7, delta=[row]), 11.5)
+    assert not store.observe(0, Poll("router", 4, 7, rows=rows), 11.5)
     with pytest.raises(ProtocolError, match="0 loads of 1"):
-        store.observe(0, Poll("router", 5, 1, delta=[]), 11.5)
+        store.observe(0, Poll("router", 5, 1, rows=[]), 11.5)
 
 
 BAD_PORTS = ("", "x", "0", "65536", "-1", "\u00b2", "9" * 5000)

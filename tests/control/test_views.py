@@ -63,18 +63,18 @@ async def test_loads_belong_to_the_view_before_them() -> None:
                     if messages.decode_to_router(frame) == Hello(INFO):
                         return
 
-            say(messages.Poll("r", 1, 1, delta=[row]))  # of a view that was lost
+            say(messages.Poll("r", 1, 1, rows=[row]))  # of a view that was lost
             await asyncio.wait_for(is_asked_again(), 5)
             assert one.sees() == []
-            say(messages.Poll("r", 2, 2, view=(seen,)))
+            say(messages.Poll("r", 2, 2, infos=(INFO,), rows=[row_of(seen)]))
             await eventually(lambda: one.sees() == [("i", "ready")])
-            say(messages.Poll("r", 3, 2, delta=[row]))
+            say(messages.Poll("r", 3, 2, rows=[row]))
             await eventually(lambda: one.view.seq == 3)
             (now,) = one.view.instances
             assert (now.info, now.load.running, now.load.blocks_total, now.seq) == (INFO, 5, 9, 8)
-            say(messages.Poll("r", 4, 2, delta=[]))
+            say(messages.Poll("r", 4, 2, rows=[]))
             await eventually(lambda: one.agent.dropped_messages == 1)
-            say(messages.Poll("r", 5, 3, delta=[row]))
+            say(messages.Poll("r", 5, 3, rows=[row]))
             await asyncio.wait_for(is_asked_again(), 5)
             assert one.view.seq == 3
     finally:

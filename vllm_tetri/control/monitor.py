@@ -148,7 +148,7 @@ class Monitor:
         if self._timer is not None:
             self._timer.cancel()
         self._opened.close()
-        self._timer = self._socket = self._events = self._gatekeeper = None
+        self._timer = self._socket = self._events = None
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -182,14 +182,13 @@ class Monitor:
                 self._send(each.sender, order)
 
     def _with_views(self, now: float) -> messages.Poll:
-        """The instances that decode; only their loads while the roster stays the same."""
-        views, roster = self.members.views(now), self.members.roster
+        """The instances that decode; only what changes while the roster stays the same."""
+        views, roster, infos = self.members.views(now), self.members.roster, None
         if not self.members.is_mixed:
             views = tuple(each for each in views if each.info.role is not Role.PREFILL)
-        if roster == self._sent_roster:
-            return messages.Poll(self._name, self._seq, roster, delta=[*map(row_of, views)])
-        self._sent_roster = roster
-        return messages.Poll(self._name, self._seq, roster, view=views)
+        if roster != self._sent_roster:
+            self._sent_roster, infos = roster, tuple(each.info for each in views)
+        return messages.Poll(self._name, self._seq, roster, infos, [*map(row_of, views)])
 
     def _drain(self) -> None:
         # ZeroMQ signals an edge, so read until nothing is left or ask to be called again.

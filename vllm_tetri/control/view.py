@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
 
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.messages import LoadRow, Poll, Row
-from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceState, InstanceView
+from vllm_tetri.types import (
+    ClusterView,
+    InstanceId,
+    InstanceInfo,
+    InstanceLoad,
+    InstanceState,
+    InstanceView,
+)
 
 GONE_AFTER_S = 60.0
 _STALE_S = 1.0  # merge again after this time without a poll: silent instances must leave
@@ -32,11 +39,10 @@ class Snapshot(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """A router's newest poll, on top of the view that its roster began with."""
+    """A router's newest poll, and the instances that its rows are about."""
 
     poll: Poll
-    base: tuple[InstanceView, ...]
-    newest: Sequence[InstanceView | Row]  # one for each of `base`
+    infos: tuple[InstanceInfo, ...]
     at_s: float
 
 
@@ -51,20 +57,18 @@ class ViewStore:
         self._merged = (self._received, Snapshot(ClusterView(), float("-inf")))
 
     def observe(self, router: int, poll: Poll, now: float) -> bool:
-        """Store what a poll carries; False if the view that its delta belongs to was lost.
-        ProtocolError if the delta does not fit the view."""
-        base, newest = poll.view, poll.delta
-        if base is None:
-            if newest is None:
-                return True
-            known = self._received.get(router)
+        """Store what a poll carries; False if the instances of its rows are not known.
+        ProtocolError if these are not as many."""
+        if poll.rows is None:
+            return True
+        infos, known = poll.infos, self._received.get(router)
+        if infos is None:
             if known is None or known.poll.roster != poll.roster:
                 return False
-            base = known.base
-            if len(newest) != len(base):
-                raise ProtocolError(f"{len(newest)} loads of {len(base)} instances")
-        current: Sequence[InstanceView | Row] = base if poll.view is not None else newest or ()
-        self._received = {**self._received, router: _Received(poll, base, current, now)}
+            infos = known.infos
+        if len(poll.rows) != len(infos):
+            raise ProtocolError(f"{len(poll.rows)} loads of {len(infos)} instances")
+        self._received = {**self._received, router: _Received(poll, infos, now)}
         return True
 
     def snapshot(self, now: float) -> Snapshot:
@@ -85,11 +89,11 @@ def _merge(received: Iterable[_Received], now: float) -> ClusterView:
         if newest is None or one.at_s > newest.at_s:
             newest = one
         since_s = max(0.0, now - one.at_s)
-        for each, row in zip(one.base, one.newest, strict=True):
-            aged = InstanceView(each.info, row.state, row.load, row.age_s + since_s, row.seq)
-            other = best.get(each.info.id)
+        for info, row in zip(one.infos, one.poll.rows or (), strict=True):
+            aged = InstanceView(info, row.state, row.load, row.age_s + since_s, row.seq)
+            other = best.get(info.id)
             if aged.age_s < GONE_AFTER_S and (other is None or _supersedes(aged, other)):
-                best[each.info.id] = aged
+                best[info.id] = aged
     if newest is None:
         return ClusterView()
     return ClusterView(newest.poll.router, newest.poll.seq, tuple(best.values()))
