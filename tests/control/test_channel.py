@@ -104,24 +104,6 @@ async def test_messages_travel_both_ways(secret: Secret | None) -> None:
         assert router.counters.dropped == one.agent.dropped_messages == 0
 
 
-async def test_a_silent_instance_is_marked_and_comes_back() -> None:
-    speaks = threading.Event()
-    speaks.set()
-
-    def read_load() -> InstanceLoad:
-        speaks.wait(10)
-        return InstanceLoad()
-
-    async with monitor() as router, joined(router.address, read_load=read_load):
-        await eventually(lambda: states(router))
-        router.members.mark_ready(INFO)
-        speaks.clear()
-        await eventually(lambda: states(router) == {"i": "silent"})
-        assert router.members.is_known(INFO)
-        speaks.set()
-        await eventually(lambda: states(router) == {"i": "ready"})
-
-
 async def test_an_instance_keeps_all_its_routers_informed() -> None:
     async with (
         monitor() as first,

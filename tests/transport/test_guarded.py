@@ -51,8 +51,7 @@ def test_the_proof_is_what_the_protocol_says(tcp: Backend) -> None:
         peer.greet(IDENTITY, shm=False)
         with Prover(receiver.endpoint) as stream:
             stream.prove(KEY)
-            stream.send(wire.frame(wire.JOIN, struct.pack("<Q", peer.session)))
-            assert stream.receive()[0] == wire.JOINED
+            stream.join(peer)
             status, *_ = peer.open("t", 1, 4096)  # a session ends with any of its connections
             assert status == 0
 

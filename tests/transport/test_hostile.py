@@ -114,8 +114,7 @@ def test_data_that_is_not_what_it_says(tcp: Backend, count: int) -> None:
     while sent < count:
         with Rogue(receiver.endpoint) as control, Rogue(receiver.endpoint) as stream:
             control.greet(IDENTITY, shm=False)
-            stream.send(wire.frame(wire.JOIN, struct.pack("<Q", control.session)))
-            assert stream.receive()[0] == wire.JOINED
+            stream.join(control)
             _, generation, *_ = control.open("mine", 1, 4096)
             for _ in range(20):
                 sent += 1

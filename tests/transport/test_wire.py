@@ -79,8 +79,7 @@ def test_stale_and_misplaced_data_never_reach_the_arena(tcp: Backend) -> None:
     receiver = tcp.receiver(arena_bytes=8192)
     with Rogue(receiver.endpoint) as control, Rogue(receiver.endpoint) as stream:
         control.greet(IDENTITY, shm=False)
-        stream.send(wire.frame(wire.JOIN, struct.pack("<Q", control.session)))
-        assert stream.receive()[0] == wire.JOINED
+        stream.join(control)
         _, old, _, _ = control.open("old", 2, 4096)
         receiver.cancel("old")
         kind, body = control.receive()
@@ -105,8 +104,7 @@ def test_more_bytes_than_counted_end_the_session(tcp: Backend) -> None:
     receiver = tcp.receiver()
     with Rogue(receiver.endpoint) as control, Rogue(receiver.endpoint) as stream:
         control.greet(IDENTITY, shm=False)
-        stream.send(wire.frame(wire.JOIN, struct.pack("<Q", control.session)))
-        stream.receive()
+        stream.join(control)
         _, mine, _, _ = control.open("t", 1, 4096)
         stream.send(wire.data(mine, 0, b"x" * 4096))
         eventually(lambda: receiver.stats().bytes_received == 4096)

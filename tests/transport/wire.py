@@ -70,6 +70,11 @@ class Rogue:
         self.segment = body[12 : 12 + length].decode()
         self.send(frame(LINK, struct.pack("<I", shm)))
 
+    def join(self, control: Rogue) -> None:
+        """Become a stream of another connection's session."""
+        self.send(frame(JOIN, struct.pack("<Q", control.session)))
+        assert self.receive()[0] == JOINED
+
     def open(self, name: str, num_blocks: int, block_bytes: int) -> tuple[int, int, int, int]:
         """Status, generation, offset and control index."""
         body = struct.pack("<Q", 1) + text(name) + struct.pack("<QQ", num_blocks, block_bytes)

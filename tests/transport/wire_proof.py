@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import os
-import socket
+import socketserver
 import struct
 import threading
 from collections.abc import Callable
@@ -60,63 +60,31 @@ class Prover(Rogue):
         assert body[4:] == proof_of(key, b"receiver", mine, theirs, address)
 
 
-class FalseReceiver:
-    """A port that answers every frame of a sender as a test wants.
-
-    Args:
-        answer: From the type and body of a frame to bytes; None hangs up. Called by a
-            thread for each connection.
-    """
+class FalseReceiver(socketserver.ThreadingTCPServer):
+    """A port that answers every frame of a sender as a test wants: from the frame's type and body
+    to bytes, on a thread for each connection; None hangs up."""
 
     def __init__(self, answer: Callable[[int, bytes], bytes | None]) -> None:
-        self._answer = answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(connection,))
-            self._threads.append(thread)
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(10.0)
-        with connection, contextlib.suppress(OSError):
-            while (frame := _frame_from(connection)) is not None:
-                answer = self._answer(*frame)
-                if answer is None:
-                    return
-                connection.sendall(answer)
+        super().__init__(("127.0.0.1", 0), _Answering)
+        self.answer = answer
+        self.endpoint = f"127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, args=(0.01,)).start()
 
     def close(self) -> None:
-        """Once all senders are closed."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(20.0)
-            assert not thread.is_alive()
+        """Wait for all connections: close the senders before."""
+        self.shutdown()
+        self.server_close()
 
 
-def _frame_from(connection: socket.socket) -> tuple[int, bytes] | None:
-    head = _exactly(connection, 12)
-    if head is None:
-        return None
-    _, _, kind, length = struct.unpack("<IHHI", head)
-    body = _exactly(connection, length)
-    return None if body is None else (kind, body)
+class _Answering(socketserver.StreamRequestHandler):
+    server: FalseReceiver
+    timeout = 10.0
 
-
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = b""
-    while len(parts) < count:
-        piece = connection.recv(count - len(parts))
-        if not piece:
-            return None
-        parts += piece
-    return parts
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(head := self.rfile.read(12)) == 12:
+                _, _, kind, length = struct.unpack("<IHHI", head)
+                answer = self.server.answer(kind, self.rfile.read(length))
+                if answer is None:
+                    return
+                self.wfile.write(answer)
