@@ -244,19 +244,14 @@ def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    with contextlib.suppress(OSError), socket.create_server((host, port)):
+        return True
+    return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that is free at this moment; a process that binds it late may lose it."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
 
 

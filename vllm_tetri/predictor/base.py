@@ -36,18 +36,8 @@ class Predictor(Protocol):
 
     @property
     def tally(self) -> Tally: ...
-
-    def ask(self, query: Query) -> None:
-        """Begin to predict for a prompt."""
-
-    def withdraw(self, name: str) -> None:
-        """Forget a prompt whose request has ended; unknown names are ignored."""
-
-    def poll(self) -> list[tuple[str, Prediction | None]]:
-        """Predictions since the last call; None means that there will be none."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until there may be something to poll, at most `timeout_s`."""
-
-    def close(self) -> None:
-        """Free all resources. Idempotent."""
+    def ask(self, query: Query) -> None: ...  # begin to predict for a prompt
+    def withdraw(self, name: str) -> None: ...  # its request has ended; ignored if unknown
+    def poll(self) -> list[tuple[str, Prediction | None]]: ...  # new ones; None: there is none
+    def wait(self, timeout_s: float) -> None: ...  # sleep until there may be something to poll
+    def close(self) -> None: ...  # idempotent

@@ -21,15 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_tetri.predictor import server
 from vllm_tetri.predictor.base import Query, Tally
-from vllm_tetri.predictor.server import (
-    MAX_PACKET_BYTES,
-    Submitted,
-    Withdrawn,
-    decode_replies,
-    encode,
-    shortened,
-)
 from vllm_tetri.types import Prediction
 
 # Prompts that may wait for a predictor; the next one is refused at once. At the rate of a small
@@ -126,7 +119,7 @@ class PredictorProcess:
     def _receive(self) -> None:
         while self._channel is not None:
             try:
-                replies = decode_replies(self._channel.recv(MAX_PACKET_BYTES))
+                replies = server.decode_replies(self._channel.recv(server.MAX_PACKET_BYTES))
             except BlockingIOError:
                 return
             except (ConnectionError, msgspec.DecodeError):  # it ended, so the packet is empty
@@ -148,10 +141,11 @@ class PredictorProcess:
             return
         try:
             while self._withdrawn:
-                self._channel.send(encode(Withdrawn(self._withdrawn[-1])))
+                self._channel.send(server.encode(server.Withdrawn(self._withdrawn[-1])))
                 self._withdrawn.pop()
             for number, query in list(self._new.items()):
-                self._channel.send(encode(Submitted(number, shortened(query.token_ids))))
+                prompt = server.Submitted(number, server.shortened(query.token_ids))
+                self._channel.send(server.encode(prompt))
                 del self._new[number]
         except BlockingIOError:  # it computes a batch; the rest follows with the next poll
             pass

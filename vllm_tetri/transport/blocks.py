@@ -40,20 +40,18 @@ class Gathered:
 
 
 class BlockMover(Protocol):
-    """Gathers blocks for sending and scatters blocks that arrived."""
+    """Gathers blocks for sending and scatters blocks that arrived.
+
+    `gather` sees blocks as they are after all work submitted so far. `scatter` fills blocks from a
+    slot of an arena before any work submitted later; `settle` waits until every `scatter` of the
+    calling thread has reached them.
+    """
 
     @property
-    def block_bytes(self) -> int:
-        """One block over all layers, in bytes."""
-
-    def gather(self, block_ids: BlockIds) -> Gathered:
-        """Gather blocks as they are after all work submitted so far."""
-
-    def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None:
-        """Fill blocks from an arena slot before any work submitted later."""
-
-    def settle(self) -> None:
-        """Wait until every `scatter` of the calling thread has reached the blocks."""
+    def block_bytes(self) -> int: ...  # one block over all layers
+    def gather(self, block_ids: BlockIds) -> Gathered: ...
+    def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None: ...
+    def settle(self) -> None: ...
 
 
 def layout_of(tensors: Sequence[torch.Tensor], num_blocks: int) -> Layout:
