@@ -46,12 +46,6 @@ def test_the_example_policy_runs_by_its_dotted_path() -> None:
     assert {each.decode for each in served} == {"decode-0", "decode-1"}
 
 
-@pytest.mark.usefixtures("examples")
-def test_an_instance_takes_a_policy_by_its_dotted_path() -> None:
-    name = "own_policy:most_free_blocks"
-    assert decode_config({"role": "prefill", "dispatch_policy": name}).dispatch_policy == name
-
-
 def test_an_installed_package_gives_a_policy_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("mine", f"{__name__}:arrival", "vllm_tetri.order")
 

@@ -41,12 +41,8 @@ def load_policy(kind: Literal["order"], name: str) -> Order: ...
 def load_policy(kind: Literal["admission"], name: str) -> AdmissionPolicy: ...
 def load_policy(kind: Kind, name: str) -> Any:
     """Find a policy; ConfigError if none has this name, or it cannot be loaded."""
-    found = _BUILT_IN[kind].get(name)
-    if found is None:
-        found = _loaded(kind, name)
-    if kind == "order" and not isinstance(found, Order):
-        return Order(found)
-    return found
+    found = _BUILT_IN[kind].get(name) or _loaded(kind, name)
+    return Order(found) if kind == "order" and not isinstance(found, Order) else found
 
 
 def policy_names(kind: Kind) -> list[str]:
@@ -60,17 +56,23 @@ def _group(kind: Kind) -> str:
 
 
 def _loaded(kind: Kind, name: str) -> Any:
-    is_path = ":" in name
-    entry = EntryPoint(name, name, _group(kind)) if is_path else _entry_point(kind, name)
+    """Load a policy, make an instance of an admission class, and refuse what cannot be one."""
+    entry = EntryPoint(name, name, _group(kind)) if ":" in name else _entry_point(kind, name)
     try:
-        return _checked(kind, name, entry.load())
-    except ConfigError:
-        raise
+        found = entry.load()
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{kind} policy {name!r} cannot be loaded from {entry.value}: {error}. Write "
             "package.module:attribute, and install the package or add its folder to PYTHONPATH"
         ) from error
+    if kind == "admission":
+        found = found() if isinstance(found, type) else found
+        is_policy = hasattr(found, "fits") and hasattr(found, "growth_blocks")
+    else:
+        is_policy = callable(found) or isinstance(found, Order)
+    if not is_policy:
+        raise ConfigError(f"{name!r} is no {kind} policy; vllm_tetri/plugins.py says what one is")
+    return found
 
 
 def _entry_point(kind: Kind, name: str) -> EntryPoint:
@@ -83,15 +85,3 @@ def _entry_point(kind: Kind, name: str) -> EntryPoint:
         f"there is no {kind} policy {name!r}; {hint} are {', '.join(names)}; "
         "name your own as package.module:attribute"
     )
-
-
-def _checked(kind: Kind, name: str, found: Any) -> Any:
-    """Make an instance of an admission class, and refuse what cannot be a policy."""
-    if kind == "admission":
-        found = found() if isinstance(found, type) else found
-        is_policy = hasattr(found, "fits") and hasattr(found, "growth_blocks")
-    else:
-        is_policy = callable(found) or isinstance(found, Order)
-    if not is_policy:
-        raise ConfigError(f"{name!r} is no {kind} policy; vllm_tetri/plugins.py says what one is")
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -113,19 +112,3 @@ async def test_with_a_secret_any_address_will_do() -> None:
     ):
         with pytest.raises(ConfigError, match="vllm-tetri secret FILE"):
             without()
-
-
-async def test_unauthenticated_connections_do_not_keep_a_router_from_working() -> None:
-    """Connections that say nothing, or nonsense, while an instance comes and reports."""
-    async with monitor(secret=OURS) as router:
-        port = int(router.address.rpartition(":")[2])
-        foreign = [socket.create_connection(("127.0.0.1", port)) for _ in range(50)]
-        for each in foreign[::2]:
-            each.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        async with joined(router.address, secret=OURS) as one:
-            await eventually(lambda: states(router))
-            seq = one.view.seq
-            await eventually(lambda: one.view.seq > seq + 2)
-        for each in foreign:
-            each.close()
-        await eventually(lambda: router.counters.dropped > 0)

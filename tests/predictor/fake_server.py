@@ -1,14 +1,12 @@
 """A predictor process with a classifier that only counts.
 
-A prompt's bucket is its number of tokens, at most 9. A prompt of the single token 666
-ends the process, one of 667 is never answered, 668 gets a bucket that does not exist.
+A prompt's bucket is its number of tokens, at most 9. A prompt of the single token 667 is never
+answered, one of 668 gets a bucket that does not exist.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -19,8 +17,6 @@ from vllm_tetri.predictor.server import Server, end_with
 
 class Counting:
     def encode(self, token_ids: Sequence[int]) -> list[int]:
-        if list(token_ids) == [666]:
-            os.kill(os.getpid(), signal.SIGKILL)
         return list(token_ids)
 
     def classify(self, batch: Sequence[Sequence[int]]) -> list[int]:

@@ -86,11 +86,6 @@ def test_chat_template_of_the_target_is_taken_off(artefact: Artefact) -> None:
     assert artefact.encode(served) == artefact.encode("a question")
 
 
-def test_text_that_is_no_unicode_does_not_stop_it(artefact: Artefact) -> None:
-    decoded = b"\xff\xfe caf\xe9".decode("utf-8", "replace")
-    assert artefact.encode(decoded)
-
-
 def replace_about(folder: Path, **changes: Any) -> None:
     write_about(folder, msgspec.structs.replace(read_about(folder), **changes))
 

@@ -240,32 +240,3 @@ def test_close_wakes_those_who_wait(core: Backend) -> None:
     for thread in threads:
         thread.join(5.0)
         assert not thread.is_alive()
-
-
-def test_slots_of_a_router_that_is_gone_fail_with_the_reason(core: Backend) -> None:
-    receiver, sender, cache = core.ends()
-    for name in ("r/arrived", "r/kept", "r/taken", "s/other"):
-        core.pushed(sender, receiver, name, cache, [1, 2])
-    filling = sender.open(receiver.endpoint, "r/filling", 2, cache.layout.block_bytes)
-    eventually(lambda: receiver.find("r/filling"))
-    assert receiver.take("r/taken")
-    assert (receiver.stats().filling, receiver.stats().unclaimed) == (1, 3)
-
-    receiver.abandon("r/", ["r/kept"], "its router is gone")
-
-    fails(filling, Status.CANCELLED)
-    for name in ("r/arrived", "r/filling"):
-        assert receiver.find(name).error == "its router is gone"
-    eventually(lambda: (receiver.stats().filling, receiver.stats().unclaimed) == (0, 2))
-    for name in ("r/kept", "s/other"):
-        assert core.arrived(receiver, name, cache) == cache.bytes_of([1, 2])
-    receiver.release("r/taken")
-    eventually(lambda: empty(receiver))
-
-
-def test_a_name_that_was_abandoned_may_come_again(core: Backend) -> None:
-    receiver, sender, cache = core.ends()
-    core.pushed(sender, receiver, "t", cache, [1])
-    receiver.abandon("", [], "its router is gone")
-    core.pushed(sender, receiver, "t", cache, [2])
-    assert core.arrived(receiver, "t", cache) == cache.bytes_of([2])
