@@ -116,7 +116,7 @@ class Engine:
         tetri = self.endpoint.config
         self.worker = TetriConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
         self.kv_worker = KVWorker(config=tetri, identity=identity, mover=mover, rank=0, num_ranks=1)
-        self.worker.set_worker(self.kv_worker)
+        self.worker.worker = self.kv_worker
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {(0, 0): WorkerShape(identity, KVLayout(BLOCK, mover.block_bytes, 1))}
         )
@@ -274,7 +274,7 @@ class Engine:
 
     def leaks(self) -> dict[str, int]:
         """What a leak check would find now."""
-        found: dict[str, int] = self.endpoint.load.leaks()
+        found: dict[str, int] = self.endpoint.leaks()
         return found
 
     def close(self) -> None:

@@ -23,10 +23,6 @@ FIRST, THIRD, LAST = (Prediction(bucket, 4, 200) for bucket in (0, 2, 3))
 PERIOD_S = 0.1
 
 
-def to(endpoint: str) -> Dispatch:
-    return Dispatch(InstanceId("any"), endpoint, "")
-
-
 class Scene:
     """A dispatcher of an instance `me` whose view, predictions and clock are set by hand."""
 
@@ -71,6 +67,10 @@ class Scene:
     def chosen(self, *refused: str, **options: Any) -> str | None:
         found = self.dispatch(*refused, **options)
         return None if found is None else found.instance
+
+    def record(self, endpoint: str, *, was_reached: bool) -> None:
+        dispatch = Dispatch(InstanceId("any"), endpoint, "")
+        self.dispatcher.policy.record_transfer(dispatch, self.now, was_reached=was_reached)
 
     def choose(self, request: Request, *, may_wait: bool = False) -> str | None:
         return self.chosen(request=request, may_wait=may_wait)
@@ -168,19 +168,19 @@ def test_without_instances_there_is_nothing_to_wait_for() -> None:
 def test_an_unreachable_instance_is_avoided_for_a_while() -> None:
     scene = split(decode("a"), decode("b"))
     cut = decode("a").info.kv_endpoint
-    scene.dispatcher.record_sent(to(cut), was_reached=False)
+    scene.record(cut, was_reached=False)
     chosen = {scene.choose(some_request(name=str(number))) for number in range(20)}
     assert chosen == {"b"}
     scene.now += 10
     chosen_later = [scene.choose(some_request(name=str(number))) for number in range(100)]
     assert chosen_later.count("a") == 1  # tries it for all of them
-    scene.dispatcher.record_sent(to(cut), was_reached=True)
+    scene.record(cut, was_reached=True)
     assert "a" in {scene.choose(some_request(name=str(number))) for number in range(20)}
 
 
 def test_an_unreachable_instance_is_better_than_none() -> None:
     scene = split(decode("a"))
-    scene.dispatcher.record_sent(to(decode("a").info.kv_endpoint), was_reached=False)
+    scene.record(decode("a").info.kv_endpoint, was_reached=False)
     assert scene.choose(some_request()) == "a"
 
 
@@ -309,12 +309,11 @@ def test_another_role_counts_from_the_next_choice_on() -> None:
     scene.now += 5
     me = one("me", "prefill")
     scene.sees(me, one("d", "decode"))
-    scene.dispatcher.set_info(me.info)
+    scene.dispatcher.policy.me = me.info
     assert scene.chosen() == "d"
 
 
 def test_an_output_does_not_move_to_an_unreachable_instance() -> None:
     scene = anywhere(one("a"), one("b"), decodes=30)
-    scene.dispatcher.record_sent(Dispatch(InstanceId("a"), "a:1", ""), was_reached=False)
-    chosen = scene.chosen()
-    assert chosen == "b"
+    scene.record("a:1", was_reached=False)
+    assert scene.chosen() == "b"

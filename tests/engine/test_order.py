@@ -13,6 +13,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from tests.engine.harness import BLOCK, Engine
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import RequestStatus
+from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.types import Role
 
@@ -37,6 +38,11 @@ def engine(shared: Engine) -> Iterator[Engine]:
     assert shared.is_at_rest
     assert shared.scheduler._queue.lane.unfinished_tokens == 0
     shared.scheduler.reset_prefix_cache()
+
+
+def order_by(engine: Engine, policy: str, sched_batch: int = 16) -> None:
+    scheduler = engine.scheduler
+    scheduler.waiting = scheduler._queue = PrefillQueue(ORDERS[policy], sched_batch, scheduler)
 
 
 def prompt(seed: int | str, num_tokens: int) -> list[int]:
@@ -73,7 +79,7 @@ def starts(taken: list[dict[str, int]]) -> list[str]:
 def test_prompts_start_in_the_order_of_the_policy(
     engine: Engine, policy: str, expected: list[str]
 ) -> None:
-    engine.scheduler.order_by(ORDERS[policy], 16)
+    order_by(engine, policy)
     for name, num_tokens in (("a", 150), ("b", 20), ("c", 200), ("d", 90)):
         add(engine, name, num_tokens)
     assert starts(steps(engine)) == expected
@@ -81,7 +87,7 @@ def test_prompts_start_in_the_order_of_the_policy(
 
 @pytest.mark.parametrize("policy", list(ORDERS))
 def test_every_step_takes_exactly_a_chunk_while_there_is_work(engine: Engine, policy: str) -> None:
-    engine.scheduler.order_by(ORDERS[policy], 4)
+    order_by(engine, policy, 4)
     lengths = [5, 300, 17, 64, 63, 65, 128, 1, 200, 90, 33, 40]
     for index, num_tokens in enumerate(lengths):
         add(engine, f"{policy}{index}", num_tokens)
@@ -92,7 +98,7 @@ def test_every_step_takes_exactly_a_chunk_while_there_is_work(engine: Engine, po
 
 
 def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) -> None:
-    engine.scheduler.order_by(ORDERS["srtf"], 16)
+    order_by(engine, "srtf")
     add(engine, "long", 400)
     engine.step()
     add(engine, "short", 40)
@@ -104,7 +110,7 @@ def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) 
 
 
 def test_sjf_never_interrupts(engine: Engine) -> None:
-    engine.scheduler.order_by(ORDERS["sjf"], 16)
+    order_by(engine, "sjf")
     add(engine, "long", 400)
     engine.step()
     add(engine, "short", 40)
@@ -112,7 +118,7 @@ def test_sjf_never_interrupts(engine: Engine) -> None:
 
 
 def test_what_the_prefix_cache_holds_counts_as_done(engine: Engine) -> None:
-    engine.scheduler.order_by(ORDERS["sjf"], 16)
+    order_by(engine, "sjf")
     tokens = prompt(1, 320)
     engine.add("first", tokens, max_tokens=1)
     steps(engine)
@@ -124,7 +130,7 @@ def test_what_the_prefix_cache_holds_counts_as_done(engine: Engine) -> None:
 
 
 def test_priority_goes_first_within_a_batch(engine: Engine) -> None:
-    engine.scheduler.order_by(ORDERS["sjf"], 16)
+    order_by(engine, "sjf")
     add(engine, "short", 10)
     add(engine, "urgent", 200, priority=-1)
     add(engine, "late", 5, priority=3)
@@ -132,7 +138,7 @@ def test_priority_goes_first_within_a_batch(engine: Engine) -> None:
 
 
 def test_aborts_leave_no_trace_in_the_order(engine: Engine) -> None:
-    engine.scheduler.order_by(ORDERS["srtf"], 2)
+    order_by(engine, "srtf", 2)
     for name in ("started", "scheduled", "raw"):
         add(engine, name, 200)
     add(engine, "kept", 30)

@@ -260,8 +260,7 @@ BUCKETS = Buckets(200, 10, "digest")
 
 
 def learnt(store: LengthsStore) -> LengthsStore:
-    store.lengths.observe(THIRD, 650)
-    store.record_change(0.0)
+    store.learn(ended(RequestStatus.FINISHED_STOPPED, 650), THIRD)
     return store
 
 

@@ -41,6 +41,7 @@ _LONGEST_STEP_S = 1.5
 DEADLINE_S = 30.0
 # Clients cannot guess it, so a client's request is never taken for a dummy one.
 DUMMY_PREFIX = f"tetri-dummy-{secrets.token_hex(8)}-"
+_numbers = itertools.count()
 
 
 def is_dummy(request_id: str) -> bool:
@@ -48,32 +49,19 @@ def is_dummy(request_id: str) -> bool:
     return request_id.startswith(DUMMY_PREFIX)
 
 
-class DummyRequests:
-    """Makes dummy requests for one scheduler, with random prompts that no client's prompt
-    hits in the prefix cache."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        config = scheduler.vllm_config
-        self._vocabulary = max(2, config.model_config.get_vocab_size())
-        self._hasher = None
-        if config.cache_config.enable_prefix_caching:
-            self._hasher = get_request_block_hasher(
-                scheduler.hash_block_size,
-                get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo),
-            )
-        self._numbers = itertools.count()
-
-    def make(self, num_tokens: int) -> Request:
-        """Return a prompt of `num_tokens` that generates one token."""
-        return Request(
-            f"{DUMMY_PREFIX}{next(self._numbers)}",
-            random.choices(range(self._vocabulary), k=num_tokens),
-            SamplingParams(
-                max_tokens=1, ignore_eos=True, temperature=0, skip_reading_prefix_cache=True
-            ),
-            None,
-            block_hasher=self._hasher,
-        )
+def dummy_request(scheduler: Scheduler, num_tokens: int) -> Request:
+    """Return a prompt that generates one token, for a scheduler. It is random, so that no client's
+    prompt hits it in the prefix cache."""
+    config, hasher = scheduler.vllm_config, None
+    if config.cache_config.enable_prefix_caching:
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        hasher = get_request_block_hasher(scheduler.hash_block_size, hash_function)
+    vocabulary = range(max(2, config.model_config.get_vocab_size()))
+    sampling = SamplingParams(
+        max_tokens=1, ignore_eos=True, temperature=0, skip_reading_prefix_cache=True
+    )
+    name, token_ids = f"{DUMMY_PREFIX}{next(_numbers)}", random.choices(vocabulary, k=num_tokens)
+    return Request(name, token_ids, sampling, None, block_hasher=hasher)
 
 
 def remove_dummy_outputs(outputs: dict[int, EngineCoreOutputs]) -> list[str]:
@@ -98,15 +86,7 @@ def fitting_chunk(chunk_tokens: int, *, batched_tokens: int, window_tokens: int)
 
 
 class ChunkProbe:
-    """Runs the dummy prompts of one engine. Owner: the engine thread.
-
-    Args:
-        most_tokens: The longest prompt that one step can hold.
-
-    Attributes:
-        chunk_tokens: The knee of what was measured so far.
-        is_over: Whether the probe is done and nothing of it is left in the engine.
-    """
+    """Runs dummy prompts, none longer than a step can hold. Owner: the engine thread."""
 
     def __init__(
         self,
@@ -116,37 +96,41 @@ class ChunkProbe:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
-        self._dummies = DummyRequests(scheduler)
         self._most_tokens = most_tokens
         self._clock = clock
         self._sizes = self._prompt_sizes()
-        self._seconds: dict[int, float] = {}  # best time of a step, by prompt tokens
+        self._speeds: dict[int, float] = {}  # best tokens per second, by prompt tokens
         self._running, self._tokens, self._begun_s = "", 0, 0.0
-        self.chunk_tokens = min(LEAST_TOKENS, most_tokens)
-        self.is_over = False
 
-    def before_step(self) -> None:
-        """Add the next dummy prompt once the previous one has ended."""
-        if self.is_over or self._running in self._scheduler.requests:
-            return
-        tokens = next(self._sizes, None)
-        if tokens is None:
-            self._finish()
-            return
-        request = self._dummies.make(tokens)
-        self._running, self._tokens, self._begun_s = request.request_id, tokens, self._clock()
-        self._scheduler.max_num_scheduled_tokens = tokens
-        self._scheduler.add_request(request)
+    def before_step(self) -> bool:
+        """Add the next dummy prompt once the previous one has ended; False if there is none."""
+        if self._running in self._scheduler.requests:
+            return True
+        self._tokens = next(self._sizes, 0)
+        if self._tokens:
+            request = dummy_request(self._scheduler, self._tokens)
+            self._running, self._begun_s = request.request_id, self._clock()
+            self._scheduler.max_num_scheduled_tokens = self._tokens
+            self._scheduler.add_request(request)
+        return self._tokens > 0
 
     def after_step(self, ended: list[str]) -> None:
-        """Take the time of a step.
-
-        Args:
-            ended: Dummy requests that the step ended.
-        """
+        """Take the time of a step that ended these dummy requests."""
         if self._running in ended:
-            seconds = self._clock() - self._begun_s
-            self._seconds[self._tokens] = min(seconds, self._seconds.get(self._tokens, seconds))
+            speed = self._tokens / (self._clock() - self._begun_s)
+            self._speeds[self._tokens] = max(speed, self._speeds.get(self._tokens, 0.0))
+
+    def knee(self) -> int:
+        """Return the chunk to use, by what was timed."""
+        speeds = self._speeds
+        enough = KNEE_PART * max(speeds.values(), default=0.0)
+        fast = [tokens for tokens, speed in speeds.items() if speed >= enough]
+        chunk_tokens = min(fast, default=min(LEAST_TOKENS, self._most_tokens))
+        logger.info(
+            "--tetri-chunk-size auto: %d tokens; prompt tokens/s by chunk: %s",
+            chunk_tokens, ", ".join(f"{tokens}: {speed:.0f}" for tokens, speed in speeds.items()),
+        )  # fmt: skip
+        return chunk_tokens
 
     def _prompt_sizes(self) -> Iterator[int]:
         """Yield the tokens of one prompt after the other, until enough is known."""
@@ -156,29 +140,15 @@ class ChunkProbe:
             "at most %.0f. The instance joins its cluster afterwards.",
             self._most_tokens, DEADLINE_S,
         )  # fmt: skip
-        tokens, is_enough = self.chunk_tokens, False
-        while not is_enough:
+        tokens = min(LEAST_TOKENS, self._most_tokens)
+        while True:
             for _ in range(_RUNS):
                 if self._clock() > deadline:
                     return
                 yield tokens
-            speeds = list(self._speeds().values())[-3:]
+            speeds = list(self._speeds.values())[-3:]
             is_flat = len(speeds) == 3 and max(speeds[1:]) < (1 + _FLAT_GAIN) * speeds[0]
-            is_enough = (
-                is_flat or tokens >= self._most_tokens or self._seconds[tokens] > _LONGEST_STEP_S
-            )
+            is_long = tokens / self._speeds[tokens] > _LONGEST_STEP_S
+            if is_flat or is_long or tokens >= self._most_tokens:
+                return
             tokens = min(2 * tokens, self._most_tokens)
-
-    def _speeds(self) -> dict[int, float]:
-        return {tokens: tokens / seconds for tokens, seconds in self._seconds.items()}
-
-    def _finish(self) -> None:
-        self.is_over, speeds = True, self._speeds()
-        enough = KNEE_PART * max(speeds.values(), default=0.0)
-        fast = [tokens for tokens, speed in speeds.items() if speed >= enough]
-        self.chunk_tokens = min(fast, default=self.chunk_tokens)
-        logger.info(
-            "--tetri-chunk-size auto: %d tokens; prompt tokens/s by chunk: %s",
-            self.chunk_tokens,
-            ", ".join(f"{tokens}: {speed:.0f}" for tokens, speed in speeds.items()),
-        )

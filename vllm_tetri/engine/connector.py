@@ -59,7 +59,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._tetri = decode_config(extra[CONFIG_KEY])
         self._cache_config = kv_cache_config
-        self.worker: KVWorker | None = None
+        self.worker: KVWorker | None = None  # executes the orders of steps
         self._shape: WorkerShape | None = None
         self._endpoint: Endpoint | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -79,18 +79,13 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         num_ranks = group.world_size
         layout = KVLayout(block_tokens, mover.block_bytes * num_ranks, num_ranks)
         self._shape = WorkerShape(identity, layout)
-        worker = KVWorker(
+        self.worker = KVWorker(
             config=self._tetri,
             identity=identity,
             mover=mover,
             rank=group.rank_in_group,
             num_ranks=num_ranks,
         )
-        self.set_worker(worker)
-
-    def set_worker(self, worker: KVWorker) -> None:
-        """Execute the orders of steps by this worker from now on."""
-        self.worker = worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._shape

@@ -48,7 +48,7 @@ class Dispatcher:
         self._clock = clock
         self._tables = TableMaker()
         self._observed: Snapshot | None = None
-        self._policy = DecodeDispatcher(
+        self.policy = DecodeDispatcher(
             me,
             load_policy("dispatch", config.dispatch_policy),
             lengths=lengths,
@@ -56,10 +56,6 @@ class Dispatcher:
             patience_s=config.report_period_s,
             rng=rng,
         )
-
-    def set_info(self, me: InstanceInfo) -> None:
-        """Decide for this instance with its new role from now on."""
-        self._policy.me = me
 
     def choose(
         self,
@@ -72,21 +68,21 @@ class Dispatcher:
         has capacity and the prompt is not done yet."""
         need, now = self.need(request, num_bytes), self._clock()
         options = {"may_wait": not request.is_finished(), "anywhere": params.anywhere}
-        return self._policy.choose(request.request_id, need, refused, now, **options)
+        return self.policy.choose(request.request_id, need, refused, now, **options)
 
     def need(self, request: Request, num_bytes: int) -> Need:
         """Return what a request will take where it is decoded, by the newest snapshot."""
         snapshot = self._agent.snapshot()
         if snapshot is not self._observed:
             self._observed = snapshot
-            self._policy.observe(self._tables.make(snapshot.view, snapshot.at_s))
+            self.policy.observe(self._tables.make(snapshot.view, snapshot.at_s))
         prompt_tokens = request.num_prompt_tokens
-        max_tokens = max(0, self._policy.me.max_model_len - prompt_tokens)
+        max_tokens = max(0, self.policy.me.max_model_len - prompt_tokens)
         sampling = request.sampling_params
         if sampling is not None and sampling.max_tokens is not None:
             max_tokens = min(max_tokens, sampling.max_tokens)
         predicted = self._predictions.get(request.request_id, is_due=True)
-        return self._policy.need(
+        return self.policy.need(
             prompt_tokens, predicted, num_bytes=num_bytes, max_tokens=max_tokens
         )
 
@@ -106,16 +102,3 @@ class Dispatcher:
     def predicted(self, request: Request) -> Prediction | None:
         """Return how long the output of a request will be, as far as is known."""
         return self._predictions.get(request.request_id)
-
-    def record_sent(self, dispatch: Dispatch, *, was_reached: bool) -> None:
-        """Record whether an instance took KV or could not be reached."""
-        self._policy.record_transfer(dispatch.kv_endpoint, self._clock(), was_reached=was_reached)
-
-    def forget(self, request_id: str) -> None:
-        """Forget an ended request."""
-        self._policy.forget(request_id)
-
-    @property
-    def num_held(self) -> int:
-        """Requests that wait for an instance with capacity (any thread)."""
-        return self._policy.num_held

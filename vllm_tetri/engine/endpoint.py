@@ -19,7 +19,7 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.dispatcher import Dispatcher
-from vllm_tetri.engine.load import LoadReader, SchedulerState
+from vllm_tetri.engine.load import LoadReader
 from vllm_tetri.engine.prediction import (
     LengthsStore,
     Predictions,
@@ -33,14 +33,8 @@ from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import WorkerShape
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
 from vllm_tetri.security import kv_key_of, read_secret
-from vllm_tetri.transport.native import Receiver, open_receiver
-from vllm_tetri.types import (
-    InstanceId,
-    InstanceInfo,
-    InstanceLoad,
-    Role,
-    TransferId,
-)
+from vllm_tetri.transport.native import open_receiver
+from vllm_tetri.types import InstanceId, InstanceInfo, Role, TransferId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,20 +42,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Endpoint:
+class Endpoint(LoadReader):
     """One member of a cluster. It can work after `start`, and routers know it after `join`."""
 
-    scheduler: SchedulerState
-    # Set by `start`.
-    receiver: Receiver
-    agent: Agent
-    dispatcher: Dispatcher
-    sends: SendSide
-    receives: ReceiveSide
-    load: LoadReader
-    info: InstanceInfo
+    info: InstanceInfo  # set by `start`
 
     def __init__(self, config: TetriConfig, vllm_config: VllmConfig) -> None:
+        super().__init__()
         self.config = config
         self._vllm_config = vllm_config
         model = vllm_config.model_config
@@ -73,10 +60,6 @@ class Endpoint:
         self.lengths_store = LengthsStore(lengths_folder(), model.model, self._buckets)
         self._has_started = False
         self.has_joined = False
-
-    def bind_scheduler(self, scheduler: SchedulerState) -> None:
-        """Set the scheduler; call before `start`."""
-        self.scheduler = scheduler
 
     def start(self, shape: WorkerShape) -> None:
         """Open the arena, now that the KV layout is known, and join unless the scheduler has
@@ -114,7 +97,6 @@ class Endpoint:
             self.scheduler.kv_cache_manager,
             self.dispatcher,
         )
-        self.load = LoadReader(self.scheduler, self)
         self._has_started = True
         if config.chunk_size != "auto":
             self.join()
@@ -179,17 +161,9 @@ class Endpoint:
     def forget(self, request: Request) -> None:
         """Forget what was predicted and decided about an ended request."""
         self.predictions.end(request.request_id)
-        self.dispatcher.forget(request.request_id)
+        self.dispatcher.policy.forget(request.request_id)
 
-    # -- called by the agent's thread (`control.agent.EngineSide`) ----------------
-
-    def read_load(self) -> InstanceLoad:
-        """Return the numbers of the next load report."""
-        return self.load.read()
-
-    def unfinished(self, role: Role) -> str:
-        """Return the work of a role that is left, in words."""
-        return self.load.unfinished(role)
+    # -- called by the agent's thread, as `read_load` is (`control.agent.EngineSide`) ----
 
     def cancel(self, transfer: TransferId) -> None:
         """Drop a transfer whose request was cancelled."""
@@ -223,11 +197,9 @@ class Endpoint:
         if role is None:
             return None
         if role is not Role.DECODE and self.predictions.predictor is None:
-            self.predictions.set_predictor(
-                make_predictor(self.config, self._vllm_config, self._buckets, role)
-            )
-        self.info = replace(self.info, role=role)
-        self.dispatcher.set_info(self.info)
+            predictor = make_predictor(self.config, self._vllm_config, self._buckets, role)
+            self.predictions.predictor = predictor
+        self.info = self.dispatcher.policy.me = replace(self.info, role=role)
         return role
 
     def close(self) -> None:

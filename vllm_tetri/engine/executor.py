@@ -10,8 +10,6 @@ while events on their sockets still wake them at once.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from vllm_tetri.engine.compat import UniProcExecutor
 
@@ -24,19 +22,9 @@ class CalmExecutor(UniProcExecutor):
     """`UniProcExecutor` whose idle helper threads sleep."""
 
     def _init_executor(self) -> None:
-        with _timer_slack(_CALM_SLACK_NS):
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_CALM_SLACK_NS))
+        try:
             super()._init_executor()
-
-
-@contextmanager
-def _timer_slack(slack_ns: int) -> Iterator[None]:
-    """Timer slack of this thread and of the threads it starts meanwhile (Linux)."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None:
-        yield
-        return
-    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(slack_ns))
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_DEFAULT_SLACK_NS))
+        finally:
+            prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_DEFAULT_SLACK_NS))

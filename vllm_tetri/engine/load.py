@@ -61,9 +61,11 @@ class SchedulerState(Protocol):
     def record_decoded(self, request: Request) -> None: ...
 
 
-class Members(Protocol):
-    """What `engine.endpoint` owns and the load report reads."""
+class LoadReader:
+    """What an instance consists of, as `engine.endpoint` makes it, and the numbers that the agent's
+    thread reads there."""
 
+    scheduler: SchedulerState  # set by the scheduler, before `start` sets the next ones
     receiver: Receiver
     agent: Agent
     dispatcher: Dispatcher
@@ -72,23 +74,17 @@ class Members(Protocol):
     predictions: Predictions
     lengths_store: LengthsStore
 
-
-class LoadReader:
-    """Reads the numbers of one instance. Used by the agent's thread."""
-
-    def __init__(self, scheduler: SchedulerState, members: Members) -> None:
-        self._scheduler = scheduler
-        self._members = members
-        self._cpu = _CpuClock()
+    def __init__(self) -> None:
+        own = psutil.Process()
+        self._processes = [own, *filter(None, [own.parent()])]  # the API server started it
         self._leaking_since: dict[str, float] = {}
         self._leaks: tuple[str, ...] = ()  # as last logged
 
-    def read(self) -> InstanceLoad:
-        """Return the numbers of a report; counters are exact at rest."""
-        scheduler, members = self._scheduler, self._members
-        agent, arena = members.agent, members.receiver.stats()
-        sends, receives = members.sends, members.receives
-        predictions, continuations = members.predictions, scheduler.continuations
+    def read_load(self) -> InstanceLoad:
+        """Return the numbers of the next load report; counters are exact at rest."""
+        scheduler, agent, arena = self.scheduler, self.agent, self.receiver.stats()
+        sends, receives = self.sends, self.receives
+        predictions, continuations = self.predictions, scheduler.continuations
         gate = scheduler.gate  # the engine may replace it meanwhile
         requests = [
             one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
@@ -130,28 +126,36 @@ class LoadReader:
             dropped_messages=agent.dropped_messages,
             preemptions=scheduler.preemptions,
             flips=agent.num_flips,
-            cpu_s=self._cpu.read_s(),
+            cpu_s=self._cpu_s(),
             threads=threading.active_count(),
             predictions_made=tally.made,
             predictions_missed=predictions.missed,
             predictions_refused=tally.refused,
             predictions_failed=tally.failed,
-            bucket_tokens=members.lengths_store.lengths.bucket_tokens(),
+            bucket_tokens=self.lengths_store.lengths.bucket_tokens(),
             leftovers=self._lasting_leaks(time.monotonic()),
         )
 
+    def _cpu_s(self) -> float:
+        total = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
     def _queued_tokens(self, request: Request) -> int:
-        if request.request_id in self._members.receives:
+        if request.request_id in self.receives:
             return 0
         return max(0, request.num_prompt_tokens - request.num_computed_tokens)
 
     def _total_tokens(self, request: Request) -> int:
-        return self._scheduler.lengths.total_tokens(
+        return self.scheduler.lengths.total_tokens(
             request, End.EXPECTED, produced_tokens=request.num_output_tokens
         )
 
     def _used_blocks(self) -> int:
-        pool: Any = self._scheduler.kv_cache_manager.block_pool
+        pool: Any = self.scheduler.kv_cache_manager.block_pool
         used: int = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
         return used
 
@@ -159,11 +163,13 @@ class LoadReader:
         """Return the work of a role that is left, in words; empty when there is none."""
         requests = sum(
             not is_dummy(each.request_id) and not each.is_finished()
-            for each in list(self._scheduler.requests.values())
+            for each in list(self.scheduler.requests.values())
         )
-        slots = self._members.receiver.stats().slots
-        sends = len(self._members.sends)
-        counts = {Work.REQUESTS: requests, Work.HAND_OVERS: sends, Work.TRANSFERS: slots}
+        counts = {
+            Work.REQUESTS: requests,
+            Work.HAND_OVERS: len(self.sends),
+            Work.TRANSFERS: self.receiver.stats().slots,
+        }
         left = [work for work in counts if counts[work] and work in DRAINS[role]]
         return ", ".join(f"{counts[work]} {work}" for work in left)
 
@@ -172,14 +178,14 @@ class LoadReader:
     def leaks(self) -> dict[str, int]:
         """Return what is held although no request is left; nothing while there is one. KV under
         way keeps blocks or a slot: both end with their transfer and are no leaks."""
-        scheduler, members = self._scheduler, self._members
+        scheduler = self.scheduler
         requests = list(scheduler.requests.values())
         if not all(each.is_finished() for each in requests):
             return {}
         finished = len(requests)
-        num_receives = len(members.receives)
-        used = len(members.sends) + num_receives  # transfers and loads that use blocks
-        arena, gate, waiting = members.receiver.stats(), scheduler.gate, scheduler.waiting
+        num_receives = len(self.receives)
+        used = len(self.sends) + num_receives  # transfers and loads that use blocks
+        arena, gate, waiting = self.receiver.stats(), scheduler.gate, scheduler.waiting
         own_slots = arena.slots - arena.filling - arena.unclaimed - arena.quarantined
         found = {
             "finished requests whose blocks nothing uses": finished - used,
@@ -188,9 +194,9 @@ class LoadReader:
             "arena slots": own_slots - num_receives,
             "continued requests": scheduler.continuations.num_open,
             "received predictions": scheduler.lengths.num_received,
-            "pending predictions": members.predictions.num_asked,
+            "pending predictions": self.predictions.num_asked,
             "queued prompts": len(waiting) - waiting.num_dummy + waiting.lane.num_started,
-            "prompts without a decode instance": members.dispatcher.num_held,
+            "prompts without a decode instance": self.dispatcher.policy.num_held,
             "requests known to admission": gate.num_known if gate is not None else 0,
             _UNCLAIMED: arena.unclaimed,
             _QUARANTINED: arena.quarantined_bytes,
@@ -199,8 +205,8 @@ class LoadReader:
 
     def _lasting_leaks(self, now: float) -> tuple[str, ...]:
         """Return the leaks that last, those of before while requests are here; log changes."""
-        if not self._scheduler.requests:
-            self._members.receives.tidy()
+        if not self.scheduler.requests:
+            self.receives.tidy()
         found, since = self.leaks(), self._leaking_since
         self._leaking_since = {what: since.get(what, now) for what in found}
         lasting = tuple(
@@ -209,7 +215,7 @@ class LoadReader:
             if now - self._leaking_since[what]
             >= (SHARED_LEAK_PATIENCE_S if what in SHARED_LEAKS else LEAK_PATIENCE_S)
         )
-        is_known = bool(lasting) or not (found or self._scheduler.requests)
+        is_known = bool(lasting) or not (found or self.scheduler.requests)
         if lasting == self._leaks or not is_known:
             return self._leaks
         self._leaks = lasting
@@ -222,20 +228,3 @@ class LoadReader:
         else:
             logger.info("leak: all of it is released now")
         return lasting
-
-
-class _CpuClock:
-    """CPU seconds of this engine process and of the API server that started it."""
-
-    def __init__(self) -> None:
-        own = psutil.Process()
-        parent = own.parent()
-        self._processes = [own] if parent is None else [own, parent]
-
-    def read_s(self) -> float:
-        total = 0.0
-        for process in self._processes:
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total

@@ -135,10 +135,6 @@ class Predictions:
         self._entries: dict[str, _Awaited] = {}
         self.missed = 0
 
-    def set_predictor(self, predictor: Predictor | None) -> None:
-        """Use another predictor from now on."""
-        self.predictor = predictor
-
     @property
     def num_asked(self) -> int:
         """Prompts that were asked about and have not ended (any thread)."""
@@ -288,14 +284,10 @@ class LengthsStore:
         """Learn the output length of an ended request, if it tells one."""
         if tells_length(request, self.lengths, predicted):
             self.lengths.observe(predicted, request.num_output_tokens)
-            self.record_change(time.monotonic())
-
-    def record_change(self, now: float) -> None:
-        """Save the lengths soon, since they changed; at most once per period."""
-        self._is_dirty = True
-        if now - self._saved_s >= SAVE_PERIOD_S:
-            self._saved_s = now
-            self._save()
+            self._is_dirty = True
+            if (now := time.monotonic()) - self._saved_s >= SAVE_PERIOD_S:
+                self._saved_s = now
+                self._save()
 
     def close(self) -> None:
         """Write what was learnt since. Idempotent."""

@@ -97,10 +97,6 @@ class ReceiveSide:
         entry = self._entries.get(request_id)
         return entry is not None and entry.state is _State.TAKEN
 
-    def has_output(self, transfer: str) -> bool:
-        """Whether first tokens have come that no request took yet."""
-        return transfer in self._outputs
-
     @property
     def num_waiting(self) -> int:
         """Requests whose KV has not arrived."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_tetri.engine.chunk_size import (
     ChunkProbe,
-    DummyRequests,
+    dummy_request,
     fitting_chunk,
     is_dummy,
     remove_dummy_outputs,
@@ -34,7 +34,6 @@ from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import OutputLengths
-from vllm_tetri.policy.order import Order
 from vllm_tetri.policy.step_cost import StepFit
 from vllm_tetri.types import Role
 
@@ -80,13 +79,13 @@ class TetriScheduler(Scheduler):
         self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
-        self._dummies = DummyRequests(self)
         self._padding: Request | None = None
         self._has_padded = False
         self._is_stuck = False
         self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
         self._pinned_s = 0.0
-        self.order_by(load_policy("order", config.prefill_policy), config.sched_batch)
+        order = load_policy("order", config.prefill_policy)
+        self.waiting = self._queue = PrefillQueue(order, config.sched_batch, self)
         self._probe: ChunkProbe | None = None
         if config.chunk_size == "auto":
             self._chunk_tokens = self._most_tokens
@@ -99,12 +98,7 @@ class TetriScheduler(Scheduler):
                 window_tokens=self.max_model_len,
             )
         self._set_role(config.role)
-        endpoint.bind_scheduler(self)
-
-    def order_by(self, order: Order, sched_batch: int) -> None:
-        """Order waiting prompts by a policy from now on; no request may be here."""
-        assert not self.requests
-        self.waiting = self._queue = PrefillQueue(order, sched_batch, self)
+        endpoint.scheduler = self
 
     def _set_role(self, role: Role) -> None:
         """Work in a role from the next step on; between two steps."""
@@ -170,10 +164,8 @@ class TetriScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._take_role()
-        if self._probe is not None:
-            self._probe.before_step()
-            if self._probe.is_over:
-                self._end_probe(self._probe)
+        if self._probe is not None and not self._probe.before_step():
+            self._end_probe(self._probe)
         if self._probe is None:
             self._prepare_step()
         was_running = bool(self.running)
@@ -311,7 +303,7 @@ class TetriScheduler(Scheduler):
     def _pad(self) -> None:
         missing_tokens = self._chunk_tokens - self._queue.lane.unfinished_tokens
         if 0 < missing_tokens < self._chunk_tokens:
-            self._padding, self._has_padded = self._dummies.make(missing_tokens), True
+            self._padding, self._has_padded = dummy_request(self, missing_tokens), True
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
@@ -354,7 +346,7 @@ class TetriScheduler(Scheduler):
     def _end_probe(self, probe: ChunkProbe) -> None:
         self._probe = None
         self._queue.is_open = True
-        self._chunk_tokens = probe.chunk_tokens
+        self._chunk_tokens = probe.knee()
         self._set_role(self._config.role)
         self._endpoint.join()
 

@@ -270,7 +270,7 @@ class SendSide:
                 if send.done_s:
                     self._learn(send, now - send.done_s)
                 if send.dispatch is not None:
-                    self._dispatcher.record_sent(send.dispatch, was_reached=True)
+                    self._dispatcher.policy.record_transfer(send.dispatch, now, was_reached=True)
             if send.block_ids is None and not send.freeing:
                 send.is_sent = True  # before vLLM reported that it ended
             elif self._notes:
@@ -307,7 +307,7 @@ class SendSide:
                 send.name, decode, status, text, decode,
             )  # fmt: skip
         if send.dispatch is not None and status in _UNREACHABLE:
-            self._dispatcher.record_sent(send.dispatch, was_reached=False)
+            self._dispatcher.policy.record_transfer(send.dispatch, now, was_reached=False)
         if send.block_ids is not None:
             # Its router already knows the decode instance: that one, or none.
             if is_full and now < send.done_s + self._config.transfer_timeout_s:

@@ -62,16 +62,11 @@ class KVWorker:
         )
         self._sending: dict[str, _Sending] = {}
         self._arenas: dict[str, Arena] = {}
-        self._copier: ThreadPoolExecutor | None = None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
         self._freed_at_once: set[str] = set()
-
-    @property
-    def num_sending(self) -> int:
-        """Transfers that have not ended."""
-        return len(self._sending)
 
     # -- before the forward pass -------------------------------------------
 
@@ -103,8 +98,6 @@ class KVWorker:
         loaded in the background."""
         for order in meta.loads:
             if order.is_background:
-                if self._copier is None:
-                    self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
                 future = self._copier.submit(self._scatter, order)
                 self._loading[order.request_id] = order, future
             else:
@@ -243,8 +236,7 @@ class KVWorker:
 
     def close(self) -> None:
         """Stop all transfers. Idempotent."""
-        if self._copier is not None:
-            self._copier.shutdown(cancel_futures=True)
+        self._copier.shutdown(cancel_futures=True)
         self._sender.close()
         for arena in self._arenas.values():
             arena.close()

@@ -257,12 +257,12 @@ class DecodeDispatcher:
         endpoint = self._state.table.by_id[chosen[0]].kv_endpoint
         return Dispatch(chosen[0], endpoint, f"adaptive: {chosen[1]}")
 
-    def record_transfer(self, endpoint: str, now: float, *, was_reached: bool) -> None:
+    def record_transfer(self, dispatch: Dispatch, now: float, *, was_reached: bool) -> None:
         """Record whether a transfer reached its endpoint; one that it did not is avoided while
         there are others. An instance that is started again has another endpoint."""
-        self._avoid_until_s.pop(endpoint, None)
+        self._avoid_until_s.pop(dispatch.kv_endpoint, None)
         if not was_reached:
-            self._avoid_until_s[endpoint] = now + AVOID_S
+            self._avoid_until_s[dispatch.kv_endpoint] = now + AVOID_S
             if len(self._avoid_until_s) > _MAX_ENDPOINTS:
                 del self._avoid_until_s[next(iter(self._avoid_until_s))]
 
