@@ -147,9 +147,11 @@ class Endpoint(LoadReader):
             case PrefillParams():
                 self.sends.add(request, params)
                 self.predictions.begin(request)
-            case DecodeParams(transfer=transfer):
-                if transfer:
+            case DecodeParams():
+                if params.transfer:
                     self.receives.add(request, params)
+                if params.predicted is not None:
+                    self.predictions.keep(request.request_id, params.predicted)
             case None:
                 self.predictions.begin(request)
 

@@ -112,8 +112,7 @@ def _spare_cores() -> tuple[int, ...]:
 @dataclass(slots=True)
 class _Awaited:
     deadline: float
-    has_reply: bool = False
-    is_missed: bool = False
+    is_settled: bool = False  # it has its reply, or was missed
     prediction: Prediction | None = None
 
 
@@ -136,8 +135,8 @@ class Predictions:
         self.missed = 0
 
     @property
-    def num_asked(self) -> int:
-        """Prompts that were asked about and have not ended (any thread)."""
+    def num_known(self) -> int:
+        """Requests that are predicted, or asked about, and have not ended (any thread)."""
         return len(self._entries)
 
     @property
@@ -161,6 +160,10 @@ class Predictions:
         self._entries[request.request_id] = _Awaited(self._clock() + SEQUENTIAL_WAIT_S)
         self.predictor.ask(Query(request.request_id, prompt, known_tokens))
 
+    def keep(self, request_id: str, prediction: Prediction) -> None:
+        """Keep the prediction with which a request came from another instance."""
+        self._entries[request_id] = _Awaited(0.0, is_settled=True, prediction=prediction)
+
     def exchange(self) -> None:
         """Send new prompts to the predictor and take its replies; once per step."""
         if self.predictor is None:
@@ -168,19 +171,18 @@ class Predictions:
         for request_id, prediction in self.predictor.poll():
             entry = self._entries.get(request_id)
             if entry is not None:
-                entry.has_reply, entry.prediction = True, prediction
+                entry.is_settled, entry.prediction = True, prediction
 
     def get(self, request_id: str, *, is_due: bool = False) -> Prediction | None:
-        """Return the prediction of a request, if there is one. If it `is_due` (the first chunk
-        is done) and missing, that is counted once; later calls may still return it."""
+        """Return the prediction of a request, if there is one (any thread). If it `is_due` (the
+        first chunk is done) and missing, that is counted once; later calls may still return it."""
         entry = self._entries.get(request_id)
         if entry is None:
             return None
-        if is_due and not entry.has_reply and not entry.is_missed:
+        if is_due and not entry.is_settled:
             self.exchange()
-            if not entry.has_reply:
-                entry.is_missed = True
-                self.missed += 1
+            self.missed += not entry.is_settled
+            entry.is_settled = True
         return entry.prediction
 
     def holds(self, request_id: str) -> bool:
@@ -189,7 +191,7 @@ class Predictions:
         return (
             self.is_sequential
             and entry is not None
-            and not entry.has_reply
+            and not entry.is_settled
             and self._clock() < entry.deadline
         )
 

@@ -127,11 +127,8 @@ class TetriScheduler(Scheduler):
     def _add(self, request: Request) -> None:
         params = params_of(request)
         self.continuations.forget(request.request_id)
-        if isinstance(params, DecodeParams):
-            if params.prior_output is not None:
-                self.continuations.begin(request, params.prior_output)
-            if params.predicted is not None:
-                self.lengths.add(request.request_id, params.predicted)
+        if isinstance(params, DecodeParams) and params.prior_output is not None:
+            self.continuations.begin(request, params.prior_output)
         self._endpoint.add(request, params)
 
     def is_arriving(self, request: Request) -> bool:
@@ -151,7 +148,7 @@ class TetriScheduler(Scheduler):
         self.decodes_done += 1
         if self.gate is not None and ended_by_itself(request):
             self.gate.record_output(request)  # judged by what was known before it ended
-        self._lengths_store.learn(request, self.lengths.predicted(request.request_id))
+        self._lengths_store.learn(request, self.lengths.predict(request.request_id))
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         is_new_to_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -190,7 +187,6 @@ class TetriScheduler(Scheduler):
             if known is None or known.is_finished():  # else another one has its name now
                 self._queue.forget(request_id)
                 self.continuations.forget(request_id)
-                self.lengths.forget(request_id)
                 if self.gate is not None:
                     self.gate.forget(request_id)
         self.running = decodes_first(self.running)

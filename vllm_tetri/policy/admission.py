@@ -28,7 +28,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 from vllm_tetri.policy.lengths import End, OutputLengths, RequestView
 
@@ -46,20 +45,16 @@ _UNKNOWN = (0, 0, 0)
 Held = tuple[int, int]  # tokens whose KV a request holds, and those it is predicted to write
 
 
-class AdmissionPolicy(Protocol):
-    """When a request may enter the decode batch."""
-
-    def fits(self, pool: Admission, tokens: int, remaining_tokens: int) -> bool:
-        """Whether a request may enter that holds `tokens` and will write `remaining_tokens`.
-        Asked only if its tokens have blocks and the batch is not empty."""
-
-    def growth_blocks(self, pool: Admission) -> int:
-        """Blocks to keep for the batch beyond what it holds; reported to prefill instances."""
-
-
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """An admission policy of two functions."""
+class AdmissionPolicy:
+    """When a request may enter the decode batch. A class with these two methods is a policy, too.
+
+    Attributes:
+        fits: Whether a request may enter that holds so many tokens and will write so many.
+            Asked only if its tokens have blocks and the batch is not empty.
+        growth_blocks: Blocks to keep for the batch beyond what it holds; reported to prefill
+            instances.
+    """
 
     fits: Callable[[Admission, int, int], bool]
     growth_blocks: Callable[[Admission], int]
@@ -187,9 +182,11 @@ def _by_end(held: Held) -> int:
 
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
-    "greedy": Rule(lambda pool, tokens, rest: True, lambda pool: 0),
-    "reserve-static": Rule(Admission.holds_all, lambda pool: pool.all_growth_blocks),
-    "reserve-dynamic": Rule(Admission.holds_until_ends, lambda pool: pool.most_growth_blocks),
+    "greedy": AdmissionPolicy(lambda pool, tokens, rest: True, lambda pool: 0),
+    "reserve-static": AdmissionPolicy(Admission.holds_all, lambda pool: pool.all_growth_blocks),
+    "reserve-dynamic": AdmissionPolicy(
+        Admission.holds_until_ends, lambda pool: pool.most_growth_blocks
+    ),
 }
 
 

@@ -124,12 +124,6 @@ class Takers(NamedTuple):
     by_blocks: list[InstanceRow]  # by free blocks
     by_bytes: list[InstanceRow]  # by free arena
 
-    @classmethod
-    def of(cls, rows: Sequence[InstanceRow]) -> Takers:
-        """Order instances."""
-        orders = ("id", "base_blocks", "free_bytes")
-        return cls(*(sorted(rows, key=attrgetter(order)) for order in orders))
-
 
 class ClusterTable:
     """The ready instances of one view. Never changed, and so shared by all who read the view."""
@@ -163,7 +157,8 @@ class ClusterTable:
         if found is None:
             kin = [row for row in self.by_id.values() if row.key == key and row.kv_endpoint]
             rows = [row for row in kin if any_role or row.role is not Role.PREFILL]
-            found = self._takers[key, any_role] = Takers.of(rows)
+            orders = map(attrgetter, ("id", "base_blocks", "free_bytes"))
+            found = self._takers[key, any_role] = Takers(*(sorted(rows, key=key) for key in orders))
         return found
 
 

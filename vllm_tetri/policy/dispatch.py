@@ -68,8 +68,8 @@ class DecodeCandidates:
                 self._takers = state.table.takers(me, any_role=True)
             else:
                 is_able = me.role is Role.BOTH and me.id not in refused
-                own = (row for row in self._takers.by_name if is_able and row.id == me.id)
-                self._takers = Takers.of(list(own))
+                own = [row for row in self._takers.by_name if is_able and row.id == me.id]
+                self._takers = Takers(own, own, own)
 
     @property
     def rows(self) -> Sequence[InstanceRow]:

@@ -15,6 +15,7 @@ out to be is learnt here and tells how many tokens to expect (docs/policies.md).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
@@ -229,40 +230,18 @@ class RequestView(Protocol):
     def priority(self) -> int: ...  # the smaller, the earlier it is computed
 
 
+@dataclass(frozen=True, slots=True)
 class OutputLengths:
-    """How long the outputs of one instance's requests will be: those that began here, which
-    `predict` knows by their ids, and those that came with a prediction. `window` is the longest
-    prompt plus output, in tokens."""
+    """How long the outputs of one instance's requests will be, by what is predicted of them."""
 
-    def __init__(
-        self, lengths: Lengths, predict: Callable[[str], Prediction | None], window: int
-    ) -> None:
-        self._lengths = lengths
-        self.predict = predict
-        self._window = window
-        self._received: dict[str, Prediction] = {}
-
-    @property
-    def num_received(self) -> int:
-        """Requests that came with a prediction (any thread)."""
-        return len(self._received)
-
-    def add(self, request_id: str, predicted: Prediction) -> None:
-        """Keep the prediction with which a request came from another instance."""
-        self._received[request_id] = predicted
-
-    def forget(self, request_id: str) -> None:
-        """Drop a request that ended."""
-        self._received.pop(request_id, None)
-
-    def predicted(self, request_id: str) -> Prediction | None:
-        """Return what is predicted of a request, here or where it began (any thread)."""
-        return self._received.get(request_id) or self.predict(request_id)
+    lengths: Lengths
+    predict: Callable[[str], Prediction | None]  # what is predicted of a request, by its id
+    window: int  # the longest prompt plus output, in tokens
 
     def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
         """Return the tokens of the whole output, given that it has `produced_tokens`: more than
         those, and no more than `max_tokens` and the window allow (any thread)."""
-        predicted = self.predicted(request.request_id)
-        total_tokens = self._lengths.total_tokens(predicted, produced_tokens, end)
-        most_tokens = min(request.max_tokens, self._window - request.num_prompt_tokens)
+        predicted = self.predict(request.request_id)
+        total_tokens = self.lengths.total_tokens(predicted, produced_tokens, end)
+        most_tokens = min(request.max_tokens, self.window - request.num_prompt_tokens)
         return max(produced_tokens + 1, min(total_tokens, most_tokens))

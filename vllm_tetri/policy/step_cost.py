@@ -99,49 +99,42 @@ class StepFit:
 
 
 class _Sums:
-    """Weighted sums of products of features, and of features and times, over steps that
-    are weighted by 1 / unit²; the older the less."""
+    """Weighted sums of products of features, and in the last column of features and times, over
+    steps that are weighted by 1 / unit²; the older the less."""
 
     def __init__(self, kept: float) -> None:
         self._kept = kept
         self.count = 0.0
-        self.squares = [[0.0] * len(_PRIOR) for _ in _PRIOR]
-        self.products = [0.0] * len(_PRIOR)
+        self.rows = [[0.0] * (len(_PRIOR) + 1) for _ in _PRIOR]
 
     def add(self, features: Sequence[float], seconds: float, unit_s: float) -> None:
         kept = self._kept
         self.count = kept * self.count + 1
         # In the unit of the prior, so that all of a kind are about 1.
         scaled = [each * prior / unit_s for each, prior in zip(features, _PRIOR, strict=True)]
-        for row, one in enumerate(scaled):
-            sums = self.squares[row]
-            self.squares[row] = [
-                kept * old + one * other for old, other in zip(sums, scaled, strict=True)
-            ]
-            self.products[row] = kept * self.products[row] + one * seconds / unit_s
+        columns = [*scaled, seconds / unit_s]
+        self.rows = [
+            [kept * old + one * other for old, other in zip(row, columns, strict=True)]
+            for one, row in zip(scaled, self.rows, strict=True)
+        ]
 
 
 def _fit(decodes: _Sums, prompts: _Sums) -> Vector:
     """Return the coefficients, none below 0."""
-    size = range(len(_PRIOR))
-    products = [a + b for a, b in zip(decodes.products, prompts.products, strict=True)]
-    squares = [
-        [a + b for a, b in zip(*rows, strict=True)]
-        for rows in zip(decodes.squares, prompts.squares, strict=True)
+    rows = [
+        [a + b for a, b in zip(*pair, strict=True)]
+        for pair in zip(decodes.rows, prompts.rows, strict=True)
     ]
     # How much slower or quicker than the prior the engine is, all in all.
-    scale = sum(products) / max(1e-12, sum(map(sum, squares)))
-    trace = max(1e-9, sum(squares[row][row] for row in size))
+    scale = sum(row[-1] for row in rows) / max(1e-12, sum(sum(row[:-1]) for row in rows))
+    trace = max(1e-9, sum(row[index] for index, row in enumerate(rows)))
     ridge = _PRIOR_STEPS * trace / max(1.0, decodes.count + prompts.count)
-    active = list(size)
+    for index, row in enumerate(rows):
+        row[index] += ridge
+        row[-1] += ridge * scale
+    active = list(range(len(rows)))
     while True:
-        solved = _solve(
-            [
-                [squares[i][j] + (ridge if i == j else 0.0) for j in active]
-                + [products[i] + ridge * scale]
-                for i in active
-            ]
-        )
+        solved = _solve([[rows[i][j] for j in (*active, -1)] for i in active])
         worst = min(range(len(active)), key=solved.__getitem__)
         if solved[worst] >= 0:
             break
