@@ -19,7 +19,7 @@ import numpy as np
 from examples.benchmarks.cluster import Site, conditions
 from examples.benchmarks.figures import Results
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
-from vllm_tetri.policy.dispatch import DISPATCHES, GRACE_S, choose_decode
+from vllm_tetri.policy.dispatch import DISPATCHES, GRACE_S, DecodeCandidates, choose_decode
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,
@@ -96,7 +96,12 @@ def dispatches(size: int, cluster: str, count: int, policy: str, seed: int) -> l
         state.record_sent(None, InstanceId(f"decode-{rng.randrange(size)}"), Need(1, 1, 1), 0.0)
     needs = iter([draw_need(rng) for _ in range(count + WARM_UP)])
     chosen = DISPATCHES[policy]
-    return timed(lambda: choose_decode(state, me, need=next(needs), policy=chosen, rng=rng), count)
+
+    def decide() -> object:
+        need = next(needs)
+        return choose_decode(DecodeCandidates(state, me, need, (), rng), need, chosen)
+
+    return timed(decide, count)
 
 
 def tables(size: int, count: int, seed: int) -> list[float]:

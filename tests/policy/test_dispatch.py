@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from tests.policy.builders import Known, info, instance, view
 from vllm_tetri.policy.cluster import Need
-from vllm_tetri.policy.dispatch import DISPATCHES, GRACE_S, Dispatch, choose_decode, power_of_two
+from vllm_tetri.policy.dispatch import (
+    DISPATCHES,
+    GRACE_S,
+    DecodeCandidates,
+    Dispatch,
+    choose_decode,
+    power_of_two,
+)
 from vllm_tetri.types import ClusterView, InstanceId, InstanceView
 
 ME = info("me", "prefill")
@@ -46,14 +53,9 @@ def choose(
     for name, sent_need, at_s in own or ():
         made.send(None, InstanceId(name), sent_need, at_s)
     made.renew(cluster, NOW)
-    return choose_decode(
-        made.state,
-        me,
-        need=need,
-        refused=frozenset(map(InstanceId, refused)),
-        policy=DISPATCHES[policy],
-        rng=Random(seed),
-    )
+    them = frozenset(map(InstanceId, refused))
+    candidates = DecodeCandidates(made.state, me, need, them, Random(seed))
+    return choose_decode(candidates, need, DISPATCHES[policy])
 
 
 def chosen(*instances: InstanceView, **options) -> str | None:
@@ -227,7 +229,8 @@ def test_a_burst_on_one_stale_view_does_not_run_into_one_instance() -> None:
     made.renew(view(*(instance(f"d{index}", "decode") for index in range(4))), NOW)
     taken: Counter[str] = Counter()
     for _ in range(40):
-        dispatch = choose_decode(made.state, ME, need=need(112), policy=power_of_two, rng=rng)
+        candidates = DecodeCandidates(made.state, ME, need(112), (), rng)
+        dispatch = choose_decode(candidates, need(112), power_of_two)
         assert dispatch is not None
         assert dispatch.has_capacity
         made.send(None, dispatch.instance, need(112), NOW)

@@ -70,11 +70,8 @@ class DecodeCandidates:
                 is_able = me.role is Role.BOTH and me.id not in refused
                 own = [row for row in self._takers.by_name if is_able and row.id == me.id]
                 self._takers = Takers(own, own, own)
-
-    @property
-    def rows(self) -> Sequence[InstanceRow]:
-        """Instances that can take KV, by name, refused ones included; empty if none is left."""
-        return self._takers.by_name
+        # Instances that can take KV, by name, refused ones included; empty if none is left.
+        self.rows: Sequence[InstanceRow] = self._takers.by_name
 
     def draw(self, num: int) -> list[InstanceRow]:
         """Draw candidates with capacity at random; fewer only if there are fewer."""
@@ -155,21 +152,10 @@ DISPATCHES: dict[str, DispatchPolicy] = {
 
 
 def choose_decode(
-    state: ClusterState,
-    me: InstanceInfo,
-    *,
-    need: Need,
-    refused: Collection[InstanceId] = (),
-    policy: DispatchPolicy,
-    rng: Random,
+    candidates: DecodeCandidates, need: Need, policy: DispatchPolicy
 ) -> Dispatch | None:
-    """Choose the decode instance for one request of the prefill instance `me`, itself only as a
-    last choice when its role is `both`. Takes microseconds.
-
-    Returns:
-        The choice, to be recorded if it is followed; None when no instance could take the KV.
-    """
-    candidates = DecodeCandidates(state, me, need, refused, rng)
+    """Choose the decode instance for one request; None if no instance could take its KV. Takes
+    microseconds."""
     if not candidates.rows:
         return None
     best = policy(candidates, need)
@@ -235,9 +221,9 @@ class DecodeDispatcher:
             reason = "adaptive: no instance has capacity, so it stays"
             return Dispatch(self.me.id, self.me.kv_endpoint, reason, has_capacity=False)
         for without in (refused | unreachable, refused):
-            dispatch = dispatch or choose_decode(
-                self._state, self.me, need=need, refused=without, policy=self._policy, rng=self._rng
-            )
+            if dispatch is None:
+                candidates = DecodeCandidates(self._state, self.me, need, without, self._rng)
+                dispatch = choose_decode(candidates, need, self._policy)
         if dispatch is None:
             return None
         may_wait = may_wait and not dispatch.has_capacity

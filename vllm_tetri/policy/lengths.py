@@ -110,8 +110,8 @@ class Lengths:
         return {
             "granularity_tokens": self.granularity_tokens,
             "num_buckets": self.num_buckets,
-            "all": self._all.state(),
-            "rows": [row.state() for row in self._rows],
+            "all": self._all.values,
+            "rows": [row.values for row in self._rows],
         }
 
     @classmethod
@@ -131,30 +131,26 @@ class Lengths:
 
 
 class _Histogram:
-    """Lengths of outputs in bins, and `_prior_tokens` at the start of each. Outputs that are
-    longer than the last bin are summed up."""
+    """Lengths of outputs in bins, and `_prior_tokens` at the start of each. `values` are the counts
+    of the bins, then the outputs that are longer than the last bin, and their tokens."""
 
     def __init__(self, width_tokens: int, granularity_tokens: int, prior: list[float]) -> None:
         self._width_tokens = width_tokens
         self._granularity_tokens = granularity_tokens
         self._prior_tokens = prior
-        self._counts = [0.0] * len(prior)
-        self._beyond = [0.0, 0.0]  # outputs beyond the bins, and their tokens
+        self.values = [0.0] * (len(prior) + 2)
         self.num_outputs = 0.0
         self._table: list[int] = []  # expected tokens by bin of what is there
         self._rest_tokens = 0  # expected beyond the bins, on top of what is there
 
     def add(self, num_tokens: int) -> None:
-        bin_ = num_tokens // self._width_tokens
-        if bin_ < len(self._counts):
-            self._counts[bin_] += 1.0
-        else:
-            self._beyond[0] += 1.0
-            self._beyond[1] += num_tokens
+        num_bins, bin_ = len(self._prior_tokens), num_tokens // self._width_tokens
+        self.values[min(bin_, num_bins)] += 1.0
+        if bin_ >= num_bins:
+            self.values[-1] += num_tokens
         self.num_outputs += 1.0
         if self.num_outputs >= _FULL_OUTPUTS:
-            self._counts = [count / 2 for count in self._counts]
-            self._beyond = [value / 2 for value in self._beyond]
+            self.values = [value / 2 for value in self.values]
             self.num_outputs /= 2
         self._table = []
 
@@ -169,7 +165,7 @@ class _Histogram:
     def _tabulate(self) -> list[int]:
         """Tabulate the mean of outputs at least as long as the start of each bin, the prior's
         among them."""
-        counts, (num_beyond, beyond_tokens) = self._counts, self._beyond
+        *counts, num_beyond, beyond_tokens = self.values
         middle = (self._width_tokens - 1) / 2
         sums = [count * (bin_ * self._width_tokens + middle) for bin_, count in enumerate(counts)]
         outputs = list(accumulate(reversed(counts), initial=num_beyond))
@@ -180,22 +176,17 @@ class _Histogram:
                 self._prior_tokens, tokens[:0:-1], outputs[:0:-1], strict=True
             )
         ]
-        end_tokens = len(self._counts) * self._width_tokens
-        excess_tokens = max(0.0, beyond_tokens - num_beyond * end_tokens)
+        excess_tokens = max(0.0, beyond_tokens - num_beyond * len(counts) * self._width_tokens)
         prior_tokens = _PRIOR_OUTPUTS * self._granularity_tokens
         rest_tokens = (prior_tokens + excess_tokens) / (_PRIOR_OUTPUTS + num_beyond)
         self._rest_tokens = max(1, round(rest_tokens))
         return table
 
-    def state(self) -> list[float]:
-        """Return the counts, then outputs and tokens beyond them."""
-        return [*self._counts, *self._beyond]
-
-    def load(self, state: list[float]) -> None:
-        if len(state) != len(self._counts) + 2 or not all(0 <= each < inf for each in state):
+    def load(self, values: list[float]) -> None:
+        if len(values) != len(self.values) or not all(0 <= each < inf for each in values):
             raise ValueError("a histogram has another size, or no counts from 0 on")
-        self._counts, self._beyond = [*map(float, state[:-2])], [*map(float, state[-2:])]
-        self.num_outputs = sum(self._counts) + self._beyond[0]
+        self.values = [*map(float, values)]
+        self.num_outputs = sum(self.values[:-1])
         self._table = []
 
 

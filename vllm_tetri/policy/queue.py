@@ -74,10 +74,6 @@ class PromptQueue(Generic[R]):
         """Whether some of it was computed, but not all."""
         return request_id in self._started
 
-    def get(self, request_id: str) -> R | None:
-        """Return a waiting request by its id."""
-        return self._waiting.get(request_id)
-
     def add(self, request: R) -> None:
         """Append a new prompt. What the prefix cache holds is looked up when it is ordered."""
         name = request.request_id

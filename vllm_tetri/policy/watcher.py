@@ -16,7 +16,7 @@ from enum import StrEnum
 from math import inf
 
 from vllm_tetri.policy.balance import OTHER, ROLES, Balance, FlipOrder, Group, Look
-from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, InstanceView, Role
+from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, Role
 
 ORDER_SEEN_S = 2.0  # by then a report shows an order, or it was lost
 LOW_LOAD = 0.1  # of `threshold`: the paper's example
@@ -47,40 +47,34 @@ class Rest:
 
     def look(self, group: Group, now: float) -> Look:
         before, self._times = self._times, {}
-        for each in (*group.ready[Role.PREFILL], *group.ready[Role.DECODE]):
-            key = each.info.id, each.info.role
-            self._times[key] = before.get(key) or _BusyTime(self._after_s)
-            self._times[key].add(each.load, now)
+        parts: dict[Role, list[tuple[float, InstanceId]]] = {role: [] for role in ROLES}
+        for role, ready in group.ready.items():
+            for each in ready:
+                key = each.info.id, role
+                self._times[key] = times = before.get(key) or _BusyTime(self._after_s)
+                times.add(each.load, now)
+                parts[role].append((times.part, each.info.id))
         rested = [
-            (*self._busy(each), role)
+            (times.part, each.info.id, role)
             for role in ROLES
             for each in group.able(role)
-            if self._is_low(each) and self._times[each.info.id, role].is_full
+            if (times := self._times[each.info.id, role]).is_full and self._is_low(times.part)
         ]
-        leasts = [min(map(self._busy, group.ready[role])) for role in ROLES if group.ready[role]]
+        leasts = [min(some) for some in parts.values() if some]
         least = ", ".join(f"{id_} {part:.0%}" for part, id_ in leasts)
         seen = f"{group}; least busy in the last {self._after_s:g} s: {least or 'none'}"
         if not rested:
             return Look(None, f"{seen}; no instance that may flip had little to do for that time")
         part, id_, role = min(rested)
         other = OTHER[role]
-        if not self._is_short(group, other):
+        has_work = any(_has_work(each.load) for each in group.ready[other])
+        # Otherwise two roles with one instance at rest each would swap these again and again.
+        if not has_work or self._is_low(min(parts[other])[0]):
             return Look(None, f"{seen}; {other} has little to do too")
         reason = f"{id_} was busy {part:.0%} of the last {self._after_s:g} s"
         return Look(FlipOrder(id_, other, now=False, reason=reason), f"{seen}; {id_} flips")
 
-    def _is_short(self, group: Group, role: Role) -> bool:
-        """Whether all with a role have had work, and some have it right now. Otherwise two
-        roles with one instance at rest each would swap these again and again."""
-        others = group.ready[role]
-        has_work = any(_has_work(each.load) for each in others)
-        return has_work and not any(self._is_low(each) for each in others)
-
-    def _busy(self, one: InstanceView) -> tuple[float, InstanceId]:
-        return self._times[one.info.id, one.info.role].part, one.info.id
-
-    def _is_low(self, one: InstanceView) -> bool:
-        part, _ = self._busy(one)
+    def _is_low(self, part: float) -> bool:
         return part < self._limit or part == 0
 
 
