@@ -282,7 +282,7 @@ def runner() -> Iterator[None]:
 
 
 def test_the_runner_sees_prior_tokens_as_output(runner: None) -> None:
-    request = state(ContinuedPrompt.of([1, 2, 3, 8, 9], 2))
+    request = state(ContinuedPrompt([1, 2, 3, 8, 9], 2))
     assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [8, 9])
     assert (request.num_prompt_tokens, request.num_tokens) == (3, 5)
     assert state([1, 2, 3]).output_token_ids == []
@@ -291,4 +291,4 @@ def test_the_runner_sees_prior_tokens_as_output(runner: None) -> None:
 def test_the_next_draw_is_the_one_after_the_prior_tokens(runner: None) -> None:
     fresh = state([1, 2, 3], seed=5).generator
     draws = [draw(fresh) for _ in range(3)]
-    assert draw(state(ContinuedPrompt.of([1, 2, 3, 8, 9], 2), seed=5).generator) == draws[2]
+    assert draw(state(ContinuedPrompt([1, 2, 3, 8, 9], 2), seed=5).generator) == draws[2]

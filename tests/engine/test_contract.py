@@ -11,11 +11,21 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_tetri.engine import compat
+from vllm_tetri.engine.connector import TetriConnector
 from vllm_tetri.errors import UnsupportedError
+
+
+class Hurried(TetriConnector):
+    """A connector that was written for another vLLM."""
+
+    def shutdown(self, is_urgent: bool) -> None:  # type: ignore[override]
+        pass
 
 
 class Moved:
     """A scheduler of a vLLM in which everything has another name."""
+
+    connector = object.__new__(Hurried)
 
 
 def test_an_attribute_that_moved_is_refused_by_name() -> None:
@@ -25,7 +35,9 @@ def test_an_attribute_that_moved_is_refused_by_name() -> None:
 
 def test_a_parameter_that_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.SIGNATURES, Scheduler.has_requests, "is_urgent")
-    with pytest.raises(UnsupportedError, match=r"Scheduler\.has_requests takes \(\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"Scheduler\.has_requests takes \(\).*shutdown takes"
+    ):
         compat.require_contract(Moved())  # type: ignore[arg-type]
 
 

@@ -50,7 +50,8 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-# Parameters of functions and methods that are called or overridden, beside `self`.
+# Parameters of functions and methods that are called or overridden, beside `self`; those that the
+# connector overrides must have its parameters.
 SIGNATURES: dict[Any, str] = {
     EngineArgs.add_cli_args: "parser",
     Scheduler.schedule: "throttle_prefills",
@@ -71,22 +72,6 @@ SIGNATURES: dict[Any, str] = {
     get_request_block_hasher: "hash_block_size caching_hash_fn",
     UniProcExecutor._init_executor: "",
     KVConnectorBase_V1.__init__: "vllm_config role kv_cache_config",
-    KVConnectorBase_V1.register_kv_caches: "kv_caches",
-    KVConnectorBase_V1.get_handshake_metadata: "",
-    KVConnectorBase_V1.handle_preemptions: "kv_connector_metadata",
-    KVConnectorBase_V1.bind_connector_metadata: "connector_metadata",
-    KVConnectorBase_V1.start_load_kv: "forward_context kwargs",
-    KVConnectorBase_V1.get_transfer_results: "finished_req_ids",
-    KVConnectorBase_V1.get_block_ids_with_load_errors: "",
-    KVConnectorBase_V1.build_connector_worker_meta: "",
-    KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware: "metadata",
-    KVConnectorBase_V1.get_num_new_matched_tokens: "request num_computed_tokens",
-    KVConnectorBase_V1.get_loaded_kv_cache_group_ids: "request",
-    KVConnectorBase_V1.update_state_after_alloc: "request blocks num_external_tokens",
-    KVConnectorBase_V1.build_connector_meta: "scheduler_output",
-    KVConnectorBase_V1.update_connector_output: "connector_output",
-    KVConnectorBase_V1.request_finished: "request block_ids",
-    KVConnectorBase_V1.shutdown: "",
 }
 # Attributes of `Scheduler` that we read (R) or set (W).
 SCHEDULER_ATTRIBUTES = (
@@ -136,7 +121,8 @@ def require_contract(scheduler: Scheduler) -> None:
         UnsupportedError: Something that this package relies on is missing or has other
             parameters; the message names all of it.
     """
-    broken = [*_broken_signatures(), *_missing_attributes(scheduler)]
+    connector = type(getattr(scheduler, "connector", None))
+    broken = [*_broken_signatures(connector), *_missing_attributes(scheduler)]
     if broken:
         raise UnsupportedError(
             f"--role does not fit this build of vLLM: {'; '.join(broken)}. Install the vLLM "
@@ -144,11 +130,18 @@ def require_contract(scheduler: Scheduler) -> None:
         )
 
 
-def _broken_signatures() -> Iterator[str]:
-    for function, expected in SIGNATURES.items():
-        names = [name for name in inspect.signature(function).parameters if name != "self"]
-        if names != expected.split():
-            yield f"{function.__qualname__} takes ({', '.join(names)})"
+def _broken_signatures(connector: type) -> Iterator[str]:
+    expected = {function: names.split() for function, names in SIGNATURES.items()}
+    for name, own in vars(connector).items():  # whose public methods are all called by vLLM
+        if inspect.isfunction(own) and not name.startswith("_"):
+            expected[getattr(super(connector, connector), name)] = _parameters(own)
+    for function, names in expected.items():
+        if (found := _parameters(function)) != names:
+            yield f"{function.__qualname__} takes ({', '.join(found)})"
+
+
+def _parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 def _missing_attributes(scheduler: Scheduler) -> Iterator[str]:

@@ -13,7 +13,9 @@ import base64
 import logging
 import struct
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,13 +41,9 @@ _MARK = "_tetri_continues"
 class ContinuedPrompt(list[int]):
     """Token ids of a prompt whose last `num_prior` ones are output."""
 
-    num_prior = 0
-
-    @classmethod
-    def of(cls, token_ids: list[int], num_prior: int) -> ContinuedPrompt:
-        made = cls(token_ids)
-        made.num_prior = num_prior
-        return made
+    def __init__(self, token_ids: Iterable[int], num_prior: int) -> None:
+        super().__init__(token_ids)
+        self.num_prior = num_prior
 
 
 class RewindableGenerator(torch.Generator):
@@ -252,7 +250,7 @@ class Continuations:
             entry = self._entries.get(data.req_id)
             if entry is not None:
                 token_ids = requests[data.req_id].all_token_ids
-                data.prompt_token_ids = ContinuedPrompt.of(list(token_ids), len(entry.token_ids))
+                data.prompt_token_ids = ContinuedPrompt(token_ids, len(entry.token_ids))
 
     def show(self, outputs: list[EngineCoreOutput]) -> None:
         """Put prior output in front of the first tokens sampled here."""
@@ -270,16 +268,18 @@ class Continuations:
         self._entries.pop(request_id, None)
 
 
-def _joined(first: LogprobsLists, then: LogprobsLists) -> LogprobsLists:
-    """Join two arrays, padded to the same number of columns (vLLM pads a batch to its widest)."""
-    columns = max(first.logprobs.shape[1], then.logprobs.shape[1])
+def _joined(*both: LogprobsLists) -> LogprobsLists:
+    """Join arrays, padded to the same number of columns (vLLM pads a batch to its widest)."""
+    columns = max(each.logprobs.shape[1] for each in both)
+
+    def joined(name: str, filler: float) -> np.ndarray:
+        rows = [getattr(each, name) for each in both]
+        missing = [((0, 0), (0, columns - each.shape[1])) for each in rows]
+        padded = map(partial(np.pad, constant_values=filler), rows, missing)
+        return np.concatenate(list(padded))
+
     return LogprobsLists(
-        np.concatenate([_wide(each.logprob_token_ids, columns, 0) for each in (first, then)]),
-        np.concatenate([_wide(each.logprobs, columns, -np.inf) for each in (first, then)]),
-        np.concatenate([first.sampled_token_ranks, then.sampled_token_ranks]),
+        joined("logprob_token_ids", 0),
+        joined("logprobs", -np.inf),
+        np.concatenate([each.sampled_token_ranks for each in both]),
     )
-
-
-def _wide(rows: np.ndarray, columns: int, filler: float) -> np.ndarray:
-    missing = columns - rows.shape[1]
-    return np.pad(rows, ((0, 0), (0, missing)), constant_values=filler) if missing else rows

@@ -25,12 +25,8 @@ from vllm_tetri.types import InstanceId, InstanceInfo, Prediction
 
 
 class Dispatcher:
-    """Chooses decode instances and announces them to the routers.
-
-    Args:
-        me: This instance.
-        lengths: Lengths of the outputs that were generated here.
-    """
+    """Chooses decode instances for the prompts of `me` and announces them to the routers. `lengths`
+    are those of the outputs that were generated here."""
 
     def __init__(
         self,

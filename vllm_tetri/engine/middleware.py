@@ -28,7 +28,10 @@ class TetriMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        self._who = self._who or _identity(scope)
+        if not self._who:
+            extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
+            instance = decode_config(extra[CONFIG_KEY]).instance
+            self._who = {"id": instance, "version": vllm_tetri.__version__}
         if scope["path"] == PATH:
             await JSONResponse(self._who)(scope, receive, send)
             return
@@ -40,9 +43,3 @@ class TetriMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_header)
-
-
-def _identity(scope: Scope) -> dict[str, str]:
-    extra = scope["app"].state.args.kv_transfer_config.kv_connector_extra_config
-    config = decode_config(extra[CONFIG_KEY])
-    return {"id": config.instance, "version": vllm_tetri.__version__}

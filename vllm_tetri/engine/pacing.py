@@ -108,14 +108,8 @@ def work_of(output: SchedulerOutput, now: float) -> StepWork:
 class StepBudget:
     """The token budget of steps with decodes, for one engine. Smoothed mean and mean deviation
     of measured / predicted step times, as in Jacobson's estimate of round-trip times, tell how
-    far predictions may be trusted; a single outlier is bounded.
-
-    Args:
-        fit: What steps cost, as learnt while serving; its prior counts until the first step.
-        slo_s: Longest time between two tokens of an output, in seconds.
-        most_tokens: vLLM's own budget, never exceeded.
-        tile_tokens: Steps are filled in multiples of this.
-    """
+    far predictions may be trusted; a single outlier is bounded. `slo_s` is the longest time
+    between two tokens of an output, `most_tokens` vLLM's own budget."""
 
     def __init__(self, fit: StepFit, slo_s: float, most_tokens: int, tile_tokens: int) -> None:
         self._fit = fit

@@ -94,19 +94,13 @@ def make_predictor(
         return Oracle(buckets.granularity_tokens, buckets.num_buckets)
     if role is Role.DECODE:
         return None
-    command = serve_command(
-        Path(config.predictor).absolute(), vllm_config.model_config.tokenizer, _spare_cores()
-    )
-    return PredictorProcess(command, buckets.granularity_tokens, buckets.num_buckets)
-
-
-def _spare_cores() -> tuple[int, ...]:
-    """Return cores that this instance may use and its engine is not bound to."""
-    try:
+    allowed: set[int] = set()
+    with suppress(OSError):
         allowed = os.sched_getaffinity(os.getppid())
-    except OSError:
-        return ()
-    return tuple(sorted(allowed - os.sched_getaffinity(0)))
+    spare = tuple(sorted(allowed - os.sched_getaffinity(0)))  # its engine is not bound to them
+    artefact, tokenizer = Path(config.predictor).absolute(), vllm_config.model_config.tokenizer
+    command = serve_command(artefact, tokenizer, spare)
+    return PredictorProcess(command, buckets.granularity_tokens, buckets.num_buckets)
 
 
 @dataclass(slots=True)
@@ -250,13 +244,8 @@ def lengths_folder() -> Path:
 
 class LengthsStore:
     """Keeps `lengths` in a JSON file from one start to the next, one file per model, predictor
-    and granularity. Deleting it only costs what was learnt. Instances that share a file
-    overwrite each other's: they see outputs of the same model.
-
-    Args:
-        folder: Where the files are; need not exist.
-        model: Name or folder of the model that generates the outputs.
-    """
+    and granularity, in a folder that need not exist. Deleting it only costs what was learnt.
+    Instances that share a file overwrite each other's: they see outputs of the same model."""
 
     def __init__(self, folder: Path, model: str, buckets: Buckets) -> None:
         key = hashlib.sha256(json.dumps([model, *astuple(buckets)]).encode()).hexdigest()

@@ -84,7 +84,10 @@ def expand_role(
     """
     role = getattr(namespace, "role", None)
     if role is None:
-        _refuse_orphans(namespace)
+        for name in vars(namespace):
+            if name.startswith("tetri_"):
+                option = option_of(name.removeprefix("tetri_"))
+                raise ConfigError(f"{option} needs --role prefill, --role decode or --role both")
         return
     if getattr(namespace, "scheduler_cls", None) == SCHEDULER:
         return
@@ -142,26 +145,14 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
     if is_cpu():
         given.setdefault("chunk_size", CPU_CHUNK_TOKENS)
     config = decode_config({**given, "role": role.value})
-    if not is_url_given and is_loopback(reachable):
-        _refuse_remote_control(config, port)
+    remote = [each for each in config.control if not is_loopback(control_host(each))]
+    if remote and not is_url_given and is_loopback(reachable):
+        raise ConfigError(
+            f"--tetri-control {remote[0]} is not on this machine and cannot reach {config.url}; "
+            f"give --tetri-host ADDRESS or --tetri-url http://ADDRESS:{port} with the address of "
+            "this machine"
+        )
     return config
-
-
-def _refuse_remote_control(config: TetriConfig, port: int) -> None:
-    for address in config.control:
-        if not is_loopback(control_host(address)):
-            raise ConfigError(
-                f"--tetri-control {address} is not on this machine and cannot reach {config.url}; "
-                f"give --tetri-host ADDRESS or --tetri-url http://ADDRESS:{port} with the address "
-                "of this machine"
-            )
-
-
-def _refuse_orphans(namespace: argparse.Namespace) -> None:
-    given = [name for name in vars(namespace) if name.startswith("tetri_")]
-    if given:
-        option = option_of(given[0].removeprefix("tetri_"))
-        raise ConfigError(f"{option} needs --role prefill, --role decode or --role both")
 
 
 def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:

@@ -10,6 +10,7 @@ wanted as early as the last block of it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,10 +44,7 @@ MAX_NOTE_BYTES = 4096
 
 _decoder: msgspec.msgpack.Decoder[Note] = msgspec.msgpack.Decoder(Note)
 
-
-def encode_note(note: Note) -> bytes:
-    """Return the bytes of a note."""
-    return msgspec.msgpack.encode(note)
+encode_note: Callable[[Note], bytes] = msgspec.msgpack.encode
 
 
 def decode_note(message: bytes) -> Note:

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
+from operator import itemgetter
 from random import Random
 
 from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need
@@ -139,14 +140,9 @@ def hand_over_s(row: InstanceRow, prompt_tokens: float) -> float:
 class PriceCandidates:
     """The instances worth pricing for requests of one model, chosen once per view.
 
-    Prompts may go anywhere. Outputs go to prefill instances only if there is no other: that
-    these are free of decodes is what makes them quick.
-
-    Args:
-        usual: What requests are like; orders the instances where there are many.
-        spares_prefill: Whether prefill instances are kept free of outputs.
-        spares_decode: Whether decode instances are kept free of prompts.
-    """
+    With `spares_prefill` outputs go to prefill instances only if there is no other: that these are
+    free of decodes is what makes them quick. `spares_decode` does so with prompts and decode
+    instances. Many instances are ordered by what a `usual` request costs there."""
 
     def __init__(
         self,
@@ -247,10 +243,8 @@ def price_decode(
     """Choose among `rows` with capacity where the output is written, now that part of the prompt
     is computed and its length is predicted. It may stay `at` the instance that has the prompt.
     Returns the instance and the reason; None if there is none."""
-    others = [row for row in rows if at is None or row.id != at.id]
-    costs = [_decode_cost(row, need)[1] for row in others]
-    best_s = min(costs, default=inf)
-    best = others[costs.index(best_s)] if costs else None
+    others = [(_decode_cost(row, need)[1], row) for row in rows if at is None or row.id != at.id]
+    best_s, best = min(others, key=itemgetter(0), default=(inf, None))
     if at is not None:
         stay_s = _decode_cost(at, need)[1]
         # There is a decode request anyway.

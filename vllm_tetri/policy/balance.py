@@ -137,7 +137,8 @@ class Balance:
             return Look(None, f"{says}, but the last flip was {group.last_flip_s():.1f} s ago")
         # At once: waiting for the last decode keeps an instance from both roles for as
         # long as the longest output takes, which in simulation costs more than it saves.
-        one = min(group.able(OTHER[role]), key=_work_left)
+        left = "remaining_tokens" if role is Role.PREFILL else "queued_prefill_tokens"
+        one = min(group.able(OTHER[role]), key=attrgetter(f"load.{left}", "info.id"))
         return Look(FlipOrder(one.info.id, role, now=True, reason=says), says)
 
 
@@ -291,9 +292,3 @@ def _prefill_tokens_per_s(loads: Iterable[InstanceLoad], prompt_tokens: float) -
         if load.prompt_tokens_done and seconds > 0:
             known.append(chunk_tokens / seconds)
     return fmean(known) if known else 0.0
-
-
-def _work_left(one: InstanceView) -> tuple[int, InstanceId]:
-    is_prefill = one.info.role is Role.PREFILL
-    load = one.load
-    return (load.queued_prefill_tokens if is_prefill else load.remaining_tokens), one.info.id

@@ -169,11 +169,8 @@ def choose_decode(
 class DecodeDispatcher:
     """Chooses decode instances for the prefill instance `me`. Owner: one thread.
 
-    Args:
-        lengths: What outputs turned out to be here; used until decode instances report.
-        end: Which end of a predicted bucket is reserved.
-        patience_s: How long a request may be held while no instance has capacity.
-    """
+    `lengths` is what outputs turned out to be here, used until decode instances report; `end` of a
+    predicted bucket is reserved; a request without a capable instance is held for `patience_s`."""
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ about the same, is filled from a prior of usual proportions, scaled to this engi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from vllm_tetri.types import StepCoefficients
 
@@ -94,7 +93,7 @@ class StepFit:
             known = count / (count + _CONFIDENT_STEPS)
             confidence = known * max(0.0, 1 - self._error)
             solved = _fit(self._decodes, self._prompts)
-            self.cost = replace(StepCoefficients(*solved), confidence=confidence)
+            self.cost = StepCoefficients(*[*solved, confidence])
         return self.cost
 
 
@@ -177,8 +176,7 @@ class HandoverFit:
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Record the tokens and seconds of a hand-over."""
-        self._sums = [_KEPT * each for each in self._sums]
-        self._add(num_tokens, seconds)
+        self._add(num_tokens, seconds, _KEPT)
         total, n, nn, s, ns = self._sums
         mean_n, mean_s = n / total, s / total
         variance = max(1.0, nn / total - mean_n * mean_n)
@@ -186,6 +184,6 @@ class HandoverFit:
         self.token_s = min(slope, mean_s / max(1.0, mean_n))
         self.base_s = mean_s - mean_n * self.token_s + _DECODE_REQUEST_S
 
-    def _add(self, tokens: float, seconds: float) -> None:
+    def _add(self, tokens: float, seconds: float, kept: float = 1.0) -> None:
         new = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
-        self._sums = [old + value for old, value in zip(self._sums, new, strict=True)]
+        self._sums = [kept * old + value for old, value in zip(self._sums, new, strict=True)]
