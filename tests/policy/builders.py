@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need, TableMaker
@@ -19,6 +20,12 @@ from vllm_tetri.types import (
 
 # A small model on one core, measured.
 COST = StepCoefficients(0.013, 0.0006, 2.9e-6, 0.00055, 3.5e-7, confidence=1.0)
+
+
+def times(cost: StepCoefficients, factor: float) -> StepCoefficients:
+    """What steps cost that take so many times as long."""
+    *seconds, confidence = astuple(cost)
+    return StepCoefficients(*[each * factor for each in seconds], confidence=confidence)
 
 
 def info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -41,11 +42,7 @@ class Engine:
     cost: StepCoefficients = COST
     prompts: list[list[float]] = field(default_factory=list)  # tokens left, tokens of answer
     answers: list[float] = field(default_factory=list)  # tokens left
-    done: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("prefills_done", "prompt_tokens_done", "output_tokens_done"), 0.0
-        )
-    )
+    done: Counter[str] = field(default_factory=Counter)
     flip: Flip | None = None
     flipped_s: float = 0.0
 
@@ -60,6 +57,9 @@ class Engine:
             if self.prompts[0][0] <= 0:
                 self.done["prefills_done"] += 1
                 yield self.prompts.pop(0)[1]
+
+    def to_write(self) -> tuple[float, float]:
+        return sum(self.answers), self.done["output_tokens_done"]
 
     def decode(self, for_s: float) -> None:
         num = min(len(self.answers), 15)  # what has room in its KV pool
@@ -108,8 +108,7 @@ class Cluster:
                 next_s += self.rng.expovariate(per_s)
             for each in self.engines:
                 for answer in list(each.prefill(LOOK_S)):
-                    least = min(self.of("decode"), key=lambda one: sum(one.answers))
-                    least.answers.append(answer)
+                    min(self.of("decode"), key=Engine.to_write).answers.append(answer)
                 each.decode(LOOK_S)
             self.now += LOOK_S
             self._look()
@@ -240,46 +239,38 @@ def test_nothing_happens_when_nothing_comes() -> None:
 
 def test_counters_of_an_instance_that_began_anew_count_for_nothing() -> None:
     one = cluster(3, 1).run(30.0, 1.9, CODE)
-    one.engines[0].done = dict.fromkeys(one.engines[0].done, 0.0)
-    one.engines[3].done = dict.fromkeys(one.engines[3].done, 0.0)
+    one.engines[0].done.clear()
+    one.engines[3].done.clear()
     assert not one.run(30.0, 1.9, CODE).orders
 
 
 # What all of them keep to; each of these would flip i1, i2 or i3 if it might
 
 
-class Overload:
-    """Looks at a cluster with too few prefill instances, which nobody flips; instances
-    can be made to say something else of themselves."""
+class Overload(Cluster):
+    """Too few prefill instances, which no order changes; instances can be made to say something
+    else of themselves."""
 
     def __init__(self, prefills: int = 1, decodes: int = 3) -> None:
-        self.watcher = Watcher(WatchPolicy.BALANCE)
-        self.now = 0.0
+        super().__init__(Watcher(WatchPolicy.BALANCE), engines(prefills, decodes))
         self.said: dict[str, dict] = {}
         self.others: list[InstanceView] = []
-        self._cluster = Cluster(_Nobody(), engines(prefills, decodes))
 
-    def look(self, for_s: float = LOOK_S) -> list[Look]:
-        looks = []
-        until_s = self.now + for_s
-        while self.now < until_s:
-            self._cluster.run(LOOK_S, 2.5, CODE)
-            self.now = self._cluster.now
-            looks.append(self.watcher.look(self.view(), self.now))
-        return looks
-
-    def view(self):
-        seen = (one.seen(self.now) for one in self._cluster.engines)
+    def _look(self) -> None:
+        seen = [each.seen(self.now) for each in self.engines]
         said = [replace(one, **self.said.get(one.info.id, {})) for one in seen]
-        return view(*said, *self.others)
+        self.looks.append(self.watcher.look(view(*said, *self.others), self.now))
 
-    def orders(self, for_s: float = 20.0) -> list[FlipOrder]:
-        return [look.order for look in self.look(for_s) if look.order]
+    def look(self, for_s: float = LOOK_S, per_s: float = 2.5) -> list[Look]:
+        first = len(self.looks)
+        return self.run(for_s, per_s).looks[first:]
+
+    def ordered(self) -> list[FlipOrder]:
+        return ordered(self.look(20.0))
 
 
-class _Nobody:
-    def look(self, view, now: float) -> Look:
-        return Look(None, "")
+def ordered(looks: list[Look]) -> list[FlipOrder]:
+    return [look.order for look in looks if look.order]
 
 
 def flip(stage: FlipStage, age_s: float = 0.0) -> Flip:
@@ -299,7 +290,7 @@ def test_an_order_is_not_given_again_until_reports_had_time_to_show_it() -> None
 def test_a_flip_that_the_view_shows_cools_a_new_watcher_down(stage: FlipStage) -> None:
     one = Overload()
     one.said["i0"] = {"flip": flip(stage, 1.0)}
-    assert not one.orders()
+    assert not one.ordered()
     one.said["i0"] = {"flip": flip(FlipStage.DONE, COOL_DOWN_S - 1), "age_s": 0.5}
     assert "the last flip was 4.5 s ago" in one.look()[-1].explanation
     one.said["i0"] = {"flip": flip(FlipStage.DONE, COOL_DOWN_S - 1), "age_s": 1.5}
@@ -317,57 +308,52 @@ def test_a_flip_that_the_view_shows_cools_a_new_watcher_down(stage: FlipStage) -
 def test_nobody_flips_while_another_does(said: dict) -> None:
     one = Overload()
     one.said["i1"] = said
-    assert not one.orders()
+    assert not one.ordered()
     assert "i1 is flipping" in one.look()[-1].explanation
 
 
 def test_whose_flip_failed_is_not_asked_again_so_soon() -> None:
     one = Overload(1, 2)
     one.said["i1"] = {"flip": flip(FlipStage.ROLLED_BACK, COOL_DOWN_S)}
-    assert {order.instance for order in one.orders()} == {"i2"}
+    assert {order.instance for order in one.ordered()} == {"i2"}
     one.said["i2"] = one.said["i1"]
-    assert not one.orders()
+    assert not one.ordered()
     one.said["i2"] = {"flip": flip(FlipStage.ROLLED_BACK, ROLLED_BACK_S)}
-    assert {order.instance for order in one.orders()} == {"i2"}
+    assert {order.instance for order in one.ordered()} == {"i2"}
 
 
 @pytest.mark.parametrize("state", ["starting", "silent", "refused", "draining"])
 def test_only_ready_instances_count_and_flip(state: str) -> None:
     one = Overload(1, 2)
     one.said["i1"] = {"state": InstanceState(state)}
-    assert not one.orders()
+    assert not one.ordered()
     one.others = [instance("other", "decode")]
-    assert {order.instance for order in one.orders()} <= {"i2", "other"}
+    assert {order.instance for order in one.ordered()} <= {"i2", "other"}
 
 
 def test_an_instance_that_does_both_neither_flips_nor_stands_in() -> None:
     one = Overload(1, 1)
     one.others = [instance("both", "both")]
-    assert not one.orders()
+    assert not one.ordered()
 
 
 def test_instances_flip_among_those_of_their_model_only() -> None:
     one = Overload(1, 1)
     one.others = [instance(f"h{index}", "decode", model="huge") for index in range(3)]
-    assert not one.orders()
+    assert not one.ordered()
     explanation = one.look()[-1].explanation
     assert "huge: 0 prefill, 3 decode" in explanation
     assert "tiny: 1 prefill, 1 decode" in explanation
 
 
-def test_every_model_gets_its_orders_one_at_a_look() -> None:
-    both = Cluster(Watcher(WatchPolicy.BALANCE), [])
-    groups = [Cluster(_Nobody(), engines(1, 3, model=model)) for model in ("huge", "tiny")]
-    for group in groups:
-        for each in group.engines:
-            each.id = f"{each.model}-{each.id}"
-    ordered = []
-    for _ in range(100):
-        both.engines = [each for group in groups for each in group.run(LOOK_S, 2.5).engines]
-        seen = view(*(each.seen(groups[0].now) for each in both.engines))
-        order = both.watcher.look(seen, groups[0].now).order
-        ordered += [order.instance.partition("-")[0]] if order else []
-    assert {"huge", "tiny"} == set(ordered)
+def test_every_model_gets_its_orders() -> None:
+    one = Overload()
+    huge = engines(1, 3, model="huge")
+    for each in huge:
+        each.id = f"huge-{each.id}"
+    one.engines += huge
+    names = [order.instance for order in ordered(one.look(20.0, 5.0))]
+    assert {name.startswith("huge") for name in names} == {True, False}
 
 
 def test_one_that_has_not_reported_yet_says_nothing_of_what_comes() -> None:
@@ -416,23 +402,12 @@ def busy(watcher: Watcher, until_s: float, *parts: float, start_s: float = 0.0) 
     return looks
 
 
-def ordered(looks: list[Look]) -> list[FlipOrder]:
-    return [look.order for look in looks if look.order]
-
-
 def test_idle_flips_who_had_nothing_to_do_for_so_long() -> None:
     watcher = Watcher(WatchPolicy.IDLE, after_s=30.0)
     assert not ordered(busy(watcher, 30.0, 1, 0, 1, 1))
     order = ordered(busy(watcher, 30.2, 1, 0, 1, 1, start_s=30.0))[0]
     assert (order.instance, order.role, order.now) == ("i1", Role.DECODE, False)
     assert order.reason == "i1 was busy 0% of the last 30 s"
-
-
-def test_idle_starts_anew_with_any_work() -> None:
-    watcher = Watcher(WatchPolicy.IDLE, after_s=9.6)
-    assert not ordered(busy(watcher, 100.0, 1, 0.05, 1, 1))
-    watcher = Watcher(WatchPolicy.IDLE, after_s=3.0)
-    assert {each.instance for each in ordered(busy(watcher, 100.0, 1, 0.05, 1, 1))} == {"i1"}
 
 
 def test_work_between_two_looks_is_work() -> None:
@@ -447,35 +422,31 @@ def test_work_between_two_looks_is_work() -> None:
         assert watcher.look(seen, index / 10).order is None
 
 
+@pytest.mark.parametrize(
+    ("policy", "after_s", "parts", "flipped"),
+    [
+        ("idle", 9.6, (1, 0.05, 1, 1), set()),  # any work starts the time anew
+        ("idle", 3.0, (1, 0.05, 1, 1), {"i1"}),
+        ("idle", 20.0, (0.9, 0.06, 0.9, 0.9), set()),
+        ("threshold", 20.0, (0.9, 0.06, 0.9, 0.9), {"i1"}),
+        ("threshold", 20.0, (0.9, 0.12, 0.9, 0.9), set()),
+        ("idle", 20.0, (1, 1, 0), set()),  # the last one of its role
+        ("threshold", 20.0, (1, 1, 0), set()),
+        ("idle", 20.0, (1, 0, 1, 0), set()),  # two roles with one at rest each
+    ],
+)
+def test_who_flips_by_the_part_of_the_time_that_it_had_work(
+    policy: str, after_s: float, parts: tuple[float, ...], flipped: set[str]
+) -> None:
+    looks = busy(Watcher(WatchPolicy(policy), after_s=after_s), 100.0, *parts)
+    assert {each.instance for each in ordered(looks)} == flipped
+
+
 @pytest.mark.parametrize("policy", ["idle", "threshold"])
 def test_nobody_flips_to_a_role_that_has_little_to_do_too(policy: str) -> None:
-    watcher = Watcher(WatchPolicy(policy), after_s=20.0)
-    looks = busy(watcher, 100.0, 0, 0, 0, 0)
+    looks = busy(Watcher(WatchPolicy(policy), after_s=20.0), 100.0, 0, 0, 0, 0)
     assert not ordered(looks)
     assert "decode has little to do too" in looks[-1].explanation
-
-
-@pytest.mark.parametrize("policy", ["idle", "threshold"])
-def test_the_last_one_stays_however_little_it_has_to_do(policy: str) -> None:
-    watcher = Watcher(WatchPolicy(policy), after_s=20.0)
-    assert not ordered(busy(watcher, 100.0, 1, 1, 0))
-
-
-def test_threshold_flips_below_ten_percent_and_idle_does_not() -> None:
-    for policy, flipped in (("threshold", {"i1"}), ("idle", set())):
-        watcher = Watcher(WatchPolicy(policy), after_s=20.0)
-        looks = busy(watcher, 100.0, 0.9, 0.06, 0.9, 0.9)
-        assert {each.instance for each in ordered(looks)} == flipped
-
-
-def test_threshold_leaves_who_is_at_twelve_percent_alone() -> None:
-    watcher = Watcher(WatchPolicy.THRESHOLD, after_s=20.0)
-    assert not ordered(busy(watcher, 100.0, 0.9, 0.12, 0.9, 0.9))
-
-
-def test_two_roles_with_one_at_rest_each_do_not_swap_them() -> None:
-    watcher = Watcher(WatchPolicy.IDLE, after_s=20.0)
-    assert not ordered(busy(watcher, 200.0, 1, 0, 1, 0))
 
 
 def test_who_has_just_flipped_is_watched_anew() -> None:

@@ -1,11 +1,25 @@
+"""What a router does when requests come faster than they are served."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import instance, view
-from vllm_tetri.policy.overload import PATIENCE_S, Backlogs
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute
+from vllm_tetri.policy.overload import (
+    PATIENCE_S,
+    RELAX_S,
+    Backlogs,
+    Late,
+    SoftLimit,
+    expected_late,
+    matters_from,
+    may_begin,
+)
 from vllm_tetri.types import InstanceId
 
 P, Q = InstanceId("p"), InstanceId("q")
@@ -16,10 +30,6 @@ def speeds(**tokens_per_s: float) -> Backlogs:
     for name, speed in tokens_per_s.items():
         made.record_prompt(InstanceId(name), 1000, sent_s=0.0, now=1000 / speed)
     return made
-
-
-def test_an_instance_that_was_never_measured_has_no_speed() -> None:
-    assert Backlogs().tokens_per_s(P) is None
 
 
 def test_neither_waiting_nor_idleness_makes_an_instance_slow() -> None:
@@ -33,6 +43,7 @@ def test_neither_waiting_nor_idleness_makes_an_instance_slow() -> None:
 
 def test_the_speed_follows_what_happens_now() -> None:
     made = Backlogs()
+    assert made.tokens_per_s(P) is None
     for index in range(1, 101):
         made.record_prompt(P, 100 if index < 50 else 500, sent_s=0.0, now=float(index))
     assert made.tokens_per_s(P) == pytest.approx(500, rel=0.02)
@@ -177,3 +188,175 @@ def test_a_crowd_leaves_a_queue_of_the_wait_that_is_allowed(times: float) -> Non
             ends.append(wait_s)
     assert min(ends) >= MOST_S - STEP_S
     assert max(ends) <= MOST_S + times * STEP_S
+
+
+# -- fair shares ----
+
+
+class Room:
+    """Requests of several parties, that begin where they may and end when told."""
+
+    def __init__(self, limit: int, num_clients: int) -> None:
+        self.limit = limit
+        self.own = [0] * num_clients
+
+    def begin(self, client: int) -> bool:
+        may = may_begin(self.own[client], sum(self.own), self.limit, num_clients=len(self.own))
+        self.own[client] += may
+        return may
+
+    def fill(self, client: int) -> int:
+        while self.begin(client):
+            pass
+        return self.own[client]
+
+
+def test_who_is_alone_may_have_everything() -> None:
+    assert Room(100, 1).fill(0) == 100
+
+
+def test_one_of_several_leaves_room_for_the_others() -> None:
+    room = Room(100, 2)
+    assert room.fill(0) == 80
+    assert room.fill(1) == 16
+
+
+def test_who_came_late_gets_as_much_as_the_first_in_the_end() -> None:
+    room = Room(100, 2)
+    room.fill(0)
+    for _ in range(100):  # one request of the first ends; both want another, it ten times
+        room.own[0] -= 1
+        for client in (*[0] * 10, 1):
+            room.begin(client)
+    assert abs(room.own[0] - room.own[1]) <= 4
+    assert sum(room.own) >= 85
+
+
+def test_when_the_others_are_gone_it_may_have_its_part_again() -> None:
+    room = Room(100, 2)
+    room.fill(0)
+    room.fill(1)
+    room.own[1] = 0
+    assert room.fill(0) == 80
+
+
+@given(
+    st.integers(1, 200),
+    st.integers(1, 6),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=300),
+)
+def test_the_limit_holds_and_nobody_is_kept_out_by_one_that_has_much(
+    limit: int, num_clients: int, steps: list[tuple[bool, int]]
+) -> None:
+    room = Room(limit, num_clients)
+    for is_begin, number in steps:
+        client = number % num_clients
+        before = sum(room.own)
+        if not is_begin:
+            room.own[client] = max(0, room.own[client] - 1)
+        elif not room.begin(client):
+            assert before >= matters_from(limit, num_clients=num_clients)
+            if not room.own[client]:  # then nothing is free, and who took the last had little
+                assert before == limit
+        assert sum(room.own) <= limit
+
+
+def test_an_instance_that_was_full_is_taken_at_its_word_for_a_while() -> None:
+    squeeze = SoftLimit(10, at_s=100.0)
+    assert squeeze.limit(1000, 100.0) == 10
+    assert 10 < squeeze.limit(1000, 100.0 + RELAX_S / 2) < 20
+    assert squeeze.limit(12, 100.0 + RELAX_S / 2) == 12
+    assert not squeeze.is_over(100.0 + RELAX_S - 0.1)
+    assert squeeze.is_over(100.0 + RELAX_S)
+
+
+@pytest.mark.parametrize("taken", [0, -1])
+def test_one_request_may_always_ask(taken: int) -> None:
+    assert SoftLimit(taken, at_s=0.0).limit(1000, 0.0) == 1
+
+
+# -- objectives that a request would miss ----
+
+
+def late(
+    ttft_s: float = 0.1,
+    tpot_s: float = 0.01,
+    *,
+    answer_tokens: float = 100.0,
+    promised: Objective = Objective(ttft_s=1.0, tpot_s=0.05),  # noqa: B008
+    **facts: Any,
+) -> Late | None:
+    place = PricedRoute(InstanceId("p"), InstanceId("d"), ttft_s, tpot_s, 1.0, "test", **facts)
+    return expected_late(place, promised, answer_tokens)
+
+
+def test_what_keeps_the_promise_is_served() -> None:
+    assert late() is None
+    assert late(ttft_s=1.0, tpot_s=0.05) is None
+
+
+def test_a_little_late_may_be_an_error_of_the_forecast() -> None:
+    assert late(ttft_s=1.2) is None
+    assert late(tpot_s=0.06) is None
+    assert late(ttft_s=1.3) is not None
+    assert late(tpot_s=0.065) is not None
+
+
+def test_what_would_be_late_with_nobody_else_there_is_served() -> None:
+    assert late(ttft_s=9, waits=False) is None
+    assert late(tpot_s=9, shares=False) is None
+    assert late(ttft_s=9, tpot_s=9, waits=False) is not None
+    assert late(ttft_s=9, tpot_s=9, shares=False) is not None
+
+
+def test_nobody_is_refused_by_a_guess() -> None:
+    assert late(ttft_s=9, confidence=0.2) is None
+    assert late(ttft_s=9, confidence=0.8) is not None
+
+
+def test_without_a_promise_nothing_is_late() -> None:
+    assert late(ttft_s=1e9, tpot_s=1e9, promised=NO_OBJECTIVE) is None
+    assert late(ttft_s=1e9, promised=Objective(tpot_s=0.05)) is None
+    assert late(tpot_s=1e9, promised=Objective(ttft_s=1.0)) is None
+
+
+def test_it_may_come_again_when_the_work_before_it_is_done() -> None:
+    assert late(ttft_s=4.5) == Late("first token expected in 4.5 s, promised 1 s", 4)
+
+
+def test_a_pace_recovers_when_half_an_answer_is_written() -> None:
+    assert late(tpot_s=0.1, answer_tokens=200) == Late(
+        "100 ms a token expected, promised 50 ms", 10
+    )
+
+
+def test_of_both_the_first_token_is_named() -> None:
+    found = late(ttft_s=9, tpot_s=9)
+    assert found is not None
+    assert "first token" in found.reason
+
+
+@pytest.mark.parametrize(("ttft_s", "wait_s"), [(1.26, 1), (2.5, 2), (1e6, 60)])
+def test_clients_are_told_whole_seconds_between_one_and_a_minute(
+    ttft_s: float, wait_s: int
+) -> None:
+    found = late(ttft_s=ttft_s)
+    assert found is not None
+    assert found.retry_after_s == wait_s
+
+
+@given(
+    st.floats(1e-6, 1e6), st.floats(1e-6, 1e3), st.floats(1e-3, 1e3), st.floats(1e-6, 10),
+    st.floats(0, 1e6),
+)  # fmt: skip
+def test_who_is_refused_misses_something_and_can_come_again(
+    ttft_s: float, tpot_s: float, promised_ttft_s: float, promised_tpot_s: float, tokens: float
+) -> None:
+    promised = Objective(promised_ttft_s, promised_tpot_s)
+    found = late(ttft_s, tpot_s, answer_tokens=tokens, promised=promised)
+    if found is None:
+        assert ttft_s <= 1.3 * promised_ttft_s
+        assert tpot_s <= 1.3 * promised_tpot_s
+    else:
+        assert ttft_s > promised_ttft_s or tpot_s > promised_tpot_s
+        assert 1 <= found.retry_after_s <= 60

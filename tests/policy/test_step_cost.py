@@ -1,15 +1,17 @@
-"""What steps cost, learnt from steps."""
+"""What steps and hand-overs cost, learnt from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import astuple
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.step_cost import GUESS, StepFit
+from tests.policy.builders import times
+from vllm_tetri.policy.step_cost import GUESS, HandoverFit, StepFit
 from vllm_tetri.types import StepCoefficients
 
 # Slower than the prior, and not in its proportions.
@@ -64,11 +66,7 @@ def test_steps_of_all_sizes_tell_every_coefficient_through_noise() -> None:
     steps = [*decodes(400), *prompts(400), *prompts(100, num_decodes=8)]
     Random(4).shuffle(steps)
     cost = learnt(steps, noise=0.1).cost
-    assert cost.base_s == pytest.approx(ENGINE.base_s, rel=0.15)
-    assert cost.request_s == pytest.approx(ENGINE.request_s, rel=0.2)
-    assert cost.token_s == pytest.approx(ENGINE.token_s, rel=0.2)
-    assert cost.prompt_s == pytest.approx(ENGINE.prompt_s, rel=0.2)
-    assert cost.context_s == pytest.approx(ENGINE.context_s, rel=0.2)
+    assert astuple(cost)[:5] == pytest.approx(astuple(ENGINE)[:5], rel=0.2)
 
 
 def test_what_was_done_is_counted() -> None:
@@ -86,8 +84,7 @@ def test_steps_of_one_size_tell_their_own_time(step: Step) -> None:
 
 
 def test_what_steps_do_not_tell_is_in_usual_proportions() -> None:
-    ten_times_slower = StepCoefficients(*(10 * each for each in _plain(GUESS)))
-    cost = learnt([(1, 50, 0, 0.0)] * 50, ten_times_slower).cost
+    cost = learnt([(1, 50, 0, 0.0)] * 50, times(GUESS, 10)).cost
     assert cost.prompt_s == pytest.approx(10 * GUESS.prompt_s, rel=0.1)
     assert cost.context_s == pytest.approx(10 * GUESS.context_s, rel=0.1)
 
@@ -117,31 +114,23 @@ def test_prompts_are_timed_less_the_decodes_beside_them() -> None:
     assert beside.cost.prompt_s == pytest.approx(alone.cost.prompt_s, rel=0.1)
 
 
-def test_the_newest_steps_count_most() -> None:
-    fit = learnt(prompts(100))
-    slower = StepCoefficients(*(3 * each for each in _plain(ENGINE)))
-    teach(fit, prompts(200, seed=6), slower)
-    expected_s = slower.step_s(0, 0, CHUNK, 0)
-    assert fit.cost.step_s(0, 0, CHUNK, 0) == pytest.approx(expected_s, rel=0.1)
-
-
-@pytest.mark.parametrize("times", [0.02, 0.1, 10.0, 50.0])
+@pytest.mark.parametrize("factor", [0.02, 0.1, 3.0, 50.0])
 def test_an_engine_that_is_many_times_slower_or_quicker_from_now_on_is_believed(
-    times: float,
+    factor: float,
 ) -> None:
     fit = learnt(prompts(100))
-    slower = StepCoefficients(*(times * each for each in _plain(ENGINE)))
+    slower = times(ENGINE, factor)
     teach(fit, prompts(200, seed=6), slower)
     expected_s = slower.step_s(0, 0, CHUNK, 0)
     assert fit.cost.step_s(0, 0, CHUNK, 0) == pytest.approx(expected_s, rel=0.1)
 
 
-@pytest.mark.parametrize("times", [1000.0, 0.001])
-def test_one_step_far_off_says_little(times: float) -> None:
+@pytest.mark.parametrize("factor", [1000.0, 0.001])
+def test_one_step_far_off_says_little(factor: float) -> None:
     fit = learnt(decodes(200))
     step = (20, 20 * 400, 0, 0.0)
     before_s = fit.cost.step_s(*step)
-    fit.learn(*step, ENGINE.step_s(*step) * times)
+    fit.learn(*step, ENGINE.step_s(*step) * factor)
     fit.refresh()
     assert fit.cost.step_s(*step) == pytest.approx(before_s, rel=0.1)
 
@@ -165,7 +154,7 @@ def test_confidence_grows_with_steps() -> None:
 def test_confidence_falls_while_the_engine_is_not_as_it_was_and_comes_back() -> None:
     fit = learnt(decodes(500))
     before = fit.cost.confidence
-    slower = StepCoefficients(*(3 * each for each in _plain(ENGINE)))
+    slower = times(ENGINE, 3)
     lowest = before
     for step in decodes(3000, seed=7):
         teach(fit, [step], slower)
@@ -201,9 +190,85 @@ def test_whatever_steps_take_no_coefficient_is_negative(
     for step in steps:
         fit.learn(*step)
         cost = fit.refresh()
-        assert all(0 <= each < float("inf") for each in _plain(cost))
+        assert all(0 <= each < float("inf") for each in astuple(cost))
         assert 0 <= cost.confidence < 1
 
 
-def _plain(cost: StepCoefficients) -> tuple[float, float, float, float, float]:
-    return cost.base_s, cost.request_s, cost.token_s, cost.prompt_s, cost.context_s
+# -- hand-overs ----
+
+
+BASE_S, TOKEN_S = 0.02, 5e-5
+
+
+def handed_over(lengths: list[int], *, noise: float = 0.0, seed: int = 1) -> HandoverFit:
+    fit, rng = HandoverFit(), Random(seed)
+    for tokens in lengths:
+        fit.learn(tokens, (BASE_S + tokens * TOKEN_S) * (1 + noise * rng.uniform(-1, 1)))
+    return fit
+
+
+def expected_s(fit: HandoverFit, tokens: int) -> float:
+    return fit.base_s + tokens * fit.token_s
+
+
+def own_part_s() -> float:
+    """What a request needs to go on elsewhere, transfers aside."""
+    fit = HandoverFit()
+    for _ in range(2000):
+        fit.learn(100, 0.0)
+    return fit.base_s
+
+
+def test_lengths_tell_base_and_slope_through_noise() -> None:
+    fit = handed_over([50 + 37 * n % 4000 for n in range(600)], noise=0.1)
+    assert fit.token_s == pytest.approx(TOKEN_S, rel=0.1)
+    assert fit.base_s - own_part_s() == pytest.approx(BASE_S, rel=0.2)
+
+
+def test_a_request_needs_time_to_go_on_elsewhere_even_if_its_kv_needs_none() -> None:
+    fit = handed_over([])
+    for _ in range(500):
+        fit.learn(300, 0.0)
+    assert expected_s(fit, 300) == pytest.approx(own_part_s(), rel=0.01)
+    assert own_part_s() > 0.001
+
+
+def test_hand_overs_of_one_length_tell_their_own_time() -> None:
+    fit = handed_over([1000] * 300)
+    assert expected_s(fit, 1000) == pytest.approx(BASE_S + 1000 * TOKEN_S + own_part_s(), rel=0.05)
+
+
+def test_the_newest_hand_overs_count_most() -> None:
+    fit = handed_over([100, 2000] * 200)
+    for _ in range(150):
+        fit.learn(100, 0.5)
+        fit.learn(2000, 0.5)
+    assert expected_s(fit, 100) == pytest.approx(0.5, rel=0.05)
+
+
+def test_one_hand_over_is_no_verdict() -> None:
+    fit = handed_over([100, 2000] * 200)
+    before_s = expected_s(fit, 500)
+    fit.learn(500, 10 * before_s)
+    assert expected_s(fit, 500) < 1.5 * before_s
+
+
+def test_long_prompts_that_are_quicker_make_no_negative_slope() -> None:
+    fit = HandoverFit()
+    for _ in range(200):
+        fit.learn(100, 0.1)
+        fit.learn(3000, 0.01)
+    assert fit.token_s == 0
+    assert 0.01 < fit.base_s < 0.1
+
+
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0, 60)), max_size=80))
+def test_it_is_never_less_than_what_a_request_needs_to_go_on(
+    seen: list[tuple[int, float]],
+) -> None:
+    fit = HandoverFit()
+    for tokens, seconds in seen:
+        fit.learn(tokens, seconds)
+        assert fit.token_s >= 0
+        assert fit.base_s > 0.005
+        assert expected_s(fit, 100_000) < 100_000
