@@ -20,15 +20,11 @@ from vllm_tetri.types import InstanceId, TransferId
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 64, 65, 200, 511])
 def test_kv_arrives_and_only_the_last_token_is_recomputed(pair: Pair, num_tokens: int) -> None:
     tokens = prompt(num_tokens)
-    pair.send("a", tokens)
-    response = pair.prefilled("a")
+    response = pair.sent("a", tokens)
     assert response.decode == pair.decode.info.id
     assert response.num_chunks == -(-num_tokens // CHUNK)
-    request = pair.receive("a", tokens)
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    request = pair.decoding("a", tokens)
     assert request.num_computed_tokens == num_tokens
-    assert pair.decode.holds(request, num_tokens)
     assert pair.decode.endpoint.receives.loads_done == (1 if num_tokens > 1 else 0)
     assert pair.prefill.outputs["a"] == [7]
     pair.end("a")
@@ -52,10 +48,8 @@ def test_request_level_push_sends_once(tmp_path: Path) -> None:
     while "a" not in pair.prefill.finished:
         output = pair.prefill.step()
         assert not output.kv_connector_metadata.writes
-    request = pair.receive("a", tokens)
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(tokens))
+    pair.decoding("a", tokens)
     pair.close()
 
 
@@ -63,12 +57,8 @@ def test_prefix_hits_on_both_sides(pair: Pair) -> None:
     shared = prompt(5 * BLOCK)
     for name, tail in (("a", 7), ("b", 40), ("c", 1)):
         tokens = shared + prompt(tail, seed=11 + tail)
-        pair.send(name, tokens)
-        pair.prefilled(name)
-        request = pair.receive(name, tokens)
-        pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-        pair.decode.run_until(lambda name=name: name in pair.decode.outputs)
-        assert pair.decode.holds(request, len(tokens))
+        pair.sent(name, tokens)
+        pair.decoding(name, tokens)
         pair.decode.run_until(lambda name=name: name in pair.decode.finished)
     pair.settle()
     assert pair.decode.endpoint.receives.loaded_bytes < pair.prefill.endpoint.sends.sent_bytes
@@ -95,12 +85,8 @@ def test_a_large_load_runs_beside_the_steps(tmp_path: Path) -> None:
     pair.decode.add("busy", prompt(5), max_tokens=100)
     pair.decode.run_until(lambda: "busy" in pair.decode.outputs)
     tokens = prompt(150)
-    pair.send("a", tokens)
-    pair.prefilled("a")
-    request = pair.receive("a", tokens)
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(tokens))
+    pair.sent("a", tokens)
+    pair.decoding("a", tokens)
     assert pair.decode.endpoint.receives.loads_done == 1
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     pair.decode.abort("busy")
@@ -206,11 +192,9 @@ def test_preempted_prefill_is_sent_again_and_right(tmp_path: Path) -> None:
     scheduler.connector.build_connector_meta = with_preemption
     scheduler.kv_cache_manager.reset_prefix_cache()
     response = pair.prefilled("a")
-    request = pair.receive("a", tokens, response.transfer)
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert response.transfer != "t-a"
-    assert pair.decode.holds(request, len(tokens))
+    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
+    pair.decoding("a", tokens, response.transfer)
     assert pair.decode.endpoint.receives.loads_done == 1
     pair.close()
 
@@ -218,11 +202,8 @@ def test_preempted_prefill_is_sent_again_and_right(tmp_path: Path) -> None:
 def test_a_preempted_decode_computes_its_prompt_again(tmp_path: Path) -> None:
     pair = Pair(tmp_path, arena_bytes=1 << 20)
     tokens = prompt(80)
-    pair.send("a", tokens)
-    pair.prefilled("a")
-    pair.receive("a", tokens)
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
+    pair.sent("a", tokens)
+    pair.decoding("a", tokens)
     scheduler = pair.decode.scheduler
     scheduler._preempt_request(scheduler.running.pop(), 0.0)
     pair.end("a")
@@ -319,14 +300,10 @@ def test_early_and_late_legs_share_the_steps_of_running_decodes(pair: Pair) -> N
 def test_the_last_blocks_leave_after_the_last_chunk(pair: Pair) -> None:
     tokens = prompt(3 * CHUNK)
     pair.send("a", tokens)
-    pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
-    # No further step of the prefill engine: everything left with the last chunk.
-    request = pair.receive("a", tokens)
-    pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    assert pair.decode.endpoint.read_load().kv_loads_failed == 0
+    pair.prefilled("a")
+    pair.decoding("a", tokens)  # without a further step of the prefill engine
     assert pair.decode.endpoint.receives.loads_done == 1
-    assert request.num_output_tokens == 4
-    pair.settle()
+    pair.end("a")
 
 
 def test_blocks_that_are_sent_before_their_request_ends_are_freed_with_it(pair: Pair) -> None:
