@@ -36,13 +36,13 @@ def engine(shared: Engine) -> Iterator[Engine]:
         shared.abort(name)
     shared.step()
     assert shared.is_at_rest
-    assert shared.scheduler._queue.lane.unfinished_tokens == 0
+    assert shared.scheduler.waiting.lane.unfinished_tokens == 0
     shared.scheduler.reset_prefix_cache()
 
 
 def order_by(engine: Engine, policy: str, sched_batch: int = 16) -> None:
     scheduler = engine.scheduler
-    scheduler.waiting = scheduler._queue = PrefillQueue(ORDERS[policy], sched_batch, scheduler)
+    scheduler.waiting = PrefillQueue(ORDERS[policy], sched_batch, scheduler)
 
 
 def prompt(seed: int | str, num_tokens: int) -> list[int]:

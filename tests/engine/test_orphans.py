@@ -94,7 +94,7 @@ def test_a_decode_instance_is_killed_while_kv_travels_to_it_or_afterwards(
         pair.send("a", prompt(8 * CHUNK))
         for _ in range(4):
             pair.prefill.step()
-        assert pair.prefill.kv_worker._sending
+        assert pair.prefill.kv_worker.sending
         if is_all_there:
             pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
         there.kill()
@@ -183,12 +183,12 @@ def test_first_tokens_without_a_request_are_forgotten(pair: Pair) -> None:
     note = encode_note(FirstTokens("t-a", PriorOutput([5])))
     worker = pair.prefill.kv_worker
     worker.send_note(pair.decode.info.kv_endpoint, note)
-    eventually(lambda: receives.tidy() or "t-a" in receives._outputs)
+    eventually(lambda: receives.tidy() or "t-a" in receives.outputs)
     pair.decode.endpoint.cancel(TransferId("t-a"))
-    assert "t-a" not in receives._outputs
+    assert "t-a" not in receives.outputs
     worker.send_note(pair.decode.info.kv_endpoint, note)  # once more, after the cancel
     worker.send_note(
         pair.decode.info.kv_endpoint, encode_note(FirstTokens("t-b", PriorOutput([5])))
     )
-    eventually(lambda: receives.tidy() or "t-b" in receives._outputs)
-    assert "t-a" not in receives._outputs
+    eventually(lambda: receives.tidy() or "t-b" in receives.outputs)
+    assert "t-a" not in receives.outputs

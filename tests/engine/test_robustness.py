@@ -88,7 +88,7 @@ def test_failed_transfers_leave_no_entry(pair: Pair) -> None:
         pair.send(f"r{i}", prompt(6 * CHUNK, seed=i + 1))
         pair.prefilled(f"r{i}")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    assert not pair.prefill.kv_worker._sending
+    assert not pair.prefill.kv_worker.sending
 
 
 def test_abort_after_a_full_arena_leaves_no_entry(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_abort_after_a_full_arena_leaves_no_entry(tmp_path: Path) -> None:
         time.sleep(0.002)
     pair.prefill.abort("a")
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    assert not pair.prefill.kv_worker._sending
+    assert not pair.prefill.kv_worker.sending
     pair.close()
 
 
@@ -216,7 +216,7 @@ def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
     params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=True)
     pair.decode.add("a", tokens, params=to_params(params))
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert not any(name in receives._outputs for name in ("t-a", "t-b"))
+    assert not any(name in receives.outputs for name in ("t-a", "t-b"))
     pair.decode.abort("a")
     pair.settle()
 
@@ -232,9 +232,7 @@ def test_a_token_that_comes_after_its_request_began_here_is_not_taken(pair: Pair
     late = encode_note(FirstTokens("t-a", PriorOutput([5])))
     worker.begin_step(StepMeta(notes=[(endpoint, late)]))
     receives = pair.decode.endpoint.receives
-    eventually(
-        lambda: receives.tidy() or "t-a" in receives._outputs
-    )  # before the request has ended
+    eventually(lambda: receives.tidy() or "t-a" in receives.outputs)  # before the request has ended
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     assert pair.decode.outputs["a"] == [7] * 4  # what the harness samples
     assert pair.decode.endpoint.read_load().continued == 0

@@ -67,7 +67,7 @@ class ReceiveSide:
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
         self._lock = Lock()  # guards the next fields, by transfer
-        self._outputs = TTLCache[str, PriorOutput](MAX_REMEMBERED, timeout_s)  # not taken yet
+        self.outputs = TTLCache[str, PriorOutput](MAX_REMEMBERED, timeout_s)  # not taken yet
         self._lost = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._consumed = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._unwanted = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
@@ -116,7 +116,7 @@ class ReceiveSide:
         name = entry.params.transfer
         if name in self._lost:
             return True
-        if entry.awaits_output and name not in self._outputs:
+        if entry.awaits_output and name not in self.outputs:
             return False
         found = self._receiver.find(name)
         return found is not None and found.state is not SlotState.FILLING
@@ -132,10 +132,10 @@ class ReceiveSide:
         self._drain_notes()
         found = []
         for entry in self._entries.values():
-            if entry.awaits_output and entry.params.transfer in self._outputs:
+            if entry.awaits_output and entry.params.transfer in self.outputs:
                 entry.awaits_output = False
                 with self._lock:
-                    prior_output = self._outputs.pop(entry.params.transfer, None)
+                    prior_output = self.outputs.pop(entry.params.transfer, None)
                 if prior_output is not None:
                     found.append((entry.request_id, prior_output))
         return found
@@ -233,7 +233,7 @@ class ReceiveSide:
                 if isinstance(note, Lost):
                     self._lost[note.transfer] = None
                 elif note.transfer not in self._unwanted:
-                    self._outputs[note.transfer] = note.prior_output
+                    self.outputs[note.transfer] = note.prior_output
 
     def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """Order the load into the blocks that vLLM allocated, or release the slot."""
@@ -304,7 +304,7 @@ class ReceiveSide:
         """Drop the first token of a transfer, also if it comes later (any thread)."""
         with self._lock:
             self._unwanted[name] = None
-            self._outputs.pop(name, None)
+            self.outputs.pop(name, None)
 
     def lose(self, transfer: TransferId) -> None:
         """Record that the sender of a transfer is unresponsive (any thread): a request that
@@ -321,7 +321,7 @@ class ReceiveSide:
         """Read messages and evict old entries of an engine without requests (any thread)."""
         self._drain_notes()
         with self._lock:
-            for each in (self._outputs, self._lost, self._consumed, self._unwanted):
+            for each in (self.outputs, self._lost, self._consumed, self._unwanted):
                 each.expire()
 
     def _give_back(self, entry: _Receive) -> None:

@@ -49,6 +49,7 @@ class TetriScheduler(Scheduler):
 
     max_num_scheduled_tokens: int
     running: list[Request]
+    waiting: PrefillQueue
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -85,12 +86,12 @@ class TetriScheduler(Scheduler):
         self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
         self._pinned_s = 0.0
         order = load_policy("order", config.prefill_policy)
-        self.waiting = self._queue = PrefillQueue(order, config.sched_batch, self)
+        self.waiting = PrefillQueue(order, config.sched_batch, self)
         self._probe: ChunkProbe | None = None
         if config.chunk_size == "auto":
             self._chunk_tokens = self._most_tokens
             self._probe = ChunkProbe(self, min(self._most_tokens, self.max_model_len - 1))
-            self._queue.is_open = False
+            self.waiting.is_open = False
         else:
             self._chunk_tokens = fitting_chunk(
                 config.chunk_size,
@@ -102,8 +103,8 @@ class TetriScheduler(Scheduler):
 
     def _set_role(self, role: Role) -> None:
         """Work in a role from the next step on; between two steps."""
-        self._queue.lane.free_blocks, self._shares = None, {}
-        self._queue.awaits_predictions = self._endpoint.predictions.is_sequential
+        self.waiting.lane.free_blocks, self._shares = None, {}
+        self.waiting.awaits_predictions = self._endpoint.predictions.is_sequential
         self._pads = role is Role.PREFILL and self._config.pad == "on"
         self.chunk_tokens = self.max_num_scheduled_tokens = self._chunk_tokens
 
@@ -185,7 +186,7 @@ class TetriScheduler(Scheduler):
         for request_id in self.finished_req_ids:
             known = self.requests.get(request_id)
             if known is None or known.is_finished():  # else another one has its name now
-                self._queue.forget(request_id)
+                self.waiting.forget(request_id)
                 self.continuations.forget(request_id)
                 if self.gate is not None:
                     self.gate.forget(request_id)
@@ -198,7 +199,7 @@ class TetriScheduler(Scheduler):
                 free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 tokens_per_step=self.max_num_scheduled_tokens,
             )
-        if self._queue.lane.order.is_preemptive:
+        if self.waiting.lane.order.is_preemptive:
             self._share_out()
         else:
             # Leave the tokens added by `_set_budget` to the requests that are ready.
@@ -222,7 +223,7 @@ class TetriScheduler(Scheduler):
         """Count requests that need only one token of a step: their KV is here or loading."""
         receives = self._endpoint.receives
         receives.pin_arrived(self.requests)
-        return len(self.kv_holding_waiting) + self._queue.count_first(receives.is_here)
+        return len(self.kv_holding_waiting) + self.waiting.count_first(receives.is_here)
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent."""
@@ -241,7 +242,7 @@ class TetriScheduler(Scheduler):
                 self.continuations.begin(request, prior_output)
 
     def _let_predicted_in(self) -> None:
-        predictions, queue = self._endpoint.predictions, self._queue
+        predictions, queue = self._endpoint.predictions, self.waiting
         predictions.exchange()
         queue.let_in(predictions.holds)
         if 0 < queue.num_unpredicted == len(queue) and not self.running:
@@ -267,7 +268,7 @@ class TetriScheduler(Scheduler):
 
     def _share_out(self) -> None:
         """Share the chunk out among started prompts; the queue gets the rest."""
-        queue, prompts = self._queue, self._queue.lane
+        queue, prompts = self.waiting, self.waiting.lane
         if self._is_stuck:
             queue.lane.free_blocks, self._shares = 0, {}  # started prompts continue as in vLLM
             return
@@ -297,13 +298,13 @@ class TetriScheduler(Scheduler):
         return min(num_new_tokens, self._shares.get(request.request_id, num_new_tokens))
 
     def _pad(self) -> None:
-        missing_tokens = self._chunk_tokens - self._queue.lane.unfinished_tokens
+        missing_tokens = self._chunk_tokens - self.waiting.lane.unfinished_tokens
         if 0 < missing_tokens < self._chunk_tokens:
             self._padding, self._has_padded = dummy_request(self, missing_tokens), True
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
-        prompts = self._queue.lane
+        prompts = self.waiting.lane
         is_idle = True
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in prompts:
@@ -341,7 +342,7 @@ class TetriScheduler(Scheduler):
 
     def _end_probe(self, probe: ChunkProbe) -> None:
         self._probe = None
-        self._queue.is_open = True
+        self.waiting.is_open = True
         self._chunk_tokens = probe.knee()
         self._set_role(self._config.role)
         self._endpoint.join()

@@ -60,7 +60,7 @@ class KVWorker:
             io_timeout_s=config.transfer_timeout_s,
             key=kv_key_of(config.secret_file),
         )
-        self._sending: dict[str, _Sending] = {}
+        self.sending: dict[str, _Sending] = {}
         self._arenas: dict[str, Arena] = {}
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
@@ -72,13 +72,13 @@ class KVWorker:
 
     def stop_preempted(self, meta: StepMeta) -> None:
         """Stop transfers that read blocks of preempted requests, which are about to be reused."""
-        stopped = [name for name in meta.stops if name in self._sending]
+        stopped = [name for name in meta.stops if name in self.sending]
         for request_id in stopped:
-            self._sending[request_id].transfer.cancel()
+            self.sending[request_id].transfer.cancel()
         deadline = time.monotonic() + STOP_DEADLINE_S
         for request_id in stopped:
             if request_id not in meta.frees:
-                transfer = self._sending.pop(request_id).transfer
+                transfer = self.sending.pop(request_id).transfer
                 while not transfer.quiesced and time.monotonic() < deadline:
                     self._sender.wait(0.001)
 
@@ -113,7 +113,7 @@ class KVWorker:
             )
 
     def _open(self, order: Open) -> None:
-        if (old := self._sending.pop(order.request_id, None)) is not None:
+        if (old := self.sending.pop(order.request_id, None)) is not None:
             old.transfer.cancel()
         try:
             transfer = self._sender.open(
@@ -122,10 +122,10 @@ class KVWorker:
         except ValueError as error:
             self._report.failed[order.request_id] = ("INVALID", str(error))
         else:
-            self._sending[order.request_id] = _Sending(transfer)
+            self.sending[order.request_id] = _Sending(transfer)
 
     def _write(self, order: Write) -> None:
-        sending = self._sending.get(order.request_id)
+        sending = self.sending.get(order.request_id)
         if sending is None:
             return
         try:
@@ -143,7 +143,7 @@ class KVWorker:
         _advance(sending)
 
     def _free(self, request_id: str) -> None:
-        sending = self._sending.get(request_id)
+        sending = self.sending.get(request_id)
         if sending is not None:
             sending.transfer.cancel()
             sending.free = True
@@ -190,13 +190,13 @@ class KVWorker:
 
     def wait_for_sent(self) -> None:
         """Wait a moment for the last transfer under way (GIL released)."""
-        if any(sending.is_finished or sending.free for sending in self._sending.values()):
+        if any(sending.is_finished or sending.free for sending in self.sending.values()):
             self._sender.wait(SENT_WAIT_S)
 
     def take_sent(self) -> set[str]:
         """Return finished requests whose blocks nothing reads any more, each once."""
         sent, self._freed_at_once = self._freed_at_once, set()
-        for request_id, sending in list(self._sending.items()):
+        for request_id, sending in list(self.sending.items()):
             _advance(sending)
             transfer = sending.transfer
             state = transfer.state
@@ -207,9 +207,9 @@ class KVWorker:
                 sent.add(request_id)
             elif state is TransferState.FAILED and transfer.quiesced:
                 self._report.failed[request_id] = (transfer.status.name, transfer.error)
-                del self._sending[request_id]  # the scheduler opens another one, or frees
+                del self.sending[request_id]  # the scheduler opens another one, or frees
             if request_id in sent:
-                del self._sending[request_id]
+                del self.sending[request_id]
         return sent
 
     def take_background_loads(self) -> tuple[set[str], set[str]]:
@@ -241,7 +241,7 @@ class KVWorker:
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
-        self._sending.clear()
+        self.sending.clear()
 
 
 def _advance(sending: _Sending) -> None:
