@@ -10,6 +10,7 @@ from unittest.mock import patch
 from vllm_tetri.sim.cluster import ENGINES, run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, InstanceConfig, make_instances
 from vllm_tetri.sim.engine.instance import Instance, Share
+from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId, Role, StepCoefficients
 
@@ -49,6 +50,11 @@ def spec(
 def decode_s(context_tokens: int, steps: int) -> float:
     """Steps of one request alone, from so much context on."""
     return sum(COST.step_s(1, context_tokens + step, 0, 0) for step in range(steps))
+
+
+def max_itl_s(served: SimRequest) -> float:
+    """The longest time between two tokens."""
+    return max(float(part.max()) for part in served.gap_parts)
 
 
 class Step(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,15 +44,8 @@ class SimRequest:
     gaps: list[float] = field(default_factory=list, repr=False)  # that are not in `stretches`
     stretches: list[Stretch] = field(default_factory=list, repr=False)
 
-    @property
-    def num_output_placeholders(self) -> int:
-        """Simulated steps are synchronous."""
-        return 0
-
-    @property
-    def priority(self) -> int:
-        """Simulated requests have no priorities."""
-        return 0
+    num_output_placeholders: ClassVar[int] = 0  # steps are synchronous
+    priority: ClassVar[int] = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -76,11 +70,6 @@ class SimRequest:
     # -- the result ------------------------------------------------------------------
 
     @property
-    def waited_s(self) -> float:
-        """Time from its arrival to the first step with a part of its prompt."""
-        return self.begun_s - self.spec.arrival_s
-
-    @property
     def ttft_s(self) -> float:
         """Time to the first token."""
         return self.first_token_s - self.spec.arrival_s
@@ -100,8 +89,3 @@ class SimRequest:
         """All times between two tokens, in pieces."""
         pieces = [durations[start:stop] for durations, start, stop in self.stretches]
         return [np.array(piece) for piece in (self.gaps, *pieces) if len(piece)]
-
-    @property
-    def max_itl_s(self) -> float:
-        """The longest time between two tokens; 0 with one token."""
-        return max((float(part.max()) for part in self.gap_parts), default=0.0)

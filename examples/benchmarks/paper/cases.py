@@ -138,8 +138,8 @@ def _prompt_order(engine: EngineConfig, count: int, seed: int) -> dict[str, floa
     outcome = run(ClusterConfig(make_instances(both=1, engine=engine), "whole", seed), specs)
     return {
         "ttft_mean_s": fmean(each.ttft_s for each in outcome.served),
-        "waiting_s": fmean(each.waited_s for each in outcome.served),
-        "prefill_s": fmean(each.ttft_s - each.waited_s for each in outcome.served),
+        "waiting_s": fmean(each.begun_s for each in outcome.served),
+        "prefill_s": fmean(each.first_token_s - each.begun_s for each in outcome.served),
         "total_s": outcome.end_s,
     }
 

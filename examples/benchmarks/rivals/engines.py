@@ -18,7 +18,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import ENGINES
 from vllm_tetri.sim.config import EngineKind, InstanceConfig, at_least_1
 from vllm_tetri.sim.engine.instance import Cluster, Share
-from vllm_tetri.sim.engine.stock import FcfsInstance
+from vllm_tetri.sim.engine.stock import StockInstance
 from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.request import SimRequest
 
@@ -62,7 +62,7 @@ class Unchunked(EngineKind):
     alone, before decodes."""
 
 
-class OrcaInstance(FcfsInstance):
+class OrcaInstance(StockInstance):
     """A simulated `Orca`."""
 
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
@@ -130,7 +130,7 @@ class StaticInstance(OrcaInstance):
             self._num_padded = 0
 
 
-class PromptsFirstInstance(FcfsInstance):
+class PromptsFirstInstance(StockInstance):
     """A simulated `PromptsFirst`."""
 
     def compose(self, now: float) -> list[Share]:
@@ -168,7 +168,7 @@ class UnchunkedInstance(TetriInstance):
 
     def put_back(self, request: SimRequest) -> None:
         """Keep the KV of decodes: these systems swap it out."""
-        self.arena.take(request.held_tokens)
+        self.arena_tokens += self.whole_blocks(request.held_tokens)
         self.held.appendleft(request)
 
     def part_of(self, request: SimRequest, left_tokens: int, *, is_first: bool) -> int:
@@ -181,7 +181,7 @@ class UnchunkedInstance(TetriInstance):
         if not self.queue or not self.has_place():
             return
         missing = self.blocks(self.queue.head().target_tokens) - self.free_blocks
-        losers = list(zip(self.batch, self.batch.held_tokens(), strict=True))
+        losers = [(request, held) for request, held, _ in self.batch.rows()]
         num = 0
         while missing > 0 and losers and losers[-1][0].preemptions < _MOST_PREEMPTIONS:
             missing -= self.blocks(losers.pop()[1])

@@ -79,15 +79,11 @@ class DecodeBatch:
             request.last_token_s = now
         return ended
 
-    def held_tokens(self) -> list[int]:
-        """Tokens of KV that each request holds now, in their order."""
-        steps = self.num_steps
-        return [each.held_tokens + steps - each.joined_step for each in self._members]
-
-    def num_output_tokens(self) -> list[int]:
-        """Output tokens that each request has now, in their order."""
-        steps = self.num_steps
-        return [each.num_output_tokens + steps - each.joined_step for each in self._members]
+    def rows(self) -> Iterator[tuple[SimRequest, int, int]]:
+        """Yield requests in order, with the tokens of KV and of output that they have now."""
+        for each in self._members:
+            steps = self.num_steps - each.joined_step
+            yield each, each.held_tokens + steps, each.num_output_tokens + steps
 
     def _end_of(self, request: SimRequest) -> int:
         return request.joined_step + request.spec.output_tokens - request.num_output_tokens

@@ -45,7 +45,6 @@ class Instance(ABC):
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
         self.config, self.engine, self.cluster = config, config.engine, cluster
         self.free_blocks = self.engine.kv_blocks
-        self.max_requests = self.engine.max_requests
         self.batch = DecodeBatch(self.engine.block_size)
         self.started: list[SimRequest] = []  # prompts that are computed in part
         self.busy_s = self.step_s = 0.0  # in steps so far, and in the newest one
@@ -68,10 +67,9 @@ class Instance(ABC):
     def put_back(self, request: SimRequest) -> None:
         """Queue a preempted request, which has lost its blocks, before all that wait."""
 
-    @abstractmethod
     def load(self) -> InstanceLoad:
-        """Return what the instance reports, as `engine.load` reads it. A byte of the arena is a
-        token, and the cost of steps and hand-overs is known, as far as it is linear."""
+        """Return what the instance reports; vLLM without this package reports nothing."""
+        return InstanceLoad()
 
     def on_end(self, request: SimRequest) -> None:  # noqa: B027
         """A response ended here."""
@@ -171,7 +169,7 @@ class Instance(ABC):
 
     def has_place(self) -> bool:
         """Whether one more request may be in a step."""
-        return len(self.batch) + len(self.started) < self.max_requests
+        return len(self.batch) + len(self.started) < self.engine.max_requests
 
     def grow(self, now: float) -> None:
         """Allocate blocks for a token of every request in the batch, preempting the newest

@@ -12,12 +12,11 @@ from collections import deque
 from vllm_tetri.sim.config import InstanceConfig, Stock
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
 from vllm_tetri.sim.request import SimRequest
-from vllm_tetri.types import InstanceLoad
 
 
-class FcfsInstance(Instance):
-    """An engine without hand-over that serves requests in the order in which they came; nothing is
-    computed yet of those that are `waiting`."""
+class StockInstance(Instance):
+    """A simulated `vllm serve`; nothing is computed yet of requests that are `waiting`. Others
+    without hand-over compose their steps differently."""
 
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
         super().__init__(config, cluster)
@@ -33,16 +32,6 @@ class FcfsInstance(Instance):
         request.num_computed_tokens = 0
         self.waiting.appendleft(request)
 
-    def load(self) -> InstanceLoad:
-        requests = (*self.started, *self.waiting)
-        return InstanceLoad(
-            running=len(self.batch) + len(self.started),
-            waiting=len(self.waiting),
-            queued_prefill_tokens=sum(request.missing_tokens for request in requests),
-            blocks_used=self.engine.kv_blocks - self.free_blocks,
-            blocks_total=self.engine.kv_blocks,
-        )
-
     def begin(self, most_tokens: int, shares: list[Share]) -> int:
         """Add the next prompt to the step, at most `most_tokens` of it. Returns the tokens."""
         request = self.waiting.popleft()
@@ -51,22 +40,12 @@ class FcfsInstance(Instance):
         shares.append((request, tokens))
         return tokens
 
-
-class StockInstance(FcfsInstance):
-    """A simulated `vllm serve`."""
-
-    def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
-        super().__init__(config, cluster)
-        assert isinstance(self.engine.kind, Stock)
-        self._budget = self.engine.kind.budget_tokens
-        # vLLM refuses to start with more requests than tokens in a step.
-        self.max_requests = min(self.max_requests, self._budget)
-
     def compose(self, now: float) -> list[Share]:
-        preemptions = self.preemptions
+        assert isinstance(self.engine.kind, Stock)
+        budget, preemptions = self.engine.kind.budget_tokens, self.preemptions
         self.grow(now)
         shares: list[Share] = []
-        left = self.go_on(self._budget - len(self.batch), shares, now)
+        left = self.go_on(budget - len(self.batch), shares, now)
         while self.waiting and left > 0 and self.preemptions == preemptions:
             blocks = self.blocks(self.waiting[0].target_tokens)
             if not self.has_place() or blocks > self.free_blocks:

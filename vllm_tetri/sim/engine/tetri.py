@@ -13,7 +13,6 @@ from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, OutputLengths
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.sim.config import InstanceConfig
 from vllm_tetri.sim.cost.step_cost import linear
-from vllm_tetri.sim.engine.arena import Arena
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS
@@ -46,19 +45,18 @@ class TetriInstance(Instance):
         order = load_policy("order", engine.order)
         self.queue: PromptQueue[SimRequest] = PromptQueue(order, engine.sched_batch, self)
         self.lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)
-        self.arena = Arena(engine.arena_tokens, engine.block_size)
+        self.arena_tokens = 0  # in use, in whole blocks, by KV that arrives or waits
+        self._opened: deque[SimRequest] = deque()  # transfers that wait for memory there
         self.held: deque[SimRequest] = deque()  # waiting for the batch, with all KV here or lost
         self.coming: dict[SimRequest, None] = {}  # KV of computed prompts, on its way here
-        self._predicted: dict[str, Prediction] = {}
-        self.gate: DecodeGate | None = None
-        if engine.admission != "greedy":
-            self.gate = DecodeGate(
-                load_policy("admission", engine.admission),
-                End.EXPECTED,
-                lengths=OutputLengths(self.lengths, self._predicted.get, MAX_TOKENS),
-                block_size=engine.block_size,
-                total_blocks=engine.kv_blocks,
-            )
+        self._predicted: dict[str, Prediction | None] = {}
+        self.gate = DecodeGate(
+            load_policy("admission", engine.admission),
+            End.EXPECTED,
+            lengths=OutputLengths(self.lengths, self._predicted.get, MAX_TOKENS),
+            block_size=engine.block_size,
+            total_blocks=engine.kv_blocks,
+        )
         self._is_stuck = False
         self._news: deque[Callable[[], object]] = deque()  # for the next step
         # Of the newest step: requests that it admitted, with tokens loaded from the arena, and
@@ -80,26 +78,15 @@ class TetriInstance(Instance):
 
     def submit(self, request: SimRequest, now: float) -> None:
         request.target_tokens = request.spec.prompt_tokens
-        self._news.append(partial(self._enter, request))
+        self._predicted[request.request_id] = request.spec.predicted
+        self._news.append(partial(self.queue.add, request))
         self.wake(now)
 
-    def _enter(self, request: SimRequest) -> None:
-        self._predict(request)
-        self.queue.add(request)
-
-    def _predict(self, request: SimRequest) -> None:
-        if request.spec.predicted is not None:
-            self._predicted[request.request_id] = request.spec.predicted
-
-    def _forget(self, request: SimRequest) -> None:
-        self._predicted.pop(request.request_id, None)
-        if self.gate is not None:
-            self.gate.forget(request.request_id)
-
     def open(self, request: SimRequest) -> None:
-        """Request arena memory for the KV of a split request."""
+        """Request arena memory for the KV of a split request; it is granted now or later."""
         self.has_changed = True
-        self.arena.open(request)
+        self._opened.append(request)
+        self._grant()
 
     def expect(self, request: SimRequest, now: float) -> None:
         """The prompt is computed, and all its KV on its way."""
@@ -113,15 +100,18 @@ class TetriInstance(Instance):
 
     def _hold(self, request: SimRequest) -> None:
         del self.coming[request]
-        self._predict(request)
+        self._predicted[request.request_id] = request.spec.predicted
         request.num_computed_tokens = request.target_tokens
         self.held.append(request)
 
     def drop(self, request: SimRequest, now: float) -> None:
         """Give up a transfer: the first token was the last one."""
         self.has_changed = True
-        self.arena.drop(request)
-        self._grant(now)
+        if request.is_granted:
+            self.arena_tokens -= self.whole_blocks(request.spec.prompt_tokens)
+        else:
+            self._opened.remove(request)
+        self._grant_waiting(now)
 
     def put_back(self, request: SimRequest) -> None:
         request.num_computed_tokens = 0
@@ -132,18 +122,17 @@ class TetriInstance(Instance):
             self.held.appendleft(request)
 
     def on_end(self, request: SimRequest) -> None:
-        if self.gate is not None:
-            self.gate.record_output(request)
-        self._forget(request)
+        self.gate.record_output(request)
+        self.gate.forget(request.request_id)
         self.lengths.observe(request.spec.predicted, request.num_output_tokens)
 
     def release(self, request: SimRequest, now: float) -> None:
-        self._forget(request)
+        self.gate.forget(request.request_id)
         super().release(request, now)
 
     def check_end(self) -> None:
         super().check_end()
-        left = self.arena.used_tokens, self.queue.unfinished_tokens
+        left = self.arena_tokens, self.queue.unfinished_tokens
         assert not any(left), f"{self.config.id} keeps KV or prompts: {left}"
 
     # -- a step ------------------------------------------------------------------------
@@ -188,24 +177,39 @@ class TetriInstance(Instance):
         for request in (*(request for request, _ in self._admitted), *self._begun):
             self.batch.put_last(request)
         for _, tokens in self._admitted:
-            self.arena.give_back(tokens)
+            self.arena_tokens -= self.whole_blocks(tokens)
         self._admitted.clear()
-        self._grant(now)
+        self._grant_waiting(now)
 
-    def _grant(self, now: float) -> None:
-        for granted in self.arena.grant():
-            self.cluster.granted(granted, now)
+    def _grant_waiting(self, now: float) -> None:
+        for request in self._grant():
+            self.cluster.granted(request, now)
+
+    def _grant(self) -> list[SimRequest]:
+        """Grant memory to opened transfers in order, as far as there is some. Returns those."""
+        granted = []
+        while self._opened:
+            tokens = self.whole_blocks(self._opened[0].spec.prompt_tokens)
+            if self.arena_tokens and self.arena_tokens + tokens > self.engine.arena_tokens:
+                break
+            self.arena_tokens += tokens
+            granted.append(self._opened.popleft())
+            granted[-1].is_granted = True
+        return granted
+
+    def whole_blocks(self, tokens: int) -> int:
+        """Tokens of the whole blocks that hold so many."""
+        return self.blocks(tokens) * self.engine.block_size
 
     def begin_step(self, now: float) -> int:
         """Call it before anything is allocated. Returns the most prompt tokens of the step."""
         chunk_tokens = self._chunk_tokens()
-        if self.gate is not None:
-            self.gate.begin_step(
-                self.growing_requests,
-                now,
-                free_blocks=self.free_blocks,
-                tokens_per_step=chunk_tokens + len(self.batch),
-            )
+        self.gate.begin_step(
+            self.growing_requests,
+            now,
+            free_blocks=self.free_blocks,
+            tokens_per_step=chunk_tokens + len(self.batch),
+        )
         return chunk_tokens
 
     def _chunk_tokens(self) -> int:
@@ -222,11 +226,9 @@ class TetriInstance(Instance):
 
     def growing_requests(self) -> list[RunningDecode | SimRequest]:
         """List all requests that hold blocks, as they are when a step begins."""
-        batch = self.batch
-        numbers = zip(batch, batch.held_tokens(), batch.num_output_tokens(), strict=True)
         decodes = [
             RunningDecode(each.request_id, each.num_prompt_tokens, held, produced)
-            for each, held, produced in numbers
+            for each, held, produced in self.batch.rows()
         ]
         return [*decodes, *self.started]
 
@@ -239,7 +241,7 @@ class TetriInstance(Instance):
             if left_tokens <= 0 or not self.has_place():
                 return 0
             lost_tokens = request.missing_tokens
-            if self.gate is not None and not self.gate.admit(request, max(0, lost_tokens - 1)):
+            if not self.gate.admit(request, max(0, lost_tokens - 1)):
                 return 0
             blocks = self.blocks(lost_tokens or request.held_tokens + 1)
             if blocks > self.free_blocks:
@@ -262,7 +264,7 @@ class TetriInstance(Instance):
         self._begun.clear()
         while left_tokens > 0 and self.queue.may_start() and self.has_place():
             request = self.queue.head()
-            if self.gate is not None and not self.gate.admit(request, request.missing_tokens - 1):
+            if not self.gate.admit(request, request.missing_tokens - 1):
                 return
             if self.num_blocks(request) > self.free_blocks:
                 return
@@ -290,13 +292,13 @@ class TetriInstance(Instance):
             chunk_tokens,
             free_blocks=self.free_blocks if self.has_place() else 0,
             block_size=self.engine.block_size,
-            was_refused=self.gate is not None and self.gate.was_shut,
+            was_refused=self.gate.was_shut,
         )
 
     # -- what is reported ----------------------------------------------------------------
 
     def load(self) -> InstanceLoad:
-        rows = list(zip(self.batch, self.batch.num_output_tokens(), strict=True))
+        rows = [(request, produced) for request, _, produced in self.batch.rows()]
         context_tokens = self.batch.context_tokens
         for requests in (self.held, self.coming, self.queue, self.started):
             for request in requests:
@@ -310,28 +312,26 @@ class TetriInstance(Instance):
             for request, produced in rows
         ]
         heavy = sum(total > HEAVY_TOKENS for total in totals)
-        lost = [each for each in self.held if each.missing_tokens]
-        again = [each for each in self.started if each.num_output_tokens]
         under_way = dict(self._shares)
-        unfinished_tokens = self.queue.unfinished_tokens + sum(
+        again_tokens = sum(  # of requests whose KV was lost
             max(0, each.num_prompt_tokens - each.num_computed_tokens - under_way.get(each, 0))
-            for each in (*lost, *again)
+            for each in (*self.held, *self.started)
+            if each.missing_tokens and each.num_output_tokens
         )
         running = len(self.batch) + len(self.started)
-        gate = self.gate if running else None
         handover_s, handover_token_s = self.cluster.config.handover_s(self.engine)
         return InstanceLoad(
             running=running,
             waiting=len(self.held) + len(self.coming) + len(self.queue),
-            queued_prefill_tokens=unfinished_tokens,
+            queued_prefill_tokens=self.queue.unfinished_tokens + again_tokens,
             blocks_used=self.engine.kv_blocks - self.free_blocks,
             blocks_total=self.engine.kv_blocks,
-            arena_used_bytes=self.arena.used_tokens,
-            arena_total_bytes=self.arena.total_tokens,
+            arena_used_bytes=self.arena_tokens,
+            arena_total_bytes=self.engine.arena_tokens,
             heavy=heavy,
             light=len(totals) - heavy,
             remaining_tokens=sum(totals) - sum(produced for _, produced in rows),
-            reserved_blocks=gate.admission.reserved_blocks if gate is not None else 0,
+            reserved_blocks=self.gate.admission.reserved_blocks if running else 0,
             prompt_tokens_done=self.prompt_tokens_done,
             cost=linear(self.engine.cost),
             context_tokens=context_tokens,
