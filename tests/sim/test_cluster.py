@@ -27,13 +27,11 @@ from vllm_tetri.sim.config import (
     ClusterConfig,
     EngineConfig,
     EngineKind,
-    InstanceConfig,
     Stock,
     make_instances,
 )
 from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.workload import draw
-from vllm_tetri.types import InstanceId, Role
 
 # -- one engine ------------------------------------------------------------------------
 
@@ -263,16 +261,3 @@ def test_requests_that_cannot_be_served_are_an_error(specs: list[object], messag
 def test_an_unknown_mode_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no mode 'no'; there are split"):
         simulate(one("no"), [spec(0, 1, 1)])
-
-
-def test_numbers_out_of_range_are_errors() -> None:
-    with pytest.raises(ConfigError, match="at least one instance"):
-        ClusterConfig(())
-    with pytest.raises(ConfigError, match="does both"):
-        InstanceConfig(InstanceId("x"), Role.PREFILL, EngineConfig(kind=Stock(1)))
-    with pytest.raises(ConfigError, match="token budget of a step: 0"):
-        Stock(0)
-    with pytest.raises(ConfigError, match="chunk tokens: 0"):
-        EngineConfig(chunk_tokens=0)
-    with pytest.raises(ConfigError, match="TBT"):
-        EngineConfig(tbt_slo_s=0)

@@ -181,11 +181,9 @@ def objective_of(options: argparse.Namespace) -> Objective:
 
 
 def engine_of(options: argparse.Namespace, profile_name: str) -> EngineConfig:
-    """Return the engine that the options describe, on a profile's device.
-
-    Raises:
-        ConfigError: A number is out of range, or there is no such profile.
-    """
+    """Return the engine that the options describe, on a profile's device; raises ConfigError if a
+    number is out of range, or there is no such profile."""
+    above_0(chunk_size=options.chunk_size, tbt_slo=options.tbt_slo, kv_blocks=options.kv_blocks)
     usual = EngineConfig(chunk_tokens=options.chunk_size, tbt_slo_s=options.tbt_slo)
     engine = of_profile(usual, profile(profile_name))
     return engine if options.kv_blocks is None else replace(engine, kv_blocks=options.kv_blocks)
@@ -206,6 +204,7 @@ def _systems(options: argparse.Namespace) -> list[System]:
     above_0(replicas=options.replicas)
     engine = engine_of(options, options.stock_profile or options.profile)
     for budget in options.stock:
+        above_0(stock=budget)
         stock = replace(engine, kind=Stock(budget), tbt_slo_s=None)
         alike = make_instances(both=options.replicas, engine=stock)
         config = ClusterConfig(alike, "least-in-flight", options.seed)

@@ -49,8 +49,9 @@ class SimMode(ABC):
         """A request that was not refused has its last token."""
 
 
-class _Dispatching(SimMode):
-    """Base of modes whose prefill instances choose decode instances, as `engine.dispatcher`."""
+class SplitMode(SimMode):
+    """The router of mode `split`; prefill instances choose decode instances, as in
+    `engine.dispatcher`."""
 
     is_anywhere = False
 
@@ -78,21 +79,12 @@ class _Dispatching(SimMode):
         num_bytes = -(-tokens // block_size) * block_size  # a byte of the arena is a token
         need = chooser.need(tokens, spec.predicted, num_bytes=num_bytes, max_tokens=MAX_TOKENS)
         return chooser.choose(
-            request.request_id,
-            need,
-            frozenset(),
-            now,
-            may_wait=may_wait,
-            anywhere=self.is_anywhere,
+            request.request_id, need, frozenset(), now, may_wait=may_wait, anywhere=self.is_anywhere
         )
 
     def ended(self, spec: RequestSpec, now: float) -> None:
         for each in self._dispatchers.values():
             each.forget(str(spec.id))
-
-
-class SplitMode(_Dispatching):
-    """The router and prefill instances of mode `split`."""
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
         self._state.observe(table)
@@ -104,7 +96,7 @@ class SplitMode(_Dispatching):
         return route
 
 
-class AdaptiveMode(_Dispatching):
+class AdaptiveMode(SplitMode):
     """Prices candidates, as `router.placement`: aggregated or split for every request."""
 
     is_anywhere = may_split = True

@@ -16,11 +16,12 @@ from typing import ClassVar
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import ENGINES
-from vllm_tetri.sim.config import EngineKind, InstanceConfig, at_least_1
+from vllm_tetri.sim.config import EngineKind, InstanceConfig
 from vllm_tetri.sim.engine.instance import Cluster, Share
 from vllm_tetri.sim.engine.stock import StockInstance
 from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.request import SimRequest
+from vllm_tetri.sim.workload import above_0
 
 USUAL_WINDOW_TOKENS = 2048
 _MOST_PREEMPTIONS = 2  # of one request, for prompts
@@ -34,7 +35,7 @@ class Static(EngineKind):
     can_hand_over: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        at_least_1("window tokens", self.window_tokens)
+        above_0(window_tokens=self.window_tokens)
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,6 @@ class PromptsFirst(EngineKind):
     most_prompts: int = 16
     most_tokens: int = 2048
     can_hand_over: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        at_least_1("most prompts", self.most_prompts)
-        at_least_1("most tokens", self.most_tokens)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cost.hardware import GPUS, MODELS, gpu, kv_tokens, model, roofline
@@ -100,7 +101,7 @@ def roofline_profile(model_name: str, gpu_name: str, parallel: int = 1) -> Profi
 
 def _read(path: Path) -> Profile:
     try:
-        values: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         version, names = values.pop("version"), {*values}
         if version != VERSION or not _SECONDS <= names <= {*_SECONDS, "front_s", *_COUNTS}:
             raise ConfigError(
@@ -111,17 +112,9 @@ def _read(path: Path) -> Profile:
             least = 1 if name in _COUNTS else 0
             if not least <= value < math.inf:
                 raise ConfigError(f"profile {path}: {name} is {value!r}, must be {least} or more")
+        cost = StepCoefficients(**{name: values.pop(name) for name in _SECONDS}, confidence=1.0)
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"profile {path}: {error!r}") from error
-    if not values["base_s"] + min(values["prompt_s"], values["request_s"]):
+    if not cost.base_s + min(cost.prompt_s, cost.request_s):
         raise ConfigError(f"profile {path}: steps that take no time")
-    counts = [int(values[name]) if name in values else None for name in _COUNTS]
-    return Profile(
-        path.stem,
-        StepCoefficients(**{name: float(values[name]) for name in _SECONDS}, confidence=1.0),
-        f"the file {path}",
-        is_estimate=False,
-        kv_tokens=counts[0],
-        kv_token_bytes=counts[1],
-        front_s=values.get("front_s", 0.0),
-    )
+    return Profile(path.stem, cost, f"the file {path}", is_estimate=False, **values)

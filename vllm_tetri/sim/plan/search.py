@@ -81,12 +81,11 @@ class _Search:
     def plan(self) -> Plan:
         question = self._question
         singles = [self._single(each) for each in question.profiles if self._fits(each)]
-        replicas = (System.STOCK, System.WHOLE, System.ADAPTIVE)
         layouts: list[Found] = []
-        for system in replicas:
+        for system in (System.STOCK, System.WHOLE, System.ADAPTIVE):
             search = partial(self._replicas, system)
-            layouts += self._worthy(singles, search, attrgetter("whole_rate"), least=1)
-        layouts += self._worthy(singles, self._split, attrgetter("split_rate"), least=2)
+            layouts += self._worthy(singles, search, attrgetter("whole_rate"), 1)
+        layouts += self._worthy(singles, self._split, attrgetter("split_rate"), 2)
         asked = (question.rate or 0.0) * _SERVES
         found = [each for each in layouts if each.rate and each.rate >= asked]
         if not found:
@@ -124,12 +123,7 @@ class _Search:
     # -- clusters ----------------------------------------------------------------------
 
     def _worthy(
-        self,
-        singles: list[Single],
-        search: Search,
-        rate: Callable[[Single], float],
-        *,
-        least: int,
+        self, singles: list[Single], search: Search, rate: Callable[[Single], float], least: int
     ) -> list[Found]:
         """Search layouts of at least that many instances, of profiles that promise most per GPU or
         nearly."""
@@ -140,12 +134,15 @@ class _Search:
             if devices is None or devices >= least * each.profile.num_devices
         ]
         best = max((promise for promise, _ in promises), default=0.0)
-        worthy = [each for promise, each in promises if promise and promise >= best * _WORTHY]
-        if devices is None:
-            return [found for each in worthy for found in self._few(each, search, rate, least)]
-        return [
-            found for each in worthy for found in search(each, devices // each.profile.num_devices)
-        ]
+        found = []
+        for promise, each in promises:
+            if not promise or promise < best * _WORTHY:
+                continue
+            if devices is None:
+                found += self._few(each, search, rate, least)
+            else:
+                found += search(each, devices // each.profile.num_devices)
+        return found
 
     def _few(
         self, single: Single, search: Search, rate: Callable[[Single], float], least: int
@@ -197,17 +194,18 @@ class _Search:
     # -- single instances --------------------------------------------------------------
 
     def _single(self, profile: Profile) -> Single:
-        prompt_s, output_s, tokens = (
-            self._prompt_s(profile),
-            self._output_s(profile),
-            _MIDDLE_TOKENS,
-        )
+        # A prompt in full steps of prompts alone, and an output in a part of a large batch's steps.
+        demand, (batch, step_s) = self._question.demand, self._largest_batch(profile)
+        parts = demand.prompt_tokens / _MIDDLE_TOKENS
+        prompt_s = parts * profile.cost.step_s(0, 0, _MIDDLE_TOKENS, demand.prompt_tokens / 2)
+        output_s = demand.output_tokens * step_s / batch
+        one = Layout(System.SPLIT, profile, 0, 0, 0, _MIDDLE_TOKENS)
         return Single(
             profile,
-            self._tuned(Layout(System.SPLIT, profile, 1, 0, 0, tokens), 1 / prompt_s),
-            self._measured(Layout(System.SPLIT, profile, 0, 1, 0, tokens), 1 / output_s),
-            self._tuned(Layout(System.STOCK, profile, 0, 0, 1, tokens), 1 / (prompt_s + output_s)),
-            self._tuned(Layout(System.WHOLE, profile, 0, 0, 1, tokens), 1 / (prompt_s + output_s)),
+            self._tuned(replace(one, prefill=1), 1 / prompt_s),
+            self._measured(replace(one, decode=1), 1 / output_s),
+            self._tuned(replace(one, system=System.STOCK, both=1), 1 / (prompt_s + output_s)),
+            self._tuned(replace(one, system=System.WHOLE, both=1), 1 / (prompt_s + output_s)),
         )
 
     def _tuned(self, layout: Layout, guess: float) -> Found:
@@ -220,17 +218,6 @@ class _Search:
                     break
                 best = found
         return best
-
-    def _prompt_s(self, profile: Profile) -> float:
-        """Seconds of a prompt among others: full steps of prompts alone."""
-        tokens = self._question.demand.prompt_tokens
-        step_s = profile.cost.step_s(0, 0, _MIDDLE_TOKENS, tokens / 2)
-        return tokens / _MIDDLE_TOKENS * step_s
-
-    def _output_s(self, profile: Profile) -> float:
-        """Seconds of an output among others: a part of steps of a large batch."""
-        batch, step_s = self._largest_batch(profile)
-        return self._question.demand.output_tokens * step_s / batch
 
     def _largest_batch(self, profile: Profile) -> tuple[int, float]:
         """Return the most decodes that keep the TPOT SLO and fit into the pool, and the seconds of
