@@ -11,7 +11,6 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,25 +78,19 @@ class LocalCluster:
         return self._instances + self._routers
 
     async def _watch(self) -> int:
-        work: list[Coroutine[Any, Any, Any]] = [self._announce()]
-        work += [keeper.run() for keeper in self._keepers]
-        stopping = asyncio.create_task(self._stop.wait())
-        tasks = [stopping, *map(asyncio.create_task, work)]
-        waiting: set[asyncio.Task[Any]] = set(tasks)
         status = 0
         try:
-            while not stopping.done():
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        except LaunchError as error:
+            async with asyncio.TaskGroup() as group:
+                work = [group.create_task(keeper.run()) for keeper in self._keepers]
+                work.append(group.create_task(self._announce()))
+                await self._stop.wait()
+                for task in work:
+                    task.cancel()
+        except* LaunchError as errors:
             self.display.close()
-            self.display.say(str(error), logging.ERROR)
+            self.display.say(str(errors.exceptions[0]), logging.ERROR)
             status = FAILED
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self._end()
         return INTERRUPTED if self._is_forced else status
 

