@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "handover": (VALUES, {"msgspec"}),
     "policy": (VALUES, set()),
     "transport": (VALUES, {"numpy", "torch"}),
-    "control": (SHARED | {"curve"}, {"msgspec", "zmq"}),
+    "control": (SHARED | {"curve"}, {"cachetools", "msgspec", "zmq"}),
     "router": (
         SHARED | {"control", "__init__"},
         {

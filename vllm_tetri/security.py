@@ -67,16 +67,15 @@ def read_secret(path: str) -> Secret | None:
     try:
         _require_private(path, os.fstat(descriptor))
         text = os.read(descriptor, _MOST_TEXT + 1)
-    finally:
-        os.close(descriptor)
-    try:
         if len(text) > _MOST_TEXT:
             raise ValueError(f"it has more than {_MOST_TEXT} characters")
         return Secret(_decode("".join(text.decode("ascii").split())))
     except ValueError as error:  # a UnicodeDecodeError would quote the text
         why = "it is not text" if isinstance(error, UnicodeDecodeError) else str(error)
-        hint = "`vllm-tetri secret FILE` makes a right one"
+        hint = "`vllm-tetri secret FILE` makes a new one"
         raise ConfigError(f"secret file {path}: {why}; {hint}") from None
+    finally:
+        os.close(descriptor)
 
 
 def kv_key_of(path: str) -> bytes:
@@ -116,18 +115,16 @@ def in_memory(name: str, content: str = "") -> str:
 
 
 def _require_private(path: str, status: os.stat_result) -> None:
+    user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"secret file {path}: it is no file")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"secret file {path} belongs to user {status.st_uid}, and this process is user "
-            f"{os.geteuid()}; `chown {os.geteuid()} {path}`, or use your own copy"
+        raise ValueError("it is no file")
+    if status.st_uid != user:
+        raise ValueError(
+            f"it belongs to user {status.st_uid}, and this process is user {user}: "
+            f"`chown {user} {path}`, or use your own copy"
         )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"secret file {path}: others may open it (mode {stat.S_IMODE(status.st_mode):o}); "
-            f"`chmod 600 {path}`, and make a new one if another user may have read it"
-        )
+    if mode & 0o077:
+        raise ValueError(f"others may open it (mode {mode:o}): `chmod 600 {path}`")
 
 
 def _decode(text: str) -> bytes:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar, assert_never
 
 import zmq
+from cachetools import TTLCache
 from zmq.utils.monitor import parse_monitor_message
 
 from vllm_tetri import messages
@@ -120,7 +121,8 @@ class Agent:
         self._late_s = 6 * period_s  # without a poll for this time, report nevertheless
         self.roles = RoleKeeper(info.id, info.role)
         self._links: list[RouterLink] = []
-        self._gone: dict[str, float] = {}  # names of routers that went, and until when it matters
+        # The names of routers that went, as long as it matters.
+        self._gone: TTLCache[str, None] = TTLCache(_MAX_GONE * max(1, len(routers)), _GONE_S)
         self._leaving, self._verdict = Leaving(self.roles.state.expected), Verdict.STAY
         self._outbox: deque[messages.Dispatched] = deque()
         self._views = ViewStore()
@@ -271,15 +273,10 @@ class Agent:
     def _lose_router(self, link: RouterLink) -> None:
         router, link.router = link.router, ""
         if router and all(each.router != router for each in self._links):
-            self._gone[router] = time.monotonic() + _GONE_S
-            if len(self._gone) > len(self._links) * _MAX_GONE:
-                del self._gone[next(iter(self._gone))]
+            self._gone[router] = None
 
     def _abandon_gone(self) -> None:
-        now = time.monotonic()
-        for router, until in list(self._gone.items()):
-            if now >= until:
-                del self._gone[router]
+        for router in list(self._gone):
             self._ask("abandoning a router", None, self._engine.abandon, router)
 
     def _report(self) -> None:
