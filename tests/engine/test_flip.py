@@ -11,7 +11,7 @@ from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.policy.order import ORDERS
-from vllm_tetri.predictor.oracle import Oracle
+from vllm_tetri.predictor.base import Oracle
 from vllm_tetri.types import Role
 
 CHUNK = 64

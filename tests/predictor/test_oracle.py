@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_tetri.predictor.base import Query
-from vllm_tetri.predictor.oracle import Oracle
+from vllm_tetri.predictor.base import Oracle, Query
 from vllm_tetri.types import Prediction
 
 

@@ -123,7 +123,7 @@ class Agent:
         self._links: list[RouterLink] = []
         # The names of routers that went, as long as it matters.
         self._gone: TTLCache[str, None] = TTLCache(_MAX_GONE * max(1, len(routers)), _GONE_S)
-        self._leaving, self._verdict = Leaving(self.roles.state.expected), Verdict.STAY
+        self._leaving, self._verdict = Leaving(self.roles.expected), Verdict.STAY
         self._outbox: deque[messages.Dispatched] = deque()
         self._views = ViewStore()
         self._logged: set[str] = set()
@@ -283,9 +283,9 @@ class Agent:
         self._abandon_gone()
         load = self._load = self._ask("reading the load", self._load, self._engine.read_load)
         self._reported_s, self._seq = time.monotonic(), self._seq + 1
-        name, state, is_draining = self._info.id, self.roles.state, self._leaving.is_asked
-        flip = state.newest(self._reported_s)
-        self._send_all(messages.LoadReport(name, self._seq, load, is_draining, state.epoch, flip))
+        is_draining, flip = self._leaving.is_asked, self.roles.newest(self._reported_s)
+        what = self._info.id, self._seq, load, is_draining, self.roles.epoch, flip
+        self._send_all(messages.LoadReport(*what))
 
     def _ask(self, what: str, otherwise: T, call: Callable[..., T], *args: object) -> T:
         """Call the engine: an error there must not make the instance look dead."""
@@ -299,12 +299,12 @@ class Agent:
         return self._ask("looking at unfinished work", "unknown", self._engine.unfinished, role)
 
     def _continue_flip(self) -> None:
-        roles, state = self.roles, self.roles.state
-        left = self._read_unfinished(state.role) if state.stage is FlipStage.DRAINING else ""
-        if roles.advance(left, self._engine.is_idle(), time.monotonic()):
-            self._info = replace(self._info, role=state.role)
+        roles = self.roles
+        left = self._read_unfinished(roles.role) if roles.stage is FlipStage.DRAINING else ""
+        if roles.proceed(left, self._engine.is_idle(), time.monotonic()):
+            self._info = replace(self._info, role=roles.role)
             self.num_flips += 1
-            self._send_all(messages.Flipped(self._info.id, state.role, state.epoch))
+            self._send_all(messages.Flipped(self._info.id, roles.role, roles.epoch))
         if roles.is_steady:
             self._report()
 
@@ -321,7 +321,7 @@ class Agent:
             if not is_readable(link.socket):
                 return
             parts = link.socket.recv_multipart()
-            self.roles.state.expected.record_message(link.index, time.monotonic())
+            self.roles.expected.record_message(link.index, time.monotonic())
             try:
                 if len(parts) != 1:
                     raise ProtocolError(f"{len(parts)} parts instead of one")
@@ -331,22 +331,22 @@ class Agent:
                 self._log_once("frame", "dropped a control frame: %s", error)
 
     def _take(self, link: RouterLink, message: messages.ToInstance) -> None:
-        now, state = time.monotonic(), self.roles.state
+        now = time.monotonic()
         match message:
             case messages.Poll():
                 self._is_polled = True
                 self._record_router(link, message.router)
                 if message.in_flight is not None:
-                    state.expected.record_in_flight(link.index, message.in_flight, now)
+                    self.roles.expected.record_in_flight(link.index, message.in_flight, now)
                 if not self._views.observe(link.index, message, now):
                     self._send_hello(link)  # its view got lost: a router sends one after this
             case messages.Drain(deadline_s=deadline_s):
                 self._leaving.ask(deadline_s, now)
             case messages.FlipRole():
-                self.roles.order(message, now)
+                self.roles.obey(message, now)
                 self._reported_s = _NEVER_S
             case messages.RoleCommitted(epoch=epoch, at_s=at_s):
-                if state.record_commit(epoch, at_s, now):
+                if self.roles.record_commit(epoch, at_s, now):
                     self._reported_s = _NEVER_S
             case messages.WhoAreYou():
                 self._send_hello(link)

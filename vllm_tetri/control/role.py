@@ -13,14 +13,14 @@ from vllm_tetri.types import FlipStage, InstanceId, Role
 _log = logging.getLogger(__name__)
 
 
-class RoleKeeper:
-    """The role of one instance; `state` tells how far a change is.
+class RoleKeeper(Flipping):
+    """The role of one instance, whose engine takes another one on a thread of its own.
 
     The engine's thread calls only `take`; all else is the agent's thread.
     """
 
     def __init__(self, instance: InstanceId, role: Role) -> None:
-        self.state = Flipping(role)
+        super().__init__(role)
         self._instance = instance
         self._lease = 0  # the newest lease under which a watcher ordered anything
         self._lock = threading.Lock()  # guards the two fields below
@@ -30,43 +30,41 @@ class RoleKeeper:
     @property
     def is_steady(self) -> bool:
         """Whether no change is under way."""
-        return self.state.stage is None
+        return self.stage is None
 
-    def order(self, order: FlipRole, now: float) -> None:
+    def obey(self, order: FlipRole, now: float) -> None:
         """Begin or call off a change, as a router orders."""
-        state = self.state
         if 0 < order.lease < self._lease:
             return
         self._lease = max(self._lease, order.lease)
         was_steady = self.is_steady
-        is_call_off = order.epoch > state.epoch and order.role is state.role
-        if is_call_off and state.stage is FlipStage.SWITCHING:
+        is_call_off = order.epoch > self.epoch and order.role is self.role
+        if is_call_off and self.stage is FlipStage.SWITCHING:
             if not self._withdraw():
                 return  # the engine took it a moment ago; the router repeats the order
-            state.roll_back(f"called off: {order.reason}", now)
+            self.roll_back(f"called off: {order.reason}", now)
             self._log(now)
         what = order.epoch, order.role, order.is_now, order.deadline_s, order.reason
-        is_new = state.order(*what, now)
-        if is_new and state.wanted is not None:
-            self.want(state.wanted)
+        is_new = self.order(*what, now)
+        if is_new and self.wanted is not None:
+            self.want(self.wanted)
         elif is_new and self.is_steady and not was_steady:
             self._log(now)
 
-    def advance(self, unfinished: str, is_idle: bool, now: float) -> bool:
+    def proceed(self, unfinished: str, is_idle: bool, now: float) -> bool:
         """Continue the change that is under way, given the present role's unfinished work and
         whether the engine has no other; True when the engine has another role now."""
-        state = self.state
-        if state.stage is FlipStage.DRAINING:
-            state.advance(unfinished, now)
-            if state.wanted is not None:
-                self.want(state.wanted)
+        if self.stage is FlipStage.DRAINING:
+            self.advance(unfinished, now)
+            if self.wanted is not None:
+                self.want(self.wanted)
         taken_s = None
-        if state.stage is FlipStage.SWITCHING:
+        if self.stage is FlipStage.SWITCHING:
             taken_s = now if self._wanted is not None and is_idle else self._taken_s
         if taken_s is not None:
-            state.record_taken(taken_s)
-        elif state.is_overdue(now) and self._withdraw():
-            state.roll_back("the engine takes no step", now)
+            self.record_taken(taken_s)
+        elif self.is_overdue(now) and self._withdraw():
+            self.roll_back("the engine takes no step", now)
         if self.is_steady:
             self._log(now)
         return taken_s is not None
@@ -93,7 +91,7 @@ class RoleKeeper:
             return self._taken_s is None
 
     def _log(self, now: float) -> None:
-        flip = self.state.newest(now)
+        flip = self.newest(now)
         if flip is not None:
             _log.info(
                 "%s: role %s to %s: %s%s (%s; drained for %.3f s)",

@@ -25,10 +25,9 @@ from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import Request, RequestStatus, SamplingParams
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.predictor.base import Predictor, Query, Tally
+from vllm_tetri.predictor.base import Oracle, Predictor, Query, Tally
 from vllm_tetri.predictor.client import PredictorProcess, serve_command
 from vllm_tetri.predictor.model import read_about, require_whole
-from vllm_tetri.predictor.oracle import Oracle
 from vllm_tetri.types import Prediction, Role
 
 if TYPE_CHECKING:

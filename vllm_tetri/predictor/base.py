@@ -1,4 +1,4 @@
-"""What an engine asks of a length predictor, whatever the predictor looks at."""
+"""What an engine asks of a length predictor, and one that knows the answer."""
 
 from __future__ import annotations
 
@@ -41,3 +41,34 @@ class Predictor(Protocol):
     def poll(self) -> list[tuple[str, Prediction | None]]: ...  # new ones; None: there is none
     def wait(self, timeout_s: float) -> None: ...  # sleep until there may be something to poll
     def close(self) -> None: ...  # idempotent
+
+
+class Oracle:
+    """A `Predictor` that knows, for experiments: the length that the client fixed by `ignore_eos`
+    with `max_tokens`."""
+
+    def __init__(self, granularity_tokens: int, num_buckets: int) -> None:
+        self._granularity_tokens, self._num_buckets = granularity_tokens, num_buckets
+        self._known: list[tuple[str, Prediction | None]] = []
+        self.tally = Tally()
+
+    def ask(self, query: Query) -> None:
+        prediction = None
+        if query.output_tokens is not None:
+            bucket = min(query.output_tokens // self._granularity_tokens, self._num_buckets - 1)
+            prediction = Prediction(bucket, self._num_buckets, self._granularity_tokens)
+            self.tally.made += 1
+        self._known.append((query.name, prediction))
+
+    def withdraw(self, name: str) -> None:
+        """Do nothing: `poll` has the prediction at once."""
+
+    def poll(self) -> list[tuple[str, Prediction | None]]:
+        known, self._known = self._known, []
+        return known
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""
