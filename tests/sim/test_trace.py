@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.trace import read_lengths, read_trace
-from vllm_tetri.sim.workload import draw
+from vllm_tetri.sim.workload import draw, read_lengths, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

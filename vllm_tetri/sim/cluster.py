@@ -56,11 +56,8 @@ def run(
     *,
     on_end: Callable[[], object] = lambda: None,
 ) -> Outcome:
-    """Simulate; `on_end` is called after every request.
-
-    Raises:
-        ConfigError: There is no such mode, no request, or one does not fit into an instance.
-    """
+    """Simulate, with a call of `on_end` after every request; raises ConfigError if there is no such
+    mode, no request, or one does not fit into an instance."""
     if not specs:
         raise ConfigError("no requests to simulate")
     longest = max(spec.prompt_tokens + spec.output_tokens for spec in specs)
@@ -96,7 +93,6 @@ class _Simulation:
         self._table = self._broadcast_table = self._take_table(0.0)
         # The front counts before the router, so that what the router has sent has arrived.
         self._front_s = max(each.engine.front_s for each in config.instances)
-        self._num_left = len(specs)
         self._links = None if config.link is None else Links(config.link, self.loop.at)
         self._served: dict[int, SimRequest] = {}
         self._refused: list[RefusedRequest] = []
@@ -108,7 +104,7 @@ class _Simulation:
         if self._mode.reads_reports:
             self.loop.at(self.config.report_period_s, self._report)
         self.loop.run()
-        assert not self._num_left, f"{self._num_left} requests wait for nothing"
+        assert self._is_done(), f"{self._served.keys()} only: others wait for nothing"
         for each in self._instances.values():
             each.check_end()
         instances = self._instances.values()
@@ -126,14 +122,14 @@ class _Simulation:
         route = self._mode.route(self._table, spec, now)
         if isinstance(route, Late):
             self._refused.append(RefusedRequest(spec, route.reason))
-            self._one_less(now)
+            self._done(now)
             return
         is_split = isinstance(route, Split)
         first = route.prefill if isinstance(route, Split) else route.instance
         self._instances[first].submit(SimRequest(spec, str(spec.id), first, is_split), now)
 
     def _report(self, now: float) -> None:
-        if not (self._num_left and len(self.loop)):
+        if self._is_done() or not len(self.loop):
             return
         self._table = self._take_table(now)
         period_s = self.config.report_period_s
@@ -145,8 +141,7 @@ class _Simulation:
         """Read all reports; instances that did nothing since the last one report the same."""
         self._num_tables = number = self._num_tables + 1
         for each in self._instances.values():
-            before = self._views.get(each.config.id)
-            load = each.load() if before is None or each.has_changed else before.load
+            load = each.load() if each.has_changed else self._views[each.config.id].load
             each.has_changed = False
             self._views[each.config.id] = InstanceView(
                 each.config.info, InstanceState.READY, load, 0.0, number
@@ -234,9 +229,11 @@ class _Simulation:
         request.is_split = request.decode != request.prefill
         self._served[request.spec.id] = request
         self._mode.ended(request.spec, now)
-        self._one_less(now)
+        self._done(now)
 
-    def _one_less(self, now: float) -> None:
-        self._num_left -= 1
+    def _is_done(self) -> bool:
+        return len(self._served) + len(self._refused) == len(self._specs)
+
+    def _done(self, now: float) -> None:
         self._end_s = max(self._end_s, now)
         self._on_end()

@@ -27,7 +27,6 @@ from vllm_tetri.sim.cost.profiles import NAMES_OF_ROOFLINES, PROFILES, profile
 from vllm_tetri.sim.figures import figures
 from vllm_tetri.sim.links import LINKS, link
 from vllm_tetri.sim.modes import MODES
-from vllm_tetri.sim.trace import read_lengths, read_trace
 from vllm_tetri.sim.workload import (
     KINDS,
     RequestSpec,
@@ -35,6 +34,8 @@ from vllm_tetri.sim.workload import (
     draw,
     draw_phases,
     predicted,
+    read_lengths,
+    read_trace,
     variation_of,
 )
 
@@ -290,11 +291,8 @@ def compare(options: argparse.Namespace, systems: Sequence[System]) -> int:
 
 
 def show(json_target: str | None, found: dict[str, Any], *shown: Table | str) -> None:
-    """Write results for `--json`, and print them unless that did.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write results for `--json`, and print them unless that did; raises ConfigError if the file
+    cannot be written."""
     text = json.dumps(found, indent=2, allow_nan=False) + "\n"
     if json_target == "-":
         sys.stdout.write(text)

@@ -125,13 +125,6 @@ class ClusterConfig:
                     "its configuration or profile"
                 )
 
-    def handover_s(self, engine: EngineConfig) -> tuple[float, float]:
-        """Seconds of a hand-over while nothing else is sent, and in addition per token whose KV
-        was not sent before."""
-        if self.link is None:
-            return self.handover_base_s, self.handover_token_s
-        return self.handover_base_s, (engine.kv_token_bytes or 0) / self.link
-
 
 def make_instances(
     prefill: int = 0, decode: int = 0, both: int = 0, *, engine: EngineConfig | None = None

@@ -16,8 +16,8 @@ from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cost.profiles import Profile
+from vllm_tetri.sim.plan.command import plain, recommendation
 from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate
-from vllm_tetri.sim.plan.report import plain, recommendation
 from vllm_tetri.sim.plan.search import config_of, plan
 from vllm_tetri.sim.plan.values import Layout, Plan, Question, System
 from vllm_tetri.types import StepCoefficients

@@ -61,11 +61,6 @@ class Model:
         """KV of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _BYTES
 
-    @property
-    def attention_operations(self) -> int:
-        """Operations per token and token of its context: scores and weighted values."""
-        return 4 * self.layers * self.heads * self.head_dim
-
     def kv_bytes(self, parallel: int) -> int:
         """KV of a token on all devices together, with copies if there are fewer heads than
         devices; 0 if its heads cannot be divided by that."""
@@ -88,7 +83,7 @@ class Gpu:
 
 
 # From their published configurations.
-_MODELS = (
+MODELS = {each.name: each for each in (
     Model("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 3, 32000),
     Model("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 3, 128256),
     Model("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 3, 128256),
@@ -97,33 +92,28 @@ _MODELS = (
     Model("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 3, 152064),
     Model("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 3, 152064),
     Model("smollm2-135m", 30, 576, 9, 3, 64, 1536, 3, 49152, is_tied=True),
-)
+)}  # fmt: skip
 # NVIDIA's data sheets, SXM variants, which count both directions of NVLink.
-_GPUS = (
+GPUS = {each.name: each for each in (
     Gpu("v100-32g", 125e12, 0.9e12, 32 * _GIB, 300e9 / 2),
     Gpu("a100-80g", 312e12, 2.039e12, 80 * _GIB, 600e9 / 2),
     Gpu("h100-80g", 989e12, 3.35e12, 80 * _GIB, 900e9 / 2),
     Gpu("h200", 989e12, 4.8e12, 141 * _GIB, 900e9 / 2),
-)
-MODELS = {each.name: each for each in _MODELS}
-GPUS = {each.name: each for each in _GPUS}
+)}  # fmt: skip
 
 
 def gpu(name: str) -> Gpu:
     """Return a device by its name, or by the beginning of exactly one: `h100`; raises ConfigError
     if there is none."""
-    found = [each for each in _GPUS if name and each.name.startswith(name.lower())]
+    found = [each for each in GPUS.values() if name and each.name.startswith(name.lower())]
     if len(found) != 1:
         raise ConfigError(f"no GPU {name!r}; there are {', '.join(GPUS)}")
     return found[0]
 
 
 def model(name: str) -> Model:
-    """Return a known model, or that of a Hugging Face `config.json` or its folder.
-
-    Raises:
-        ConfigError: There is neither, or it is not a dense decoder in 16 bits.
-    """
+    """Return a known model, or that of a Hugging Face `config.json` or its folder; raises
+    ConfigError if there is neither, or it is not a dense decoder in 16 bits."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name, "config.json") if Path(name).is_dir() else Path(name)
@@ -139,21 +129,18 @@ def model(name: str) -> Model:
                 f"model {path}: of model_type {kind!r} or quantised, which cannot be counted; "
                 f"{', '.join(_KINDS)} in 16 bits can"
             )
-        heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-        if min(heads, hidden, int(raw["num_hidden_layers"]), int(raw["vocab_size"])) < 1:
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        layers, hidden, heads, vocabulary = (int(raw[name]) for name in names)
+        if min(layers, hidden, heads, vocabulary) < 1:
             raise ValueError("heads, layers, hidden size and vocabulary must be at least 1")
+        kv_heads = int(raw.get("num_key_value_heads") or heads)
+        head_dim = int(raw.get("head_dim") or hidden // heads)
+        ffn, ffn_matrices = ("ffn_dim", 2) if kind == "opt" else ("intermediate_size", 3)
         return Model(
-            name=path.parent.name or path.stem,
-            layers=int(raw["num_hidden_layers"]),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(raw.get("head_dim") or hidden // heads),
-            ffn=int(raw["ffn_dim" if kind == "opt" else "intermediate_size"]),
-            ffn_matrices=2 if kind == "opt" else 3,
-            vocabulary=int(raw["vocab_size"]),
+            path.parent.name or path.stem, layers, hidden, heads, kv_heads, head_dim,
+            int(raw[ffn]), ffn_matrices, vocabulary,
             is_tied=bool(raw.get("tie_word_embeddings", kind in ("opt", "gemma", "gemma2"))),
-        )
+        )  # fmt: skip
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"model {path}: {error!r}") from error
 
@@ -167,6 +154,7 @@ def roofline(model: Model, device: Gpu, parallel: int) -> Roofline:
     flops = device.flops * ARITHMETIC_PART * parallel
     bandwidth = device.bandwidth * BANDWIDTH_PART * parallel
     num_reduces = 2 * model.layers if parallel > 1 else 0
+    attention = 4 * model.layers * model.heads * model.head_dim  # scores and weighted values
     # Every device sends and gets all but its part twice (ring).
     reduced_bytes = num_reduces * model.hidden * _BYTES * 2 * (parallel - 1) / parallel
     return Roofline(
@@ -174,7 +162,7 @@ def roofline(model: Model, device: Gpu, parallel: int) -> Roofline:
         weights_s=model.step_parameters * _BYTES / bandwidth,
         token_s=2 * model.step_parameters / flops,
         kv_s=kv_bytes / bandwidth,
-        attention_s=model.attention_operations / flops,
+        attention_s=attention / flops,
         link_s=reduced_bytes / (device.link * BANDWIDTH_PART),
     )
 

@@ -63,10 +63,8 @@ def profile(name: str) -> Profile:
     """Return a built-in profile, `roofline:MODEL:GPU[:DEVICES]`, or one from a JSON file.
 
     The file holds `version`, which is 1, and `base_s`, `request_s`, `token_s`, `prompt_s` and
-    `context_s`, in seconds. It may hold `front_s`, `kv_tokens` and `kv_token_bytes`.
-
-    Raises:
-        ConfigError: There is none of that name, or the file holds something else.
+    `context_s`, in seconds. It may hold `front_s`, `kv_tokens` and `kv_token_bytes`. Raises
+    ConfigError if there is none of that name, or the file holds something else.
     """
     if name in PROFILES:
         return PROFILES[name]

@@ -26,17 +26,12 @@ class Cluster(Protocol):
     loop: Loop
     config: ClusterConfig
 
-    def computed(self, request: SimRequest, now: float) -> None:
-        """A chunk of the prompt is done, and another one begins."""
-
-    def prefilled(self, request: SimRequest, now: float) -> bool:
-        """The first token is sampled. Returns whether another instance decodes the rest."""
-
-    def granted(self, request: SimRequest, now: float) -> None:
-        """The receive arena has memory for KV that had to wait."""
-
-    def ended(self, request: SimRequest, now: float) -> None:
-        """The last token is sampled."""
+    # A chunk of a prompt is done and another one begins; its first token is sampled, does another
+    # instance decode the rest?; the receive arena has memory for it; its last token is sampled.
+    def computed(self, request: SimRequest, now: float) -> None: ...
+    def prefilled(self, request: SimRequest, now: float) -> bool: ...
+    def granted(self, request: SimRequest, now: float) -> None: ...
+    def ended(self, request: SimRequest, now: float) -> None: ...
 
 
 class Instance(ABC):

@@ -203,26 +203,22 @@ class TetriInstance(Instance):
 
     def begin_step(self, now: float) -> int:
         """Call it before anything is allocated. Returns the most prompt tokens of the step."""
-        chunk_tokens = self._chunk_tokens()
+        engine, num_decodes = self.engine, len(self.batch)
+        chunk_tokens = engine.chunk_tokens
+        if engine.tbt_slo_s is not None and num_decodes:
+            context = self.started[0].num_computed_tokens if self.started else 0
+            cost = linear(engine.cost)
+            left_s = engine.tbt_slo_s - cost.step_s(num_decodes, self.batch.context_tokens, 0, 0)
+            token_s = cost.prompt_s + context * cost.context_s
+            tokens = int(left_s / token_s) if token_s else chunk_tokens
+            chunk_tokens = min(chunk_tokens, max(engine.least_tokens, tokens))
         self.gate.begin_step(
             self.growing_requests,
             now,
             free_blocks=self.free_blocks,
-            tokens_per_step=chunk_tokens + len(self.batch),
+            tokens_per_step=chunk_tokens + num_decodes,
         )
         return chunk_tokens
-
-    def _chunk_tokens(self) -> int:
-        """Most prompt tokens of the next step."""
-        engine, num_decodes = self.engine, len(self.batch)
-        if engine.tbt_slo_s is None or not num_decodes:
-            return engine.chunk_tokens
-        context = self.started[0].num_computed_tokens if self.started else 0
-        cost = linear(engine.cost)
-        left_s = engine.tbt_slo_s - cost.step_s(num_decodes, self.batch.context_tokens, 0, 0)
-        token_s = cost.prompt_s + context * cost.context_s
-        tokens = int(left_s / token_s) if token_s else engine.chunk_tokens
-        return min(engine.chunk_tokens, max(engine.least_tokens, tokens))
 
     def growing_requests(self) -> list[RunningDecode | SimRequest]:
         """List all requests that hold blocks, as they are when a step begins."""
@@ -319,7 +315,8 @@ class TetriInstance(Instance):
             if each.missing_tokens and each.num_output_tokens
         )
         running = len(self.batch) + len(self.started)
-        handover_s, handover_token_s = self.cluster.config.handover_s(self.engine)
+        config, token_bytes = self.cluster.config, self.engine.kv_token_bytes or 0
+        token_s = config.handover_token_s if config.link is None else token_bytes / config.link
         return InstanceLoad(
             running=running,
             waiting=len(self.held) + len(self.coming) + len(self.queue),
@@ -336,7 +333,7 @@ class TetriInstance(Instance):
             cost=linear(self.engine.cost),
             context_tokens=context_tokens,
             chunk_tokens=self.engine.chunk_tokens,
-            handover_s=handover_s,
-            handover_token_s=handover_token_s,
+            handover_s=config.handover_base_s,
+            handover_token_s=token_s,
             bucket_tokens=self.lengths.bucket_tokens(),
         )

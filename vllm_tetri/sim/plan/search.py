@@ -48,11 +48,8 @@ _ENDLESS = 1 << 24
 
 
 def plan(question: Question, tell: Tell = lambda _: None) -> Plan:
-    """Compare layouts; `tell` is called before every search with its subject.
-
-    Raises:
-        ConfigError: No instance can keep the SLOs, or hold the longest request.
-    """
+    """Compare layouts, with a call of `tell` before every search with its subject; raises
+    ConfigError if no instance can keep the SLOs, or hold the longest request."""
     return _Search(question, tell).plan()
 
 
@@ -111,13 +108,12 @@ class _Search:
         return False
 
     def _missed(self, singles: list[Single]) -> list[str]:
-        slo = self._question.slo
+        slo, stocks = self._question.slo, [each.stock for each in singles if not each.stock.rate]
         return [
-            f"{each.profile.name}: of these requests, even if few come, "
-            f"{each.stock.beyond.ttft_missed:.0%} miss {slo.ttft_s:g} s to the first token and "
-            f"{each.stock.beyond.tpot_missed:.0%} miss {slo.tpot_s:g} s per token"
-            for each in singles
-            if not each.stock.rate
+            f"{each.layout.profile.name}: of these requests, even if few come, "
+            f"{each.beyond.ttft_missed:.0%} miss {slo.ttft_s:g} s to the first token and "
+            f"{each.beyond.tpot_missed:.0%} miss {slo.tpot_s:g} s per token"
+            for each in stocks
         ]
 
     # -- clusters ----------------------------------------------------------------------
