@@ -57,11 +57,6 @@ class Played(Engine):
         )
         self._specs = {str(spec.id): spec for spec in specs}
 
-        def predicted(name: str, *, is_due: bool = False) -> Prediction | None:
-            return self._specs[name].predicted if name in self._specs else None
-
-        self.endpoint.predictions.get = self.scheduler.lengths.predict = predicted
-
     def sample(self, request: Request) -> int:
         is_last = request.num_output_tokens + 1 == self._specs[request.request_id].output_tokens
         return _STOP if is_last else _WORD
@@ -84,8 +79,8 @@ class Played(Engine):
     def _enter(self, spec: RequestSpec) -> None:
         request = self.add(str(spec.id), [9] * spec.prompt_tokens, max_tokens=WINDOW_TOKENS)
         request.sampling_params.stop_token_ids = [_STOP]
-        if spec.predicted is not None:
-            self.scheduler.lengths.add(str(spec.id), spec.predicted)
+        assert spec.predicted is not None
+        self.endpoint.predictions.keep(str(spec.id), spec.predicted)
 
 
 def assert_same(

@@ -29,14 +29,14 @@ class SimRequest:
     is_split: bool = False  # whether another instance is to decode it; at the end whether one did
     decode: InstanceId | None = None  # decodes it, once chosen; at the end the last one
     target_tokens: int = 0  # to compute before its next token, while it is in no decode batch
-    num_computed_tokens: int = 0  # of those
-    held_tokens: int = 0  # of KV, when it joined a decode batch
-    num_output_tokens: int = 0  # at that time
+    num_computed_tokens: int = 0  # of those; in a decode batch as of `settled_step`
+    num_output_tokens: int = 0  # as well
     is_granted: bool = False  # whether the receive arena of `decode` has memory for its KV
     hidden_tokens: int = 0  # whose KV was sent while later ones were computed; without links
     sent_tokens: int = 0  # whose KV was given to the links
     transfer: Transfer | None = None
     joined_step: int = 0  # of the decode batch
+    settled_step: int = 0
     preemptions: int = 0
     begun_s: float = 0.0  # its first step; the last one that was, if its blocks were lost
     first_token_s: float = 0.0

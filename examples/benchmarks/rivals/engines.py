@@ -118,7 +118,7 @@ class StaticInstance(OrcaInstance):
 
     def on_end(self, request: SimRequest) -> None:
         """Its blocks were freed; take them again until the batch is done."""
-        window_blocks = self.blocks(request.held_tokens)
+        window_blocks = self.blocks(request.num_computed_tokens)
         if len(self.batch) or self.started:
             self._num_padded += 1
             self.free_blocks -= window_blocks
@@ -165,7 +165,8 @@ class UnchunkedInstance(TetriInstance):
 
     def put_back(self, request: SimRequest) -> None:
         """Keep the KV of decodes: these systems swap it out."""
-        self.arena_tokens += self.whole_blocks(request.held_tokens)
+        request.target_tokens = request.num_computed_tokens
+        self.arena_tokens += self.whole_blocks(request.target_tokens)
         self.held.appendleft(request)
 
     def part_of(self, request: SimRequest, left_tokens: int, *, is_first: bool) -> int:
@@ -178,10 +179,11 @@ class UnchunkedInstance(TetriInstance):
         if not self.queue or not self.has_place():
             return
         missing = self.blocks(self.queue.head().target_tokens) - self.free_blocks
-        losers = [(request, held) for request, held, _ in self.batch.rows()]
+        self.batch.settle()
+        losers = list(self.batch)
         num = 0
-        while missing > 0 and losers and losers[-1][0].preemptions < _MOST_PREEMPTIONS:
-            missing -= self.blocks(losers.pop()[1])
+        while missing > 0 and losers and losers[-1].preemptions < _MOST_PREEMPTIONS:
+            missing -= self.blocks(losers.pop().num_computed_tokens)
             num += 1
         if missing <= 0:
             for _ in range(num):

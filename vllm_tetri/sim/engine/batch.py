@@ -44,12 +44,12 @@ class DecodeBatch:
 
     def join(self, request: SimRequest) -> None:
         """Give it a token with every step from the next one on."""
-        request.joined_step = self.num_steps
+        request.joined_step = request.settled_step = self.num_steps
         self._members[request] = None
         self._new.append(request)
-        self.context_tokens += request.held_tokens
+        self.context_tokens += request.num_computed_tokens
         self._ends.setdefault(self._end_of(request), []).append(request)
-        self._borders[(request.joined_step - request.held_tokens) % self._block_size] += 1
+        self._borders[self._border_of(request)] += 1
 
     def put_last(self, request: SimRequest) -> None:
         """Move it to the end of the order, if it is in the batch."""
@@ -79,22 +79,29 @@ class DecodeBatch:
             request.last_token_s = now
         return ended
 
-    def rows(self) -> Iterator[tuple[SimRequest, int, int]]:
-        """Yield requests in order, with the tokens of KV and of output that they have now."""
-        for each in self._members:
-            steps = self.num_steps - each.joined_step
-            yield each, each.held_tokens + steps, each.num_output_tokens + steps
+    def settle(self) -> None:
+        """Write to all requests what they have now."""
+        for request in self._members:
+            self._settle(request)
+
+    def _settle(self, request: SimRequest) -> None:
+        steps = self.num_steps - request.settled_step
+        request.num_computed_tokens += steps
+        request.num_output_tokens += steps
+        request.settled_step = self.num_steps
 
     def _end_of(self, request: SimRequest) -> int:
-        return request.joined_step + request.spec.output_tokens - request.num_output_tokens
+        return request.settled_step + request.spec.output_tokens - request.num_output_tokens
+
+    def _border_of(self, request: SimRequest) -> int:
+        return (request.settled_step - request.num_computed_tokens) % self._block_size
 
     def _drop(self, request: SimRequest) -> None:
         del self._members[request]
-        self._borders[(request.joined_step - request.held_tokens) % self._block_size] -= 1
+        self._settle(request)
+        self._borders[self._border_of(request)] -= 1
+        self.context_tokens -= request.num_computed_tokens
         steps = self.num_steps - request.joined_step
-        request.held_tokens += steps
-        request.num_output_tokens += steps
-        self.context_tokens -= request.held_tokens
         if not steps:
             self._new.remove(request)
         elif steps > 1:  # the gap before its first token here is in `gaps`

@@ -138,14 +138,13 @@ class Instance(ABC):
             request.first_token_s = now
         request.last_token_s = now
         request.num_output_tokens += 1
-        request.held_tokens = request.target_tokens
         if request.num_output_tokens == request.spec.output_tokens:
             self._end(request, now)
         elif request.num_output_tokens > 1 or not self.cluster.prefilled(request, now):
             self.batch.join(request)
 
     def _end(self, request: SimRequest, now: float) -> None:
-        self.free_blocks += self.blocks(request.held_tokens)
+        self.free_blocks += self.blocks(request.num_computed_tokens)
         # The first token of a split request is no response of this instance.
         if not (request.is_split and request.prefill == self.config.id):
             self.on_end(request)
@@ -183,7 +182,7 @@ class Instance(ABC):
         else:
             request = self.batch.newest
             self.batch.leave(request, now - self._paused_s)
-            self.free_blocks += self.blocks(request.held_tokens)
+            self.free_blocks += self.blocks(request.num_computed_tokens)
         request.preemptions += 1
         self.put_back(request)
         return request

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
@@ -17,23 +16,6 @@ from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS
 from vllm_tetri.types import InstanceLoad, Prediction
-
-
-class RunningDecode(NamedTuple):
-    """A request of the decode batch as policies see it (`policy.lengths.RequestView`)."""
-
-    request_id: str
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    num_output_tokens: int
-    num_output_placeholders: int = 0
-    max_tokens: int = MAX_TOKENS
-    priority: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output so far."""
-        return self.num_prompt_tokens + self.num_output_tokens
 
 
 class TetriInstance(Instance):
@@ -101,7 +83,6 @@ class TetriInstance(Instance):
     def _hold(self, request: SimRequest) -> None:
         del self.coming[request]
         self._predicted[request.request_id] = request.spec.predicted
-        request.num_computed_tokens = request.target_tokens
         self.held.append(request)
 
     def drop(self, request: SimRequest, now: float) -> None:
@@ -220,13 +201,10 @@ class TetriInstance(Instance):
         )
         return chunk_tokens
 
-    def growing_requests(self) -> list[RunningDecode | SimRequest]:
+    def growing_requests(self) -> list[SimRequest]:
         """List all requests that hold blocks, as they are when a step begins."""
-        decodes = [
-            RunningDecode(each.request_id, each.num_prompt_tokens, held, produced)
-            for each, held, produced in self.batch.rows()
-        ]
-        return [*decodes, *self.started]
+        self.batch.settle()
+        return [*self.batch, *self.started]
 
     def admit(self, left_tokens: int, shares: list[Share]) -> int:
         """Admit held requests, first come first served: to the batch, a token of the step each, or
@@ -239,11 +217,11 @@ class TetriInstance(Instance):
             lost_tokens = request.missing_tokens
             if not self.gate.admit(request, max(0, lost_tokens - 1)):
                 return 0
-            blocks = self.blocks(lost_tokens or request.held_tokens + 1)
+            blocks = self.blocks(lost_tokens or request.num_computed_tokens + 1)
             if blocks > self.free_blocks:
                 return 0
             self.held.popleft()
-            self._admitted.append((request, 0 if lost_tokens else request.held_tokens))
+            self._admitted.append((request, 0 if lost_tokens else request.num_computed_tokens))
             if lost_tokens:
                 self.started.append(request)
                 tokens = self.take_blocks(request, min(lost_tokens, left_tokens))
@@ -294,9 +272,9 @@ class TetriInstance(Instance):
     # -- what is reported ----------------------------------------------------------------
 
     def load(self) -> InstanceLoad:
-        rows = [(request, produced) for request, _, produced in self.batch.rows()]
-        context_tokens = self.batch.context_tokens
-        for requests in (self.held, self.coming, self.queue, self.started):
+        self.batch.settle()
+        rows, context_tokens = [], 0
+        for requests in (self.batch, self.held, self.coming, self.queue, self.started):
             for request in requests:
                 if not (request.is_split and request.prefill == self.config.id):
                     # The first token comes with the KV.
