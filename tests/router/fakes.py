@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -54,6 +54,17 @@ def info_of(name: str, role: Role, url: str = "http://127.0.0.1:1", **more: Any)
         "version": "0",
     }
     return InstanceInfo(id=InstanceId(name), url=url, role=role, **{**usual, **more})
+
+
+class Call(NamedTuple):
+    """A request that reached an instance."""
+
+    path: str
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+    method: str
+    target: str
+    raw: bytes
 
 
 class FakeEngine:
@@ -102,7 +113,7 @@ class FakeInstance:
         self.pid = 4711
         self.identity = identity or {"model": "tiny"}
         self.load = InstanceLoad(blocks_total=100, arena_total_bytes=1 << 20)
-        self.calls: list[tuple[str, dict[str, Any], Mapping[str, str]]] = []
+        self.calls: list[Call] = []
         self.cancelled: list[TransferId] = []
         self.lost: list[TransferId] = []
         self.aborted = 0
@@ -167,8 +178,10 @@ class FakeInstance:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        body = json.loads(raw or b"{}")
-        self.calls.append((request.path, body, request.headers.copy()))
+        is_form = request.content_type.startswith("multipart")
+        body = {} if is_form else json.loads(raw or b"{}")
+        headers = request.headers.copy()
+        self.calls.append(Call(request.path, body, headers, request.method, request.path_qs, raw))
         try:
             if self.handler is not None:
                 return await self.handler(self, request, body)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import BUSY, FakeInstance, cluster, eventually, full, metric
+from tests.router.fakes import BUSY, FakeInstance, answer_500, cluster, eventually, full, metric
+from tests.router.scripts import event
+from tests.router.writers import begin_stream
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.router import relay as router_relay
-from vllm_tetri.router.errors import is_at_limit, is_at_limit_event
 from vllm_tetri.types import Role
-
-# What vLLM 0.32 answers; tests/engine/test_admission.py makes it say so again.
 
 
 async def full_in_the_stream(
@@ -26,12 +24,7 @@ async def full_in_the_stream(
     """vLLM let the request in, began the stream and only then found itself full."""
     if not body.get("stream"):
         return await full()
-    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await answer.prepare(request)
-    text = web.json_response({"error": BUSY}).text
-    assert text is not None
-    await answer.write(b"data: " + text.encode() + b"\n\ndata: [DONE]\n\n")
-    return answer
+    return await begin_stream(request, event({"error": BUSY}), b"data: [DONE]\n\n")
 
 
 def full_times(
@@ -61,7 +54,6 @@ async def test_every_other_prefill_instance_is_asked_once() -> None:
     async with cluster(*many_prefill(6)) as made:
         for name in list(made.instances)[:5]:
             made[name].handler = full
-            made[name].load = replace(made[name].load, queued_prefill_tokens=0)
         status, answer, headers = await made.ask()
 
         assert (status, answer["kind"], headers["x-tetri-prefill"]) == (200, "injected", "p5")
@@ -108,11 +100,7 @@ async def test_the_wait_follows_from_the_speed_that_was_seen() -> None:
         speed = made.scheduler.placer.backlogs.tokens_per_s(made["p0"].id)
         assert speed is not None
         made["p0"].handler = full
-        made["p0"].load = replace(
-            made["p0"].load, queued_prefill_tokens=int(speed * 100), waiting=3
-        )
-        view = made.scheduler.monitor.view
-        await eventually(lambda: view().instances[0].load.waiting == 3)
+        await made.report("p0", queued_prefill_tokens=int(speed * 100), waiting=3)
         _, answer, headers = await made.ask()
 
         assert headers["Retry-After"] == "25"
@@ -140,11 +128,8 @@ async def test_another_503_is_a_failure(other: web.Response) -> None:
 
 
 async def test_one_that_failed_and_one_that_is_full_is_no_reason_to_disturb_decoding() -> None:
-    async def broken(*_: Any) -> web.StreamResponse:
-        return web.Response(status=500)
-
     async with cluster(*many_prefill(2)) as made:
-        made["p0"].handler, made["p1"].handler = broken, full
+        made["p0"].handler, made["p1"].handler = answer_500, full
         status, answer, _ = await made.ask()
         assert (status, answer["error"]["code"]) == (503, "queue_full")
         assert made["d"].calls == []
@@ -201,30 +186,6 @@ async def test_a_whole_request_goes_to_the_next_instance(busy: Any, is_streamed:
         assert (status, headers["Retry-After"]) == (503, "1")
         assert "instances that could serve it alone (2)" in answer["error"]["message"]
         assert await metric(made, 'tetri_requests_total{outcome="busy",route="whole"}') == 1
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("best_of", [None, 2])
-async def test_a_priority_reaches_every_instance_unchanged(path: str, best_of: int | None) -> None:
-    async with cluster(*many_prefill(1)) as made:
-        await made.ask(path, messages=[], priority=-7, best_of=best_of)
-        bodies = [call[1] for each in made.instances.values() for call in each.calls]
-        assert [body["priority"] for body in bodies] == [-7] * (1 if best_of else 2)
-
-
-async def test_vllms_priority_header_is_passed_on() -> None:
-    async with cluster(*many_prefill(1)) as made:
-        async with made.client.post(
-            made.url + "/v1/completions", json={"prompt": "x"}, headers={"x-vllm-priority": "3"}
-        ) as response:
-            assert response.status == 200
-        assert made["p0"].calls[0][2]["X-Vllm-Priority"] == "3"
-
-
-def test_only_vllms_own_words_say_busy() -> None:
-    for body in (b"", b"[]", b"{}", b'{"error": 5}', b'{"error": {"type": "Service Unavailable"}}'):
-        assert not is_at_limit(503, body)
-        assert not is_at_limit_event(b"data: " + body + b"\n\n")
 
 
 async def test_a_client_that_leaves_while_decode_is_full_cancels() -> None:

@@ -97,16 +97,6 @@ async def test_an_instances_own_complaint_reaches_the_client(where: str, is_stre
         assert await made.table() == []
 
 
-async def test_wrong_routes_and_methods_are_shaped_too() -> None:
-    async with cluster() as made:
-        async with made.client.get(made.url + "/v1/nothing") as response:
-            assert response.status == 404
-            assert_shaped(await response.json())
-        async with made.client.get(made.url + "/v1/completions") as response:
-            assert (response.status, response.headers["Allow"]) == (405, "POST")
-            assert_shaped(await response.json())
-
-
 async def test_models_are_the_union() -> None:
     two = FakeInstance("x", Role.BOTH, models=("one", "alias")), FakeInstance("y", Role.BOTH)
     async with cluster(*two) as made:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -16,7 +15,6 @@ from tests.router.fakes import (
     answer_500,
     cluster,
     eventually,
-    hang,
     hang_up,
     metric,
     trio,
@@ -270,21 +268,3 @@ async def test_a_decode_instance_that_goes_on_otherwise_is_an_error_not_a_wrong_
         assert b"other" not in seen.split(b'"error"')[0]
         assert b'"error"' in seen
         assert await metric(made, 'tetri_first_tokens_total{how="mismatch"}') == 1
-
-
-@pytest.mark.parametrize("is_silent", [True, False])
-async def test_a_client_that_leaves_behind_the_token_takes_all_with_it(is_silent: bool) -> None:
-    async with cluster(*trio(prefill(), continuation)) as made:
-        if is_silent:
-            made["d1"].handler = hang
-        else:
-            made["d1"].chunk_gate.clear()
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(made.url + COMPLETION, json=body_of(COMPLETION, stream=True)) as response,
-        ):
-            await response.content.readany()
-            response.close()
-        await eventually(lambda: made["d1"].aborted == 1)
-        await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
-        assert await made.table() == []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
 
 from tests.router.fakes import (
-    Cluster,
     FakeInstance,
     begin,
     cluster,
@@ -21,12 +19,12 @@ from tests.router.fakes import (
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy import overload
 from vllm_tetri.router.table import RequestTable
-from vllm_tetri.types import InstanceId, Mode, RequestId, Role
+from vllm_tetri.types import InstanceId, InstanceLoad, Mode, RequestId, Role
 
 
 async def test_a_full_instance_leads_to_the_next_and_all_full_to_503() -> None:
     p1, p2 = held_back(*(FakeInstance(f"p{n}", Role.PREFILL, decode="d") for n in (1, 2)))
-    p2.load = p2.load.__class__(queued_prefill_tokens=1000)
+    p2.load = InstanceLoad(queued_prefill_tokens=1000)
     decode = FakeInstance("d", Role.DECODE)
     async with cluster(p1, p2, decode, max_in_flight_each=2) as made:
         tasks = await begin(made, 2)
@@ -87,16 +85,6 @@ async def test_a_request_counts_where_it_is_worked_on() -> None:
 # -- queues that stand -----------------------------------------------------------------------
 
 
-async def queued(made: Cluster, name: str, tokens: int) -> None:
-    """An instance reports so many prompt tokens, of many prompts."""
-    load = made[name].load
-    made[name].load = replace(load, queued_prefill_tokens=tokens, waiting=20 if tokens else 0)
-    view = made.scheduler.monitor.view_of
-    await eventually(
-        lambda: (one := view(made[name].id)) and one.load.queued_prefill_tokens == tokens
-    )
-
-
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_new_prompts_are_refused_at_a_persistent_queue(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +94,7 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
     async with cluster(*pair, mode=mode) as made:
         for name in ("p", "d"):
             made.scheduler.placer.backlogs.record_prompt(made[name].id, 1000, sent_s=0.0, now=1.0)
-            await queued(made, name, 9000)
+            await made.report(name, queued_prefill_tokens=9000, waiting=20)
         (status, _, _), since_s = await made.ask(), time.monotonic()
         assert status == 200  # it may be a burst
         while (found := await made.ask())[0] == 200:
@@ -117,6 +105,6 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
         for path in ("/v1/embeddings", "/v1/responses"):
             assert (await made.ask(path))[0] == 503
         for name in ("p", "d"):
-            await queued(made, name, 0)
+            await made.report(name, queued_prefill_tokens=0, waiting=0)
         while (await made.ask())[0] != 200:
             assert time.monotonic() - since_s < 20

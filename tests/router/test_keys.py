@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import aiohttp
 import pytest
 
 from tests.router.fakes import both, cluster
-from vllm_tetri import cli
+from tests.router.raw import exchange
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.router.app import PROXIED
 from vllm_tetri.router.auth import instance_key_of, keys_of
@@ -70,23 +69,14 @@ async def test_every_route_but_a_few_needs_a_key() -> None:
 async def test_only_a_known_key_opens(sent: str, is_let_in: bool) -> None:
     head = b"GET /tetri/v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: %b\r\n\r\n"
     async with cluster(both(), keys=KEYS) as made:
-        reader, writer = await asyncio.open_connection(*made.listener.address)
-        writer.write(head % sent.encode("utf-8", "surrogateescape"))
-        line = await reader.readline()
-        writer.close()
-        await writer.wait_closed()
-    assert line.split()[1] == (b"200" if is_let_in else b"401")
+        answer = await exchange(made, head % sent.encode("utf-8", "surrogateescape"))
+    assert answer.status == (200 if is_let_in else 401)
 
 
 async def test_a_request_without_a_key_is_rejected_before_its_body() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     async with cluster(both(), keys=KEYS) as made:
-        reader, writer = await asyncio.open_connection(*made.listener.address)
-        writer.write(head)
-        async with asyncio.timeout(5):
-            assert (await reader.readline()).split()[1] == b"401"
-        writer.close()
-        await writer.wait_closed()
+        assert (await exchange(made, head)).status == 401
 
 
 async def test_instances_get_the_routers_key_and_never_a_clients() -> None:
@@ -94,9 +84,7 @@ async def test_instances_get_the_routers_key_and_never_a_clients() -> None:
         one = both()
         async with cluster(one, keys=KEYS, authorization=given) as made:
             for path in ("/v1/completions", "/v1/embeddings"):
-                url, body = made.url + path, {"model": "tiny", "prompt": "x"}
-                async with made.client.post(url, json=body, headers=BOTH) as response:
-                    assert response.status == 200
+                assert (await made.ask(path, headers=BOTH))[0] == 200
         wanted = expected["Authorization"] if isinstance(expected, dict) else expected
         assert [call[2].get("Authorization") for call in one.calls] == [wanted, wanted]
 
@@ -105,13 +93,12 @@ async def test_commands_take_the_key_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with cluster(both(), keys=KEYS) as made:
-        status = ["status", "--url", made.url]
-        assert await asyncio.to_thread(cli.main, status) == 1
+        assert await made.command("status") == 1
         assert "needs a known key" in capsys.readouterr().err
         monkeypatch.setenv("VLLM_API_KEY", KEYS[0] + "\nanother")
-        assert await asyncio.to_thread(cli.main, status) == 0
+        assert await made.command("status") == 0
         assert "both" in capsys.readouterr().out
-        assert await asyncio.to_thread(cli.main, ["mode", "whole", "--url", made.url]) == 0
+        assert await made.command("mode", "whole") == 0
 
 
 def keys(*words: str) -> tuple[str, ...]:

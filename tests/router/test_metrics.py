@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.fakes import FakeInstance, cluster, eventually
+from tests.router.fakes import FakeInstance, cluster
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.types import InstanceLoad, Role
 
@@ -17,8 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 async def test_the_page_lists_every_family_that_is_scraped() -> None:
     async with cluster(FakeInstance("b", Role.BOTH)) as made:
         await made.ask()
-        async with made.client.get(made.url + "/metrics") as response:
-            text = await response.text()
+        text = await made.metrics()
     listed = PAGE.read_text()
     families = list(text_string_to_metric_families(text))
     assert len(families) > 50
@@ -33,19 +31,11 @@ async def test_the_page_lists_every_family_that_is_scraped() -> None:
 
 
 async def test_a_load_report_has_the_same_numbers_everywhere() -> None:
-    one = FakeInstance("b", Role.BOTH)
-    one.load = replace(
-        one.load,
-        reserved_blocks=5,
-        step_s=0.5,
-        predictions_made=7,
-        leftovers=("2 blocks", "1 slot"),
-    )
-    async with cluster(one, FakeInstance("d", Role.DECODE)) as made:
-        await eventually(lambda: made.scheduler.monitor.view().instances[0].load.step_s)
+    load = {"reserved_blocks": 5, "step_s": 0.5, "predictions_made": 7}
+    async with cluster(FakeInstance("b", Role.BOTH), FakeInstance("d", Role.DECODE)) as made:
+        await made.report("b", **load, leftovers=("2 blocks", "1 slot"))
         rows = (await made.get("/tetri/v1/instances"))["instances"]
-        async with made.client.get(made.url + "/metrics") as response:
-            text = await response.text()
+        text = await made.metrics()
     assert rows[0]["leftovers"] == ["2 blocks", "1 slot"]
     assert LOAD_NUMBERS.keys() <= rows[0].keys()
     for name, value in {

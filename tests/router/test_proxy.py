@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import BUSY, Cluster, FakeInstance, cluster, eventually, hang_up
+from tests.router.fakes import (
+    BUSY,
+    Cluster,
+    FakeInstance,
+    Handler,
+    cluster,
+    eventually,
+    hang_up,
+    metric,
+)
+from tests.router.writers import begin_stream
 from vllm_tetri.router.app import PROXIED
 from vllm_tetri.types import Role
 
@@ -23,44 +32,28 @@ FORMS = [path for _, path, rules in PLAIN if not rules.has_json]
 GETS = [path for method, path, _ in PLAIN if method == "GET"]
 
 
-@dataclass
-class Seen:
-    method: str
-    path: str
-    body: bytes
-    headers: Any
+async def name_itself(
+    fake: FakeInstance, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """Respond to any route, with bytes that the router could not have made."""
+    if body.get("stream"):
+        return await fake.stream(request)
+    raw = b'{ "by": "%s" }' % fake.id.encode()
+    return web.Response(body=raw, content_type="application/json", headers={"X-Extra": "kept"})
 
 
-class WholeInstance(FakeInstance):
-    """Answers any route with its name, and keeps what it saw."""
+def named(*names: str, role: Role = Role.BOTH, **more: Any) -> tuple[FakeInstance, ...]:
+    found = tuple(FakeInstance(name, role, **more) for name in names)
+    for each in found:
+        each.handler = name_itself
+    return found
 
-    def __init__(self, name: str, role: Role = Role.BOTH, **more: Any) -> None:
-        super().__init__(name, role, **more)
-        self.seen: list[Seen] = []
-        self.status = 200
-        self.error: dict[str, Any] | None = None
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        self.seen.append(Seen(request.method, request.path_qs, raw, request.headers.copy()))
-        try:
-            if self.handler is not None:
-                return await self.handler(self, request, {})
-            return await self._say(request, raw)
-        except asyncio.CancelledError:
-            self.aborted += 1
-            raise
+def fails(status: int, error: Any) -> Handler:
+    async def fail(*_: Any) -> web.StreamResponse:
+        return web.json_response({"error": error}, status=status)
 
-    async def _say(self, request: web.Request, raw: bytes) -> web.StreamResponse:
-        if self.error is not None:
-            return web.json_response({"error": self.error}, status=self.status)
-        if b'"stream": true' in raw:
-            return await self.stream(request)
-        return web.Response(
-            body=b'{ "by": "%s" }' % self.id.encode(),
-            content_type="application/json",
-            headers={"X-Extra": "kept"},
-        )
+    return fail
 
 
 async def ask(
@@ -75,15 +68,15 @@ async def ask(
 
 @pytest.mark.parametrize("path", JSON_POSTS)
 async def test_bytes_go_through_unchanged_in_both_directions(path: str) -> None:
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         status, answer, headers = await ask(
             made, path, headers={"X-Mine": "1", "Authorization": "Bearer key"}, model="tiny", x=[1]
         )
         assert (status, answer) == (200, b'{ "by": "b" }')
         assert (headers["X-Extra"], headers["x-tetri-decode"]) == ("kept", "b")
-        (seen,) = made["b"].seen  # type: ignore[attr-defined]
-        assert (seen.method, seen.path) == ("POST", path)
-        assert seen.body == b'{"model": "tiny", "x": [1]}'
+        (seen,) = made["b"].calls
+        assert (seen.method, seen.target) == ("POST", path)
+        assert seen.raw == b'{"model": "tiny", "x": [1]}'
         assert (seen.headers["X-Mine"], seen.headers["Authorization"]) == ("1", "Bearer key")
         assert seen.headers["X-Request-Id"] == headers["x-request-id"]
         assert await made.table() == []
@@ -91,27 +84,27 @@ async def test_bytes_go_through_unchanged_in_both_directions(path: str) -> None:
 
 @pytest.mark.parametrize("path", [*GETS, RESPONSES + "/resp_1"])
 async def test_what_is_only_read_goes_through_too(path: str) -> None:
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         status, answer, _ = await ask(made, path + "?stream=false", "GET")
         assert (status, answer) == (200, b'{ "by": "b" }')
-        (seen,) = made["b"].seen  # type: ignore[attr-defined]
-        assert (seen.method, seen.path, seen.body) == ("GET", path + "?stream=false", b"")
+        (seen,) = made["b"].calls
+        assert (seen.method, seen.target, seen.raw) == ("GET", path + "?stream=false", b"")
 
 
 @pytest.mark.parametrize("path", FORMS)
 async def test_forms_go_through_as_they_are(path: str) -> None:
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         form = aiohttp.FormData()
         form.add_field("file", bytes(range(256)), filename="a.wav")
         async with made.client.post(made.url + path, data=form) as response:
             assert response.status == 200
-        (seen,) = made["b"].seen  # type: ignore[attr-defined]
-        assert bytes(range(256)) in seen.body
+        (seen,) = made["b"].calls
+        assert bytes(range(256)) in seen.raw
         assert seen.headers["Content-Type"].startswith("multipart/form-data; boundary=")
 
 
 async def test_a_stream_arrives_while_it_is_made_and_is_in_the_table() -> None:
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         made["b"].chunk_gate.clear()
         url, body = made.url + RESPONSES, b'{"stream": true}'
         async with made.client.post(url, data=body, headers={"X-Request-Id": "r1"}) as response:
@@ -121,12 +114,11 @@ async def test_a_stream_arrives_while_it_is_made_and_is_in_the_table() -> None:
             made["b"].chunk_gate.set()
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
             assert response.headers["x-request-id"] == "r1"
-        async with made.client.get(made.url + "/metrics") as response:
-            assert 'tetri_requests_total{outcome="ok",route="passed"} 1' in await response.text()
+        assert await metric(made, 'tetri_requests_total{outcome="ok",route="passed"}') == 1
 
 
 async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         made["b"].chunk_gate.clear()
         async with made.client.post(made.url + RESPONSES, data=b'{"stream": true}') as response:
             await response.content.readany()
@@ -136,13 +128,11 @@ async def test_a_client_that_leaves_ends_the_request_at_the_instance() -> None:
 
 async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     async def break_off(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
-        await answer.write(b"data: 1\n\n")
+        await begin_stream(request, b"data: 1\n\n")
         await asyncio.sleep(0.05)
         return await hang_up(fake, request, _)
 
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         made["b"].handler = break_off
         status, answer, _ = await ask(made, "/v1/messages", stream=True)
         assert status == 200
@@ -153,74 +143,72 @@ async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
 @pytest.mark.parametrize("status", [400, 404, 422, 501])
 async def test_an_instances_error_reaches_the_client_unchanged(path: str, status: int) -> None:
     error = {"message": "m", "type": "t", "param": "p", "code": status}
-    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+    async with cluster(*named("b1", "b2")) as made:
         for each in made.instances.values():
-            each.status, each.error = status, error  # type: ignore[attr-defined]
+            each.handler = fails(status, error)
         assert (await ask(made, path))[0] == status
         assert json.loads((await ask(made, path, model="tiny"))[1]) == {"error": error}
-        assert sum(len(each.seen) for each in made.instances.values()) == 2  # type: ignore[attr-defined]
+        assert sum(len(each.calls) for each in made.instances.values()) == 2
 
 
 async def test_an_instance_in_trouble_is_no_obstacle() -> None:
-    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
-        made["b1"].status, made["b1"].error = 500, {"message": "died"}  # type: ignore[attr-defined]
+    async with cluster(*named("b1", "b2")) as made:
+        made["b1"].handler = fails(500, {"message": "died"})
         assert (await ask(made, "/v1/messages"))[1] == b'{ "by": "b2" }'
         made["b1"].handler = hang_up
         assert (await ask(made, "/tokenize"))[1] == b'{ "by": "b2" }'
 
 
 async def test_when_all_are_in_trouble_the_last_says_it_itself() -> None:
-    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+    async with cluster(*named("b1", "b2")) as made:
         for each in made.instances.values():
-            each.status, each.error = 500, {"message": "died"}  # type: ignore[attr-defined]
+            each.handler = fails(500, {"message": "died"})
         status, answer, _ = await ask(made, "/v1/messages")
         assert (status, json.loads(answer)) == (500, {"error": {"message": "died"}})
 
 
 async def test_a_full_instance_is_passed_over_and_all_full_is_503() -> None:
-    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
-        made["b1"].status, made["b1"].error = 503, BUSY  # type: ignore[attr-defined]
+    async with cluster(*named("b1", "b2")) as made:
+        made["b1"].handler = fails(503, BUSY)
         assert (await ask(made, "/v1/messages"))[1] == b'{ "by": "b2" }'
-        made["b2"].status, made["b2"].error = 503, BUSY  # type: ignore[attr-defined]
+        made["b2"].handler = fails(503, BUSY)
         status, answer, headers = await ask(made, "/v1/messages")
         assert (status, headers["Retry-After"]) == (503, "1")
         assert json.loads(answer)["error"]["code"] == "queue_full"
 
 
 async def test_requests_at_the_same_moment_spread_over_instances() -> None:
-    async with cluster(WholeInstance("b1"), WholeInstance("b2")) as made:
+    async with cluster(*named("b1", "b2")) as made:
         for each in made.instances.values():
             each.chunk_gate.clear()
         asking = [asyncio.create_task(ask(made, "/v1/messages", stream=True)) for _ in range(6)]
-        await eventually(lambda: sum(len(each.seen) for each in made.instances.values()) == 6)  # type: ignore[attr-defined]
-        assert [len(each.seen) for each in made.instances.values()] == [3, 3]  # type: ignore[attr-defined]
+        await eventually(lambda: sum(len(each.calls) for each in made.instances.values()) == 6)
+        assert [len(each.calls) for each in made.instances.values()] == [3, 3]
         for each in made.instances.values():
             each.chunk_gate.set()
         await asyncio.gather(*asking)
 
 
 async def test_all_about_responses_goes_to_one_instance_while_it_is_ready() -> None:
-    async with cluster(
-        WholeInstance("p", Role.PREFILL), WholeInstance("d2", Role.DECODE),
-        WholeInstance("d1", Role.DECODE),
-    ) as made:  # fmt: skip
+    decodes = named("d2", "d1", role=Role.DECODE)
+    async with cluster(*named("p", role=Role.PREFILL), *decodes) as made:
         for _ in range(3):
             assert (await ask(made, RESPONSES))[1] == b'{ "by": "d1" }'
         assert (await ask(made, RESPONSES + "/resp_1", "GET"))[1] == b'{ "by": "d1" }'
         assert (await ask(made, RESPONSES + "/resp_1/cancel"))[1] == b'{ "by": "d1" }'
-        made["d1"].status, made["d1"].error = 503, BUSY  # type: ignore[attr-defined]
+        made["d1"].handler = fails(503, BUSY)
         assert (await ask(made, RESPONSES))[0] == 503  # a stored answer would be nowhere else
         await made["d1"].stop_http()
         assert (await ask(made, RESPONSES))[1] == b'{ "by": "d2" }'
 
 
 async def test_a_stored_response_is_found_whatever_model_it_is_of() -> None:
-    two = WholeInstance("x", models=("a",)), WholeInstance("y", models=("b",))
+    two = *named("x", models=("a",)), *named("y", models=("b",))
     async with cluster(*two) as made:
         error = {"message": "no such response", "type": "t", "param": None, "code": 404}
-        made["x"].status, made["x"].error = 404, error  # type: ignore[attr-defined]
+        made["x"].handler = fails(404, error)
         assert (await ask(made, RESPONSES + "/resp_1", "GET"))[1] == b'{ "by": "y" }'
-        made["y"].status, made["y"].error = 404, error  # type: ignore[attr-defined]
+        made["y"].handler = fails(404, error)
         status, answer, _ = await ask(made, RESPONSES + "/resp_1", "GET")
         assert (status, json.loads(answer)) == (404, {"error": error})
 
@@ -228,7 +216,7 @@ async def test_a_stored_response_is_found_whatever_model_it_is_of() -> None:
 async def test_a_model_decides_the_instance_and_an_unknown_one_is_for_an_instance_to_refuse() -> (
     None
 ):
-    two = WholeInstance("x", models=("a",)), WholeInstance("y", models=("b",))
+    two = *named("x", models=("a",)), *named("y", models=("b",))
     async with cluster(*two) as made:
         for model, name in (("a", b"x"), ("b", b"y"), ("unknown", b"x")):
             assert (await ask(made, "/v1/embeddings", model=model))[1] == b'{ "by": "%s" }' % name
@@ -243,19 +231,19 @@ async def test_a_model_decides_the_instance_and_an_unknown_one_is_for_an_instanc
     ],
 )
 async def test_a_client_cannot_set_our_parameters(forged: dict[str, Any]) -> None:
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         for path in ("/v1/messages", RESPONSES, "/inference/v1/generate"):
             await ask(made, path, token_ids=[1], **forged)
-            (seen,) = made["b"].seen[-1:]  # type: ignore[attr-defined]
-            assert b"evil" not in seen.body
-            assert b"token_ids" in seen.body
+            seen = made["b"].calls[-1]
+            assert b"evil" not in seen.raw
+            assert b"token_ids" in seen.raw
 
 
 async def test_a_route_that_instances_do_not_have_says_so() -> None:
     async def not_found(*_: Any) -> web.StreamResponse:
         return web.Response(body=b'{"detail":"Not Found"}', status=404)
 
-    async with cluster(WholeInstance("b")) as made:
+    async with cluster(*named("b")) as made:
         made["b"].handler = not_found
         status, answer, _ = await ask(made, "/v1/embeddings")
         error = json.loads(answer)["error"]
@@ -279,13 +267,15 @@ async def test_what_is_not_served_says_why(path: str, method: str) -> None:
     [("/tokenize", "GET"), (RESPONSES, "GET"), ("/version", "POST"), ("/v1/embeddings", "PUT")],
 )
 async def test_a_wrong_method_is_405(path: str, method: str) -> None:
-    async with cluster(WholeInstance("b")) as made:
-        assert (await ask(made, path, method))[0] == 405
-        assert made["b"].seen == []  # type: ignore[attr-defined]
+    async with cluster(*named("b")) as made:
+        status, answer, headers = await ask(made, path, method)
+        assert (status, headers["Allow"]) == (405, "GET" if path == "/version" else "POST")
+        assert json.loads(answer)["error"]["type"] == "MethodNotAllowed"
+        assert made["b"].calls == []
 
 
 async def test_ping_says_what_health_says() -> None:
     async with cluster() as made:
         assert (await ask(made, "/ping", "GET"))[0] == 503
-        await made.add(WholeInstance("b"))
+        await made.add(*named("b"))
         assert (await ask(made, "/ping", "GET"))[0] == (await ask(made, "/ping"))[0] == 200

@@ -14,7 +14,6 @@ from vllm_tetri.handover import Prefilled, PriorOutput, to_params
 from vllm_tetri.router import resume as record_module
 from vllm_tetri.router.first_token import FirstToken, read_first_token
 from vllm_tetri.router.resume import (
-    ContinuationFailed,
     ContinuationMismatch,
     NotResumable,
     StreamRecord,
@@ -103,13 +102,6 @@ def test_a_first_token_that_is_the_last_makes_the_stream_of_one_instance(script:
     assert json.loads(first.complete_response()) == script.whole()
 
 
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_without_text_nothing_stands_alone(is_chat: bool) -> None:
-    for text, is_complete in ((" a", True), ("", False), ("\ufffd", False), ("日", True)):
-        first = first_of(Script((text, "x"), is_chat=is_chat))
-        assert first.is_complete_text is is_complete
-
-
 @pytest.mark.parametrize("part", ["reasoning", "tool_calls"])
 def test_a_message_that_is_more_than_text_has_no_text(part: str) -> None:
     first = first_of(Script(("a", "b"), is_chat=True))
@@ -137,13 +129,6 @@ def test_another_text_or_token_is_a_mismatch(is_chat: bool) -> None:
 def test_a_stream_of_something_else_is_a_mismatch(leg2: bytes) -> None:
     with pytest.raises(ContinuationMismatch):
         spliced(first_of(Script(("ab", "c"))), 5, [leg2])
-
-
-def test_an_error_as_the_first_event_can_be_tried_elsewhere() -> None:
-    with pytest.raises(ContinuationFailed, match="engine died"):
-        spliced(
-            first_of(Script(("ab", "c"))), 5, [b'data: {"error":{"message":"engine died"}}\n\n']
-        )
 
 
 def test_answers_of_other_transfers_are_not_read() -> None:
@@ -203,17 +188,6 @@ def test_a_stream_that_breaks_anywhere_goes_on_as_if_it_had_not(
     assert record.token_ids == script.token_ids
 
 
-@given(script=SCRIPTS)
-def test_a_token_that_was_shown_before_is_a_part_of_it(script: Script) -> None:
-    told = replace(script, has_token_ids=True)
-    first, record = first_of(told), new_record(script)
-    record.begin_with(first, script.created)
-    record.begin_continuation()
-    record.feed(b"".join(told.events(2)))
-    record.settle()
-    assert (record.text, record.token_ids) == ("".join(script.texts), script.token_ids)
-
-
 def test_long_answers_are_read_while_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_module, "_MAX_KEPT_BYTES", 1000)
     script = Script(tuple(f" {n}" for n in range(500)), has_token_ids=True)
@@ -222,28 +196,6 @@ def test_long_answers_are_read_while_they_pass(monkeypatch: pytest.MonkeyPatch) 
         record.feed(each)
     record.settle()
     assert record.token_ids == script.token_ids[:-1]
-
-
-def test_an_error_is_kept_back_with_what_follows_it() -> None:
-    script = Script(("a", "b", "c"), has_token_ids=True)
-    record = new_record(script)
-    error = event({"error": {"message": "EngineCore died"}}) + b"data: [DONE]\n\n"
-    got = record.feed(b"".join(script.events()[:2]) + error)
-    assert got == b"".join(replace(script, has_token_ids=False).events()[:2])
-    assert (record.error, record.is_aborted, record.is_complete) == (error, False, False)
-    record.settle()
-    assert record.text == "ab"
-
-
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_an_engine_that_gives_up_has_not_ended_the_answer(is_chat: bool) -> None:
-    script = Script(("a", "b", "c"), is_chat=is_chat, has_token_ids=True)
-    record = new_record(script)
-    given_up = replace(script, texts=("a", "b", ""), finish_reason="abort")
-    record.feed(b"".join(given_up.events()))
-    assert (record.is_aborted, record.is_complete) == (True, False)
-    record.settle()
-    assert (record.text, record.is_over) == ("ab", False)
 
 
 @pytest.mark.parametrize(
@@ -264,26 +216,6 @@ def test_what_is_not_understood_cannot_be_gone_on_behind(raw: bytes, why: str) -
     assert record.feed(raw)
     with pytest.raises(NotResumable, match=why):
         record.settle()
-
-
-@pytest.mark.parametrize("is_chat", [False, True])
-@pytest.mark.parametrize("num_missing", [1, 2])
-@pytest.mark.parametrize("wants_usage", [False, True])
-def test_an_answer_that_is_over_gets_the_end_that_is_missing(
-    is_chat: bool, num_missing: int, wants_usage: bool
-) -> None:
-    script = Script(("a", "b"), is_chat=is_chat, has_token_ids=True, has_usage=wants_usage)
-    events = script.events()
-    record = new_record(script)
-    got = record.feed(b"".join(events[:-num_missing]))
-    record.settle()
-    assert record.is_over == (num_missing == 1 or wants_usage)
-    if not record.is_over:
-        return
-    end = got + record.ending(len(PROMPT_IDS), wants_usage=wants_usage)
-    whole = replace(script, has_token_ids=False)
-    fingerprint = b',"system_fingerprint":"f1"'
-    assert end.replace(fingerprint, b"") == b"".join(whole.events()).replace(fingerprint, b"")
 
 
 def test_an_event_that_only_tells_an_id_is_not_for_the_client() -> None:

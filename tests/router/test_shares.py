@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, full, held_back, let_go
-from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.table import Entry, RequestTable, Shares
 from vllm_tetri.types import InstanceId, Mode, Role
 
 KEYS = ("greedy", "modest")
 
 
-async def ask(made: Cluster, key: str, **body: Any) -> tuple[int, Any]:
-    async with made.client.post(
-        made.url + "/v1/completions",
-        json={"model": "tiny", "prompt": "x", **body},
-        headers={"Authorization": f"Bearer {key}"},
-    ) as response:
-        return response.status, await response.json()
+async def ask(made: Cluster, key: str) -> tuple[int, Any]:
+    status, answer, _ = await made.ask(headers={"Authorization": f"Bearer {key}"})
+    return status, answer
 
 
 def in_flight(made: Cluster) -> int:
@@ -133,22 +127,6 @@ def entries(table: RequestTable, client: str, count: int, instance: str = "b") -
     return found
 
 
-def test_a_client_without_requests_there_is_exempt_from_the_soft_limit() -> None:
-    table, name = RequestTable(), InstanceId("b")
-    shares = Shares(table, limit=1000, limit_each=1000, num_clients=2)
-    has = entries(table, "greedy", 11)
-    assert shares.at_limit("greedy") == frozenset()
-    shares.record_at_limit(name, is_counted=True)  # for the eleventh
-    table.leave(has.pop())
-    assert shares.at_limit("greedy") == {name}
-    assert shares.at_limit("modest") == frozenset()
-    table.leave(has.pop())
-    table.leave(has.pop())
-    assert shares.at_limit("greedy") == {name}  # 8 of 10
-    table.leave(has.pop())
-    assert shares.at_limit("greedy") == frozenset()
-
-
 def test_where_too_much_waits_an_equal_share_of_it_is_enough() -> None:
     table, there = RequestTable(), frozenset({InstanceId("b")})
     shares = Shares(table, limit=1000, limit_each=1000, num_clients=3)
@@ -177,34 +155,14 @@ def test_what_an_instance_said_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     assert not shares.at_limit("greedy")
 
 
-def test_the_table_counts_by_client() -> None:
-    table = RequestTable()
-    shares = Shares(table, limit=2, limit_each=9, num_clients=1)
-    (first,), (second,) = entries(table, "x", 1), entries(table, "y", 1)
-    with pytest.raises(Refusal):
-        shares.check("x")
-    table.leave(first)
-    table.leave(first)
-    assert (table.clients["x"], table.clients["y"]) == (0, 1)
-    shares.check("x")
-    table.leave(second)
-    assert not table.workers
-
-
 async def test_prompts_that_overload_an_instance_count_for_their_client() -> None:
     (one,) = held_back(FakeInstance("b", Role.BOTH))
     async with cluster(one, keys=KEYS, mode=Mode.ADAPTIVE) as made:
         tasks = await ask_often(made, "greedy", 10)
-        one.load = replace(one.load, queued_prefill_tokens=200_000)
-
-        def load() -> int:
-            return made.scheduler.monitor.view().instances[0].load.queued_prefill_tokens
-
-        await eventually(lambda: load() == 200_000)
+        await made.report("b", queued_prefill_tokens=200_000)
         await asyncio.sleep(0.05)  # a snapshot is used for 20 ms
         assert (await ask(made, "greedy"))[0] == 503
-        one.load = replace(one.load, queued_prefill_tokens=0)
-        await eventually(lambda: load() == 0)
+        await made.report("b", queued_prefill_tokens=0)
         await asyncio.sleep(0.05)  # a snapshot is used for 20 ms
         assert (await ask(made, "greedy"))[0] == 503  # it has all that there was room for
         tasks += await ask_often(made, "modest", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -55,6 +54,7 @@ async def test_the_prefill_leg_is_the_same_request_without_a_stream() -> None:
             "stream_options": {"include_usage": True},
             "logprobs": True,
             "top_logprobs": 2,
+            "priority": -7,
         }
         await made.ask(CHAT, **sent)
 
@@ -101,17 +101,6 @@ async def test_a_single_instance_serves_the_request_whole() -> None:
         assert (headers["x-tetri-prefill"], headers["x-tetri-decode"]) == ("b", "b")
 
 
-@pytest.mark.parametrize("best_of", [None, 2])
-async def test_a_client_cannot_set_our_parameters(best_of: int | None) -> None:
-    forged = {"tetri": {"type": "decode", "transfer": "stolen", "num_tokens": 1}, "other": 1}
-    async with cluster(*pair()) as made:
-        await made.ask(kv_transfer_params=forged, best_of=best_of)
-
-        bodies = json.dumps([each[1] for each in made["p"].calls + made["d"].calls])
-        assert "stolen" not in bodies
-        assert "other" not in bodies
-
-
 async def test_a_declined_hand_over_is_computed_again_by_one_instance() -> None:
     async with cluster(FakeInstance("p", Role.PREFILL), FakeInstance("d", Role.DECODE)) as made:
         status, answer, headers = await made.ask()
@@ -130,13 +119,11 @@ async def test_the_model_may_be_left_out_when_there_is_only_one() -> None:
 async def test_a_clients_request_id_is_kept_when_it_is_sane() -> None:
     async with cluster(*pair()) as made:
         for wanted, is_kept in (("mine-1", True), ("x" * 500, False)):
-            async with made.client.post(
-                made.url + "/v1/completions",
-                json={"prompt": "x"},
-                headers={"X-Request-Id": wanted, "Authorization": "Bearer key"},
-            ) as response:
-                assert (response.headers["x-request-id"] == wanted) is is_kept
+            sent = {"X-Request-Id": wanted, "Authorization": "Bearer key", "x-vllm-priority": "3"}
+            _, _, headers = await made.ask(headers=sent)
+            assert (headers["x-request-id"] == wanted) is is_kept
         assert made["d"].calls[0][2]["Authorization"] == "Bearer key"
+        assert made["p"].calls[0][2]["X-Vllm-Priority"] == "3"
 
 
 async def test_the_request_table_follows_a_request(made_slow: Cluster) -> None:

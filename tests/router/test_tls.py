@@ -20,7 +20,6 @@ from cryptography.hazmat.primitives.serialization import (
 
 from tests.certificates import AUTHORITY, CERTIFICATE, CERTIFICATE_KEY, trusting
 from tests.router.fakes import both, cluster, eventually
-from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.router.auth import (
     Limits,
@@ -96,10 +95,10 @@ async def test_commands_speak_https(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with cluster(both(), tls=tls(*FILES)) as made:
-        assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 1
+        assert await made.command("status") == 1
         assert "certificate" in capsys.readouterr().err
         monkeypatch.setenv("SSL_CERT_FILE", str(AUTHORITY))
-        assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 0
+        assert await made.command("status") == 0
 
 
 @pytest.mark.parametrize(
