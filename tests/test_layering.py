@@ -242,11 +242,9 @@ USERS = sorted([*Path(__file__).parent.rglob("*.py"), *PACKAGE.parent.glob("exam
 # What is left to be mended, with vLLM's own private methods that contracts are about; numbers may
 # only shrink.
 PRIVATE_ACCESSES = {
-    "tests/engine/test_arrivals.py": 1,
     "tests/engine/test_continuation.py": 1,
     "tests/engine/test_contract.py": 1,
     "tests/engine/test_handover.py": 2,
-    "tests/engine/test_order.py": 1,
     "tests/engine/test_robustness.py": 4,
     "tests/engine/test_roles.py": 3,
 }

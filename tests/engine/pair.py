@@ -23,7 +23,7 @@ class Pair:
     """A prefill and a decode engine that know each other."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.prefill = Engine(folder, Role.PREFILL, chunk_size=CHUNK, **options)
+        self.prefill = Engine(folder, Role.PREFILL, **{"chunk_size": CHUNK, **options})
         self.decode = Engine(folder, Role.DECODE, **options)
         self.prefill.sees(self.prefill, self.decode)
 
@@ -44,9 +44,12 @@ class Pair:
         transfer: TransferId | None = None,
         *,
         digest: str = "",
+        is_early: bool = False,
+        **options: Any,
     ) -> Any:
-        params = DecodeParams(transfer or TransferId(f"t-{name}"), digest or digest_of(tokens))
-        return self.decode.add(name, tokens, params=to_params(params))
+        name_of_it, digest = transfer or TransferId(f"t-{name}"), digest or digest_of(tokens)
+        params = DecodeParams(name_of_it, digest, is_early=is_early)
+        return self.decode.add(name, tokens, params=to_params(params), **options)
 
     def sent(self, name: str, tokens: list[int]) -> Prefilled:
         """The prompt is computed, and all its KV has left."""

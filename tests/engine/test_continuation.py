@@ -12,7 +12,6 @@ from vllm import SamplingParams
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair
-from tests.engine.runner_state import draw, injecting, state
 from vllm_tetri.engine.compat import (
     EngineCoreOutput,
     LogprobsLists,
@@ -20,7 +19,6 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.engine.continuation import (
     Continuations,
-    ContinuedPrompt,
     decode_logprobs,
     encode_logprobs,
     pass_on_logprobs,
@@ -131,8 +129,11 @@ def test_wrong_logprobs_are_noticed(text: str) -> None:
 # -- decode side --------------------------------------------------------------------
 
 
-def test_a_prior_token_is_shown_first_and_only_the_next_is_computed(pair: Pair) -> None:
-    tokens = list(range(2 * CHUNK + 5))
+@pytest.mark.parametrize("num_tokens", [2 * CHUNK + 5, 4 * BLOCK])  # the latter fills its blocks
+def test_a_prior_token_is_shown_first_and_only_the_next_is_computed(
+    pair: Pair, num_tokens: int
+) -> None:
+    tokens = list(range(num_tokens))
     kv_params = hand_over(pair, tokens, PriorOutput([42]))
     request = continue_at(pair.decode, "b", tokens, kv_params, max_tokens=3)
     taken: list[int] = []
@@ -142,14 +143,6 @@ def test_a_prior_token_is_shown_first_and_only_the_next_is_computed(pair: Pair) 
             assert pair.decode.holds(request, len(tokens))
     assert pair.decode.outputs["b"] == [42, 7, 7]
     assert taken == [1, 1]  # no prompt token again
-    pair.settle()
-
-
-def test_the_whole_prompt_is_loaded_when_it_fills_its_blocks(pair: Pair) -> None:
-    tokens = list(range(4 * BLOCK))
-    kv_params = hand_over(pair, tokens, PriorOutput([42]))
-    continue_at(pair.decode, "b", tokens, kv_params, max_tokens=2)
-    assert run(pair.decode, "b") == [42, 7]
     pair.settle()
 
 
@@ -270,25 +263,3 @@ def test_the_v2_runner_takes_everything_by_itself(pair: Pair) -> None:
     asked = injections(is_v2_runner=True, is_async=True, is_cpu=False)
     asked.begin(request, PriorOutput([42]))
     assert list(request.output_token_ids) == [42]
-
-
-# -- the V1 runner's state ---------------------------------------------------------------
-
-
-@pytest.fixture
-def runner() -> Iterator[None]:
-    with injecting():
-        yield
-
-
-def test_the_runner_sees_prior_tokens_as_output(runner: None) -> None:
-    request = state(ContinuedPrompt([1, 2, 3, 8, 9], 2))
-    assert (request.prompt_token_ids, request.output_token_ids) == ([1, 2, 3], [8, 9])
-    assert (request.num_prompt_tokens, request.num_tokens) == (3, 5)
-    assert state([1, 2, 3]).output_token_ids == []
-
-
-def test_the_next_draw_is_the_one_after_the_prior_tokens(runner: None) -> None:
-    fresh = state([1, 2, 3], seed=5).generator
-    draws = [draw(fresh) for _ in range(3)]
-    assert draw(state(ContinuedPrompt([1, 2, 3, 8, 9], 2), seed=5).generator) == draws[2]

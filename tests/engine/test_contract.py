@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import vllm
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_tetri.engine import compat
@@ -122,3 +128,50 @@ def test_every_private_name_is_imported_in_compat() -> None:
                 names = [alias.name for alias in node.names]
             for name in names:
                 assert not name.startswith("vllm.") or name in allowed, f"{path.name}: {name}"
+
+
+# -- patches, and what the plugin does to a process of vLLM's ----
+
+
+PATCHES = sorted((Path(__file__).parents[2] / "patches").glob("*.patch"))
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_patch_applies_to_a_copy_of_vllm(patch: Path, tmp_path: Path) -> None:
+    text = patch.read_text()
+    for heading in ("What:", "Why:", "Remove when:"):
+        assert re.search(f"^{heading} \\w", text, re.MULTILINE), heading
+    for name in re.findall(r"^--- a/(vllm/\S+)$", text, re.MULTILINE):
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(vllm.__file__).parent.parent / name, target)
+    subprocess.run(["git", "apply", "--check", "-p1", str(patch)], cwd=tmp_path, check=True)
+
+
+SAYS = """
+import logging
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+configure_logging(LoggingConfig())  # as every process of `vllm serve` does
+logging.getLogger("vllm_tetri.control.agent").info("decode-0 leaves")
+"""
+
+
+def said(**environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return done.stdout + done.stderr
+
+
+def test_what_we_log_is_seen_among_vllms_lines_and_at_its_level() -> None:
+    (line,) = [line for line in said().splitlines() if "decode-0 leaves" in line]
+    assert "INFO" in line
+    assert "decode-0 leaves" not in said(VLLM_LOGGING_LEVEL="WARNING")

@@ -68,6 +68,13 @@ class Scene:
         found = self.dispatch(*refused, **options)
         return None if found is None else found.instance
 
+    def found(self, *refused: str) -> tuple[str, str, bool]:
+        """The instance, its endpoint, and whether it has capacity."""
+        found = self.dispatch(*refused)
+        assert found is not None
+        assert found.reason.startswith("adaptive: ")
+        return found.instance, found.kv_endpoint, found.has_capacity
+
     def record(self, endpoint: str, *, was_reached: bool) -> None:
         dispatch = Dispatch(InstanceId("any"), endpoint, "")
         self.dispatcher.policy.record_transfer(dispatch, self.now, was_reached=was_reached)
@@ -100,24 +107,16 @@ def decode(name: str = "d", **load: Any) -> Any:
 
 
 def test_what_decode_instances_saw_goes_before_the_own_prior() -> None:
-    scene = split(decode("a", bucket_tokens=(60, 0, 500, 0, 90)), decode("b"))
-    scene.prediction = THIRD
-    assert scene.output_tokens(some_request()) == 500
-    scene.prediction = FIRST
-    assert scene.output_tokens(some_request()) == 60
-    assert not scene.dispatcher.need(some_request(), 10).is_heavy
-    scene.prediction = None
-    assert scene.output_tokens(some_request()) == 90
-
-
-def test_the_mean_is_over_those_with_the_same_buckets() -> None:
     scene = split(
-        decode("a", bucket_tokens=(60, 0, 500, 0, 90)),
-        decode("b", bucket_tokens=(80, 0, 700, 0, 110)),
-        decode("c", bucket_tokens=(1, 2, 3)),
+        decode("a", bucket_tokens=(50, 0, 500, 0, 90)),
+        decode("b", bucket_tokens=(70, 0, 700, 0, 110)),
+        decode("c", bucket_tokens=(1, 2, 3)),  # of other buckets
+        decode("d"),
     )
-    scene.prediction = THIRD
-    assert scene.output_tokens(some_request()) == 600
+    for scene.prediction, tokens in ((THIRD, 600), (FIRST, 60), (None, 100)):
+        assert scene.output_tokens(some_request()) == tokens
+    scene.prediction = FIRST
+    assert not scene.dispatcher.need(some_request(), 10).is_heavy
 
 
 def test_without_reports_the_own_expectation_counts() -> None:
@@ -192,11 +191,7 @@ def one(name: str, role: str = "both", **load: Any) -> InstanceView:
 
 
 def test_an_output_stays_here_if_elsewhere_is_not_better() -> None:
-    scene = anywhere(one("other"))
-    found = scene.dispatch()
-    assert found is not None
-    assert (found.instance, found.kv_endpoint, found.has_capacity) == ("me", "me:1", True)
-    assert found.reason.startswith("adaptive: stays")
+    assert anywhere(one("other")).found() == ("me", "me:1", True)
 
 
 def test_a_decode_instance_may_keep_a_prompt_it_computed() -> None:
@@ -206,9 +201,7 @@ def test_a_decode_instance_may_keep_a_prompt_it_computed() -> None:
 
 def test_an_output_moves_to_where_fewer_decode() -> None:
     scene = anywhere(one("a", decodes=30), one("b"), decodes=30)
-    found = scene.dispatch()
-    assert found is not None
-    assert (found.instance, found.kv_endpoint) == ("b", "b:1")
+    assert scene.found() == ("b", "b:1", True)
 
 
 def test_a_prefill_instance_hands_over_unless_it_is_alone() -> None:
@@ -252,12 +245,10 @@ def test_the_only_one_with_room_is_found_among_many() -> None:
 def test_without_capacity_elsewhere_it_stays_in_the_end(role: Role) -> None:
     small, large = one("small", arena_total_bytes=5), one("large", arena_total_bytes=9)
     scene = anywhere(small, large, role=role, arena_total_bytes=5)
-    found = scene.dispatch()
-    assert found is not None
-    assert (found.instance, found.has_capacity) == ("me", False)
-    found = scene.dispatch("me")
-    assert found is not None
-    assert (found.instance, found.has_capacity) == ("large", False)
+    assert scene.found() == ("me", "me:1", False)
+    dispatch = scene.dispatch("me")
+    assert dispatch is not None
+    assert (dispatch.instance, dispatch.has_capacity) == ("large", False)
 
 
 def test_without_capacity_a_prompt_that_is_not_done_waits_for_one_report() -> None:
@@ -275,9 +266,7 @@ def test_an_instance_without_a_view_keeps_what_it_computed() -> None:
     scene = anywhere(role="decode")
     scene.sees()
     assert scene.dispatch(may_wait=True) is None  # a view may come
-    found = scene.dispatch()
-    assert found is not None
-    assert (found.instance, found.kv_endpoint) == ("me", "me:1")
+    assert scene.found() == ("me", "me:1", False)
 
 
 def test_without_instances_there_is_no_choice() -> None:
@@ -286,21 +275,16 @@ def test_without_instances_there_is_no_choice() -> None:
 
 
 def test_what_was_sent_counts_before_the_next_report() -> None:
-    scene = anywhere(*(one(name, "decode") for name in "abcd"), role="prefill")
+    decodes = [one(name, "decode", arena_total_bytes=25) for name in "abcd"]
+    scene = anywhere(*decodes, role="prefill")
     chosen = [scene.chosen() for _ in range(8)]
     assert sorted(map(str, chosen)) == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    dispatch = scene.dispatch()  # room that was promised to one is not promised again
+    assert dispatch is not None
+    assert not dispatch.has_capacity
     scene.now += 5
-    scene.sees(one("me", "prefill"), *(one(name, "decode") for name in "abcd"))
+    scene.sees(one("me", "prefill"), *decodes)
     assert len({scene.chosen() for _ in range(4)}) == 4
-
-
-def test_room_that_was_promised_to_one_is_not_promised_again() -> None:
-    tight = {"arena_total_bytes": 25}
-    scene = anywhere(*(one(name, "decode", **tight) for name in "ab"), role="prefill")
-    assert sorted(str(scene.chosen()) for _ in range(4)) == ["a", "a", "b", "b"]
-    found = scene.dispatch()
-    assert found is not None
-    assert not found.has_capacity
 
 
 def test_another_role_counts_from_the_next_choice_on() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import BLOCK
+from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair, prompt
-from vllm_tetri.handover import (
-    DecodeParams,
-    digest_of,
-    to_params,
-)
+from vllm_tetri.handover import digest_of
+from vllm_tetri.policy.order import ORDERS
+from vllm_tetri.transport.native import SlotState
 from vllm_tetri.types import InstanceId, TransferId
 
 
@@ -217,17 +215,12 @@ def test_a_foreign_leg_is_served_whole(shm_pair: Pair) -> None:
     shm_pair.end("a")
 
 
-def early(pair: Pair, name: str, tokens: list[int], **options: Any) -> Any:
-    kv_params = DecodeParams(TransferId(f"t-{name}"), digest_of(tokens), is_early=True)
-    return pair.decode.add(name, tokens, params=to_params(kv_params), **options)
-
-
 @pytest.mark.parametrize("num_tokens", [65, 200, 511])
 def test_a_decode_request_that_comes_before_its_kv_continues_after_the_token(
     pair: Pair, num_tokens: int
 ) -> None:
     tokens = prompt(num_tokens)
-    request = early(pair, "a", tokens)
+    request = pair.receive("a", tokens, is_early=True)
     for _ in range(3):
         assert not pair.decode.step().total_num_scheduled_tokens
     pair.send("a", tokens)
@@ -266,7 +259,7 @@ def test_the_router_is_told_when_the_last_chunk_begins(pair: Pair) -> None:
 
 
 def test_an_early_leg_whose_prefill_dies_is_computed_here(shm_pair: Pair) -> None:
-    request = early(shm_pair, "a", prompt(100))
+    request = shm_pair.receive("a", prompt(100), is_early=True)
     shm_pair.decode.run_until(lambda: request.is_finished())
     assert shm_pair.decode.endpoint.read_load().kv_loads_failed == 1
     shm_pair.settle()
@@ -274,7 +267,7 @@ def test_an_early_leg_whose_prefill_dies_is_computed_here(shm_pair: Pair) -> Non
 
 def test_an_early_leg_that_is_aborted_leaves_nothing(pair: Pair) -> None:
     tokens = prompt(200)
-    early(pair, "a", tokens)
+    pair.receive("a", tokens, is_early=True)
     pair.decode.step()
     pair.decode.abort("a")
     pair.send("a", tokens)
@@ -288,7 +281,7 @@ def test_early_and_late_legs_share_the_steps_of_running_decodes(pair: Pair) -> N
     first, second = prompt(100), prompt(150, seed=5)
     pair.sent("a", first)
     running = pair.receive("a", first)  # writes 4 tokens
-    waiting = early(pair, "b", second, max_tokens=3)
+    waiting = pair.receive("b", second, max_tokens=3, is_early=True)
     pair.decode.run_until(lambda: running.num_output_tokens >= 2)
     assert waiting.num_output_tokens == 0
     pair.sent("b", second)
@@ -318,3 +311,33 @@ def test_blocks_that_are_sent_before_their_request_ends_are_freed_with_it(pair: 
     assert len(outbox) == 0
     pair.receive("a", tokens)
     pair.end("a")
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_kv_that_arrives_during_a_prompt_of_many_chunks_does_not_wait_for_it(
+    order: str, tmp_path: Path
+) -> None:
+    pair = Pair(tmp_path, arena_bytes=1 << 20, chunk_size=CHUNK, prefill_policy=order)
+    decode = pair.decode
+    names = {f"short-{index}": prompt(40 + index, seed=index + 5) for index in range(3)}
+    for name, tokens in names.items():
+        pair.send(name, tokens)
+    transfers = {name: pair.prefilled(name).transfer for name in names}
+    decode.add("long", prompt(500))
+    decode.step()
+    for name, tokens in names.items():
+        pair.receive(name, tokens, transfers[name])
+        pair.prefill.run_until(lambda transfer=transfers[name]: has_arrived(decode, transfer))
+
+    scheduled = decode.step().num_scheduled_tokens
+
+    assert scheduled == {"long": CHUNK, **dict.fromkeys(names, 1)}
+    assert set(decode.outputs) == set(names)
+    decode.run_until(lambda: {*names, "long"} <= set(decode.finished))
+    pair.settle()
+    pair.close()
+
+
+def has_arrived(engine: Engine, transfer: str) -> bool:
+    seen = engine.endpoint.receiver.find(transfer)
+    return seen is not None and seen.state is SlotState.ARRIVED

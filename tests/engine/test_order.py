@@ -109,14 +109,6 @@ def test_a_short_prompt_interrupts_a_long_one_at_a_chunk_border(engine: Engine) 
     assert starts(steps(engine))[-1] == "long"
 
 
-def test_sjf_never_interrupts(engine: Engine) -> None:
-    order_by(engine, "sjf")
-    add(engine, "long", 400)
-    engine.step()
-    add(engine, "short", 40)
-    assert dict(engine.step().num_scheduled_tokens) == {"long": CHUNK}
-
-
 def test_what_the_prefix_cache_holds_counts_as_done(engine: Engine) -> None:
     order_by(engine, "sjf")
     tokens = prompt(1, 320)

@@ -16,7 +16,7 @@ from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
 from tests.transport.children import receiving
 from vllm_tetri.engine.step import FirstTokens, encode_note
-from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params
+from vllm_tetri.handover import PriorOutput
 from vllm_tetri.transport import native
 from vllm_tetri.types import TransferId
 
@@ -109,8 +109,7 @@ def test_a_prefill_instance_dies_after_its_first_blocks(pair: Pair, is_early: bo
     tokens = prompt(100)
     link = pair.prefill.endpoint.config.link
     sender, _ = open_slot(pair, "t-a", tokens, link)
-    params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=is_early)
-    request = pair.decode.add("a", tokens, params=to_params(params))
+    request = pair.receive("a", tokens, is_early=is_early)
     pair.decode.step()
     assert used_bytes(pair.decode) > 0
     start_s = time.monotonic()
@@ -140,10 +139,8 @@ def test_a_router_dies_before_it_sent_the_decode_request(pair: Pair) -> None:
         assert used_bytes(pair.decode) == 0
     # It was not dead, only its connection: a request that comes now is computed at once.
     start_s = time.monotonic()
-    request = pair.receive("r/a", tokens, digest=prefilled.digest)
-    pair.decode.run_until(lambda: "r/a" in pair.decode.outputs)
+    pair.decoding("r/a", tokens, digest=prefilled.digest)
     assert time.monotonic() - start_s < SOON_S
-    assert pair.decode.holds(request, len(tokens))
     pair.decode.run_until(lambda: "r/a" in pair.decode.finished)
     pair.settle()
 

@@ -55,9 +55,7 @@ def test_kv_of_another_prompt_is_never_loaded(pair: Pair) -> None:
     """Two instances may make different tokens of the same text."""
     prefilled = pair.sent("a", prompt(100, seed=3))
     other = prompt(100, seed=4)
-    request = pair.receive("a", other, digest=prefilled.digest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(other))
+    pair.decoding("a", other, digest=prefilled.digest)
     assert pair.decode.endpoint.receives.loads_done == 0
     pair.end("a")
 
@@ -173,12 +171,8 @@ def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
     pair.decode.add("busy", prompt(20, seed=77), max_tokens=300)
     pair.decode.run_until(lambda: "busy" in pair.decode.outputs)
     tokens = prompt(200)
-    pair.send("a", tokens)
-    pair.prefilled("a")
-    request = pair.receive("a", tokens)
-    pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.run_until(lambda: "a" in pair.decode.outputs)
-    assert pair.decode.holds(request, len(tokens))
+    pair.sent("a", tokens)
+    pair.decoding("a", tokens)
     assert pair.decode.endpoint.receives.loads_failed == 1
     for name in ("a", "busy"):
         pair.decode.abort(name)
@@ -213,8 +207,7 @@ def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
     worker.begin_step(StepMeta(notes=[(endpoint, note) for note in [*bad, good]]))
     receives = pair.decode.endpoint.receives
     tokens = prompt(100)
-    params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=True)
-    pair.decode.add("a", tokens, params=to_params(params))
+    pair.receive("a", tokens, is_early=True)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert not any(name in receives.outputs for name in ("t-a", "t-b"))
     pair.decode.abort("a")
@@ -224,8 +217,7 @@ def test_notes_that_are_none_are_dropped(pair: Pair) -> None:
 def test_a_token_that_comes_after_its_request_began_here_is_not_taken(pair: Pair) -> None:
     endpoint = pair.decode.info.kv_endpoint
     tokens = prompt(100)
-    params = DecodeParams(TransferId("t-a"), digest_of(tokens), is_early=True)
-    request = pair.decode.add("a", tokens, params=to_params(params))
+    request = pair.receive("a", tokens, is_early=True)
     worker = pair.prefill.kv_worker
     worker.begin_step(StepMeta(notes=[(endpoint, encode_note(Lost("t-a")))]))
     pair.decode.run_until(lambda: request.num_output_tokens == 1)

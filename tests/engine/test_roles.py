@@ -107,15 +107,6 @@ def test_vllm_config_file_and_command_line(tmp_path: Path) -> None:
     assert config(namespace).streams == 4
 
 
-def test_tetri_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "tetri.yaml"
-    file.write_text("arena_bytes: 32M\nchunk-size: 128\n")
-    namespace = parse("--role", "both", "--tetri-config", str(file), "--tetri-chunk-size", "64")
-    assert (config(namespace).arena_bytes, config(namespace).chunk_size) == (32 << 20, 64)
-    file.write_text("chunk_sz: 3\n")
-    assert "chunk_sz" in refusal(capsys, "--role", "both", "--tetri-config", str(file))
-
-
 def test_a_users_conflicting_option_is_refused_with_both_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -188,20 +179,21 @@ def test_a_bad_value_is_refused_with_what_is_allowed(
             assert word in line
 
 
-def test_keys_of_the_file_are_those_of_the_command_line(
+def test_the_file_has_the_keys_of_the_command_line_which_goes_before_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tetri.yaml"
-    file.write_text("tbt-slo: 0.2\nhold_timeout_s: 3\nload-budget-bytes: 1m\n")
-    made = config(parse("--role", "both", "--tetri-config", str(file)))
-    assert (made.tbt_slo_s, made.hold_timeout_s) == (0.2, 3.0)
+    words = ("--role", "both", "--tetri-config", str(file))
+    file.write_text("tbt-slo: 0.2\nhold_timeout_s: 3\nload-budget-bytes: 1m\nchunk-size: 128\n")
+    made = config(parse(*words, "--tetri-chunk-size", "64"))
+    assert (made.tbt_slo_s, made.hold_timeout_s, made.chunk_size) == (0.2, 3.0, 64)
     assert made.load_budget_bytes == 10**6
-    file.write_text("shed-batch: 3\n")
-    assert "did you mean sched-batch" in refusal(
-        capsys, "--role", "both", "--tetri-config", str(file)
-    )
-    file.write_text("arena_bytes: lots\n")
-    assert "--tetri-arena-bytes" in refusal(capsys, "--role", "both", "--tetri-config", str(file))
+    for line, said in (
+        ("shed-batch: 3", "did you mean sched-batch"),
+        ("arena_bytes: lots", "--tetri-arena-bytes"),
+    ):
+        file.write_text(line)
+        assert said in refusal(capsys, *words)
 
 
 def test_the_preset_of_the_paper_gives_way_to_other_options(tmp_path: Path) -> None:
