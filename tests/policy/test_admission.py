@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.policy.decoding import Job, Run, decode, draw_jobs
 from vllm_tetri.policy.admission import ADMISSIONS, Admission, AdmissionPolicy
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.types import Prediction
 
 GREEDY, STATIC, DYNAMIC = ADMISSIONS.values()
 RESERVES = STATIC, DYNAMIC
@@ -162,7 +161,10 @@ def after(answers: list[tuple[int, int]], running: list[Held]) -> Admission:
     return begun
 
 
-@pytest.mark.parametrize("answers", [[(100, 100)] * 50, [(10, 500)] * 50, [(100, 200), (200, 100)]])
+@pytest.mark.parametrize(
+    "answers",
+    [[(10, 500)] * 50, [(100, 200), (200, 100)], [(1000, 100)] * 100 + [(100, 100)] * 500],
+)
 def test_predictions_that_are_not_too_long_in_the_mean_are_trusted(
     answers: list[tuple[int, int]],
 ) -> None:
@@ -174,11 +176,6 @@ def test_predictions_that_are_far_too_long_make_it_greedy() -> None:
     assert begun.trust == 0.0
     assert begun.admit(80, 500)
     assert begun.reserved_blocks == 0
-
-
-def test_trust_comes_back() -> None:
-    begun = after([(1000, 100)] * 100 + [(100, 100)] * 500, [])
-    assert begun.trust == 1.0
 
 
 def test_in_between_less_is_reserved() -> None:
@@ -280,11 +277,6 @@ GUESSES: dict[str, Callable[[list[Job], Random], Iterator[int]]] = {
 }
 
 
-def guesses_of(jobs: list[Job], name: str, seed: int) -> dict[int, int]:
-    guesses = GUESSES[name](jobs, Random(seed))
-    return {id(job): min(guess, WINDOW) for job, guess in zip(jobs, guesses, strict=True)}
-
-
 def against_greedy(
     kind: str, come_one_by_one: bool, run_of: Callable[[list[Job], int], Run]
 ) -> tuple[float, float]:
@@ -307,32 +299,9 @@ def test_no_misprediction_costs_more_than_a_twentieth(
     kind: str, come_one_by_one: bool, name: str
 ) -> None:
     def run_of(jobs: list[Job], seed: int) -> Run:
-        guesses = guesses_of(jobs, name, seed)
+        drawn = zip(jobs, GUESSES[name](jobs, Random(seed)), strict=True)
+        guesses = {id(job): min(guess, WINDOW) for job, guess in drawn}
         return decode(jobs, DYNAMIC, lambda job: guesses[id(job)], total_blocks=TOTAL_BLOCKS)
-
-    jct, _ = against_greedy(kind, come_one_by_one, run_of)
-    assert jct <= 1.05
-
-
-@pytest.mark.parametrize(("kind", "come_one_by_one"), [("mixed", False), ("long", True)])
-@pytest.mark.parametrize("end", End)
-@pytest.mark.parametrize("name", ["ten times", "a tenth", "at random", "inverted"])
-def test_nor_does_any_end_of_a_wrong_bucket(
-    kind: str, come_one_by_one: bool, end: End, name: str
-) -> None:
-    def run_of(jobs: list[Job], seed: int) -> Run:
-        lengths, predicted = Lengths(), {}
-        for job, guess in guesses_of(jobs, name, seed).items():
-            predicted[job] = Prediction(min(9, guess // 200), 10, 200)
-
-        def believed(job: Job) -> int:
-            total = lengths.total_tokens(predicted[id(job)], job.produced_tokens, end)
-            return min(total, WINDOW)
-
-        def learn(job: Job) -> None:
-            lengths.observe(predicted[id(job)], job.answer_tokens)
-
-        return decode(jobs, DYNAMIC, believed, total_blocks=TOTAL_BLOCKS, on_end=learn)
 
     jct, _ = against_greedy(kind, come_one_by_one, run_of)
     assert jct <= 1.05

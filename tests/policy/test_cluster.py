@@ -27,11 +27,8 @@ PERIOD_S = 0.1
 NEED = Need(600, 80)
 
 
-sites_of = known
-
-
 def site(name: str = "a", *others: InstanceView, **load: Any) -> InstanceRow:
-    return sites_of(serving(name, **load), *others).by_id[InstanceId(name)]
+    return known(serving(name, **load), *others).by_id[InstanceId(name)]
 
 
 # -- who is there ---------------------------------------------------------------------
@@ -40,7 +37,7 @@ def site(name: str = "a", *others: InstanceView, **load: Any) -> InstanceRow:
 def test_only_ready_instances_are_sites_under_every_name_of_their_model() -> None:
     two = serving("b", "decode")
     two = replace(two, info=replace(two.info, models=("tiny", "alias")))
-    sites = sites_of(serving("a"), two, *(serving(s, state=s) for s in ("silent", "draining")))
+    sites = known(serving("a"), two, *(serving(s, state=s) for s in ("silent", "draining")))
     assert {name: [s.id for s in some] for name, some in sites.by_model.items()} == {
         "tiny": ["a", "b"],
         "alias": ["b"],
@@ -49,7 +46,7 @@ def test_only_ready_instances_are_sites_under_every_name_of_their_model() -> Non
 
 
 def test_keys_are_equal_where_kv_may_travel() -> None:
-    by_id = sites_of(serving("a"), serving("b", layout="x"), serving("c")).by_id
+    by_id = known(serving("a"), serving("b", layout="x"), serving("c")).by_id
     keys = {name: by_id[InstanceId(name)].key for name in "abc"}
     assert keys["a"] == keys["c"] != keys["b"]
 
@@ -57,7 +54,7 @@ def test_keys_are_equal_where_kv_may_travel() -> None:
 def test_one_without_steps_is_priced_like_another_of_its_identity_or_guessed() -> None:
     new, foreign = (serving(name, cost=StepCoefficients()) for name in ("new", "foreign"))
     foreign = replace(foreign, info=replace(foreign.info, identity={"layout": "other"}))
-    by_id = sites_of(new, serving("old"), foreign).by_id
+    by_id = known(new, serving("old"), foreign).by_id
     assert by_id[InstanceId("new")].cost == COST
     assert by_id[InstanceId("foreign")].cost == GUESS
     assert GUESS.confidence == 0
@@ -65,7 +62,7 @@ def test_one_without_steps_is_priced_like_another_of_its_identity_or_guessed() -
 
 def test_room_is_what_is_neither_used_nor_reserved() -> None:
     roomy = instance("a", blocks_total=100, blocks_used=30, reserved_blocks=20)
-    assert sites_of(roomy).by_id[InstanceId("a")].free_tokens == 50 * roomy.info.block_size
+    assert known(roomy).by_id[InstanceId("a")].free_tokens == 50 * roomy.info.block_size
 
 
 # -- prompts --------------------------------------------------------------------------
@@ -178,6 +175,7 @@ def test_instances_on_a_device_slow_each_other_down() -> None:
     busy = serving("b", device="x", decodes=6)
     alone, beside = site("a", device="x"), site("a", busy, device="x")
     assert (alone.others, alone.busy_others) == (0, 0)
+    assert site("a", serving("b", device="x", queued_tokens=1), device="x").busy_others == 1
     assert (beside.others, beside.busy_others) == (6, 1)
     assert ttft_s(beside, 600) == pytest.approx(2 * ttft_s(alone, 600))
     assert tpot_s(beside, 600) == pytest.approx(2 * tpot_s(alone, 600))
@@ -187,12 +185,6 @@ def test_instances_on_a_device_slow_each_other_down() -> None:
     assert decode_harm_s(beside, NEED) == pytest.approx(6 * 80 * own_s)
 
 
-@pytest.mark.parametrize("load", [{"decodes": 1}, {"queued_tokens": 1}])
-def test_one_that_works_makes_others_on_its_device_slower_whatever_it_does(load: Any) -> None:
-    many = [serving(name, device="x", **load) for name in "bc"]
-    assert site("a", *many, serving("d", device="x"), device="x").busy_others == 2
-
-
 @pytest.mark.parametrize(("one", "other"), [("x", "y"), ("", "")])
 def test_instances_with_devices_of_their_own_do_not(one: str, other: str) -> None:
     beside = site("a", serving("b", device=other, decodes=6), device=one)
@@ -200,7 +192,7 @@ def test_instances_with_devices_of_their_own_do_not(one: str, other: str) -> Non
 
 
 def test_what_is_sent_to_one_is_seen_by_the_others_on_its_device_at_once() -> None:
-    sites = sites_of(serving("a", device="x"), serving("b", device="x"), serving("c"))
+    sites = known(serving("a", device="x"), serving("b", device="x"), serving("c"))
     sites.send(InstanceId("a"), InstanceId("a"), NEED, NOW)
     b, c = (sites.by_id[InstanceId(name)] for name in "bc")
     assert (b.others, b.busy_others) == (1, 1)
@@ -224,7 +216,7 @@ def counted(sites: Known) -> tuple[float, float]:
 
 
 def test_what_is_sent_counts_at_once() -> None:
-    sites = sites_of(*pair(NOW, NOW))
+    sites = known(*pair(NOW, NOW))
     p, d = (sites.by_id[InstanceId(name)] for name in "pd")
     free_tokens = d.free_tokens
     sites.send(p.id, d.id, NEED, NOW)
@@ -256,7 +248,7 @@ def test_what_is_sent_counts_until_reports_show_it() -> None:
 
 
 def test_an_answer_counts_from_when_its_instance_knows_of_it() -> None:
-    sites = sites_of(*pair(NOW, NOW))
+    sites = known(*pair(NOW, NOW))
     sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW, after_s=2.0)
     assert counted(sites) == (600, 1)
     sites.renew(view(*pair(NOW + 1, NOW + 1)), NOW + 1)  # the prompt is still computed
@@ -265,15 +257,8 @@ def test_an_answer_counts_from_when_its_instance_knows_of_it() -> None:
     assert counted(sites) == (0, 0)
 
 
-def test_each_half_counts_until_its_own_instance_has_reported() -> None:
-    sites = sites_of(*pair(NOW, NOW))
-    sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW)
-    sites.renew(view(*pair(NOW + 1, NOW + 1, age_s=1.0)), NOW + 1)
-    assert counted(sites) == (0, 1)
-
-
 def test_what_went_to_an_instance_that_is_gone_is_forgotten() -> None:
-    sites = sites_of(*pair(NOW, NOW))
+    sites = known(*pair(NOW, NOW))
     sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW)
     sites.renew(view(serving("p", "prefill", age_s=0.01)), NOW + 0.01)
     assert sites.by_id[InstanceId("p")].queued_tokens == 600

@@ -81,15 +81,6 @@ def test_the_only_decode_instance_is_chosen_with_its_endpoint() -> None:
     assert dispatch.reason
 
 
-@pytest.mark.parametrize("state", ["starting", "silent", "refused", "draining"])
-def test_an_instance_that_is_not_ready_is_never_chosen(state: str) -> None:
-    assert chosen(instance("d", "decode", state=state)) is None
-
-
-def test_another_layout_is_never_chosen() -> None:
-    assert chosen(instance("d", "decode", layout="b")) is None
-
-
 def test_an_instance_that_refused_is_not_asked_again() -> None:
     pair = instance("d1", "decode"), instance("d2", "decode")
     assert chosen(*pair, refused=("d1",)) == "d2"
@@ -107,19 +98,6 @@ def test_an_instance_hands_over_to_itself_only_when_it_is_alone_and_does_both() 
 
 
 # -- room ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "full",
-    [
-        {"blocks_used": 94},
-        {"blocks_used": 50, "reserved_blocks": 44},
-        {"arena_used_bytes": 9_500},
-    ],
-)
-def test_an_instance_without_room_is_not_probed(full: dict[str, int]) -> None:
-    pair = instance("d1", "decode", **full), instance("d2", "decode", light=9)
-    assert chosen_by_seeds(*pair) == {"d2"}
 
 
 def test_exactly_enough_room_is_room() -> None:

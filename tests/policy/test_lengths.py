@@ -107,12 +107,6 @@ def test_another_granularity_goes_to_the_bucket_of_its_lower_end() -> None:
     assert expected(lengths, beyond) == expected(lengths, bucket(9))
 
 
-@pytest.mark.parametrize("sizes", [(0, 10), (200, 0)])
-def test_no_buckets_are_an_error(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="no buckets"):
-        Lengths(*sizes)
-
-
 observations = st.lists(
     st.tuples(st.none() | st.integers(0, BUCKETS - 1).map(bucket), st.integers(0, 9000)),
     max_size=60,

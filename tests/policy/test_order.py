@@ -101,19 +101,6 @@ def run_at_once(
     return engine
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ("fcfs", ["0", "1", "2", "3"]),
-        ("sjf", ["1", "3", "0", "2"]),
-        ("ljf", ["2", "0", "3", "1"]),
-        ("srtf", ["1", "3", "0", "2"]),
-    ],
-)
-def test_a_batch_starts_in_the_order_of_its_policy(policy: str, expected: list[str]) -> None:
-    assert run_at_once(policy, [30, 5, 40, 20]).first_chunk == expected
-
-
 def test_equal_lengths_keep_their_order_of_arrival() -> None:
     for policy in POLICIES:
         assert run_at_once(policy, [7, 7, 7]).first_chunk == ["0", "1", "2"]
@@ -151,18 +138,6 @@ def test_priority_goes_before_length_within_a_batch(policy: str) -> None:
     engine.add("long", 100, priority=1)
     engine.run()
     assert engine.first_chunk[0] == "urgent"
-
-
-def test_a_shorter_prompt_interrupts_at_a_chunk_border() -> None:
-    engine = Engine("srtf")
-    engine.add("long", 100)
-    engine.step()
-    engine.add("short", 4)
-    engine.step()
-    assert engine.steps[1] == {"long": 6, "short": 4}  # and the chunk is full
-    engine.add("two chunks", 20)
-    engine.step()
-    assert engine.steps[2] == {"long": 0, "two chunks": 10}
 
 
 def test_a_nearly_finished_prompt_is_not_interrupted() -> None:

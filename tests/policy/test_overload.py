@@ -232,14 +232,6 @@ def test_who_came_late_gets_as_much_as_the_first_in_the_end() -> None:
     assert sum(room.own) >= 85
 
 
-def test_when_the_others_are_gone_it_may_have_its_part_again() -> None:
-    room = Room(100, 2)
-    room.fill(0)
-    room.fill(1)
-    room.own[1] = 0
-    assert room.fill(0) == 80
-
-
 @given(
     st.integers(1, 200),
     st.integers(1, 6),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -88,7 +89,8 @@ def test_layouts_that_differ_do_not_make_a_pair() -> None:
 
 
 def test_only_ready_instances_that_serve_the_model_count() -> None:
-    assert target(PREFILL, instance("d", "decode", state="silent")) == ("whole", "p")
+    for state in ("silent", "draining"):
+        assert target(PREFILL, instance("d", "decode", state=state)) == ("whole", "p")
     assert target(PREFILL, instance("d", "decode", model="huge")) == ("whole", "p")
     assert target(instance("p", "prefill", state="starting")) is None
     assert target(PREFILL, DECODE, model="huge") is None
@@ -128,14 +130,6 @@ def test_prompts_wait_outside_while_all_that_decode_are_crowded() -> None:
     assert target(PREFILL, *two, at_limit=("d", "e")) == ("full", "d", "e")
     # A decode instance that was busy once is asked again by who holds KV for it.
     assert target(PREFILL, *two, refused=("d", "e")) == ("split", "p")
-
-
-def test_one_that_leaves_gets_nothing_new() -> None:
-    leaving = instance("q", "prefill", state="draining")
-    assert target(leaving, PREFILL, DECODE) == ("split", "p")
-    assert target(leaving, DECODE) == ("whole", "d")
-    assert target(PREFILL, instance("d", "decode", state="draining")) == ("whole", "p")
-    assert keeper(view(instance("b", "both", state="draining"), DECODE)) == "d"
 
 
 def test_identities_pair_up_each_with_its_own() -> None:
@@ -237,8 +231,9 @@ def test_answers_are_kept_by_the_same_instance_whatever_its_load() -> None:
 
 
 def test_another_one_keeps_answers_only_when_the_first_is_out_of_use() -> None:
-    silent = instance("d1", "decode", state="silent")
-    assert keeper(view(silent, instance("d2", "decode"))) == "d2"
+    for state in ("silent", "draining"):
+        away = instance("d1", "decode", state=state)
+        assert keeper(view(away, instance("d2", "decode"))) == "d2"
     assert keeper(view(DECODE, BOTH), excluded={InstanceId("b")}) == "d"
     assert choose_keeper(view(DECODE), "another") is None
 
@@ -246,42 +241,29 @@ def test_another_one_keeps_answers_only_when_the_first_is_out_of_use() -> None:
 # -- phases of a request ----
 
 
-def play(*events: Event) -> Phase:
-    phase = Phase.ARRIVED
-    for event in events:
-        phase = advance(phase, event)
-    return phase
+SPLIT = [Event.PREFILL_SENT, Event.PREFILLED, Event.ANSWERING]
 
 
-def test_a_split_request_goes_through_every_phase() -> None:
-    events = [Event.PREFILL_SENT, Event.PREFILLED, Event.ANSWERING, Event.FINISH]
-    assert [play(*events[: index + 1]) for index in range(4)] == [
-        Phase.PREFILLING,
-        Phase.HANDING_OVER,
-        Phase.DECODING,
-        Phase.FINISHED,
-    ]
-
-
-def test_a_whole_request_is_served_and_finishes() -> None:
-    assert play(Event.WHOLE_SENT, Event.ANSWERING) is Phase.SERVING
-    assert play(Event.WHOLE_SENT, Event.ANSWERING, Event.FINISH) is Phase.FINISHED
-
-
-def test_a_split_that_fails_can_be_served_whole() -> None:
-    assert play(Event.PREFILL_SENT, Event.PREFILL_SENT, Event.WHOLE_SENT) is Phase.SERVING
-    assert play(Event.PREFILL_SENT, Event.PREFILLED, Event.WHOLE_SENT) is Phase.SERVING
-
-
-def test_an_answer_goes_on_elsewhere() -> None:
-    events = [Event.PREFILL_SENT, Event.PREFILLED, Event.ANSWERING, Event.WHOLE_SENT]
-    assert play(*events) is Phase.SERVING
-    assert play(*events, Event.ANSWERING, Event.FINISH) is Phase.FINISHED
-
-
-def test_a_first_token_that_is_the_last_ends_at_the_prefill_instance() -> None:
-    assert play(Event.PREFILL_SENT, Event.ANSWERING) is Phase.SERVING
-    assert play(Event.PREFILL_SENT, Event.ANSWERING, Event.FINISH) is Phase.FINISHED
+@pytest.mark.parametrize(
+    ("events", "phase"),
+    [
+        (SPLIT[:1], Phase.PREFILLING),
+        (SPLIT[:2], Phase.HANDING_OVER),
+        (SPLIT, Phase.DECODING),
+        ([*SPLIT, Event.FINISH], Phase.FINISHED),
+        ([Event.WHOLE_SENT, Event.ANSWERING], Phase.SERVING),
+        ([Event.WHOLE_SENT, Event.ANSWERING, Event.FINISH], Phase.FINISHED),
+        # A split that fails is served whole.
+        ([Event.PREFILL_SENT, Event.PREFILL_SENT, Event.WHOLE_SENT], Phase.SERVING),
+        ([*SPLIT[:2], Event.WHOLE_SENT], Phase.SERVING),
+        # An output goes on elsewhere.
+        ([*SPLIT, Event.WHOLE_SENT, Event.ANSWERING], Phase.SERVING),
+        # The first token is the last.
+        ([Event.PREFILL_SENT, Event.ANSWERING, Event.FINISH], Phase.FINISHED),
+    ],
+)
+def test_events_lead_to_phases(events: list[Event], phase: Phase) -> None:
+    assert reduce(advance, events, Phase.ARRIVED) is phase
 
 
 @pytest.mark.parametrize(("event", "end"), [("fail", "failed"), ("cancel", "cancelled")])

@@ -108,12 +108,6 @@ def test_hours_of_decodes_do_not_change_what_a_prompt_costs() -> None:
     assert fit.cost.prompt_s == pytest.approx(ENGINE.prompt_s, rel=0.1)
 
 
-def test_prompts_are_timed_less_the_decodes_beside_them() -> None:
-    alone = learnt([*decodes(400), *prompts(200)])
-    beside = learnt([*decodes(400), *prompts(200, num_decodes=20)])
-    assert beside.cost.prompt_s == pytest.approx(alone.cost.prompt_s, rel=0.1)
-
-
 @pytest.mark.parametrize("factor", [0.02, 0.1, 3.0, 50.0])
 def test_an_engine_that_is_many_times_slower_or_quicker_from_now_on_is_believed(
     factor: float,
@@ -233,11 +227,6 @@ def test_a_request_needs_time_to_go_on_elsewhere_even_if_its_kv_needs_none() -> 
     assert own_part_s() > 0.001
 
 
-def test_hand_overs_of_one_length_tell_their_own_time() -> None:
-    fit = handed_over([1000] * 300)
-    assert expected_s(fit, 1000) == pytest.approx(BASE_S + 1000 * TOKEN_S + own_part_s(), rel=0.05)
-
-
 def test_the_newest_hand_overs_count_most() -> None:
     fit = handed_over([100, 2000] * 200)
     for _ in range(150):
@@ -251,15 +240,6 @@ def test_one_hand_over_is_no_verdict() -> None:
     before_s = expected_s(fit, 500)
     fit.learn(500, 10 * before_s)
     assert expected_s(fit, 500) < 1.5 * before_s
-
-
-def test_long_prompts_that_are_quicker_make_no_negative_slope() -> None:
-    fit = HandoverFit()
-    for _ in range(200):
-        fit.learn(100, 0.1)
-        fit.learn(3000, 0.01)
-    assert fit.token_s == 0
-    assert 0.01 < fit.base_s < 0.1
 
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0, 60)), max_size=80))

@@ -205,15 +205,9 @@ def test_balance_flips_at_once_whoever_has_least_to_finish_and_says_why() -> Non
     one = cluster(1, 3)
     one.engines[1].answers = [400.0] * 3
     one.engines[3].answers = [400.0] * 3
-    order = first_order(one)
+    order = one.run(20.0, 2.2, CODE).orders[0][1]
     assert (order.instance, order.role, order.now) == ("i2", Role.PREFILL, True)
     assert re.match(r"1 prefill, 3 decode, [12].\d requests/s, \d+.\d queued", order.reason)
-
-
-def first_order(one: Cluster) -> FlipOrder:
-    """Of a cluster in want of prefill instances."""
-    one.run(20.0, 2.2, CODE)
-    return one.orders[0][1]
 
 
 def test_nothing_happens_while_nobody_knows_how_fast_it_is() -> None:
@@ -223,18 +217,6 @@ def test_nothing_happens_while_nobody_knows_how_fast_it_is() -> None:
     one.run(20.0, 2.2, CODE)
     assert not one.orders
     assert "too little is known" in one.looks[-1].explanation
-
-
-def test_an_instance_of_unknown_speed_counts_like_the_others() -> None:
-    one = cluster(1, 3)
-    for each in one.engines[2:]:
-        each.cost = StepCoefficients()
-    assert first_order(one).role is Role.PREFILL
-
-
-def test_nothing_happens_when_nothing_comes() -> None:
-    one = cluster(1, 3).run(60.0)
-    assert not one.orders
 
 
 def test_counters_of_an_instance_that_began_anew_count_for_nothing() -> None:
