@@ -175,7 +175,7 @@ def test_a_preempted_prompt_is_next_and_starts_again() -> None:
     queue.computed("a", 6, 4)
     queue.put_back(request, is_lost=True)
     assert queue.head() is request
-    assert (queue.unfinished_tokens, queue.num_started) == (30, 0)
+    assert (queue.unfinished_tokens, len(queue.started)) == (30, 0)
 
 
 def test_an_aborted_prompt_is_gone_wherever_it_was() -> None:
@@ -186,7 +186,7 @@ def test_an_aborted_prompt_is_gone_wherever_it_was() -> None:
     queue.start()
     waited = [queue.discard(name) for name in ("a", "b", "c", "unknown")]
     assert waited == [False, True, True, False]
-    assert (len(queue), queue.num_started, queue.unfinished_tokens) == (0, 0, 0)
+    assert (len(queue), len(queue.started), queue.unfinished_tokens) == (0, 0, 0)
     assert list(queue) == []
 
 
@@ -225,7 +225,7 @@ def test_every_prompt_is_computed_once_in_full_chunks(
         assert sum(step.values()) == min(chunk, left)  # merged without a gap
         left -= sum(step.values())
     assert engine.queue.unfinished_tokens == 0
-    assert len(engine.queue) == engine.queue.num_started == 0
+    assert len(engine.queue) == len(engine.queue.started) == 0
 
 
 def _came_before(engine: Engine, coming: Sequence[tuple[int, int]]) -> list[int]:

@@ -57,9 +57,7 @@ def dummy_request(scheduler: Scheduler, num_tokens: int) -> Request:
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         hasher = get_request_block_hasher(scheduler.hash_block_size, hash_function)
     vocabulary = range(max(2, config.model_config.get_vocab_size()))
-    sampling = SamplingParams(
-        max_tokens=1, ignore_eos=True, temperature=0, skip_reading_prefix_cache=True
-    )
+    sampling = SamplingParams(max_tokens=1, temperature=0, skip_reading_prefix_cache=True)
     name, token_ids = f"{DUMMY_PREFIX}{next(_numbers)}", random.choices(vocabulary, k=num_tokens)
     return Request(name, token_ids, sampling, None, block_hasher=hasher)
 
@@ -122,25 +120,23 @@ class ChunkProbe:
 
     def knee(self) -> int:
         """Return the chunk to use, by what was timed."""
-        speeds = self._speeds
-        enough = KNEE_PART * max(speeds.values(), default=0.0)
-        fast = [tokens for tokens, speed in speeds.items() if speed >= enough]
+        enough = KNEE_PART * max(self._speeds.values(), default=0.0)
+        fast = [tokens for tokens, speed in self._speeds.items() if speed >= enough]
         chunk_tokens = min(fast, default=min(LEAST_TOKENS, self._most_tokens))
         logger.info(
             "--tetri-chunk-size auto: %d tokens; prompt tokens/s by chunk: %s",
-            chunk_tokens, ", ".join(f"{tokens}: {speed:.0f}" for tokens, speed in speeds.items()),
+            chunk_tokens, ", ".join(f"{each}: {speed:.0f}" for each, speed in self._speeds.items()),
         )  # fmt: skip
         return chunk_tokens
 
     def _prompt_sizes(self) -> Iterator[int]:
         """Yield the tokens of one prompt after the other, until enough is known."""
-        deadline = self._clock() + DEADLINE_S
+        tokens, deadline = min(LEAST_TOKENS, self._most_tokens), self._clock() + DEADLINE_S
         logger.info(
             "--tetri-chunk-size auto: timing prompts of up to %d tokens; takes a few seconds, "
             "at most %.0f. The instance joins its cluster afterwards.",
             self._most_tokens, DEADLINE_S,
         )  # fmt: skip
-        tokens = min(LEAST_TOKENS, self._most_tokens)
         while True:
             for _ in range(_RUNS):
                 if self._clock() > deadline:

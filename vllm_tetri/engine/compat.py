@@ -44,6 +44,9 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from vllm_tetri.errors import UnsupportedError
 
+# How a request ends by itself.
+COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
 
 def is_cpu() -> bool:
     """Whether vLLM computes on the CPU."""

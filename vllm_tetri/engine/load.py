@@ -194,7 +194,7 @@ class LoadReader:
             "arena slots": own_slots - num_receives,
             "continued requests": scheduler.continuations.num_open,
             "predictions": self.predictions.num_known,
-            "queued prompts": len(waiting) - waiting.num_dummy + waiting.lane.num_started,
+            "queued prompts": len(waiting) - waiting.num_dummy + len(waiting.lane.started),
             "prompts without a decode instance": self.dispatcher.policy.num_held,
             "requests known to admission": gate.num_known if gate is not None else 0,
             _UNCLAIMED: arena.unclaimed,

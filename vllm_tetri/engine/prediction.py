@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from vllm_tetri.config import TetriConfig, option_of
 from vllm_tetri.engine.chunk_size import is_dummy
-from vllm_tetri.engine.compat import Request, RequestStatus, SamplingParams
+from vllm_tetri.engine.compat import Request, RequestStatus
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.predictor.base import Oracle, Predictor, Query, Tally
@@ -145,11 +145,13 @@ class Predictions:
     def begin(self, request: Request) -> None:
         """Ask for the prediction of a new prompt."""
         prompt, sampling = request.prompt_token_ids, request.sampling_params
-        if self.predictor is None or prompt is None or sampling is None:
+        if self.predictor is None or is_dummy(request.request_id):
             return
-        if is_dummy(request.request_id):
+        if prompt is None or sampling is None:
             return
-        known_tokens = _fixed_tokens(sampling)
+        known_tokens = sampling.min_tokens + 1 if sampling.min_tokens else None
+        if sampling.ignore_eos:
+            known_tokens = sampling.max_tokens
         self._entries[request.request_id] = _Awaited(self._clock() + SEQUENTIAL_WAIT_S)
         self.predictor.ask(Query(request.request_id, prompt, known_tokens))
 
@@ -202,21 +204,6 @@ class Predictions:
         """Stop the predictor. Idempotent."""
         if self.predictor is not None:
             self.predictor.close()
-
-
-def _fixed_tokens(sampling: SamplingParams) -> int | None:
-    """Return the output length that the client's sampling parameters fix, if they do."""
-    if sampling.ignore_eos:
-        return sampling.max_tokens
-    return sampling.min_tokens + 1 if sampling.min_tokens else None
-
-
-def ended_by_itself(request: Request) -> bool:
-    """Whether an ended request has all of its output; else it was aborted."""
-    return request.num_output_tokens > 0 and request.status in (
-        RequestStatus.FINISHED_STOPPED,
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-    )
 
 
 def tells_length(request: Request, lengths: Lengths, predicted: Prediction | None) -> bool:

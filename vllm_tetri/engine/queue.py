@@ -71,7 +71,7 @@ class PrefillQueue(RequestQueue):
         name = request.request_id
         if is_dummy(name):
             self._dummies.appendleft(request)
-        elif self.lane.is_started(name):
+        elif name in self.lane.started:
             self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
             self._first.appendleft(request)
@@ -130,10 +130,6 @@ class PrefillQueue(RequestQueue):
             for request in islice(self.lane, self.lane.sched_batch)
             if (asked := request.structured_output_request) is not None and asked.grammar is None
         }
-
-    def forget(self, request_id: str) -> None:
-        """Forget a request that ended while it was running."""
-        self.lane.discard(request_id)
 
     def _lane(self) -> deque[Request] | None:
         """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""

@@ -17,6 +17,7 @@ from vllm_tetri.engine.chunk_size import (
     remove_dummy_outputs,
 )
 from vllm_tetri.engine.compat import (
+    COMPLETE,
     AsyncScheduler,
     PauseState,
     Request,
@@ -28,7 +29,6 @@ from vllm_tetri.engine.compat import (
 from vllm_tetri.engine.connector import TetriConnector, params_of
 from vllm_tetri.engine.continuation import Continuations, pass_on_logprobs
 from vllm_tetri.engine.pacing import StepClock, decodes_first, share_in_order
-from vllm_tetri.engine.prediction import ended_by_itself
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
@@ -147,7 +147,7 @@ class TetriScheduler(Scheduler):
         if request.num_output_tokens == 0 or is_dummy(request.request_id):
             return
         self.decodes_done += 1
-        if self.gate is not None and ended_by_itself(request):
+        if self.gate is not None and request.status in COMPLETE:
             self.gate.record_output(request)  # judged by what was known before it ended
         self._lengths_store.learn(request, self.lengths.predict(request.request_id))
 
@@ -163,7 +163,10 @@ class TetriScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._take_role()
         if self._probe is not None and not self._probe.before_step():
-            self._end_probe(self._probe)
+            self._chunk_tokens, self._probe = self._probe.knee(), None
+            self.waiting.is_open = True
+            self._set_role(self._config.role)
+            self._endpoint.join()
         if self._probe is None:
             self._prepare_step()
         was_running = bool(self.running)
@@ -186,7 +189,7 @@ class TetriScheduler(Scheduler):
         for request_id in self.finished_req_ids:
             known = self.requests.get(request_id)
             if known is None or known.is_finished():  # else another one has its name now
-                self.waiting.forget(request_id)
+                self.waiting.lane.discard(request_id)
                 self.continuations.forget(request_id)
                 if self.gate is not None:
                     self.gate.forget(request_id)
@@ -194,7 +197,7 @@ class TetriScheduler(Scheduler):
         self._set_budget()
         if self.gate is not None:
             self.gate.begin_step(
-                self.growing_requests,
+                lambda: [*self.running, *self.kv_holding_waiting],
                 time.monotonic(),
                 free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
                 tokens_per_step=self.max_num_scheduled_tokens,
@@ -250,10 +253,6 @@ class TetriScheduler(Scheduler):
             predictions.exchange()
             queue.let_in(predictions.holds)
 
-    def growing_requests(self) -> list[Request]:
-        """List the requests that hold blocks and grow."""
-        return [*self.running, *self.kv_holding_waiting]
-
     def is_gate_shut(self) -> bool:
         """Whether only dummy requests may still start in this step."""
         return self.gate is not None and self.gate.is_shut
@@ -274,7 +273,7 @@ class TetriScheduler(Scheduler):
             return
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         chunk_tokens = self.max_num_scheduled_tokens - self._num_ready
-        if len(self.running) > prompts.num_started:
+        if len(self.running) > len(prompts.started):
             chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
         self._shares = queue.lane.share_out(
             chunk_tokens,
@@ -313,7 +312,7 @@ class TetriScheduler(Scheduler):
                 remaining_tokens = request.num_tokens - request.num_computed_tokens
                 prompts.computed(request_id, num_tokens, remaining_tokens)
         # Whatever delays the head of the queue, started prompts must continue.
-        self._is_stuck = is_idle and prompts.num_started > 0
+        self._is_stuck = is_idle and bool(prompts.started)
         self.preemptions += len(output.preempted_req_ids or ())
         padding, self._padding = self._padding, None
         if padding is not None and padding.request_id not in output.num_scheduled_tokens:
@@ -334,18 +333,9 @@ class TetriScheduler(Scheduler):
             remove_dummy_outputs(outputs)
         return outputs
 
-    # -- the chunk size, found at start ------------------------------------------
-
     def has_requests(self) -> bool:
         # While probing, the engine steps without any request.
         return self._probe is not None or super().has_requests()
-
-    def _end_probe(self, probe: ChunkProbe) -> None:
-        self._probe = None
-        self.waiting.is_open = True
-        self._chunk_tokens = probe.knee()
-        self._set_role(self._config.role)
-        self._endpoint.join()
 
 
 class TetriAsyncScheduler(TetriScheduler, AsyncScheduler):

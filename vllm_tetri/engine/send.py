@@ -19,7 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.compat import KVCacheManager, Request, RequestStatus, SchedulerOutput
+from vllm_tetri.engine.compat import (
+    COMPLETE,
+    KVCacheManager,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+)
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.step import (
     FirstTokens,
@@ -48,7 +54,6 @@ from vllm_tetri.types import InstanceId, TransferId
 logger = logging.getLogger(__name__)
 
 FULL_RETRY_S = 0.02
-_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _UNREACHABLE = ("TIMEOUT", "PEER_LOST")  # statuses of the transport
 # A longer prompt takes so much time that opening its decode request early gains nothing.
 MAX_EARLY_TOKENS = 16_384
@@ -212,7 +217,7 @@ class SendSide:
         send = self._sends.get(request.request_id)
         if send is None:
             return False, None
-        handed_over = request.status in _COMPLETE
+        handed_over = request.status in COMPLETE
         is_final = handed_over and _is_final(request, self._max_model_len)
         if handed_over:
             self.prefills_done += 1
@@ -220,7 +225,10 @@ class SendSide:
                 send.block_ids = block_ids[: send.num_blocks]
                 send.done_s = time.monotonic()
                 prefilled = self._prefilled(send)
-                self._send_first_tokens(send, prefilled.prior_output)
+                if send.digest and send.dispatch is not None and prefilled.prior_output is not None:
+                    # To a decode request that was opened before the first token existed.
+                    note = encode_note(FirstTokens(send.name, prefilled.prior_output))
+                    self._notes.append((send.dispatch.kv_endpoint, note))
                 if send.is_sent:
                     self._learn(send, 0.0)
                     del self._sends[request.request_id]
@@ -230,12 +238,6 @@ class SendSide:
             return True, self._prefilled(send, is_final=True) if is_final else None
         del self._sends[request.request_id]
         return False, self._prefilled(send, is_final=is_final) if handed_over else None
-
-    def _send_first_tokens(self, send: _Send, prior_output: PriorOutput | None) -> None:
-        """Send the first token to a decode request that was opened before it existed."""
-        if send.digest and send.dispatch is not None and prior_output is not None:
-            note = encode_note(FirstTokens(send.name, prior_output))
-            self._notes.append((send.dispatch.kv_endpoint, note))
 
     def _prefilled(self, send: _Send, *, is_final: bool = False) -> Prefilled:
         request = send.request

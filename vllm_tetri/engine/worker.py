@@ -91,7 +91,11 @@ class KVWorker:
         for write in meta.writes:
             self._write(write)
         for request_id in meta.frees:
-            self._free(request_id)
+            if (sending := self.sending.get(request_id)) is not None:
+                sending.transfer.cancel()
+                sending.free = True
+            else:
+                self._freed_at_once.add(request_id)
 
     def load(self, meta: StepMeta) -> None:
         """Fill blocks from the arena; this step's forward pass reads those that are not
@@ -141,14 +145,6 @@ class KVWorker:
             return
         sending.is_last = order.is_last
         _advance(sending)
-
-    def _free(self, request_id: str) -> None:
-        sending = self.sending.get(request_id)
-        if sending is not None:
-            sending.transfer.cancel()
-            sending.free = True
-        else:
-            self._freed_at_once.add(request_id)
 
     def _load_now(self, order: Load) -> None:
         error: Exception | None = None

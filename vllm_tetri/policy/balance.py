@@ -113,7 +113,10 @@ class Balance:
         forecast = _forecast(group, self._flow)
         if forecast is None:
             return Look(None, f"{group}; too little is known yet")
-        seen = f"{group}, {forecast}"
+        seen = (
+            f"{group}, {forecast.per_s:.1f} requests/s, {forecast.queued:.1f} queued, "
+            f"{forecast.decoding:.1f} decoding"
+        )
         counts = group.counts
         stay = forecast.requests(counts)
         saved = {
@@ -177,13 +180,11 @@ class _Flow:
                 sums = [old + change for old, change in zip(sums, changes, strict=True)]
         self._seen, self._at_s, self._sums = seen, now, sums
 
-    @property
-    def is_known(self) -> bool:
-        return self._seen_s >= LEAST_KNOWN * RATE_S and self._sums[0] >= LEAST_KNOWN
-
-    def means(self) -> tuple[float, float, float]:
+    def means(self) -> tuple[float, float, float] | None:
         """Return the mean length of a prompt, that of an output, and the prompt tokens that come
-        per second."""
+        per second; None while too little is known."""
+        if self._seen_s < LEAST_KNOWN * RATE_S or self._sums[0] < LEAST_KNOWN:
+            return None
         done, done_tokens, output_tokens, queued_tokens, remaining_tokens = self._sums
         prompt = max(1.0, done_tokens / done)
         output = max(1.0, (output_tokens + remaining_tokens) / done)
@@ -234,11 +235,6 @@ class _Forecast:
         """Outputs that a decode instance writes with its KV blocks full."""
         return self.decodes_per_s * self.most / (self.half + self.most)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.per_s:.1f} requests/s, {self.queued:.1f} queued, {self.decoding:.1f} decoding"
-        )
-
 
 def _left(there: float, most: float, half: float) -> float:
     """Return what is left of some requests after a step that ends most · x / (half + x) of them
@@ -253,9 +249,9 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
     ready = [*group.ready[Role.PREFILL], *group.ready[Role.DECODE]]
     loads = [each.load for each in ready]
     costs = [load.cost for load in loads if load.cost.is_known and load.output_tokens_done > 0]
-    if not (flow.is_known and costs):
+    if not (costs and (means := flow.means())):
         return None
-    prompt, output, coming_per_s = flow.means()
+    prompt, output, coming_per_s = means
     # Decode instances compute the ends of prompts at most, which says little about prefill.
     own = [each.load for each in group.ready[Role.PREFILL]]
     tokens_per_s = _prefill_tokens_per_s(own, prompt) or _prefill_tokens_per_s(loads, prompt)

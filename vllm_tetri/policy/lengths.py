@@ -46,8 +46,6 @@ class Lengths:
     """
 
     def __init__(self, granularity_tokens: int = 200, num_buckets: int = 10) -> None:
-        if granularity_tokens < 1 or num_buckets < 1:
-            raise ValueError(f"no buckets: {num_buckets} of {granularity_tokens} tokens")
         self.granularity_tokens = granularity_tokens
         self.num_buckets = num_buckets
         span_tokens = granularity_tokens * num_buckets

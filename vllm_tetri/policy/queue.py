@@ -47,7 +47,7 @@ class PromptQueue(Generic[R]):
         self._all: dict[str, Prompt] = {}
         self._raw: dict[str, Prompt] = {}
         self._scheduled: list[Prompt] = []  # in order
-        self._started: dict[str, Prompt] = {}
+        self.started: dict[str, Prompt] = {}  # some, but not all, is computed
         self._arrivals = 0
         self._next_check_tokens = 0  # no prompt becomes due before so many are computed
         self._computed_tokens = 0
@@ -64,15 +64,6 @@ class PromptQueue(Generic[R]):
     def __contains__(self, request_id: str) -> bool:
         """Whether a prompt waits or is started."""
         return request_id in self._all
-
-    @property
-    def num_started(self) -> int:
-        """Prompts of which some, but not all, was computed."""
-        return len(self._started)
-
-    def is_started(self, request_id: str) -> bool:
-        """Whether some of it was computed, but not all."""
-        return request_id in self._started
 
     def add(self, request: R) -> None:
         """Append a new prompt. What the prefix cache holds is looked up when it is ordered."""
@@ -93,7 +84,7 @@ class PromptQueue(Generic[R]):
             self.unfinished_tokens -= entry.remaining_tokens
             if entry in self._scheduled:
                 self._scheduled.remove(entry)
-            self._started.pop(request_id, None)
+            self.started.pop(request_id, None)
             self._raw.pop(request_id, None)
         return self._waiting.pop(request_id, None) is not None
 
@@ -102,7 +93,7 @@ class PromptQueue(Generic[R]):
         everything started and scheduled (`is_chunk_open`) is filled whatever the batch says."""
         room = self.sched_batch
         if self.order.is_preemptive:
-            room -= len(self._scheduled) + len(self._started)
+            room -= len(self._scheduled) + len(self.started)
             if is_chunk_open and not self._scheduled:
                 room = max(room, 1)
         elif self._scheduled:
@@ -135,14 +126,14 @@ class PromptQueue(Generic[R]):
         if self.free_blocks is not None:
             self.free_blocks -= self._engine.num_blocks(request)
         entry = self._scheduled.pop(0)
-        self._started[entry.id] = entry
+        self.started[entry.id] = entry
         return self._waiting.pop(entry.id)
 
     def put_back(self, request: R, *, is_lost: bool) -> None:
         """Let a started prompt wait again, without its KV if `is_lost`: as the first scheduled
         one unless `srtf` says otherwise."""
         name = request.request_id
-        entry = self._started.pop(name)
+        entry = self.started.pop(name)
         self._waiting[name] = request
         if is_lost:
             self._set_remaining(entry, self._engine.remaining_tokens(request))
@@ -158,7 +149,7 @@ class PromptQueue(Generic[R]):
         """Record that a step computes `num_tokens` of a started prompt, which is removed when
         nothing remains."""
         self._computed_tokens += num_tokens
-        self._set_remaining(self._started[request_id], remaining_tokens)
+        self._set_remaining(self.started[request_id], remaining_tokens)
         if remaining_tokens <= 0:
             self.discard(request_id)
 
@@ -189,7 +180,7 @@ class PromptQueue(Generic[R]):
         Returns:
             Tokens per started prompt; 0 pauses it. What is not shared out is for those that wait.
         """
-        started = self._started.values()
+        started = self.started.values()
         started_blocks = sum(-(-each.remaining_tokens // block_size) for each in started)
         self.free_blocks = max(0, free_blocks - started_blocks)
         self.order_waiting()
@@ -204,8 +195,8 @@ class PromptQueue(Generic[R]):
 
     def _plan(self, chunk_tokens: int, waiting: list[Prompt]) -> dict[str, int]:
         """Share out a chunk among started prompts and those of `waiting` that go before them."""
-        shares = dict.fromkeys(self._started, 0)
-        started = sorted(self._started.values(), key=self.order.key, reverse=True)
+        shares = dict.fromkeys(self.started, 0)
+        started = sorted(self.started.values(), key=self.order.key, reverse=True)
         passed = 0  # of those that wait
         while chunk_tokens > 0 and started:
             entry, is_next = started[-1], passed < len(waiting)
@@ -227,7 +218,7 @@ class PromptQueue(Generic[R]):
         """
         left_tokens, slack_tokens = 0, chunk_tokens * self.sched_batch
         for entry in sorted(
-            chain(self._scheduled, self._started.values()), key=attrgetter("arrival")
+            chain(self._scheduled, self.started.values()), key=attrgetter("arrival")
         ):
             left_tokens += entry.remaining_tokens
             since_tokens = self._computed_tokens - entry.computed_before_tokens

@@ -145,7 +145,7 @@ class TetriInstance(Instance):
                 request.hidden_tokens = request.num_computed_tokens if request.is_granted else 0
             self.queue.computed(request.request_id, tokens, remaining_tokens)
         # Started prompts must go on, even if the next prompt could not start.
-        self._is_stuck = not prompts and self.queue.num_started > 0
+        self._is_stuck = not prompts and bool(self.queue.started)
         return shares
 
     def settle(self, now: float) -> None:
