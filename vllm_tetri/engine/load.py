@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+from functools import partial
 from typing import Any, Protocol
 
 import psutil
@@ -91,7 +92,8 @@ class LoadReader:
         ]
         running = [one for one in list(scheduler.running) if not is_dummy(one.request_id)]
         decodes = [each for each in requests if each.request_id not in sends]
-        total_tokens = [self._total_tokens(each) for each in decodes]
+        expected = partial(scheduler.lengths.total_tokens, end=End.EXPECTED)
+        total_tokens = [expected(each, produced_tokens=each.num_output_tokens) for each in decodes]
         heavy = sum(total > HEAVY_TOKENS for total in total_tokens)
         fit, tally = scheduler.clock.fit, predictions.tally
         return InstanceLoad(
@@ -148,11 +150,6 @@ class LoadReader:
         if request.request_id in self.receives:
             return 0
         return max(0, request.num_prompt_tokens - request.num_computed_tokens)
-
-    def _total_tokens(self, request: Request) -> int:
-        return self.scheduler.lengths.total_tokens(
-            request, End.EXPECTED, produced_tokens=request.num_output_tokens
-        )
 
     def _used_blocks(self) -> int:
         pool: Any = self.scheduler.kv_cache_manager.block_pool

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +143,8 @@ def _read_file(path: str) -> dict[str, Any]:
     for key, value in raw.items():
         name = fields.get(file_key_of(str(key)))
         if name is None:
-            raise ConfigError(f"--tetri-config {path}: {_unknown(str(key), fields)}")
+            close = difflib.get_close_matches(file_key_of(str(key)), fields, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(fields)}"
+            raise ConfigError(f"--tetri-config {path}: there is no option {key}; {hint}")
         given[name] = value
     return given
-
-
-def _unknown(key: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(file_key_of(key), known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
-    return f"there is no option {key}{hint}"

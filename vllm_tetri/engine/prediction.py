@@ -159,10 +159,13 @@ class Predictions:
         """Keep the prediction with which a request came from another instance."""
         self._entries[request_id] = _Awaited(0.0, is_settled=True, prediction=prediction)
 
-    def exchange(self) -> None:
-        """Send new prompts to the predictor and take its replies; once per step."""
+    def exchange(self, wait_s: float = 0.0) -> None:
+        """Send new prompts to the predictor and take its replies; once per step. Sleep before, at
+        most `wait_s`, until a reply may be there."""
         if self.predictor is None:
             return
+        if wait_s:
+            self.predictor.wait(wait_s)
         for request_id, prediction in self.predictor.poll():
             entry = self._entries.get(request_id)
             if entry is not None:
@@ -189,11 +192,6 @@ class Predictions:
             and not entry.is_settled
             and self._clock() < entry.deadline
         )
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until a reply may be there, at most `timeout_s`."""
-        if self.predictor is not None:
-            self.predictor.wait(timeout_s)
 
     def end(self, request_id: str) -> None:
         """Forget an ended request."""

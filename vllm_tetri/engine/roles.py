@@ -105,7 +105,11 @@ def expand_role(
     namespace.kv_transfer_config = kv_transfer_config(config)
     # A new list: the argparse default is shared by all parsers.
     namespace.middleware = [*(namespace.middleware or []), MIDDLEWARE]
-    _choose_executor(namespace)
+    # On CPU run the worker inside the engine process: vLLM's multiprocess executor polls shared
+    # memory and would steal the cores that instances share.
+    is_alone = (getattr(namespace, "tensor_parallel_size", None) or 1) == 1
+    if is_cpu() and is_alone and getattr(namespace, "distributed_executor_backend", None) is None:
+        namespace.distributed_executor_backend = EXECUTOR
     # On Ctrl-C vLLM kills its engine process at once, so this one removes its segments.
     atexit.register(sweep_segments)
 
@@ -181,17 +185,6 @@ def kv_transfer_config(config: TetriConfig) -> Any:
         engine_id=config.instance,
         kv_connector_extra_config={CONFIG_KEY: encode_config(config)},
     )
-
-
-def _choose_executor(namespace: argparse.Namespace) -> None:
-    """On CPU run the worker inside the engine process: its multiprocess executor
-    polls shared memory and would steal the cores that instances share."""
-    if (
-        is_cpu()
-        and getattr(namespace, "distributed_executor_backend", None) is None
-        and (getattr(namespace, "tensor_parallel_size", None) or 1) == 1
-    ):
-        namespace.distributed_executor_backend = EXECUTOR
 
 
 def identity_of(

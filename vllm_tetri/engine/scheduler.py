@@ -249,8 +249,7 @@ class TetriScheduler(Scheduler):
         predictions.exchange()
         queue.let_in(predictions.holds)
         if 0 < queue.num_unpredicted == len(queue) and not self.running:
-            predictions.wait(ARRIVAL_WAIT_S)
-            predictions.exchange()
+            predictions.exchange(ARRIVAL_WAIT_S)
             queue.let_in(predictions.holds)
 
     def is_gate_shut(self) -> bool:

@@ -76,9 +76,6 @@ class PricedRoute:
         return self.prefill != self.decode
 
 
-# -- what a prompt and an output cost on one instance ---------------------------------------
-
-
 def token_s(row: InstanceRow, prompt_tokens: float) -> float:
     """Return the time per token of a prompt, decodes and the step's base aside."""
     return row.cost.prompt_s + prompt_tokens / 2 * row.cost.context_s
@@ -134,9 +131,6 @@ def hand_over_s(row: InstanceRow, prompt_tokens: float) -> float:
     return load.handover_s + min(prompt_tokens, row.chunk_tokens) * load.handover_token_s
 
 
-# -- candidates ------------------------------------------------------------------------------
-
-
 class PriceCandidates:
     """The instances worth pricing for requests of one model, chosen once per view.
 
@@ -183,9 +177,6 @@ class PriceCandidates:
             if row.id not in taken:
                 found[row] = None
         return [self._state.row(row) for row in found]
-
-
-# -- choices ---------------------------------------------------------------------------------
 
 
 def price_route(

@@ -47,16 +47,12 @@ Held = tuple[int, int]  # tokens whose KV a request holds, and those it is predi
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
-    """When a request may enter the decode batch. A class with these two methods is a policy, too.
+    """When a request may enter the decode batch. Any class with these two methods is one."""
 
-    Attributes:
-        fits: Whether a request may enter that holds so many tokens and will write so many.
-            Asked only if its tokens have blocks and the batch is not empty.
-        growth_blocks: Blocks to keep for the batch beyond what it holds; reported to prefill
-            instances.
-    """
-
+    # Whether a request may enter that holds so many tokens and will write so many; asked only if
+    # its tokens have blocks and the batch is not empty.
     fits: Callable[[Admission, int, int], bool]
+    # Blocks to keep for the batch beyond what it holds; reported to prefill instances.
     growth_blocks: Callable[[Admission], int]
 
 
@@ -80,14 +76,10 @@ class Admission:
         self._expected_tokens = self._actual_tokens = _CREDIT_TOKENS
 
     def begin(self, free_blocks: int, running: list[Held]) -> None:
-        """Begin a step, before anything is allocated in it.
-
-        Args:
-            free_blocks: What vLLM could hand out, less what prompts among `running` still have
-                to be given.
-            running: What the requests of the batch hold (all of a prompt that is being
-                computed) and are predicted to write on top, at least 1.
-        """
+        """Begin a step, before anything is allocated in it. `running` is what the requests of the
+        batch hold (all of a prompt that is being computed) and are predicted to write on top, at
+        least 1; `free_blocks` what vLLM could hand out, less what those prompts still have to be
+        given."""
         self._used_blocks = self._total_blocks - free_blocks
         self._batch = sorted(running, key=_by_end)
         self._shared_blocks = self._held_blocks - self._used_blocks
@@ -118,13 +110,11 @@ class Admission:
 
     # -- what policies ask --------------------------------------------------------
 
-    @property
     def all_growth_blocks(self) -> int:
         """Blocks that the batch takes on top if none is given back."""
         size = self._size
         return sum([-(-(held + rest) // size) + -held // size for held, rest in self._batch])
 
-    @property
     def most_growth_blocks(self) -> int:
         """Blocks that the batch holds on top at the end at which it holds most; at least 0."""
         held_blocks = self._held_blocks
@@ -133,7 +123,7 @@ class Admission:
     def holds_all(self, tokens: int, remaining_tokens: int) -> bool:
         """Whether the batch and a request that enters fit if no block comes back."""
         own_blocks = -(-(tokens + remaining_tokens) // self._size) + -tokens // self._size
-        return own_blocks + self.all_growth_blocks <= self._free_blocks(tokens)
+        return own_blocks + self.all_growth_blocks() <= self._free_blocks(tokens)
 
     def holds_until_ends(self, tokens: int, remaining_tokens: int) -> bool:
         """Whether the batch and a request that enters fit just before every end up to its own."""
@@ -183,10 +173,8 @@ def _by_end(held: Held) -> int:
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
     "greedy": AdmissionPolicy(lambda pool, tokens, rest: True, lambda pool: 0),
-    "reserve-static": AdmissionPolicy(Admission.holds_all, lambda pool: pool.all_growth_blocks),
-    "reserve-dynamic": AdmissionPolicy(
-        Admission.holds_until_ends, lambda pool: pool.most_growth_blocks
-    ),
+    "reserve-static": AdmissionPolicy(Admission.holds_all, Admission.all_growth_blocks),
+    "reserve-dynamic": AdmissionPolicy(Admission.holds_until_ends, Admission.most_growth_blocks),
 }
 
 

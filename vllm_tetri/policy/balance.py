@@ -55,16 +55,9 @@ class Group:
         ready = [each for each in self.all if each.state is InstanceState.READY]
         self.ready = {role: [each for each in ready if each.info.role is role] for role in ROLES}
         self.counts = {role: len(self.ready[role]) for role in ROLES}
-        self.flipping = [
-            each.info.id
-            for each in self.all
-            if each.state is InstanceState.FLIPPING
-            or (
-                each.state is InstanceState.READY
-                and each.flip is not None
-                and each.flip.is_under_way
-            )
-        ]
+        under_way = [each for each in ready if each.flip is not None and each.flip.is_under_way]
+        under_way += [each for each in self.all if each.state is InstanceState.FLIPPING]
+        self.flipping = [each.info.id for each in under_way]
 
     def able(self, role: Role) -> list[InstanceView]:
         """List the instances that may give a role up."""

@@ -75,6 +75,7 @@ class InstanceRow:
         self.chunk_tokens = load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
         self.queued_tokens = load.queued_prefill_tokens
         self.heavy, self.light = load.heavy, load.light
+        self.num_requests = load.running + load.waiting  # as reported
         self.remaining_tokens: float = load.remaining_tokens
         self.base_blocks = load.blocks_total - load.blocks_used - load.reserved_blocks
         self.free_bytes = load.arena_total_bytes - load.arena_used_bytes

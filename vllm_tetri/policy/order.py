@@ -1,21 +1,17 @@
 """In which order a prefill instance computes its prompts (paper section 3.3.1).
 
-Two queues: *raw* holds prompts as they came, *scheduled* those that were taken
-from it, at most a batch at a time (PrefillSchedBatch), and ordered. A prompt is
-*started* once some of it was computed. `fcfs`, `sjf` and `ljf` never interrupt a
-started prompt, and take the next batch when the last one has been started: a
-prompt waits for at most one batch besides what came before it.
+Two queues: *raw* holds prompts as they came, *scheduled* those that were taken from it, at most a
+batch at a time (PrefillSchedBatch), and ordered. A prompt is *started* once some of it was
+computed. `fcfs`, `sjf` and `ljf` never interrupt a started prompt, and take the next batch when the
+last one has been started: a prompt waits for at most one batch besides what came before it.
 
-`srtf` orders again at every chunk border what is scheduled and what is started,
-shortest remaining prompt first, and keeps that set filled up to a batch. Ageing
-keeps long prompts from starving. Measure time by the prompt tokens that the
-instance computes. Let A be the tokens that first come first served would compute
-until a prompt is done: what was unfinished when it came, and itself. The prompt
-is *due* as soon as later ones overtook it by (`SRTF_BOUND` - 1) * A tokens and a
-batch of chunks. Due prompts go first, in order of arrival, so nothing that came
-later overtakes them any more: among prompts of the same priority, every one is
-done after at most SRTF_BOUND * A tokens and `sched_batch` + 2 chunks (one in which
-it becomes due, and the last one, which it may share).
+`srtf` orders again at every chunk border what is scheduled and what is started, shortest remaining
+prompt first, and keeps that set filled up to a batch. Ageing keeps long prompts from starving.
+Measure time by the prompt tokens that the instance computes, and let A be what first come first
+served would compute until a prompt is done. It is *due* as soon as later ones overtook it by
+(`SRTF_BOUND` - 1) * A tokens and a batch of chunks. Due prompts go first, in order of arrival:
+among prompts of the same priority, every one is done after at most SRTF_BOUND * A tokens and
+`sched_batch` + 2 chunks (one in which it becomes due, and the last one, which it may share).
 `tests/policy/test_order.py` checks it.
 """
 

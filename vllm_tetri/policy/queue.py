@@ -168,18 +168,11 @@ class PromptQueue(Generic[R]):
         was_refused: bool = False,
         unable: Collection[str] = (),
     ) -> dict[str, int]:
-        """Share out the prompt tokens of a step under a preemptive order. Paused prompts keep
-        their blocks, so new ones leave them enough to be finished.
-
-        Args:
-            free_blocks: What the engine could hand out; 0 if it may run no other request.
-            was_refused: Whether the gate refused a request in the last step; it most likely
-                does so again.
-            unable: Prompts that cannot start.
-
-        Returns:
-            Tokens per started prompt; 0 pauses it. What is not shared out is for those that wait.
-        """
+        """Share out the prompt tokens of a step under a preemptive order: return tokens per started
+        prompt, 0 to pause it; the rest is for those that wait and are not `unable` to start. Paused
+        prompts keep their blocks, so new ones leave them enough of `free_blocks` (0 if the engine
+        may run no other request) to be finished. If the gate refused a request in the last step
+        (`was_refused`), it most likely does so again."""
         started = self.started.values()
         started_blocks = sum(-(-each.remaining_tokens // block_size) for each in started)
         self.free_blocks = max(0, free_blocks - started_blocks)

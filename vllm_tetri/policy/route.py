@@ -54,18 +54,10 @@ def choose_route(
     at_limit: Collection[InstanceId] = (),
 ) -> Route | AllAtLimit | None:
     """Choose the least-loaded prefill instance if two instances may share the request, else one
-    instance. Overload never sends a request to instances of another kind, where it would disturb
-    what they do.
-
-    Args:
-        rows: The ready instances that serve the model.
-        excluded: Instances that already failed this request.
-        refused: Instances that just had no capacity for it.
-        at_limit: Instances that have as many requests in flight as they may.
-
-    Returns:
-        None when there is no instance.
-    """
+    instance; None when there is none. Overload never sends a request to instances of another kind,
+    where it would disturb what they do. Of the `rows` that serve the model, `excluded` ones already
+    failed this request, `refused` ones just had no capacity for it, and those `at_limit` have as
+    many requests in flight as they may."""
     ready = [row for row in rows if row.id not in excluded]
     if not ready:
         return None
@@ -78,17 +70,13 @@ def choose_route(
         who = "prefill instances" if prefills else "instances that could serve it alone"
         return AllAtLimit(tuple(row.id for row in kind), who)
     if not prefills:
-        best = min(able, key=_work)
+        best = min(able, key=lambda row: (row.queued_tokens, row.num_requests))
         why = "no pair to split over" if may_split else "not split"
         return Whole(best.id, f"{why}: {best.role} with {best.queued_tokens} tokens queued")
     if all(row.id in at_limit for row in decodes):
         return AllAtLimit(tuple(row.id for row in decodes), "decode instances")
     best = min(able, key=lambda row: (row.queued_tokens, row.role is Role.BOTH))
     return Split(best.id, f"least of {len(able)}: {best.queued_tokens} tokens queued")
-
-
-def _work(row: InstanceRow) -> tuple[int, int]:
-    return row.queued_tokens, row.view.load.running + row.view.load.waiting
 
 
 def _prefills(ready: list[InstanceRow], decodes: list[InstanceRow]) -> list[InstanceRow]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
+from functools import partial
 from math import inf
 
 from vllm_tetri.policy.balance import OTHER, ROLES, Balance, FlipOrder, Group, Look
@@ -114,8 +115,9 @@ class Watcher:
     `threshold` watch for `after_s` before they order a flip."""
 
     def __init__(self, policy: WatchPolicy, after_s: float = 60.0) -> None:
-        self._policy = policy
-        self._after_s = after_s
+        limit = LOW_LOAD if policy is WatchPolicy.THRESHOLD else 0.0
+        is_balance = policy is WatchPolicy.BALANCE
+        self._new = Balance if is_balance else partial(Rest, after_s, limit)
         self._watches: dict[str, Balance | Rest] = {}
         self._ordered_s: dict[str, float] = {}
 
@@ -137,8 +139,3 @@ class Watcher:
                 order = look.order
                 self._ordered_s[model] = now
         return Look(order, "; ".join(explanations) or "no instance is there")
-
-    def _new(self) -> Balance | Rest:
-        if self._policy is WatchPolicy.BALANCE:
-            return Balance()
-        return Rest(self._after_s, LOW_LOAD if self._policy is WatchPolicy.THRESHOLD else 0.0)
