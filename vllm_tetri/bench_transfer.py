@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +36,7 @@ SOCKET_BUFFER_BYTES = 4 << 20
 RAW_CHUNK_BYTES = 128 << 10  # as iperf3 does; larger ones were slower
 _UNDER_WAY = (TransferState.OPENING, TransferState.SENDING)
 
-Ways = dict[str, Callable[[int], float]]  # seconds, by number of blocks
+Ways = dict[str, Callable[[int], None]]  # each moves a number of blocks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,12 +51,13 @@ def run(options: argparse.Namespace) -> int:
     total_bytes = options.total_mib << 20
     if total_bytes < NUM_LAYERS * PAGE_BYTES[-1] or options.repeats < 1:
         raise TransferError("--total-mib must be at least 4 and --repeats at least 1")
-    rows = []
+    rows, names = [], map(str, count())
     with receiver(_receive_tetri, total_bytes) as (endpoint, port):
         for page_bytes in PAGE_BYTES:
             pages = Pages(page_bytes, total_bytes)
             with ExitStack() as stack:
-                row = measure(_ways(pages, stack, endpoint, port), pages, options.repeats)
+                ways = _ways(pages, stack, partial(_push, names, endpoint), port)
+                row = measure(ways, pages, options.repeats)
             rows.append({"page_bytes": page_bytes, "bytes": pages.data.nbytes, **row})
     _print(Console(), rows)
     if options.json is not None:
@@ -77,50 +79,44 @@ class Pages:
         starts = np.array([layer.ctypes.data for layer in self.data], np.uint64)
         self.layout = Layout(starts, size, size, self.num_blocks, self.data)
 
-    def memcpy(self, num_blocks: int) -> float:
+    def memcpy(self, num_blocks: int) -> None:
         """Copy blocks within this process."""
-        started, ids = time.perf_counter(), self.order[:num_blocks]
-        for layer in range(NUM_LAYERS):
-            target = self._copy[layer, :num_blocks]
-            np.take(self.data[layer], ids, axis=0, out=target, mode="clip")
-        return time.perf_counter() - started
+        for layer, target in zip(self.data, self._copy, strict=True):
+            ids = self.order[:num_blocks]
+            np.take(layer, ids, axis=0, out=target[:num_blocks], mode="clip")
 
 
-def _ways(pages: Pages, stack: ExitStack, endpoint: str, port: int) -> Ways:
+def _ways(pages: Pages, stack: ExitStack, push: Callable[..., None], port: int) -> Ways:
     raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S))
     _tune(raw)
 
-    def raw_socket(num_blocks: int) -> float:
-        size = num_blocks * NUM_LAYERS * pages.page_bytes
-        started, flat = time.perf_counter(), pages.data.reshape(-1)
+    def raw_socket(num_blocks: int) -> None:
+        size, flat = num_blocks * NUM_LAYERS * pages.page_bytes, pages.data.reshape(-1)
         raw.sendall(size.to_bytes(8, "little"))
         for start in range(0, size, RAW_CHUNK_BYTES):
             raw.sendall(flat[start : min(size, start + RAW_CHUNK_BYTES)].data)
         if raw.recv(1) != b"k":
             raise TransferError("the receiving process closed the plain socket; see its messages")
-        return time.perf_counter() - started
 
     ways: Ways = {"memcpy": pages.memcpy, "raw socket": raw_socket}
     for link in ("shm", "tcp"):
         sender = Sender(identity=IDENTITY, link=link)
         stack.callback(sender.close)
-        ways[link] = partial(_push, sender, pages, endpoint)
+        ways[link] = partial(push, sender, pages)
     return ways
 
 
-def _push(sender: Sender, pages: Pages, endpoint: str, num_blocks: int) -> float:
-    layout, started = pages.layout, time.perf_counter()
-    name = f"{id(sender)}-{started}"
-    transfer = sender.open(endpoint, name, num_blocks, layout.block_bytes)
+def _push(
+    names: Iterator[str], endpoint: str, sender: Sender, pages: Pages, num_blocks: int
+) -> None:
+    layout, deadline = pages.layout, time.perf_counter() + TIMEOUT_S
+    transfer = sender.open(endpoint, next(names), num_blocks, layout.block_bytes)
     transfer.write(layout, 0, pages.order[:num_blocks])
     transfer.finish()
-    while transfer.state in _UNDER_WAY and time.perf_counter() < started + TIMEOUT_S:
+    while transfer.state in _UNDER_WAY and time.perf_counter() < deadline:
         sender.wait(0.05)
-    took = time.perf_counter() - started
     if transfer.state != TransferState.DONE:
         raise TransferError(f"a transfer of {num_blocks} blocks failed: {transfer.error}")
-    sender.send(endpoint, name.encode(), TIMEOUT_S)  # the receiver frees the slot
-    return took
 
 
 def measure(ways: Ways, pages: Pages, repeats: int) -> dict[str, float]:
@@ -129,7 +125,9 @@ def measure(ways: Ways, pages: Pages, repeats: int) -> dict[str, float]:
     for _ in range(repeats + 1):
         for name, way in ways.items():
             for key, number in ((name, pages.num_blocks), (f"{name}, one block", 1)):
-                samples.setdefault(key, []).append(way(number))
+                started = time.perf_counter()
+                way(number)
+                samples.setdefault(key, []).append(time.perf_counter() - started)
     # The first turn warms up.
     medians = {key: statistics.median(values[1:]) for key, values in samples.items()}
     return medians | {name: pages.data.nbytes / medians[name] for name in ways}
@@ -167,10 +165,10 @@ def _receive_tetri(parent: Connection, total_bytes: int) -> None:
 
 
 def _release(receiver: Receiver) -> None:
-    while True:
-        name = receiver.receive(TIMEOUT_S)
-        if name is not None and receiver.take(name.decode()) is not None:
-            receiver.release(name.decode())
+    for number in count():
+        while receiver.take(str(number)) is None:
+            receiver.wait(TIMEOUT_S)
+        receiver.release(str(number))
 
 
 def _tune(raw: socket.socket) -> None:
