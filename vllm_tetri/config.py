@@ -165,26 +165,22 @@ class Option:
 @cache
 def options() -> dict[str, Option]:
     """The options by field name, in the order of the fields."""
+    found = {}
     fields = msgspec.json.schema(TetriConfig)["$defs"]["TetriConfig"]["properties"]
-    return {name: _option_of(name, field) for name, field in fields.items() if "unit" in field}
-
-
-def _option_of(name: str, field: dict[str, Any]) -> Option:
-    default, unit, allowed = str(field["default"]), "", _words(field)
-    if name.endswith("_s"):
-        unit, allowed = "SECONDS", f"{allowed} seconds"
-    elif name.endswith("_bytes"):
-        unit, default = "BYTES", f"{field['default'] >> 20}M"
-    elif isinstance(field["default"], tuple):
-        default = ",".join(field["default"])
-    return Option(
-        flag=option_of(name),
-        text=field["description"],
-        unit=field["unit"] or unit,
-        default=field["shown"] or default,
-        choices=tuple(field.get("enum", ())),
-        allowed=allowed,
-    )
+    for name, field in fields.items():
+        if "unit" not in field:
+            continue
+        default, unit, allowed = field["default"], field["unit"], _words(field)
+        if name.endswith("_s"):
+            unit, allowed = "SECONDS", f"{allowed} seconds"
+        elif name.endswith("_bytes"):
+            unit, default = "BYTES", f"{default >> 20}M"
+        elif isinstance(default, tuple):
+            default = ",".join(default)
+        choices, shown = tuple(field.get("enum", ())), field["shown"] or str(default)
+        flag, text = option_of(name), field["description"]
+        found[name] = Option(flag, text, unit, shown, choices, allowed)
+    return found
 
 
 def _words(schema: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from vllm_tetri.predictor.server import (
     BATCH_TOKENS,
     CUTTING_TOKENS,
     MAX_PACKET_BYTES,
-    Queued,
     Server,
     Submitted,
     Withdrawn,
@@ -95,10 +94,10 @@ def served() -> Iterator[Served]:
 
 
 def batches(*lengths: int) -> list[list[int]]:
-    queue = deque(Queued(index, [1] * length) for index, length in enumerate(lengths))
+    queue = deque(Submitted(index, [1] * length) for index, length in enumerate(lengths))
     found = []
     while queue:
-        found.append([len(each.tokens) for each in take_batch(queue)])
+        found.append([len(each.token_ids) for each in take_batch(queue)])
     return found
 
 

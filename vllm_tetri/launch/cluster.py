@@ -164,7 +164,8 @@ class LocalCluster:
         if self._stop.is_set():
             self._is_forced = True
             for keeper in self._keepers:
-                keeper.kill()
+                if keeper.child is not None:
+                    keeper.child.kill()
         self._stop.set()
 
 
@@ -185,7 +186,7 @@ class Keeper:
         log_dir: Path | None = cluster.options.log_dir
         self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
         self._was_ready = False
-        self._child: ChildProcess | None = None
+        self.child: ChildProcess | None = None
         self._fingerprint: bytes | None = None  # of the certificate that the child has read
 
     @property
@@ -197,7 +198,7 @@ class Keeper:
 
     def facts(self) -> dict[str, Any]:
         """Facts for the ready file; the process id is the guard's, which leads the group."""
-        pid = self._child.pid if self._child else None
+        pid = self.child.pid if self.child else None
         return {"id": self.spec.name, "url": self.url, "pid": pid}
 
     async def get_json(self, path: str) -> dict[str, Any]:
@@ -229,13 +230,8 @@ class Keeper:
     async def stop(self) -> None:
         """End the child in good order. Idempotent."""
         self.ready.clear()
-        if self._child is not None:
-            await self._child.stop()
-
-    def kill(self) -> None:
-        """End the child at once. Idempotent."""
-        if self._child is not None:
-            self._child.kill()
+        if self.child is not None:
+            await self.child.stop()
 
     def _get(
         self, path: str, timeout_s: float
@@ -255,7 +251,7 @@ class Keeper:
         if self.spec.certificate is not None:  # it may have been renewed
             with contextlib.suppress(ConfigError):  # the child says so
                 self._fingerprint = fingerprint_of(self.spec.certificate)
-        child = self._child = await ChildProcess.start(
+        child = self.child = await ChildProcess.start(
             self.spec, self._port, partial(self._display.line, self.spec.name), self._log_file
         )
         death = asyncio.create_task(child.wait())
@@ -305,7 +301,7 @@ class Keeper:
         self._display.event(self.spec.name, f"ended ({how}{more})")
 
     def _describe(self, problem: str) -> str:
-        tail = list(self._child.tail)[-_TAIL_SHOWN:] if self._child else []
+        tail = list(self.child.tail)[-_TAIL_SHOWN:] if self.child else []
         shown = "\n".join(f"  | {line}" for line in tail) or "  | (it printed nothing)"
         where = f"\nits whole output is in {self._log_file}" if self._log_file else ""
         return f"{self.spec.name} {problem}; its last lines were:\n{shown}{where}"

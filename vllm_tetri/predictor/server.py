@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -77,19 +77,13 @@ class Classifier(Protocol):
     def classify(self, batch: Sequence[Sequence[int]]) -> list[int]: ...  # in one forward pass
 
 
-class Queued(NamedTuple):
-    """A prompt that waits for its batch."""
-
-    number: int
-    tokens: list[int]
-
-
-def take_batch(queue: deque[Queued]) -> list[Queued]:
-    """Remove the next batch from the head of a queue that is not empty."""
+def take_batch(queue: deque[Submitted]) -> list[Submitted]:
+    """Remove the next batch from the head of a queue that is not empty, of prompts that have been
+    encoded."""
     batch = [queue.popleft()]
-    longest = len(batch[0].tokens)
+    longest = len(batch[0].token_ids)
     while longest < CUTTING_TOKENS and queue and len(batch) < BATCH_PROMPTS:
-        longest = max(longest, len(queue[0].tokens))
+        longest = max(longest, len(queue[0].token_ids))
         if longest >= CUTTING_TOKENS or longest * (len(batch) + 1) > BATCH_TOKENS:
             break
         batch.append(queue.popleft())
@@ -102,7 +96,7 @@ class Server:
     def __init__(self, channel: socket.socket, classifier: Classifier) -> None:
         self._channel = channel
         self._classifier = classifier
-        self._queue: deque[Queued] = deque()
+        self._queue: deque[Submitted] = deque()
 
     def run(self) -> None:
         """Serve; the instance bounds the number of its prompts, and so the queue."""
@@ -133,14 +127,15 @@ class Server:
             self._queue = deque(each for each in self._queue if each.number != query.number)
             return
         try:
-            self._queue.append(Queued(query.number, self._classifier.encode(query.token_ids)))
+            encoded = self._classifier.encode(query.token_ids)
+            self._queue.append(Submitted(query.number, encoded))
         except Exception:  # whatever a tokenizer makes of strange ids
             _log.exception("a prompt of %d tokens cannot be read", len(query.token_ids))
             self._channel.send(encode(Replies([(query.number, None)])))
 
-    def _classify(self, batch: list[Queued]) -> Replies:
+    def _classify(self, batch: list[Submitted]) -> Replies:
         try:
-            buckets = self._classifier.classify([each.tokens for each in batch])
+            buckets = self._classifier.classify([each.token_ids for each in batch])
         except Exception:
             _log.exception("a batch of %d prompts failed", len(batch))
             return Replies([(each.number, None) for each in batch])
