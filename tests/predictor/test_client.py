@@ -14,6 +14,7 @@ import pytest
 
 from tests.launch.fakes import is_alive, until
 from tests.predictor.tiny_artefact import make
+from vllm_tetri.predictor import client
 from vllm_tetri.predictor.base import Query
 from vllm_tetri.predictor.client import QUEUE_PROMPTS, PredictorProcess, serve_command
 from vllm_tetri.predictor.model import load
@@ -21,6 +22,11 @@ from vllm_tetri.types import Prediction
 
 FAKE = Path(__file__).with_name("fake_server.py")
 HANGS, WRONG = [667], [668]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.01)
 
 
 class Asking:
@@ -57,7 +63,7 @@ class Asking:
 
 @contextmanager
 def asking(*words: str) -> Iterator[Asking]:
-    made = Asking(PredictorProcess([sys.executable, str(FAKE), *words], 200, 10, 0.01))
+    made = Asking(PredictorProcess([sys.executable, str(FAKE), *words], 200, 10))
     try:
         yield made
     finally:

@@ -30,7 +30,7 @@ from vllm_tetri.types import Prediction
 QUEUE_PROMPTS = 256
 _CLOSE_S = 3.0
 # Between two starts of a process that keeps ending: doubled each time, up to the longest.
-_FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _STEADY_S = 30.0  # a process that lived for this time did start
 
@@ -41,16 +41,10 @@ class PredictorProcess:
     """A `Predictor` that is a child process (`server`), started by `command`. Used by one thread.
 
     A bucket outside of `num_buckets` counts as a failure. A process that ends is started again
-    after `pause_s`, then after twice the time, up to a minute.
+    after half a second, then after twice the time, up to a minute.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        granularity_tokens: int,
-        num_buckets: int,
-        pause_s: float = _FIRST_PAUSE_S,
-    ) -> None:
+    def __init__(self, command: Sequence[str], granularity_tokens: int, num_buckets: int) -> None:
         self._granularity_tokens, self._num_buckets = granularity_tokens, num_buckets
         self.tally = Tally()
         self._names: dict[int, str] = {}  # of the prompts that were asked, without a reply
@@ -60,7 +54,7 @@ class PredictorProcess:
         self._found: list[tuple[str, Prediction | None]] = []
         self._channel: socket.socket | None = None
         self._is_serving = False  # its model is loaded, and it lives
-        self._command, self._pause_s = command, pause_s
+        self._command = command
         self._stop = threading.Event()
         self._lock = threading.Lock()  # a process is started, or all is stopped
         self._process: subprocess.Popen[bytes] | None = None
@@ -180,7 +174,7 @@ class PredictorProcess:
     # The keeper's thread.
 
     def _keep(self) -> None:
-        pause_s = self._pause_s
+        pause_s = FIRST_PAUSE_S
         while True:
             started = time.monotonic()
             try:
@@ -190,7 +184,7 @@ class PredictorProcess:
             if self._stop.is_set():
                 return
             if time.monotonic() - started > _STEADY_S:
-                pause_s = self._pause_s
+                pause_s = FIRST_PAUSE_S
             _log.warning("the length predictor %s; it starts again in %.1f s", ending, pause_s)
             if self._stop.wait(pause_s):
                 return

@@ -15,35 +15,22 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "tetri-"
 
 
-def abandoned_segments(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Find arenas of this user that no process owns any more."""
-    return [path for path in _ours(folder) if _try(path, remove=False)]
+def abandoned_segments(folder: Path = SHARED_MEMORY, *, remove: bool = False) -> list[Path]:
+    """Find arenas of this user that no process owns any more, and remove them if wanted."""
+    found = []
+    for path in sorted(folder.glob(PREFIX + "*")):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if path.lstat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if remove:
+                path.unlink(missing_ok=True)
+            found.append(path)
+    return found
 
 
 def sweep_segments(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Remove the abandoned arenas of this user and return their paths."""
-    return [path for path in _ours(folder) if _try(path, remove=True)]
-
-
-def _ours(folder: Path) -> list[Path]:
-    found = []
-    for path in sorted(folder.glob(PREFIX + "*")):
-        with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_uid == os.geteuid():
-                found.append(path)
-    return found
-
-
-def _try(path: Path, *, remove: bool) -> bool:
-    descriptor = -1
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if remove:
-            path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-    return True
+    return abandoned_segments(folder, remove=True)
