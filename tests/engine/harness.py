@@ -269,13 +269,8 @@ class Engine:
             or self.scheduler.requests
             or len(self.endpoint.receives)
             or len(self.endpoint.sends)
-            or any(what not in SHARED_LEAKS for what in self.leaks())
+            or any(what not in SHARED_LEAKS for what in self.endpoint.leaks())
         )
-
-    def leaks(self) -> dict[str, int]:
-        """What a leak check would find now."""
-        found: dict[str, int] = self.endpoint.leaks()
-        return found
 
     def close(self) -> None:
         self.worker.shutdown()

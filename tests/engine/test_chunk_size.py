@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,15 @@ from vllm_tetri.engine.chunk_size import fitting_chunk, is_dummy
 from vllm_tetri.types import Role
 
 
-class Clock:
-    """Time that only passes when an engine computes."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 class Device(Engine):
-    """An engine whose steps take 5 ms and 0.6 ms a token, `slower` times."""
+    """An engine whose steps take 5 ms and 0.6 ms a token, `slower` times; no other time passes."""
 
-    def __init__(self, folder: Path, clock: Clock) -> None:
-        self.clock = clock
-        self.slower = 1.0
-        self.steps: list[list[str]] = []
-        super().__init__(folder, Role.PREFILL, num_blocks=600, chunk_size="auto")
+    now = 1000.0
+    slower = 1.0
 
     def _forward(self, output: Any) -> None:
         self.steps.append(list(output.num_scheduled_tokens))
-        self.clock.now += self.slower * (0.005 + 0.0006 * output.total_num_scheduled_tokens)
+        self.now += self.slower * (0.005 + 0.0006 * output.total_num_scheduled_tokens)
 
     def probe(self) -> None:
         self.run_until(lambda: not self.scheduler.has_requests())
@@ -43,13 +31,10 @@ class Device(Engine):
 
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    clock = Clock()
-    stock = chunk_size.ChunkProbe
-    monkeypatch.setattr(
-        "vllm_tetri.engine.scheduler.ChunkProbe",
-        lambda scheduler, most: stock(scheduler, most, clock=clock.monotonic),
-    )
-    device = Device(tmp_path, clock)
+    probe = partial(chunk_size.ChunkProbe, clock=lambda: device.now)
+    monkeypatch.setattr("vllm_tetri.engine.scheduler.ChunkProbe", probe)
+    device = Device(tmp_path, Role.PREFILL, num_blocks=600, chunk_size="auto")
+    device.steps = []
     yield device
     device.close()
 
@@ -81,7 +66,7 @@ def test_the_instance_joins_its_cluster_after_the_probe(device: Device) -> None:
 def test_a_slow_device_is_not_given_ever_longer_prompts(device: Device) -> None:
     device.slower = 100.0
     device.probe()
-    assert device.clock.now - 1000.0 < chunk_size.DEADLINE_S + 100 * 0.1
+    assert device.now - 1000.0 < chunk_size.DEADLINE_S + 100 * 0.1
     assert device.scheduler.max_num_scheduled_tokens == 32
     assert device.is_at_rest
 

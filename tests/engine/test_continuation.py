@@ -146,14 +146,6 @@ def test_a_prior_token_is_shown_first_and_only_the_next_is_computed(
     pair.settle()
 
 
-def test_without_kv_the_prompt_is_computed_and_the_tokens_stay(pair: Pair) -> None:
-    tokens = list(range(90))
-    kv_params = DecodeParams(TransferId(""), digest_of(tokens), PriorOutput([42, 43, 44]))
-    continue_at(pair.decode, "b", tokens, kv_params, max_tokens=5)
-    assert run(pair.decode, "b") == [42, 43, 44, 7, 7]
-    pair.settle()
-
-
 def test_lost_kv_costs_a_recomputation_and_no_token(pair: Pair) -> None:
     tokens = list(range(90))
     pair.decode.endpoint.receives._timeout_s = 0.0
@@ -206,39 +198,32 @@ def injections(**options: bool) -> Continuations:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "engine", "reason"),
+    ("sampling", "engine", "prior_output", "reason"),
     [
-        ({"prompt_logprobs": 0}, {}, "prompt_logprobs"),
-        ({"logprobs": 2}, {}, "logprobs_missing"),
-        ({}, {"is_async": True}, "async_v1_runner"),
-        ({"seed": 1}, {"is_cpu": False}, "seed_on_v1_runner"),
-        ({"max_tokens": 1}, {}, "nothing_left"),
+        ({"prompt_logprobs": 0}, {}, [42], "prompt_logprobs"),
+        ({"logprobs": 2}, {}, [42], "logprobs_missing"),
+        ({}, {"is_async": True}, [42], "async_v1_runner"),
+        ({"seed": 1}, {"is_cpu": False}, [42], "seed_on_v1_runner"),
+        ({"max_tokens": 1}, {}, [42], "nothing_left"),
+        ({"max_tokens": 99}, {}, [42] * 61, "nothing_left"),  # with the prompt it fills the window
+        ({}, {}, [100], "unknown_tokens"),
     ],
 )
 def test_what_is_not_exact_is_computed_again_and_counted(
-    pair: Pair, sampling: dict[str, Any], engine: dict[str, bool], reason: str
+    pair: Pair,
+    sampling: dict[str, Any],
+    engine: dict[str, bool],
+    prior_output: list[int],
+    reason: str,
 ) -> None:
     request = pair.decode.add("b", [1, 2, 3])
     request.sampling_params = SamplingParams(**{"max_tokens": 9, **sampling})
     request.max_tokens = request.sampling_params.max_tokens
     asked = injections(**engine)
-    asked.begin(request, PriorOutput([42]))
+    asked.begin(request, PriorOutput(prior_output))
     assert request.num_output_tokens == 0
     assert asked.refused == {reason: 1}
     assert asked.num_open == 0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "prior_output", "reason"),
-    [([1, 2], [100], "unknown_tokens"), ([1] * 60, [1, 2, 3, 4], "nothing_left")],
-)
-def test_what_no_instance_can_have_sampled_is_refused(
-    pair: Pair, prompt: list[int], prior_output: list[int], reason: str
-) -> None:
-    request = pair.decode.add("b", prompt, max_tokens=50)
-    asked = injections()
-    asked.begin(request, PriorOutput(prior_output))
-    assert (request.num_output_tokens, asked.refused) == (0, {reason: 1})
 
 
 def test_many_prior_tokens_that_the_cache_knows_do_not_end_the_engine(pair: Pair) -> None:

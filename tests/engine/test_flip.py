@@ -77,16 +77,6 @@ def test_decodes_go_first_beside_the_prompts_of_a_new_prefill_instance(make: Any
     assert [len(engine.outputs[name]) for name in ("x", "y", "z", "prompt")] == [40, 40, 40, 1]
 
 
-def test_what_the_gate_has_learnt_outlives_flips(make: Any) -> None:
-    engine = make(Role.PREFILL)
-    gate = engine.scheduler.gate
-    assert gate is not None
-    for role in (Role.BOTH, Role.DECODE, Role.PREFILL):
-        flip(engine, role)
-        engine.step()
-        assert engine.scheduler.gate is gate
-
-
 def test_padding_stops_with_the_role_and_none_of_it_is_seen(make: Any) -> None:
     engine = make(Role.PREFILL, pad="on")
     add(engine, "a", 100)

@@ -32,7 +32,7 @@ def test_requests_that_come_and_go_leave_nothing(engine: Engine) -> None:
         engine.add(name, prompt(50))
         engine.run_until(lambda name=name: name in engine.finished)
     engine.run_until(lambda: engine.is_at_rest)
-    assert engine.leaks() == {}
+    assert engine.endpoint.leaks() == {}
 
 
 def test_blocks_that_leak_are_reported_and_changes_logged(
@@ -62,7 +62,7 @@ def test_received_kv_without_a_request_is_a_leak_only_after_a_second(shm_pair: P
     shm_pair.decode.endpoint.agent.close()
     shm_pair.sent("a", prompt(50))
     shm_pair.decode.step()
-    assert shm_pair.decode.leaks() == {"received KV transfers without a request": 1}
+    assert shm_pair.decode.endpoint.leaks() == {"received KV transfers without a request": 1}
     assert reported(shm_pair.decode) == ()
     eventually(lambda: len(reported(shm_pair.decode)) == 1)
 

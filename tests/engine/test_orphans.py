@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,13 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair.close()
 
 
-class Soon:
-    """Engines that are at rest within the promised time."""
-
-    def __init__(self, *engines: Engine) -> None:
-        self._engines = engines
-
-    def __enter__(self) -> None:
-        self._start_s = time.monotonic()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            for engine in self._engines:
-                engine.run_until(lambda engine=engine: engine.is_at_rest)
-            assert time.monotonic() - self._start_s < SOON_S
+@contextmanager
+def soon(engine: Engine) -> Iterator[None]:
+    """What happens leaves the engine at rest within the promised time."""
+    start_s = time.monotonic()
+    yield
+    engine.run_until(lambda: engine.is_at_rest)
+    assert time.monotonic() - start_s < SOON_S
 
 
 def sees(engine: Engine, endpoint: str) -> None:
@@ -99,7 +93,7 @@ def test_a_decode_instance_is_killed_while_kv_travels_to_it_or_afterwards(
             pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
         there.kill()
         pair.prefill.run_until(lambda: "a" in pair.prefill.finished)
-        with Soon(pair.prefill):
+        with soon(pair.prefill):
             pass
 
 
@@ -118,14 +112,14 @@ def test_a_prefill_instance_dies_after_its_first_blocks(pair: Pair, is_early: bo
     assert time.monotonic() - start_s < SOON_S
     assert pair.decode.holds(request, len(tokens))
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
-    with Soon(pair.decode):
+    with soon(pair.decode):
         pass
 
 
 def test_a_prefill_instance_dies_and_no_request_waits_for_its_kv(pair: Pair) -> None:
     sender, _ = open_slot(pair, "t-a", prompt(100), pair.prefill.endpoint.config.link)
     assert used_bytes(pair.decode) > 0
-    with Soon(pair.decode):
+    with soon(pair.decode):
         sender.close()
 
 
@@ -134,7 +128,7 @@ def test_a_router_dies_before_it_sent_the_decode_request(pair: Pair) -> None:
     prefilled = pair.sent("r/a", tokens)
     pair.decode.endpoint.abandon("t-s")  # another one
     assert used_bytes(pair.decode) > 0
-    with Soon(pair.decode):
+    with soon(pair.decode):
         pair.decode.endpoint.abandon(ROUTER)
         assert used_bytes(pair.decode) == 0
     # It was not dead, only its connection: a request that comes now is computed at once.
@@ -169,7 +163,7 @@ def test_a_router_dies_while_the_arena_is_full(pair: Pair) -> None:
     for _ in range(10):
         pair.prefill.step()
     assert not pair.prefill.is_at_rest  # it tries again and again
-    with Soon(pair.prefill):
+    with soon(pair.prefill):
         pair.prefill.endpoint.abandon(ROUTER)
     sender.close()
     pair.settle()

@@ -340,11 +340,6 @@ def test_a_damaged_artefact_is_refused_at_the_start(tmp_path: Path) -> None:
     require_predictor(config(predictor="oracle"))
 
 
-def test_a_folder_without_a_predictor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no predictor"):
-        buckets_of(config(predictor=str(tmp_path)), 2048)
-
-
 def test_an_unusable_predictor_is_refused_before_the_model_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
