@@ -282,50 +282,39 @@ def late(
     return expected_late(place, promised, answer_tokens)
 
 
-def test_what_keeps_the_promise_is_served() -> None:
-    assert late() is None
-    assert late(ttft_s=1.0, tpot_s=0.05) is None
-
-
-def test_a_little_late_may_be_an_error_of_the_forecast() -> None:
-    assert late(ttft_s=1.2) is None
-    assert late(tpot_s=0.06) is None
-    assert late(ttft_s=1.3) is not None
-    assert late(tpot_s=0.065) is not None
-
-
-def test_what_would_be_late_with_nobody_else_there_is_served() -> None:
-    assert late(ttft_s=9, waits=False) is None
-    assert late(tpot_s=9, shares=False) is None
-    assert late(ttft_s=9, tpot_s=9, waits=False) is not None
-    assert late(ttft_s=9, tpot_s=9, shares=False) is not None
-
-
-def test_nobody_is_refused_by_a_guess() -> None:
-    assert late(ttft_s=9, confidence=0.2) is None
-    assert late(ttft_s=9, confidence=0.8) is not None
-
-
-def test_without_a_promise_nothing_is_late() -> None:
-    assert late(ttft_s=1e9, tpot_s=1e9, promised=NO_OBJECTIVE) is None
-    assert late(ttft_s=1e9, promised=Objective(tpot_s=0.05)) is None
-    assert late(tpot_s=1e9, promised=Objective(ttft_s=1.0)) is None
+@pytest.mark.parametrize(
+    ("facts", "is_late"),
+    [
+        ({"ttft_s": 1.0, "tpot_s": 0.05}, False),
+        # A little late may be an error of the forecast.
+        ({"ttft_s": 1.2, "tpot_s": 0.06}, False),
+        ({"ttft_s": 1.3}, True),
+        ({"tpot_s": 0.065}, True),
+        # It would be late with no other request there.
+        ({"ttft_s": 9, "waits": False}, False),
+        ({"tpot_s": 9, "shares": False}, False),
+        ({"ttft_s": 9, "tpot_s": 9, "waits": False}, True),
+        ({"ttft_s": 9, "tpot_s": 9, "shares": False}, True),
+        # A guess refuses none.
+        ({"ttft_s": 9, "confidence": 0.2}, False),
+        ({"ttft_s": 9, "confidence": 0.8}, True),
+        # Without a promise nothing is late.
+        ({"ttft_s": 1e9, "tpot_s": 1e9, "promised": NO_OBJECTIVE}, False),
+        ({"ttft_s": 1e9, "promised": Objective(tpot_s=0.05)}, False),
+        ({"tpot_s": 1e9, "promised": Objective(ttft_s=1.0)}, False),
+    ],
+)
+def test_what_would_be_late_because_of_others_is_refused(
+    facts: dict[str, Any], is_late: bool
+) -> None:
+    assert (late(**facts) is not None) == is_late
 
 
 def test_it_may_come_again_when_the_work_before_it_is_done() -> None:
-    assert late(ttft_s=4.5) == Late("first token expected in 4.5 s, promised 1 s", 4)
-
-
-def test_a_pace_recovers_when_half_an_answer_is_written() -> None:
-    assert late(tpot_s=0.1, answer_tokens=200) == Late(
-        "100 ms a token expected, promised 50 ms", 10
-    )
-
-
-def test_of_both_the_first_token_is_named() -> None:
-    found = late(ttft_s=9, tpot_s=9)
-    assert found is not None
-    assert "first token" in found.reason
+    first_token = Late("first token expected in 4.5 s, promised 1 s", 4)
+    assert late(ttft_s=4.5) == late(ttft_s=4.5, tpot_s=9) == first_token
+    pace = Late("100 ms a token expected, promised 50 ms", 10)
+    assert late(tpot_s=0.1, answer_tokens=200) == pace  # half of it is written by then
 
 
 @pytest.mark.parametrize(("ttft_s", "wait_s"), [(1.26, 1), (2.5, 2), (1e6, 60)])
