@@ -106,15 +106,6 @@ def test_prompts_finish_in_one_step_if_the_budget_holds_them(
     assert (first.ttft_s == second.ttft_s) is is_one_step
 
 
-def test_short_prompts_pass_long_ones_of_their_batch() -> None:
-    specs = [spec(0, 40, 1), spec(1, 60, 1, 0.1), spec(2, 5, 1, 0.2)]
-    sjf = simulate(one(chunk_tokens=20, order="sjf"), specs)
-    fcfs = simulate(one(chunk_tokens=20, order="fcfs"), specs)
-
-    assert sjf[2].ttft_s < sjf[1].ttft_s
-    assert fcfs[2].ttft_s > fcfs[1].ttft_s
-
-
 def test_prompts_keep_the_tbt_slo_of_decodes() -> None:
     specs = [spec(0, 4, 30), spec(1, 64, 2, arrival_s=0.5)]
 
@@ -176,16 +167,6 @@ def test_kv_stays_where_it_is_while_the_arena_is_full() -> None:
     assert [each.ttft_s for each in served] == pytest.approx([1.2, 2.4, 3.6, 4.8])
     # One is decoded, one is in the arena, and the third has the prompt side's blocks.
     assert tight[3].ttft_s > served[0].jct_s
-
-
-def test_handed_over_requests_are_not_held_up_by_prompts() -> None:
-    specs = [spec(0, 10, 40), *(spec(number, 64, 2, 3.0 * number) for number in range(1, 8))]
-
-    split = simulate(pair(), specs)[0]
-    whole = simulate(one(), specs)[0]
-
-    assert max(part.max() for part in split.gap_parts[1:]) < 1.4
-    assert max_itl_s(whole) > 1.6
 
 
 # -- everything ----------------------------------------------------------------------------

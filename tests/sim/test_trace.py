@@ -107,17 +107,3 @@ def test_lengths_come_from_a_file(tmp_path: Path) -> None:
 
     assert known == [(70, 8), (900, 33)]
     assert {(each.prompt_tokens, each.output_tokens) for each in specs} == set(known)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,b\n1,2\n", "row 1: "),
-        ("ContextTokens,GeneratedTokens\n", "holds no requests"),
-        ("ContextTokens,GeneratedTokens\n5,0\n", "row 1"),
-        ("ContextTokens,GeneratedTokens\n5\n", "row 1"),
-    ],
-)
-def test_a_file_without_lengths_is_an_error(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_lengths(written(tmp_path, text))
