@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,8 @@ def test_splitwise_moves_a_machine_into_the_mixed_pool_for_a_burst_and_back() ->
 
 def test_mooncake_refuses_requests_that_would_be_late() -> None:
     burst = [spec(number, 500, 5, 0.05 * number) for number in range(40)]
-    config = ClusterConfig(make_instances(1, 1), MooncakeMode, objective=Objective(2.0, 0.1))
+    mode = partial(MooncakeMode, objective=Objective(2.0, 0.1))
+    config = ClusterConfig(make_instances(1, 1), mode)
     outcome = run(config, burst)
     assert len(outcome.refused) > 20
     assert all("first token expected in" in each.reason for each in outcome.refused)
@@ -187,7 +189,8 @@ def test_mooncake_computes_short_prompts_where_they_are_decoded() -> None:
     )
     specs = [spec(0, 25, 5), spec(1, 40, 5, 20.0), spec(2, 20, 5, 40.0), spec(3, 5, 5, 60.0)]
     free = simulate(ClusterConfig(cluster, MooncakeMode), specs)
-    strict = simulate(ClusterConfig(cluster, MooncakeMode, objective=Objective(9.0, 1.21)), specs)
+    mode = partial(MooncakeMode, objective=Objective(9.0, 1.21))
+    strict = simulate(ClusterConfig(cluster, mode), specs)
     assert [each.prefill for each in free] == ["d", "p", "d", "d"]
     assert [each.prefill for each in strict] == ["p", "p", "d", "d"]  # 1.25, 1.4, 1.2, 1.05 s
 

@@ -161,8 +161,8 @@ class _Simulation:
 
     def prefilled(self, request: SimRequest, now: float) -> bool:
         if request.is_split and request.decode is None:
-            self._dispatch(request, now, may_wait=False)
-        if request.is_split and request.is_granted:
+            self._dispatch(request, now, may_wait=False)  # it hands over what is granted at once
+        elif request.is_split and request.is_granted:
             self._hand_over(request, now)
         return request.is_split
 
@@ -181,7 +181,7 @@ class _Simulation:
             request.is_split = False
             return
         request.decode = chosen.instance
-        self._receiver(request).open(request)
+        self._receiver(request).open(request, now)
 
     def _hand_over(self, request: SimRequest, now: float) -> None:
         self._receiver(request).expect(request, now)

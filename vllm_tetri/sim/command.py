@@ -199,7 +199,6 @@ def _systems(options: argparse.Namespace) -> list[System]:
         make_instances(*counts.values(), engine=engine),
         seed=options.seed,
         dispatch=options.dispatch_policy,
-        objective=objective_of(options),
     )
     systems = [(f"{mode} {label}", replace(usual, mode=mode)) for mode in options.mode or ["split"]]
     above_0(replicas=options.replicas)

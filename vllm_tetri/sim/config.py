@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
 from vllm_tetri.types import InstanceId, InstanceInfo, Role
@@ -112,7 +111,6 @@ class ClusterConfig:
     link: float | None = None  # bytes per second; None: hand-overs do not slow each other down
     sends_chunks: bool = True  # the KV of a chunk when it is computed; else all after the prompt
     dispatch: str = "power-of-two"  # name of a policy (docs/policies.md, `plugins`)
-    objective: Objective = NO_OBJECTIVE  # for modes that refuse requests that would be late
 
     def __post_init__(self) -> None:
         if not self.instances:

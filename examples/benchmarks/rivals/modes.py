@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from vllm_tetri.policy.adaptive import PricedRoute, token_s, tpot_s, ttft_s
+from vllm_tetri.policy.adaptive import (
+    NO_OBJECTIVE,
+    Objective,
+    PricedRoute,
+    token_s,
+    tpot_s,
+    ttft_s,
+)
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
@@ -147,9 +154,9 @@ class MooncakeMode(PairedMode):
     refused before anything is computed for it.
     """
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, objective: Objective = NO_OBJECTIVE) -> None:
         super().__init__(config)
-        self._objective = config.objective
+        self._objective = objective
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
         priced = self.look(table, spec)

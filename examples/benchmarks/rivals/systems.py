@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from examples.benchmarks.rivals.engines import (
@@ -129,7 +130,8 @@ def _mooncake(parts: Parts) -> ClusterConfig:
         replace(place, engine=inline) if place.role is Role.DECODE else place
         for place in make_instances(*parts.divided(), engine=engine)
     )
-    return ClusterConfig(instances, MooncakeMode, parts.seed, objective=parts.objective)
+    mode = partial(MooncakeMode, objective=parts.objective)
+    return ClusterConfig(instances, mode, parts.seed)
 
 
 def _tetri(parts: Parts) -> ClusterConfig:

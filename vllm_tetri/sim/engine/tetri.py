@@ -64,11 +64,11 @@ class TetriInstance(Instance):
         self._news.append(partial(self.queue.add, request))
         self.wake(now)
 
-    def open(self, request: SimRequest) -> None:
+    def open(self, request: SimRequest, now: float) -> None:
         """Request arena memory for the KV of a split request; it is granted now or later."""
         self.has_changed = True
         self._opened.append(request)
-        self._grant()
+        self._grant(now)
 
     def expect(self, request: SimRequest, now: float) -> None:
         """The prompt is computed, and all its KV on its way."""
@@ -92,7 +92,7 @@ class TetriInstance(Instance):
             self.arena_tokens -= self.whole_blocks(request.spec.prompt_tokens)
         else:
             self._opened.remove(request)
-        self._grant_waiting(now)
+        self._grant(now)
 
     def put_back(self, request: SimRequest) -> None:
         request.num_computed_tokens = 0
@@ -160,23 +160,18 @@ class TetriInstance(Instance):
         for _, tokens in self._admitted:
             self.arena_tokens -= self.whole_blocks(tokens)
         self._admitted.clear()
-        self._grant_waiting(now)
+        self._grant(now)
 
-    def _grant_waiting(self, now: float) -> None:
-        for request in self._grant():
-            self.cluster.granted(request, now)
-
-    def _grant(self) -> list[SimRequest]:
-        """Grant memory to opened transfers in order, as far as there is some. Returns those."""
-        granted = []
+    def _grant(self, now: float) -> None:
+        """Grant memory to opened transfers in order, as far as there is some."""
         while self._opened:
             tokens = self.whole_blocks(self._opened[0].spec.prompt_tokens)
             if self.arena_tokens and self.arena_tokens + tokens > self.engine.arena_tokens:
                 break
             self.arena_tokens += tokens
-            granted.append(self._opened.popleft())
-            granted[-1].is_granted = True
-        return granted
+            request = self._opened.popleft()
+            request.is_granted = True
+            self.cluster.granted(request, now)
 
     def whole_blocks(self, tokens: int) -> int:
         """Tokens of the whole blocks that hold so many."""
