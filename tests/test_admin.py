@@ -22,7 +22,7 @@ async def test_status_shows_every_instance_in_one_line(capsys: pytest.CaptureFix
     )  # fmt: skip
     async with cluster(decode, FakeInstance("p", Role.PREFILL)) as made:
         await eventually(lambda: made.scheduler.monitor.view().instances[0].load.running == 3)
-        assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 0
+        assert await made.command("status") == 0
         head, first, second, policy = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "id"
     assert "heavy:light" in head
@@ -37,13 +37,13 @@ async def test_status_shows_every_instance_in_one_line(capsys: pytest.CaptureFix
 
 async def test_status_of_an_empty_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     async with cluster() as made:
-        assert await asyncio.to_thread(cli.main, ["status", "--url", made.url]) == 0
+        assert await made.command("status") == 0
         assert capsys.readouterr().out == "no instances\n"
 
 
 async def test_status_prints_the_response_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     async with cluster(FakeInstance("d", Role.DECODE)) as made:
-        assert await asyncio.to_thread(cli.main, ["status", "--json", "--url", made.url]) == 0
+        assert await made.command("status", "--json") == 0
         content = json.loads(capsys.readouterr().out)
         assert set(content) == set(await made.get("/tetri/v1/instances"))
     assert [row["id"] for row in content["instances"]] == ["d"]

@@ -124,17 +124,6 @@ def test_a_transfer_that_is_called_off_is_not_taken_for_a_broken_one(way: Way) -
     assert "bytes changed on their way" not in errors, errors
 
 
-def test_a_sender_that_lost_only_a_stream_is_told(way: Way) -> None:
-    """Its own end of the stream looks well: only the receiver knows."""
-    way.works("first")
-    way.proxy.make(Trouble(Kind.HALF_OPEN, 0, connection=STREAM))
-    transfer = way.push("broken")
-    assert ended(transfer, DEADLINE_S) == TransferState.FAILED
-    eventually(lambda: empty(way.receiver), DEADLINE_S)
-    way.proxy.clear()
-    way.works("next")
-
-
 def test_a_slow_way_is_no_trouble(way: Way) -> None:
     way.proxy.make(Trouble(Kind.DELAY, delay_s=0.01))
     way.works("slow")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -85,14 +86,14 @@ async def _chunks(reader: asyncio.StreamReader) -> bytes:
 
 @asynccontextmanager
 async def connected(
-    made: Cluster,
+    made: Cluster, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection(*made.listener.address)
+    reader, writer = await asyncio.open_connection(*made.listener.address, ssl=tls)
     try:
         yield reader, writer
     finally:
         writer.close()
-        with suppress(ConnectionError):
+        with suppress(OSError):
             await writer.wait_closed()
 
 

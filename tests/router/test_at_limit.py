@@ -19,7 +19,7 @@ from vllm_tetri.types import Role
 
 
 async def full_in_the_stream(
-    fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    fake: FakeInstance, request: web.Request, body: Any
 ) -> web.StreamResponse:
     """vLLM let the request in, began the stream and only then found itself full."""
     if not body.get("stream"):
@@ -32,9 +32,7 @@ def full_times(
 ) -> Callable[..., Awaitable[web.StreamResponse]]:
     left = times
 
-    async def answer(
-        fake: FakeInstance, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
+    async def answer(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
         nonlocal left
         left -= 1
         return await (busy if left >= 0 else FakeInstance.answer)(fake, request, body)

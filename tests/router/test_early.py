@@ -105,7 +105,7 @@ async def test_a_client_that_leaves_takes_both_legs_along() -> None:
 
 async def test_an_early_leg_that_finds_no_room_is_sent_again_with_the_token() -> None:
     async def busy_at_first(
-        fake: FakeInstance, request: web.Request, body: dict[str, Any]
+        fake: FakeInstance, request: web.Request, body: Any
     ) -> web.StreamResponse:
         return await (full() if len(fake.calls) == 1 else continuation(fake, request, body))
 

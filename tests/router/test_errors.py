@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router.fakes import FakeInstance, cluster, eventually, pair
+from tests.router.fakes import Cluster, FakeInstance, both, cluster, eventually, pair
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.types import Role
 
@@ -53,8 +53,18 @@ async def test_without_instances_retry_after_is_sent() -> None:
         status, answer, headers = await made.ask()
         assert (status, headers["Retry-After"]) == (503, "1")
         assert_shaped(answer)
-        async with made.client.get(made.url + "/health") as response:
-            assert response.status == 503
+        assert await health(made) == {503}
+        await made.add(both())
+        assert await health(made) == {200}
+
+
+async def health(made: Cluster) -> set[int]:
+    """The status of every route that shows it."""
+    found = set()
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        async with made.client.request(method, made.url + path) as response:
+            found.add(response.status)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -117,5 +127,3 @@ async def test_instances_are_shown_in_the_documented_shape() -> None:
         }
         assert (first["id"], first["role"], first["state"]) == ("p", "prefill", "ready")
         assert first["blocks_total"] == 100
-        async with made.client.get(made.url + "/health") as response:
-            assert response.status == 200

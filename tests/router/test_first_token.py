@@ -36,9 +36,7 @@ from tests.router.writers import (
 from vllm_tetri.handover import DecodeParams, PriorOutput, from_params
 
 
-async def engine_dies(
-    fake: FakeInstance, request: web.Request, _: dict[str, Any]
-) -> web.StreamResponse:
+async def engine_dies(fake: FakeInstance, request: web.Request, _: Any) -> web.StreamResponse:
     answer = await begin_stream(request)
     await fake.chunk_gate.wait()
     await answer.write(event({"error": {"message": "EngineCore died", "code": 500}}))
@@ -46,7 +44,7 @@ async def engine_dies(
 
 
 async def breaks_after_the_role(
-    fake: FakeInstance, request: web.Request, body: dict[str, Any]
+    fake: FakeInstance, request: web.Request, body: Any
 ) -> web.StreamResponse:
     await begin_stream(request, script_of(request, body).events(2)[0][:60])
     await asyncio.sleep(0.05)
@@ -257,9 +255,7 @@ async def test_without_a_taker_for_the_kv_an_instance_goes_on_behind_the_token()
 
 
 async def test_a_decode_instance_that_goes_on_otherwise_is_an_error_not_a_wrong_text() -> None:
-    async def other(
-        fake: FakeInstance, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
+    async def other(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
         return await begin_stream(request, *Script(("other", "x")).events(2))
 
     async with cluster(*trio(prefill(), continuation)) as made:

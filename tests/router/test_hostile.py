@@ -17,7 +17,7 @@ import zmq
 
 from tests.control.channel import INFO
 from tests.mutation import COUNTS, mutated, strange_frame
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually
+from tests.router.fakes import Cluster, cluster, eventually, pair
 from vllm_tetri import messages
 from vllm_tetri.messages import Dispatched, Flipped, Goodbye, Hello, LoadReport, PrefillEnding
 from vllm_tetri.security import Secret
@@ -45,7 +45,7 @@ GOOD = [
         Dispatched(
             RequestId("r"),
             TransferId("t"),
-            InstanceId("d1"),
+            InstanceId("d"),
             "why",
             Prediction(1, 10, 200),
             PrefillEnding(TransferId("t"), "digest", [1, 2, 3]),
@@ -54,10 +54,6 @@ GOOD = [
         Goodbye(EVIL.id, True, "1 request"),
     )
 ]
-
-
-def pair() -> tuple[FakeInstance, FakeInstance]:
-    return FakeInstance("p1", Role.PREFILL, decode="d1"), FakeInstance("d1", Role.DECODE)
 
 
 @asynccontextmanager
@@ -75,7 +71,7 @@ async def still_serves(made: Cluster) -> None:
     status, answer, _ = await made.ask()
     assert (status, answer["kind"]) == (200, "injected")
     rows = (await made.get("/tetri/v1/instances"))["instances"]
-    assert {"p1", "d1"} <= {row["id"] for row in rows}
+    assert {"p", "d"} <= {row["id"] for row in rows}
     async with made.client.get(made.url + "/metrics") as response:
         assert response.status == 200
         assert "tetri_control_frames_dropped_total" in await response.text()

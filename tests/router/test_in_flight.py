@@ -14,6 +14,7 @@ from tests.router.fakes import (
     eventually,
     held_back,
     let_go,
+    pair,
     refused,
 )
 from vllm_tetri.messages import Dispatched
@@ -41,7 +42,7 @@ async def test_a_full_instance_leads_to_the_next_and_all_full_to_503() -> None:
 
 
 async def test_decode_instances_are_bounded_too() -> None:
-    prefill, decode = FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
+    prefill, decode = pair()
     held_back(decode)
     async with cluster(prefill, decode, max_in_flight_each=1) as made:
         asking = asyncio.create_task(made.ask())
@@ -90,8 +91,7 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overload, "PATIENCE_S", 0.2)
-    pair = FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
-    async with cluster(*pair, mode=mode) as made:
+    async with cluster(*pair(), mode=mode) as made:
         for name in ("p", "d"):
             made.scheduler.placer.backlogs.record_prompt(made[name].id, 1000, sent_s=0.0, now=1.0)
             await made.report(name, queued_prefill_tokens=9000, waiting=20)

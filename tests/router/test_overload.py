@@ -7,9 +7,8 @@ from collections import Counter
 
 import aiohttp
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, held_back, let_go
+from tests.router.fakes import Cluster, cluster, eventually, held_back, let_go, pair
 from vllm_tetri.router.auth import Limits
-from vllm_tetri.types import Role
 
 KEYS = ("greedy", "modest")
 MOST = 40
@@ -46,9 +45,7 @@ async def ask(made: Cluster, client: aiohttp.ClientSession, number: int) -> tupl
 
 
 async def test_ten_times_too_much_is_refused_at_once_and_leaves_nothing() -> None:
-    instances = held_back(
-        FakeInstance("p", Role.PREFILL, decode="d"), FakeInstance("d", Role.DECODE)
-    )
+    instances = held_back(*pair())
     limits = Limits(connections=10 * MOST + 10)
     async with cluster(*instances, keys=KEYS, limits=limits, max_in_flight=MOST) as made:
         before = len(asyncio.all_tasks())

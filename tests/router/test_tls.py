@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import ssl
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,9 @@ from cryptography.hazmat.primitives.serialization import (
 
 from tests.certificates import AUTHORITY, CERTIFICATE, CERTIFICATE_KEY, trusting
 from tests.router.fakes import both, cluster, eventually
+from tests.router.raw import connected, read_answer
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.router.auth import (
-    Limits,
-    fingerprint_of,
-    tls_of,
-)
+from vllm_tetri.router.auth import Limits, fingerprint_of, tls_of
 from vllm_tetri.router.command import add_arguments
 
 FILES = ("--ssl-certfile", str(CERTIFICATE), "--ssl-keyfile", str(CERTIFICATE_KEY))
@@ -74,21 +69,12 @@ async def test_a_client_may_have_to_show_a_certificate() -> None:
 async def test_limits_hold_with_tls_too() -> None:
     limits = Limits(connections=1, head_s=0.2)
     async with cluster(both(), tls=tls(*FILES), limits=limits) as made:
-        for expected in (b"408", b"503"):
-            first = await asyncio.open_connection(*made.listener.address, ssl=trusting())
-            first[1].write(b"GET /v1/models HTTP/1.1\r\n")
-            reader, writer = first
-            if expected == b"503":
-                reader, writer = await asyncio.open_connection(
-                    *made.listener.address, ssl=trusting()
-                )
-            async with asyncio.timeout(5):
-                assert expected in await reader.readline()
-            for each in {first[1], writer}:
-                each.close()
-                with suppress(OSError):
-                    await each.wait_closed()
-            await eventually(lambda: len(made.listener.connections) == 0)
+        async with connected(made, trusting()) as (reader, writer):
+            writer.write(b"GET /v1/models HTTP/1.1\r\n")
+            async with connected(made, trusting()) as (second, _):
+                assert (await read_answer(second)).status == 503
+            assert (await read_answer(reader)).status == 408
+        await eventually(lambda: len(made.listener.connections) == 0)
 
 
 async def test_commands_speak_https(

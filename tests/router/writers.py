@@ -102,9 +102,7 @@ def writer(dies_after: int | None = None, *, cut: int = 0, **changes: Any) -> Ha
         changes: Attributes of the script that differ.
     """
 
-    async def handle(
-        fake: FakeInstance, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
+    async def handle(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
         script = script_of(request, body, **changes)
         leg = from_params(body.get("kv_transfer_params"))
         if isinstance(leg, PrefillParams):
@@ -161,9 +159,7 @@ def prefill(
     """A prefill instance that responds with a script's first token; with `release`, it announces
     its last chunk for d1 and responds when this is set."""
 
-    async def handle(
-        fake: FakeInstance, request: web.Request, body: dict[str, Any]
-    ) -> web.StreamResponse:
+    async def handle(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
         leg = from_params(body.get("kv_transfer_params"))
         if not isinstance(leg, PrefillParams):
             return await continuation(fake, request, body)

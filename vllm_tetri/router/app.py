@@ -127,7 +127,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
 
     async def run(_: web.Application) -> AsyncIterator[None]:
         try:
-            scheduler.start()
+            scheduler.monitor.start()
             yield
         finally:
             await scheduler.close()

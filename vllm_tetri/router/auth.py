@@ -23,7 +23,6 @@ INSTANCE_KEY_VARIABLE = "TETRI_INSTANCE_API_KEY"
 # Everything else needs a key. vLLM leaves more open: all paths that do not begin with /v1, /v2,
 # /inference or /cohere, such as /tokenize, /score and /pooling.
 _OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version"})
-_ANONYMOUS = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ class Keys:
         """Name the client of a request; the name says nothing about the key. None if the path
         needs a key, and there is none, or an unknown one."""
         if not self._digests or path in _OPEN_PATHS:
-            return _ANONYMOUS
+            return ""
         scheme, _, key = headers.get("Authorization", "").partition(" ")
-        presented, client = _digest(key), _ANONYMOUS
+        presented, client = _digest(key), ""
         for number, digest in enumerate(self._digests):
             if secrets.compare_digest(presented, digest):
                 client = f"key-{number}"  # and go on: the time must not tell which

@@ -6,17 +6,15 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, get_type_hints
+from typing import get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.router.table import Entry, RequestTable
 from vllm_tetri.types import Flip, FlipStage, InstanceLoad, Number
-
-if TYPE_CHECKING:
-    from vllm_tetri.control.monitor import Monitor
-    from vllm_tetri.router.table import Entry, RequestTable
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1)

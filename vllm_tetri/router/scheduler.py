@@ -66,7 +66,7 @@ class RouterConfig:
 class GlobalScheduler:
     """Owns the control socket, the connections to instances and the request table.
 
-    Build it on a running event loop; `close` it also if `start` fails.
+    Build it on a running event loop; `close` it also if its monitor cannot start.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -104,10 +104,6 @@ class GlobalScheduler:
             max_queue_delay_s=config.max_queue_delay_s,
         )
         self.set_mode(config.mode)
-
-    def start(self) -> None:
-        """Bind the control port; raises `ConfigError` if that fails."""
-        self.monitor.start()
 
     async def close(self) -> None:
         """Release every socket and task. Idempotent."""
