@@ -12,6 +12,7 @@ namespace {
 constexpr auto kHandshakeTime = std::chrono::seconds(5);
 constexpr auto kStallTime = std::chrono::seconds(30);
 constexpr size_t kMaxQueuedOut = 1 << 20;
+constexpr size_t kMaxReads = 1024;
 constexpr size_t kMaxMessages = 1024;
 constexpr int kReceivesPerTurn = 16;
 constexpr size_t kMaxLocked = 128 << 10;  // received under the lock: some 20 microseconds
@@ -152,6 +153,13 @@ void Connection::handle_control(const Frame& frame, TimePoint now) {
       return handle_open(decode<Open>(frame), now);
     case Type::kMessage:
       return handle_message(decode<Message>(frame), now);
+    case Type::kRead: {
+      if (reads_.size() >= kMaxReads) throw FrameError("too many reads at once");
+      const auto read = decode<Read>(frame);
+      if (read.length == 0) throw FrameError("empty read");
+      reads_.push_back(read);
+      return serve_reads(now);
+    }
     default:
       break;
   }
@@ -189,6 +197,36 @@ void Connection::handle_message(Message message, TimePoint now) {
     state_.changed.notify_all();
   }
   send(encode(ack), now);
+}
+
+void Connection::serve_reads(TimePoint now) {
+  while (!reads_.empty() && out_.empty() && answer_read(reads_.front())) {
+    flush(now);
+  }
+}
+
+// False when the read must wait for data that is still on its way.
+bool Connection::answer_read(Read& read) {
+  ReadData answer;
+  answer.read = read.read;
+  answer.status = static_cast<uint32_t>(Status::kStale);
+  const uint64_t length = std::min<uint64_t>(read.length, kMaxReadBytes);
+  {
+    const std::lock_guard lock(state_.mutex);
+    const auto received = state_.table.received_bytes(read.generation, writer_);
+    if (received && *received < read.after_bytes) return false;
+    const auto place = state_.table.writable(read.generation, writer_, read.offset, length);
+    if (place) {
+      answer.status = static_cast<uint32_t>(Status::kOk);
+      answer.offset = read.offset;
+      answer.payload.assign(reinterpret_cast<const char*>(state_.segment.data() + *place), length);
+    }
+  }
+  read.offset += length;
+  read.length -= length;
+  if (answer.payload.empty() || read.length == 0) reads_.pop_front();
+  out_ += encode(std::move(answer));
+  return true;
 }
 
 void Connection::read_data(TimePoint now) {
@@ -267,12 +305,14 @@ void Connection::finish_payload(TimePoint now) {
   };
   if (corrupt) return stop(Status::kInvalid, kCorrupt);
   if (discarding_) return stop(Status::kStale, "the slot belongs to another transfer by now");
+  control->serve_reads(now);
 }
 
 void Connection::notify(const Notice& notice, TimePoint now) {
   if (phase_ != Phase::kControl) return;
   if (notice.confirm) return send(encode(Confirm{notice.generation}), now);
   send(encode(Stop{notice.generation, static_cast<uint32_t>(notice.status), notice.reason}), now);
+  serve_reads(now);  // those of an ended slot get their answer now
 }
 
 void Connection::send(const std::string& frame, TimePoint now) {
@@ -288,6 +328,7 @@ void Connection::send(const std::string& frame, TimePoint now) {
 void Connection::writable(TimePoint now) {
   flush(now);
   if (phase_ == Phase::kDraining && out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
+  serve_reads(now);
 }
 
 void Connection::flush(TimePoint now) {
@@ -310,6 +351,7 @@ void Connection::refuse(const std::string& reason, TimePoint now) {
 
 void Connection::drain() {
   phase_ = Phase::kDraining;
+  reads_.clear();
   if (out_.empty()) ::shutdown(fd_.get(), SHUT_WR);
 }
 

@@ -84,7 +84,7 @@ Session handshake(const SenderOptions& options, const Endpoint& endpoint, TimePo
   for (uint32_t index = 0; index < options.streams; ++index) {
     streams.push_back(join(options, endpoint, welcome.session, deadline, cancel_fd));
   }
-  session.link = make_tcp_link(std::move(streams));
+  session.link = make_tcp_link(std::move(streams), control);
   return session;
 }
 

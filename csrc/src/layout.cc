@@ -58,6 +58,15 @@ void Layout::scatter_block(uint64_t block, const uint8_t* source) const {
   }
 }
 
+void Layout::scatter_range(const std::vector<int32_t>& ids, uint64_t begin, const uint8_t* source,
+                           uint64_t length) const {
+  pieces(ids, begin, begin + length, [&](uint8_t* pointer, uint64_t bytes) {
+    std::memcpy(pointer, source, bytes);
+    source += bytes;
+    return true;
+  });
+}
+
 void Layout::check_ids(const std::vector<int32_t>& ids) const {
   for (const int32_t id : ids) {
     if (id < 0 || static_cast<uint64_t>(id) >= num_blocks_) {

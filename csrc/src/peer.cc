@@ -168,6 +168,8 @@ void Peer::apply_granted(Entry& entry, Command& command) {
       if (entry.pending_writes++ == 0) entry.progress = Clock::now();
       entry.bytes_queued += command.write->bytes();
       return session_.link->write(entry.grant, command.write);
+    case Command::Kind::kRead:
+      return session_.link->read(entry.grant, command.read, entry.bytes_queued);
     case Command::Kind::kFinish:
       entry.finishing = true;
       return finish_if_ready(entry);
@@ -216,6 +218,8 @@ void Peer::handle(const Frame& frame) {
       return handle_opened(decode<Opened>(frame));
     case Type::kStop:
       return handle_stop(decode<Stop>(frame));
+    case Type::kReadData:
+      return session_.link->read_data(decode<ReadData>(frame));
     case Type::kConfirm: {
       const auto found = generations_.find(decode<Confirm>(frame).generation);
       if (found == generations_.end()) return;
@@ -312,6 +316,7 @@ void Peer::drop(Command& command, Status status, const std::string& error) {
     if (status == Status::kClosed) command.transfer->sender_closed();
     command.transfer->fail(status, error);
   }
+  if (command.read) command.read->settle(status);
   if (command.message) {
     command.message->settle(status);
     const std::lock_guard lock(mutex_);

@@ -52,7 +52,7 @@ TransferPtr Sender::open(const std::string& endpoint, const std::string& transfe
     const std::lock_guard counting(shared_->mutex);
     ++shared_->active;
   }
-  if (!receiver || !receiver->post({Command::Kind::kOpen, opened, nullptr, nullptr})) {
+  if (!receiver || !receiver->post({Command::Kind::kOpen, opened, nullptr, nullptr, nullptr})) {
     opened->fail(Status::kClosed, "the sender was closed");
   }
   return opened;
@@ -68,7 +68,7 @@ Status Sender::send(const std::string& endpoint, std::string message, Duration t
   {
     const std::lock_guard lock(mutex_);
     const std::shared_ptr<Peer> receiver = peer(endpoint);
-    if (!receiver || !receiver->post({Command::Kind::kMessage, nullptr, nullptr, op})) {
+    if (!receiver || !receiver->post({Command::Kind::kMessage, nullptr, nullptr, nullptr, op})) {
       return Status::kClosed;
     }
   }

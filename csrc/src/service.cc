@@ -215,6 +215,8 @@ void Service::deliver_notices(TimePoint now) {
       connection.notify(notice, now);
       watch(connection);
       next_sweep_ = std::min(next_sweep_, connection.deadline());
+    } catch (const FrameError& error) {  // of a read that waited for this
+      broke_protocol(connection, error.what(), now);
     } catch (const LinkError& error) {
       if (error.status == Status::kPeerLost) {
         remove(notice.connection, error.what(), now);

@@ -19,13 +19,18 @@ class ShmLink : public Link {
   const char* name() const override { return "shm"; }
 
   void write(const Grant& grant, WriteOpPtr op) override {
-    jobs_.push_back({grant, std::move(op), 0});
+    jobs_.push_back({grant, std::move(op), nullptr, 0});
+  }
+
+  void read(const Grant& grant, ReadOpPtr op, uint64_t) override {
+    jobs_.push_back({grant, nullptr, std::move(op), 0});
   }
 
   void cancel(const Transfer& transfer) override {
     const auto ours = [&](const Job& job) {
-      if (job.op->transfer.get() != &transfer) return false;
-      completed_.push_back(job.op);
+      const TransferPtr& owner = job.write ? job.write->transfer : job.read->transfer;
+      if (owner.get() != &transfer) return false;
+      finish(job, Status::kCancelled);
       return true;
     };
     jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), ours), jobs_.end());
@@ -36,12 +41,12 @@ class ShmLink : public Link {
     while (budget > 0 && !jobs_.empty()) {
       Job& job = jobs_.front();
       const uint64_t before = job.next_block;
-      const bool through = copy_out(job, budget);
-      const uint64_t copied = (job.next_block - before) * job.op->layout->block_bytes();
+      const bool through = job.write ? copy_out(job, budget) : copy_back(job);
+      const uint64_t block_bytes =
+          (job.write ? job.write->layout : job.read->layout)->block_bytes();
+      const uint64_t copied = (job.next_block - before) * block_bytes;
       budget -= std::min(budget, std::max<uint64_t>(copied, 1));
-      if (!through) continue;
-      completed_.push_back(job.op);
-      jobs_.pop_front();
+      if (through) jobs_.pop_front();
     }
     return !jobs_.empty();
   }
@@ -49,17 +54,24 @@ class ShmLink : public Link {
   std::vector<WriteOpPtr> take_completed() override { return std::exchange(completed_, {}); }
   void watch(std::vector<pollfd>*) const override {}
   void ready(const pollfd&) override {}
+  void read_data(ReadData) override {}
 
  private:
   struct Job {
     Grant grant;
-    WriteOpPtr op;
+    WriteOpPtr write;
+    ReadOpPtr read;
     uint64_t next_block;
   };
 
   bool live(const Grant& grant) const {
     const ControlWord& word = segment_.control()[grant.control];
     return word.live.load(std::memory_order_seq_cst) == grant.generation;
+  }
+
+  void finish(const Job& job, Status status) {
+    if (job.write) completed_.push_back(job.write);
+    if (job.read) job.read->settle(status);
   }
 
   bool inside(const Grant& grant, uint64_t begin, uint64_t bytes) const {
@@ -70,10 +82,13 @@ class ShmLink : public Link {
 
   // True when the job is through, or has nothing left to do because its slot or transfer is over.
   bool copy_out(Job& job, uint64_t budget) {
-    const WriteOp& op = *job.op;
+    const WriteOp& op = *job.write;
     const bool fits = inside(job.grant, op.begin(), op.bytes());
     if (!fits) op.transfer->fail(Status::kInvalid, "the receiver granted a slot outside its arena");
-    if (!fits || !op.transfer->begin_copy()) return true;
+    if (!fits || !op.transfer->begin_copy()) {
+      finish(job, Status::kOk);
+      return true;
+    }
     std::atomic<uint64_t>& progress = segment_.control()[job.grant.control].progress;
     const uint64_t block_bytes = op.layout->block_bytes();
     uint8_t* target = segment_.data() + job.grant.offset + op.begin();
@@ -89,7 +104,25 @@ class ShmLink : public Link {
       ++job.next_block;
     }
     op.transfer->end_copy(copied);
-    return ended || job.next_block == op.ids.size();
+    if (!ended && job.next_block < op.ids.size()) return false;
+    finish(job, Status::kOk);
+    return true;
+  }
+
+  bool copy_back(Job& job) {
+    ReadOp& op = *job.read;
+    Status result = Status::kStale;
+    if (inside(job.grant, op.begin(), op.bytes()) && live(job.grant)) {
+      const std::lock_guard lock(op.mutex);
+      if (!op.abandoned) {
+        op.layout->scatter_range(op.ids, 0, segment_.data() + job.grant.offset + op.begin(),
+                                 op.bytes());
+      }
+      if (live(job.grant)) result = Status::kOk;
+    }
+    job.next_block = op.ids.size();
+    finish(job, result);
+    return true;
   }
 
   Segment segment_;

@@ -190,6 +190,14 @@ void SlotTable::end_filling(uint64_t generation, const WriterId& id, Status stat
   if (record != nullptr && writer_of(*record, id) != nullptr) end(generation, status, error, now);
 }
 
+std::optional<uint64_t> SlotTable::received_bytes(uint64_t generation, const WriterId& id) const {
+  auto* self = const_cast<SlotTable*>(this);
+  Record* record = self->filling(generation);
+  const Writer* writer = record == nullptr ? nullptr : self->writer_of(*record, id);
+  if (writer == nullptr) return std::nullopt;
+  return writer->received;
+}
+
 void SlotTable::done(const Done& done, const WriterId& id, TimePoint now) {
   Record* record = filling(done.generation);
   Writer* writer = record == nullptr ? nullptr : writer_of(*record, id);

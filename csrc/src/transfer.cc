@@ -14,16 +14,17 @@ bool is_over(TransferState state) {
 
 }  // namespace
 
-void MessageOp::settle(Status result) {
+void Ticket::settle(Status result) {
   const std::lock_guard lock(mutex);
   if (status == Status::kPending) status = result;
   changed.notify_all();
 }
 
-Status MessageOp::wait(Duration timeout) {
+Status Ticket::wait(Duration timeout) {
   std::unique_lock lock(mutex);
   if (!changed.wait_for(lock, timeout, [&] { return status != Status::kPending; })) {
     status = Status::kTimeout;
+    abandoned = true;
   }
   return status;
 }
@@ -104,15 +105,35 @@ Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32
            "more than " + std::to_string(shared_->options.max_queued_blocks) +
                " blocks are queued for sending; the receiver or the link is too slow");
     lock.unlock();
-    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr});
+    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
     return Status::kFull;
   }
   for (uint64_t index = 0; index < count; ++index) covered_[first_block + index] = true;
   auto op =
       std::make_shared<WriteOp>(shared_from_this(), std::move(layout), first_block, std::move(ids));
   // Posted under the lock, so that a write never overtakes another one or its finish.
-  const bool posted = post({Command::Kind::kWrite, op->transfer, op, nullptr});
+  const bool posted = post({Command::Kind::kWrite, op->transfer, op, nullptr, nullptr});
   return posted ? Status::kOk : Status::kClosed;
+}
+
+Status Transfer::read(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
+                      Duration timeout) {
+  check(*layout, first_block, ids);
+  auto op = std::make_shared<ReadOp>();
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_over(state_)) return state_ == TransferState::kDone ? Status::kStale : status_;
+    if (finishing_) return Status::kInvalid;
+    if (ids.empty()) return Status::kOk;
+    op->transfer = shared_from_this();
+    op->layout = std::move(layout);
+    op->first_block = first_block;
+    op->ids = std::move(ids);
+    if (!post({Command::Kind::kRead, op->transfer, nullptr, op, nullptr})) {
+      return Status::kClosed;
+    }
+  }
+  return op->wait(timeout);
 }
 
 void Transfer::finish() {
@@ -125,10 +146,10 @@ void Transfer::finish() {
            "finished although block " + std::to_string(block) + " of " +
                std::to_string(num_blocks_) + " was never written");
     lock.unlock();
-    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr});
+    post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
     return;
   }
-  post({Command::Kind::kFinish, shared_from_this(), nullptr, nullptr});
+  post({Command::Kind::kFinish, shared_from_this(), nullptr, nullptr, nullptr});
 }
 
 void Transfer::cancel() {
@@ -137,7 +158,7 @@ void Transfer::cancel() {
     if (is_over(state_)) return;
     settle(TransferState::kCancelled, Status::kCancelled, "cancelled");
   }
-  post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr});
+  post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
 }
 
 bool Transfer::begin_copy() {

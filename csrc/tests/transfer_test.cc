@@ -73,9 +73,12 @@ void push_and_compare(LinkWish link) {
   const TransferPtr transfer =
       sender.open(receiver.endpoint(), "t", kBlocks, source.layout->block_bytes());
   CHECK(transfer->write(source.layout, 0, ids) == Status::kOk);
+  CHECK(transfer->read(target.layout, 0, ids, seconds(10)) == Status::kOk);
+  CHECK(target.memory == source.memory);
   transfer->finish();
   eventually([&] { return transfer->state() == TransferState::kDone; });
   Arena arena(receiver.segment());
+  std::fill(target.memory.begin(), target.memory.end(), uint8_t{0});
   arena.load(receiver.take("t")->offset, 0, *target.layout, ids, 2);
   CHECK(target.memory == source.memory);
   receiver.release("t");

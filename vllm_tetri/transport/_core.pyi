@@ -149,6 +149,10 @@ class Transfer:
     def write(self, layout: Layout, first_block: int, block_ids: NDArray[np.int32]) -> Status:
         """Queue blocks for sending; slot blocks start at first_block. Never blocks. The source
         must not change until `quiesced` (or DONE)."""
+    def read(
+        self, layout: Layout, first_block: int, block_ids: NDArray[np.int32], timeout_s: float
+    ) -> Status:
+        """(waits) Copy blocks back from the slot, ordered after earlier writes."""
     def finish(self) -> None:
         """Announce the last write; DONE follows when the receiver has everything."""
     def cancel(self) -> None:

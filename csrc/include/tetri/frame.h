@@ -20,6 +20,7 @@ constexpr uint16_t kVersion = 2;
 constexpr size_t kHeaderSize = 12;
 constexpr uint32_t kMaxControlBytes = 160 << 10;
 constexpr uint32_t kMaxMessageBytes = 64 << 10;
+constexpr uint32_t kMaxReadBytes = 128 << 10;  // payload of one ReadData
 constexpr uint32_t kDataChunkBytes = 512 << 10;
 constexpr size_t kDataPrefixBytes = 16;  // generation, offset
 constexpr size_t kDataSumBytes = 8;      // after the bytes, over all before it but the header
@@ -30,24 +31,26 @@ constexpr uint32_t kProofBodyBytes = 4 + kNonceBytes;  // of a challenge and of 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire order is the host's order");
 
 enum class Type : uint16_t {
-  kHello = 1,     // sender: who I am and which link I want
-  kWelcome,       // receiver: identity fits; here is the arena if it can be shared
-  kRefused,       // receiver: reason, then the connection ends
-  kLink,          // sender: the link that it will use; ends the handshake
-  kJoin,          // sender, on a new connection: carries data of that session
-  kJoined,        // receiver
-  kOpen,          // sender: a slot, please
-  kOpened,        // receiver: granted, full or refused
-  kData,          // sender, data connections only: generation, offset, bytes, checksum
-  kDone,          // sender: that was all, with the number of bytes
-  kConfirm,       // receiver: everything of this rank is here
-  kCancel,        // sender: forget it; it has stopped writing
-  kStop,          // receiver: this slot is no longer yours; stop writing and say so
-  kStopped,       // sender: it has stopped writing
-  kMessage = 17,  // sender: a small message
-  kMessageAck,    // receiver
-  kChallenge,     // both, before all others: random bytes to prove oneself by
-  kProof,         // both: who has sent it holds the key
+  kHello = 1,   // sender: who I am and which link I want
+  kWelcome,     // receiver: identity fits; here is the arena if it can be shared
+  kRefused,     // receiver: reason, then the connection ends
+  kLink,        // sender: the link that it will use; ends the handshake
+  kJoin,        // sender, on a new connection: carries data of that session
+  kJoined,      // receiver
+  kOpen,        // sender: a slot, please
+  kOpened,      // receiver: granted, full or refused
+  kData,        // sender, data connections only: generation, offset, bytes, checksum
+  kDone,        // sender: that was all, with the number of bytes
+  kConfirm,     // receiver: everything of this rank is here
+  kCancel,      // sender: forget it; it has stopped writing
+  kStop,        // receiver: this slot is no longer yours; stop writing and say so
+  kStopped,     // sender: it has stopped writing
+  kRead,        // sender: bytes of its own slot, please
+  kReadData,    // receiver
+  kMessage,     // sender: a small message
+  kMessageAck,  // receiver
+  kChallenge,   // both, before all others: random bytes to prove oneself by
+  kProof,       // both: who has sent it holds the key
 };
 
 class FrameError : public std::runtime_error {
@@ -231,6 +234,28 @@ struct Stopped {
   template <typename F>
   void fields(F& f) {
     f(generation);
+  }
+};
+
+struct Read {
+  static constexpr Type kType = Type::kRead;
+  uint64_t read = 0, generation = 0, offset = 0, length = 0;
+  uint64_t after_bytes = 0;  // answer when this many bytes of this rank have arrived
+  template <typename F>
+  void fields(F& f) {
+    f(read), f(generation), f(offset), f(length), f(after_bytes);
+  }
+};
+
+struct ReadData {
+  static constexpr Type kType = Type::kReadData;
+  uint64_t read = 0;
+  uint32_t status = 0;
+  uint64_t offset = 0;  // from the start of what was asked for
+  std::string payload;
+  template <typename F>
+  void fields(F& f) {
+    f(read), f(status), f(offset), f(payload);
   }
 };
 

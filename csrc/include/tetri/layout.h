@@ -52,6 +52,9 @@ class Layout {
     }
   }
 
+  void scatter_range(const std::vector<int32_t>& ids, uint64_t begin, const uint8_t* source,
+                     uint64_t length) const;
+
   // Throws std::invalid_argument naming the first id outside [0, num_blocks).
   void check_ids(const std::vector<int32_t>& ids) const;
 

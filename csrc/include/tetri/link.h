@@ -2,7 +2,7 @@
 //
 // The peer's thread makes every call, and a link never waits: `pump` moves what can be moved now.
 // Opening a slot and small messages travel over the control channel, which is the same for all
-// links; `write`, completion and `cancel` are the link's.
+// links; `write`, `read`, completion and `cancel` are the link's.
 #pragma once
 
 #include <poll.h>
@@ -29,6 +29,8 @@ class Link {
   virtual const char* name() const = 0;
 
   virtual void write(const Grant& grant, WriteOpPtr op) = 0;
+  // After everything written so far to the same slot, `written` bytes of it.
+  virtual void read(const Grant& grant, ReadOpPtr op, uint64_t written) = 0;
   // Drops what is queued for this transfer. When it returns, nothing reads the source any more.
   virtual void cancel(const Transfer& transfer) = 0;
   // Moves some bytes; true when it could go on at once. Throws LinkError when the peer is lost.
@@ -38,11 +40,12 @@ class Link {
   // Sockets to wait for, and what became of them.
   virtual void watch(std::vector<pollfd>* fds) const = 0;
   virtual void ready(const pollfd& fd) = 0;
+  virtual void read_data(ReadData data) = 0;  // the answer to a read over the control channel
 };
 
 // `segment` is the receiver's arena, mapped and verified.
 std::unique_ptr<Link> make_shm_link(Segment segment);
-// `streams` are data connections that have joined a session.
-std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams);
+// `streams` are data connections that have joined the session of `control`.
+std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams, ControlChannel& control);
 
 }  // namespace tetri

@@ -17,17 +17,18 @@ namespace tetri {
 struct SenderShared;
 
 struct Command {
-  enum class Kind { kOpen, kWrite, kFinish, kCancel, kMessage };
+  enum class Kind { kOpen, kWrite, kRead, kFinish, kCancel, kMessage };
   Kind kind;
   TransferPtr transfer;
   WriteOpPtr write;
+  ReadOpPtr read;
   MessageOpPtr message;
 };
 
 // A connection that has passed the handshake.
 struct Session {
   std::unique_ptr<ControlChannel> control;
-  std::unique_ptr<Link> link;
+  std::unique_ptr<Link> link;  // after control: it may refer to it
 };
 
 // Blocks until the handshake is through, `deadline`, or cancel_fd is readable. Throws LinkError.
