@@ -213,4 +213,4 @@ def test_it_predicts_what_the_artefact_predicts_of_the_text(
         served.wait_for(*texts)
     finally:
         served.process.close()
-    assert [served.answers[text] for text in texts] == right
+    assert [served.answers[text] for text in texts] == [Prediction(each, 4, 200) for each in right]

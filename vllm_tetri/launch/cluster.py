@@ -115,7 +115,8 @@ class LocalCluster:
         if first.spec.certificate is not None:
             lines.append(f"    --cacert {first.spec.certificate} \\")
         lines += [f"    -H 'content-type: application/json' -d '{body}'"]
-        self.display.ready("\n".join([*lines, "Ctrl-C stops everything"]))
+        self.display.show_from(logging.WARNING)
+        self.display.say("\n".join([*lines, "Ctrl-C stops everything"]))
 
     async def _until_joined(self, router: Keeper, deadline: float) -> None:
         """Wait until a router counts every instance as ready."""
@@ -151,7 +152,7 @@ class LocalCluster:
             raise LaunchError(f"--ready-file {path}: {error}") from error
 
     async def _end(self) -> None:
-        self.display.stopping()
+        self.display.show_from(logging.CRITICAL + 1)  # vLLM logs many errors when it is ended
         if not self._is_forced:
             self.display.say("stopping ...")
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers))

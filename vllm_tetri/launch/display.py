@@ -91,16 +91,10 @@ class Display:
         else:
             _log.log(level, "%s: %s", name, text)
 
-    def ready(self, text: str) -> None:
-        """Replace the progress by ``text``, and show warnings from now on."""
+    def show_from(self, level: int) -> None:
+        """Stop redrawing, and show lines of children from this level up."""
         self.close()
-        self._threshold = logging.WARNING
-        self.say(text)
-
-    def stopping(self) -> None:
-        """Show no more lines of children: vLLM logs many errors while it is being ended."""
-        self.close()
-        self._threshold = logging.CRITICAL + 1
+        self._threshold = level
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Show a message of `up` itself."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from vllm_tetri.errors import ConfigError, UnsupportedError
-from vllm_tetri.types import Prediction
 
 FORMAT = "vllm-tetri predictor 1"
 TARGET_FORMAT = "vllm-tetri answers 1"
@@ -85,24 +85,19 @@ class Artefact:
         rows: list[list[float]] = torch.softmax(logits, dim=-1).tolist()
         return rows
 
-    def predict(self, batch: Sequence[Sequence[int]]) -> list[Prediction]:
+    def predict(self, batch: Sequence[Sequence[int]]) -> list[int]:
         """The bucket of the median length for every encoded prompt.
 
         The likeliest bucket is nearly always the commonest of all, and tells a scheduler next to
         nothing (docs/predictor.md).
         """
-        num, width = self.about.num_buckets, self.about.granularity_tokens
-        return [Prediction(median_bucket(row), num, width) for row in self.classify(batch)]
+        return [median_bucket(row) for row in self.classify(batch)]
 
 
 def median_bucket(probabilities: Sequence[float]) -> int:
     """The bucket at which the probabilities, added up, reach one half."""
-    total = 0.0
-    for bucket, probability in enumerate(probabilities):
-        total += probability
-        if total >= 0.5:
-            return bucket
-    return len(probabilities) - 1
+    halves = (bucket for bucket, total in enumerate(accumulate(probabilities)) if total >= 0.5)
+    return next(halves, len(probabilities) - 1)
 
 
 def load(folder: Path, *, num_threads: int = 1) -> Artefact:

@@ -160,7 +160,7 @@ class _TextClassifier:
         return self._artefact.encode(str(text))
 
     def classify(self, batch: Sequence[Sequence[int]]) -> list[int]:
-        return [prediction.bucket for prediction in self._artefact.predict(batch)]
+        return self._artefact.predict(batch)
 
 
 def end_with(parent: int) -> None:
