@@ -320,14 +320,6 @@ async def cluster(
 
 
 @contextlib.asynccontextmanager
-async def router(
-    control: str = "tcp://127.0.0.1:0", first_byte_s: float = 5.0, **options: Any
-) -> AsyncIterator[tuple[GlobalScheduler, str]]:
-    async with door(control, first_byte_s, **options) as (scheduler, _, url):
-        yield scheduler, url
-
-
-@contextlib.asynccontextmanager
 async def door(
     control: str = "tcp://127.0.0.1:0",
     first_byte_s: float = 5.0,

@@ -15,11 +15,11 @@ from tests.router.fakes import (
     FakeInstance,
     answer_500,
     cluster,
+    door,
     eventually,
     hang,
     hang_up,
     pair,
-    router,
     trio,
 )
 from tests.router.writers import begin_stream
@@ -253,7 +253,7 @@ async def test_a_restarted_router_has_the_whole_picture_at_once() -> None:
         for each in fakes:
             await each.start(control)  # before any router is there
         for _ in range(2):
-            async with router(control) as (scheduler, _):
+            async with door(control) as (scheduler, _, _):
                 ready = scheduler.placer.models
                 await eventually(lambda ready=ready: ready(), timeout_s=3)
                 view = scheduler.monitor.view

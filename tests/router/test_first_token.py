@@ -192,15 +192,12 @@ async def test_a_first_token_that_is_the_last_starts_no_second_leg(
 ) -> None:
     handler = prefill(is_final=not has_stop_string, finish_reason="stop", texts=("Ab",))
     async with cluster(*trio(handler, continuation)) as made:
-        body = body_of(path, stream=is_streamed)
-        async with made.client.post(made.url + path, json=body) as response:
-            raw = await response.read()
-            assert response.headers["x-tetri-decode"] == "p"
+        _, answer, headers = await made.ask(path, **body_of(path, stream=is_streamed))
+        assert headers["x-tetri-decode"] == "p"
         if is_streamed:
-            assert pieces(raw) == ["Ab"]
-            assert raw.endswith(b"data: [DONE]\n\n")
+            assert pieces(answer) == ["Ab"]
+            assert answer.endswith(b"data: [DONE]\n\n")
         else:
-            answer = json.loads(raw)
             assert answer["kv_transfer_params"] is None
             assert answer["choices"][0]["finish_reason"] == "stop"
         assert made["d1"].calls == made["d2"].calls == []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 
 import pytest
 
-from tests.router.fakes import PROMPT_TOKENS, Cluster, FakeInstance, cluster, pair
+from tests.router.fakes import PROMPT_TOKENS, FakeInstance, cluster, eventually, pair
 from vllm_tetri.handover import DecodeParams, PrefillParams
 from vllm_tetri.types import Role
 
@@ -126,16 +126,16 @@ async def test_a_clients_request_id_is_kept_when_it_is_sane() -> None:
         assert made["p"].calls[0][2]["X-Vllm-Priority"] == "3"
 
 
-async def test_the_request_table_follows_a_request(made_slow: Cluster) -> None:
-    made = made_slow
-    async with made.client.post(
-        made.url + "/v1/completions", json={"prompt": "x", "stream": True}
-    ) as response:
-        await response.content.readany()
+async def test_the_request_table_follows_a_request() -> None:
+    async with cluster(*pair()) as made:
+        made["d"].chunk_gate.clear()
+        asking = asyncio.create_task(made.ask(headers={"X-Request-Id": "mine"}, stream=True))
+        table = made.scheduler.table
+        await eventually(lambda: any(entry.generated for entry in table))
         (entry,) = await made.table()
         assert entry.pop("age_s") >= 0
         assert entry == {
-            "id": response.headers["x-request-id"],
+            "id": "mine",
             "phase": "decoding",
             "prefill": "p",
             "decode": "d",
@@ -145,12 +145,5 @@ async def test_the_request_table_follows_a_request(made_slow: Cluster) -> None:
             "reason": "least of 1: 0 tokens queued",
         }
         made["d"].chunk_gate.set()
-        await response.read()
-    assert await made.table() == []
-
-
-@pytest.fixture
-async def made_slow() -> AsyncIterator[Cluster]:
-    async with cluster(*pair()) as made:
-        made["d"].chunk_gate.clear()
-        yield made
+        assert (await asking)[0] == 200
+        assert await made.table() == []
