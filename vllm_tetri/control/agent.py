@@ -137,10 +137,8 @@ class Agent:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread; RuntimeError if the agent was started or closed before."""
+        """Start the thread, once."""
         with self._lock:
-            if self._thread is not None or self._stop.is_set():
-                raise RuntimeError("an Agent starts once; build a new one")
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="tetri-agent", daemon=True)
             self._thread.start()

@@ -86,7 +86,11 @@ class LaunchPlan:
 def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions) -> LaunchPlan:
     """What to run for these options of `up` on this machine; ConfigError if there is no instance,
     a contradiction, too little machine, or a port in use."""
-    _refuse_own_options(serve.names)
+    for name in serve.names & _OWN_OPTIONS:
+        raise ConfigError(
+            f"--{name} cannot be given after --: `up` sets it for every instance; options of the "
+            "router come before the --"
+        )
     roles = _roles(options, machine, serve.tensor_parallel_size)
     sharing = CoreSharing(options.placement) if options.placement else None
     placements = place(roles, machine, sharing, serve.tensor_parallel_size)
@@ -127,14 +131,6 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
         for index, (port, control) in enumerate(zip(ports, controls, strict=True))
     ]
     return LaunchPlan(tuple(instances), tuple(routers), ",".join(controls))
-
-
-def _refuse_own_options(names: frozenset[str]) -> None:
-    for name in names & _OWN_OPTIONS:
-        raise ConfigError(
-            f"--{name} cannot be given after --: `up` sets it for every instance; options of the "
-            "router come before the --"
-        )
 
 
 def _roles(options: argparse.Namespace, machine: Machine, gpus_each: int) -> list[Role]:
