@@ -22,7 +22,7 @@ Piece = tuple[str, str, str, float, float, bool]
 def ends(pieces: list[Piece]) -> dict[str, float]:
     """When each transfer has arrived over links of 100 bytes per second."""
     loop, found = Loop(), dict[str, float]()
-    links = Links(100.0, loop.at)
+    links = Links(100.0, loop)
     transfers = {
         name: Transfer(InstanceId(sender), InstanceId(receiver), partial(found.__setitem__, name))
         for name, sender, receiver, *_ in pieces

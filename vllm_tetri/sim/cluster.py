@@ -93,7 +93,7 @@ class _Simulation:
         self._table = self._broadcast_table = self._take_table(0.0)
         # The front counts before the router, so that what the router has sent has arrived.
         self._front_s = max(each.engine.front_s for each in config.instances)
-        self._links = None if config.link is None else Links(config.link, self.loop.at)
+        self._links = None if config.link is None else Links(config.link, self.loop)
         self._served: dict[int, SimRequest] = {}
         self._refused: list[RefusedRequest] = []
         self._end_s = 0.0
@@ -126,7 +126,8 @@ class _Simulation:
             return
         is_split = isinstance(route, Split)
         first = route.prefill if isinstance(route, Split) else route.instance
-        self._instances[first].submit(SimRequest(spec, str(spec.id), first, is_split), now)
+        request = SimRequest(spec, str(spec.id), first, is_split, None, spec.prompt_tokens)
+        self._instances[first].submit(request, now)
 
     def _report(self, now: float) -> None:
         if self._is_done() or not len(self.loop):

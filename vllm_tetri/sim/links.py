@@ -10,19 +10,14 @@ transfer (chunks, as they are computed) follow each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.sim.loop import Call, Loop
 from vllm_tetri.types import InstanceId
 
 _GBIT_BYTES = 1e9 / 8
-
-Call = Callable[[float], None]
-At = Callable[[float, Call], None]
-"""Schedules a call."""
-
 
 # Bytes per second of the two that TetriInfer emulates (section 5.1): 200 Gbit/s RoCE, and NVLink.
 LINKS = {"roce": 200 * _GBIT_BYTES, "nvlink": 300e9}
@@ -55,11 +50,11 @@ class Transfer:
 
 
 class Links:
-    """The links of all instances; `at` schedules their calls."""
+    """The links of all instances."""
 
-    def __init__(self, bytes_per_s: float, at: At) -> None:
+    def __init__(self, bytes_per_s: float, loop: Loop) -> None:
         self._bytes_per_s = bytes_per_s
-        self._at = at
+        self._at = loop.at
         self._out: dict[InstanceId, dict[Transfer, None]] = {}
         self._in: dict[InstanceId, dict[Transfer, None]] = {}
 

@@ -7,11 +7,9 @@ where arithmetic takes longer than reading the weights; what an engine would fit
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Protocol
 
 import numpy as np
 
@@ -19,16 +17,6 @@ from vllm_tetri.types import StepCoefficients
 
 # Steps that an engine meets: decodes, context of each, prompt tokens, tokens before those.
 _STEPS = ((0, 1, 8, 32, 64, 128, 256), (128, 1024), (0, 64, 256, 512, 2048), (0, 1024))
-
-
-class StepCost(Hashable, Protocol):
-    """Durations of an engine's steps."""
-
-    def step_s(
-        self, num_decodes: float, decode_context: float, prompt_tokens: float, prompt_context: float
-    ) -> float:
-        """Seconds of a step: decodes with their context in all, and prompt tokens with the mean
-        number of tokens before each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +43,10 @@ class Roofline:
             + decode_context * self.kv_s
             + prompt_tokens * prompt_context * self.attention_s
         )
+
+
+StepCost = StepCoefficients | Roofline
+"""Durations of an engine's steps."""
 
 
 @cache

@@ -23,12 +23,11 @@ class StockInstance(Instance):
         self.waiting: deque[SimRequest] = deque()
 
     def submit(self, request: SimRequest, now: float) -> None:
-        request.target_tokens = request.spec.prompt_tokens
         self.waiting.append(request)
         self.wake(now)
 
     def put_back(self, request: SimRequest) -> None:
-        request.target_tokens = request.spec.prompt_tokens + request.num_output_tokens
+        request.target_tokens = request.num_tokens
         request.num_computed_tokens = 0
         self.waiting.appendleft(request)
 

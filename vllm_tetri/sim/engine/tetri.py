@@ -59,7 +59,6 @@ class TetriInstance(Instance):
     # -- work that comes -------------------------------------------------------------
 
     def submit(self, request: SimRequest, now: float) -> None:
-        request.target_tokens = request.spec.prompt_tokens
         self._predicted[request.request_id] = request.spec.predicted
         self._news.append(partial(self.queue.add, request))
         self.wake(now)

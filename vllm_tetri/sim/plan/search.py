@@ -86,7 +86,15 @@ class _Search:
         asked = (question.rate or 0.0) * _SERVES
         found = [each for each in layouts if each.rate and each.rate >= asked]
         if not found:
-            raise ConfigError("; ".join([*self._skipped, *self._missed(singles)]))
+            slo = question.slo
+            missed = [
+                f"{each.layout.profile.name}: of these requests, even if few come, "
+                f"{each.beyond.ttft_missed:.0%} miss {slo.ttft_s:g} s to the first token and "
+                f"{each.beyond.tpot_missed:.0%} miss {slo.tpot_s:g} s per token"
+                for each in (single.stock for single in singles)
+                if not each.rate
+            ]
+            raise ConfigError("; ".join([*self._skipped, *missed]))
         few = 0.0 if question.rate is None else 1.0
         found.sort(key=lambda each: (few * each.devices, -each.per_device))
         return Plan(question, tuple(singles), tuple(found), tuple(self._skipped))
@@ -106,15 +114,6 @@ class _Search:
             return True
         self._skipped.append(f"{profile.name}: {reason}")
         return False
-
-    def _missed(self, singles: list[Single]) -> list[str]:
-        slo, stocks = self._question.slo, [each.stock for each in singles if not each.stock.rate]
-        return [
-            f"{each.layout.profile.name}: of these requests, even if few come, "
-            f"{each.beyond.ttft_missed:.0%} miss {slo.ttft_s:g} s to the first token and "
-            f"{each.beyond.tpot_missed:.0%} miss {slo.tpot_s:g} s per token"
-            for each in stocks
-        ]
 
     # -- clusters ----------------------------------------------------------------------
 
