@@ -35,12 +35,6 @@ async def test_status_shows_every_instance_in_one_line(capsys: pytest.CaptureFix
     assert policy == "flip policy: off: roles change by order only"
 
 
-async def test_status_of_an_empty_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    async with cluster() as made:
-        assert await made.command("status") == 0
-        assert capsys.readouterr().out == "no instances\n"
-
-
 async def test_status_prints_the_response_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     async with cluster(FakeInstance("d", Role.DECODE)) as made:
         assert await made.command("status", "--json") == 0

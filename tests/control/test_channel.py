@@ -104,17 +104,6 @@ async def test_messages_travel_both_ways(secret: Secret | None) -> None:
         assert router.counters.dropped == one.agent.dropped_messages == 0
 
 
-async def test_an_instance_keeps_all_its_routers_informed() -> None:
-    async with (
-        monitor() as first,
-        monitor() as second,
-        joined(first.address, second.address) as one,
-    ):
-        await eventually(lambda: states(first) and states(second))
-        second.members.mark_ready(INFO)
-        await eventually(lambda: one.sees() == [("i", "ready")])
-
-
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "guarded"])
 async def test_a_router_that_starts_late_or_again_learns_everything_soon(
     secret: Secret | None,

@@ -20,15 +20,13 @@ def order(role: Role = Role.PREFILL, **options: Any) -> FlipRole:
     return FlipRole(0, role, **{"is_now": False, "deadline_s": 5.0, "reason": "test", **options})
 
 
-def flip_of(made: Monitor, name: str = "i") -> Flip | None:
-    one = made.view_of(InstanceId(name))
-    assert one is not None
+def flip_of(made: Monitor) -> Flip | None:
+    (one,) = (each for each in made.view().instances if each.info.id == "i")
     return one.flip
 
 
-def role_of(made: Monitor, name: str = "i") -> Role:
-    one = made.view_of(InstanceId(name))
-    assert one is not None
+def role_of(made: Monitor) -> Role:
+    (one,) = (each for each in made.view().instances if each.info.id == "i")
     return one.info.role
 
 

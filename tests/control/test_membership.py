@@ -89,12 +89,7 @@ def test_what_one_router_asked_for_is_known_to_all_by_the_report() -> None:
     report(members, "one", 0.1, is_draining=True)
     assert states(members, 0.1)["one"] == "draining"
     assert members.orders_for(InstanceId("one"), 0.1) == []
-
-
-def test_leaving_and_silent_is_silent() -> None:
-    members = joined()
-    members.order_drain(InstanceId("one"), by_s=None)
-    assert states(members, SILENT_AFTER_S)["one"] == "silent"
+    assert states(members, 0.1 + SILENT_AFTER_S)["one"] == "silent"
 
 
 def test_a_time_in_which_the_router_could_not_receive_is_no_silence() -> None:

@@ -6,7 +6,6 @@ import os
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.eventually import eventually
@@ -167,10 +166,3 @@ def test_an_arena_larger_than_dev_shm_is_an_error_of_this_package() -> None:
     with pytest.raises(TransferError, match="lower arena_bytes"):
         open_receiver(arena_bytes=1 << 45, identity={})
     eventually(lambda: set(abandoned_segments()) <= set(before))
-
-
-def test_ids_may_be_any_contiguous_int32_view(core: Backend) -> None:
-    receiver, sender, cache = core.ends()
-    ids = np.arange(16, dtype=np.int32)[::3]
-    core.pushed(sender, receiver, "t", cache, ids)
-    assert core.arrived(receiver, "t", cache) == cache.bytes_of(ids)
