@@ -277,8 +277,8 @@ def compare(options: argparse.Namespace, systems: Sequence[System]) -> int:
                 for _, key, form in _COLUMNS
             ]
             busy = [f"{part:.0%}" for part in outcome.busy.values()]
-            more = ["..."] if len(busy) > _MOST_BUSY else []
-            table.add_row(name, *cells, " ".join([*busy[:_MOST_BUSY], *more]))
+            busy[_MOST_BUSY:] = ["..."] if len(busy) > _MOST_BUSY else []
+            table.add_row(name, *cells, " ".join(busy))
             finite = {key: each if math.isfinite(each) else None for key, each in found.items()}
             rows.append(
                 {"system": name, **finite, "busy": outcome.busy,

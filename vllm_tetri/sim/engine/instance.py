@@ -26,8 +26,8 @@ class Cluster(Protocol):
     loop: Loop
     config: ClusterConfig
 
-    # A chunk of a prompt is done and another one begins; its first token is sampled, does another
-    # instance decode the rest?; the receive arena has memory for it; its last token is sampled.
+    # `computed` follows every chunk of a prompt but the last, `granted` memory in the receive arena,
+    # and `ended` the last token; `prefilled` says whether another instance decodes the rest.
     def computed(self, request: SimRequest, now: float) -> None: ...
     def prefilled(self, request: SimRequest, now: float) -> bool: ...
     def granted(self, request: SimRequest, now: float) -> None: ...
