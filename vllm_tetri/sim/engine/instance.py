@@ -26,7 +26,7 @@ class Cluster(Protocol):
     loop: Loop
     config: ClusterConfig
 
-    # `computed` follows every chunk of a prompt but the last, `granted` memory in the receive arena,
+    # `computed` follows every chunk of a prompt but the last, `granted` memory in an arena,
     # and `ended` the last token; `prefilled` says whether another instance decodes the rest.
     def computed(self, request: SimRequest, now: float) -> None: ...
     def prefilled(self, request: SimRequest, now: float) -> bool: ...
