@@ -169,9 +169,16 @@ class UnchunkedInstance(TetriInstance):
         self.arena_tokens += self.whole_blocks(request.target_tokens)
         self.held.appendleft(request)
 
-    def part_of(self, request: SimRequest, left_tokens: int, *, is_first: bool) -> int:
-        is_fit = is_first or request.missing_tokens <= left_tokens
-        return request.missing_tokens if is_fit else 0
+    def start(self, left_tokens: int, shares: list[Share]) -> None:
+        """Start whole prompts: the first one, and those after it that fit as well."""
+        while self.queue:
+            tokens, num = self.queue.head().missing_tokens, len(shares)
+            if shares and tokens > left_tokens:
+                return
+            super().start(tokens, shares)
+            if len(shares) == num:
+                return
+            left_tokens -= tokens
 
     def _make_room(self, now: float) -> None:
         """Preempt the newest decodes if that is enough for the next prompt. A request is not

@@ -180,6 +180,7 @@ class TetriInstance(Instance):
         """Call it before anything is allocated. Returns the most prompt tokens of the step."""
         engine, num_decodes = self.engine, len(self.batch)
         chunk_tokens = engine.chunk_tokens
+        self._begun.clear()
         if engine.tbt_slo_s is not None and num_decodes:
             context = self.started[0].num_computed_tokens if self.started else 0
             cost = linear(engine.cost)
@@ -229,26 +230,18 @@ class TetriInstance(Instance):
 
     def start(self, left_tokens: int, shares: list[Share]) -> None:
         """Start prompts with the tokens that are left of a step."""
-        self._begun.clear()
         while left_tokens > 0 and self.queue.may_start() and self.has_place():
             request = self.queue.head()
             if not self.gate.admit(request, request.missing_tokens - 1):
                 return
             if self.num_blocks(request) > self.free_blocks:
                 return
-            tokens = self.part_of(request, left_tokens, is_first=not shares)
-            if not tokens:
-                return
             self.queue.start()
             self.started.append(request)
             self._begun.append(request)
-            shares.append((request, self.take_blocks(request, tokens)))
+            tokens = self.take_blocks(request, min(request.missing_tokens, left_tokens))
+            shares.append((request, tokens))
             left_tokens -= tokens
-
-    def part_of(self, request: SimRequest, left_tokens: int, *, is_first: bool) -> int:
-        """Tokens of a prompt that starts in a step with `left_tokens`; 0 to wait for the next.
-        `is_first`: nothing else is computed in the step."""
-        return min(request.missing_tokens, left_tokens)
 
     def _share_out(self, chunk_tokens: int) -> dict[str, int] | None:
         """Share out a step under a preemptive order; None: started prompts get what they can
