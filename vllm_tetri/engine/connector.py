@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     """Pushes prefilled KV to decode instances and loads KV that was pushed here."""
 
+    endpoint: Endpoint  # the state of the scheduler half
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -61,9 +63,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_config = kv_cache_config
         self.worker: KVWorker | None = None  # executes the orders of steps
         self._shape: WorkerShape | None = None
-        self._endpoint: Endpoint | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._endpoint = Endpoint(self._tetri, vllm_config)
+            self.endpoint = Endpoint(self._tetri, vllm_config)
 
     # -- worker half --------------------------------------------------------
 
@@ -91,21 +92,17 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         return self._shape
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, StepMeta)
         if self.worker is not None:
             self.worker.stop_preempted(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepMeta)
         if self.worker is not None:
             self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        meta = self._get_connector_metadata()
-        assert isinstance(meta, StepMeta)
         if self.worker is not None:
-            self.worker.load(meta)
+            self.worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads are complete, or ordered by an event, before the forward pass."""
@@ -122,7 +119,6 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is None:
             return KVConnectorTransferResults()
         meta = self._get_connector_metadata()
-        assert isinstance(meta, StepMeta)
         self.worker.push_tails(meta)
         if meta.is_empty:
             self.worker.wait_for_sent()
@@ -141,18 +137,10 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler half -----------------------------------------------------
 
-    @property
-    def endpoint(self) -> Endpoint:
-        """The state of the scheduler half; there is none in the worker half."""
-        assert self._endpoint is not None
-        return self._endpoint
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        shape = next(iter(metadata.values()))
-        assert isinstance(shape, WorkerShape)
-        self.endpoint.start(shape)
+        self.endpoint.start(next(iter(metadata.values())))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -217,8 +205,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.worker is not None:
             self.worker.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
+        if self.role is KVConnectorRole.SCHEDULER:
+            self.endpoint.close()
 
 
 def params_of(request: Request) -> PrefillParams | DecodeParams | None:

@@ -279,8 +279,7 @@ class SendSide:
                 self._frees.append(request_id)  # an engine without requests sends no notes
             else:
                 found.add(request_id)
-        for request_id in found:
-            del self._sends[request_id]
+                del self._sends[request_id]
         return found
 
     def _learn(self, send: _Send, seconds: float) -> None:

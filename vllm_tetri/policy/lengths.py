@@ -42,8 +42,7 @@ class End(StrEnum):
 class Lengths:
     """What outputs turned out to be, per predicted bucket of `granularity_tokens`; the last one
     is open. Owner: one thread. The defaults are the paper's. A prediction of another granularity
-    is taken for the bucket that its lower end is in.
-    """
+    is taken for the bucket that its lower end is in."""
 
     def __init__(self, granularity_tokens: int = 200, num_buckets: int = 10) -> None:
         self.granularity_tokens = granularity_tokens

@@ -44,7 +44,6 @@ class PromptQueue(Generic[R]):
         self.unfinished_tokens = 0
         self._engine = engine
         self._waiting: dict[str, R] = {}
-        self._all: dict[str, Prompt] = {}
         self._raw: dict[str, Prompt] = {}
         self._scheduled: list[Prompt] = []  # in order
         self.started: dict[str, Prompt] = {}  # some, but not all, is computed
@@ -63,7 +62,7 @@ class PromptQueue(Generic[R]):
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a prompt waits or is started."""
-        return request_id in self._all
+        return request_id in self._waiting or request_id in self.started
 
     def add(self, request: R) -> None:
         """Append a new prompt. What the prefix cache holds is looked up when it is ordered."""
@@ -71,7 +70,7 @@ class PromptQueue(Generic[R]):
         self.discard(name)  # of an aborted request that the last step still knew
         self.unfinished_tokens += request.num_tokens
         self._arrivals += 1
-        self._raw[name] = self._all[name] = Prompt(
+        self._raw[name] = Prompt(
             name, self._arrivals, request.num_tokens, request.priority,
             fcfs_tokens=self.unfinished_tokens, computed_before_tokens=self._computed_tokens,
         )  # fmt: skip
@@ -79,13 +78,12 @@ class PromptQueue(Generic[R]):
 
     def discard(self, request_id: str) -> bool:
         """Remove a finished or aborted prompt, if it is known; False if it did not wait here."""
-        entry = self._all.pop(request_id, None)
+        entry = self.started.pop(request_id, None) or self._raw.pop(request_id, None)
+        if entry is None and request_id in self._waiting:
+            entry = next(each for each in self._scheduled if each.id == request_id)
+            self._scheduled.remove(entry)
         if entry is not None:
             self.unfinished_tokens -= entry.remaining_tokens
-            if entry in self._scheduled:
-                self._scheduled.remove(entry)
-            self.started.pop(request_id, None)
-            self._raw.pop(request_id, None)
         return self._waiting.pop(request_id, None) is not None
 
     def order_waiting(self, *, is_chunk_open: bool = False) -> None:

@@ -64,9 +64,7 @@ class StepFit:
             ratio = self._plausible(seconds / expected_s)
             self._error += (abs(ratio - 1) / max(ratio, 1) - self._error) * _ERROR_GAIN
             seconds = ratio * expected_s
-        features = [
-            1.0, num_decodes, decode_context, prompt_tokens, prompt_tokens * prompt_context,
-        ]  # fmt: skip
+        features = (1.0, num_decodes, decode_context, prompt_tokens, prompt_tokens * prompt_context)
         (self._prompts if prompt_tokens else self._decodes).add(features, seconds, unit_s)
         self._num_steps += 1
         if self._num_steps in _EARLY:
