@@ -69,7 +69,8 @@ class Rest:
         part, id_, role = min(rested)
         other = OTHER[role]
         has_work = any(_has_work(each.load) for each in group.ready[other])
-        # Otherwise two roles with one instance at rest each would swap these again and again.
+        # All of the other role must have had work, and some have it now; otherwise two roles with
+        # one instance at rest each would swap these again and again.
         if not has_work or self._is_low(min(parts[other])[0]):
             return Look(None, f"{seen}; {other} has little to do too")
         reason = f"{id_} was busy {part:.0%} of the last {self._after_s:g} s"
