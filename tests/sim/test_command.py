@@ -59,21 +59,6 @@ def test_json_holds_what_the_table_shows(
     assert printed["options"]["ttft_slo"] == "1.0"
 
 
-def test_stock_has_the_front_of_its_own_profile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = {"base_s": 0.01, "request_s": 0, "token_s": 0, "prompt_s": 0, "context_s": 0}
-    slow, quick = tmp_path / "slow.json", tmp_path / "quick.json"
-    slow.write_text(json.dumps({"version": 1, **steps, "front_s": 0.5}))
-    quick.write_text(json.dumps({"version": 1, **steps}))
-    profiles = ["--profile", str(slow), "--stock-profile", str(quick)]
-    few = ["--kind", "lpld", "--rate", "0.01", "--requests", "5"]
-
-    _, (ours, stock) = rows(["--mode", "whole", "--stock", "2048", *profiles, *few], capsys)
-
-    assert (int(ours[1]), int(stock[1])) == (510, 10)
-
-
 def test_policies_are_chosen_by_name_and_by_path(capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--arrivals", "at-once", "--requests", "60", "--prefill", "2", "--decode", "2"]
     named = {
@@ -98,11 +83,10 @@ def always_first(candidates, need):  # type: ignore[no-untyped-def]
     return min(candidates.with_capacity(), key=lambda each: each.id, default=None)
 
 
-def test_phases_and_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("ContextTokens,GeneratedTokens\n20,5\n")
 
-    rows(["--phases", "lpld:4:3,hpld:1:3"], capsys)
     assert "20 requests" in rows(["--lengths", str(path), *FEW], capsys)[0]
 
 
@@ -135,12 +119,7 @@ def test_a_slow_link_delays_outputs_and_more_so_without_chunks(
         ["--prefill", "0", "--decode", "0"],
         ["--stock", "0"],
         ["--replicas", "0"],
-        ["--phases", "mixed:1"],
-        ["--phases", "heavy:1:1"],
-        ["--phases", "mixed:0.001:0.001"],
-        ["--phases", "mixed:1:inf"],
         ["--accuracy", "1.1"],
-        ["--phases", "mixed:1:1", "--lengths", "x.csv"],
         ["--ttft-slo", "0"],
         ["--rate", "nan"],
         ["--kv-blocks", "10"],
@@ -159,9 +138,8 @@ def test_a_slow_link_delays_outputs_and_more_so_without_chunks(
         ["--trace-speed", "2"],
         ["--trace", "TRACE", "--trace-speed", "0"],
         ["--trace", "TRACE", "--requests", "0"],
-        ["--trace", "TRACE", "--phases", "mixed:1:1"],
+        ["--trace", "TRACE", "--lengths", "x.csv"],
         ["--trace", "TRACE", "--arrivals", "at-once"],
-        ["--phases", "mixed:1:1", "--arrivals", "at-once"],
         ["--requests", "0"],
     ],
 )

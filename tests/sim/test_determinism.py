@@ -11,7 +11,7 @@ import pytest
 _OPTIONS = {
     "modes": "--mode split adaptive whole --prefill 6 --decode 6 --both 2 --stock 2048 --replicas 9"
     " --rate 12 --requests 60 --arrivals gamma:3 --accuracy 0.7 --link roce --kv-blocks 160",
-    "traffic": "--mode split adaptive --prefill 2 --decode 2 --phases hpld:3:8,lphd:3:8 --seed 5"
+    "traffic": "--mode split adaptive --prefill 2 --decode 2 --rate 3 --requests 48 --seed 5"
     " --link 0.01 --send request",
 }
 _PROGRAM = """

@@ -11,8 +11,6 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.workload import (
     CLASSES,
     draw,
-    draw_phases,
-    predicted,
     variation_of,
 )
 
@@ -58,17 +56,6 @@ def test_accuracy_does_not_change_the_requests() -> None:
         return [(each.arrival_s, each.prompt_tokens, each.output_tokens) for each in specs]
 
     assert bare(1.0) == bare(0.3)
-
-
-def test_phases_follow_each_other() -> None:
-    specs = predicted(draw_phases([("hpld", 5.0, 100), ("lphd", 10.0, 50)], seed=1), 1.0, seed=1)
-
-    first = [each for each in specs if each.arrival_s < 100]
-    assert [each.id for each in specs] == list(range(len(specs)))
-    assert {each.prompt_tokens >= 512 for each in first} == {True}
-    assert {each.prompt_tokens < 512 for each in specs[len(first) :]} == {True}
-    assert len(first) == pytest.approx(500, rel=0.15)
-    assert 140 < specs[-1].arrival_s < 150
 
 
 # -- arrivals ----------------------------------------------------------------------------------

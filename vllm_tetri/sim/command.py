@@ -32,7 +32,6 @@ from vllm_tetri.sim.workload import (
     RequestSpec,
     above_0,
     draw,
-    draw_phases,
     predicted,
     read_lengths,
     read_trace,
@@ -85,7 +84,6 @@ _OPTIONS = {
     "stock": _option("TOKENS", "also simulate vLLM without this package, a row per token budget of "
                      "a step, 2048 for example", nargs="+"),
     "replicas": _option("N", "number of stock instances"),
-    "stock_profile": _option("NAME", "their step costs (default: as --profile)"),
     "profile": _option("NAME", f"step costs: {', '.join(PROFILES)}, {NAMES_OF_ROOFLINES}, or a "
                        "*.json file"),
     "chunk_size": _option("TOKENS", "most prompt tokens of a step"),
@@ -110,8 +108,6 @@ _OPTIONS = {
                         "1), or at-once (default: poisson)"),
     "requests": _option("N", f"number of requests (default: {_REQUESTS}, or all of a trace), for a "
                         "plan the least number of a simulation"),
-    "phases": _option("KIND:RATE:SECONDS,...", "phases of requests in sequence, instead of --kind, "
-                      "--rate and --requests"),
     "lengths": _option("CSV", "file with the columns ContextTokens and GeneratedTokens to draw "
                        "lengths from", type=Path),
     "trace": _option("FILE", "recorded requests to replay, for a plan to draw lengths from: a "
@@ -152,8 +148,8 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     """Add requests, their SLOs, and where results go."""
     add_options(
         parser, "requests",
-        kind="mixed", rate=1.0, arrivals=None, requests=None, phases=None, lengths=None,
-        trace=None, trace_speed=None, accuracy=1.0, seed=0,
+        kind="mixed", rate=1.0, arrivals=None, requests=None, lengths=None, trace=None,
+        trace_speed=None, accuracy=1.0, seed=0,
     )  # fmt: skip
     add_options(parser, "results", ttft_slo=1.0, tpot_slo=0.1, json=None)
 
@@ -166,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "policies",
         dispatch_policy="power-of-two", prefill_policy=_USUAL.order, decode_policy=_USUAL.admission,
     )  # fmt: skip
-    add_options(parser, "compared with stock vLLM", stock=[], replicas=1, stock_profile=None)
+    add_options(parser, "compared with stock vLLM", stock=[], replicas=1)
     add_request_options(parser)
 
 
@@ -181,28 +177,27 @@ def objective_of(options: argparse.Namespace) -> Objective:
     return found
 
 
-def engine_of(options: argparse.Namespace, profile_name: str) -> EngineConfig:
-    """Return the engine that the options describe, on a profile's device; raises ConfigError if a
-    number is out of range, or there is no such profile."""
+def engine_of(options: argparse.Namespace) -> EngineConfig:
+    """Return the engine that the options describe; raises ConfigError if a number is out of range,
+    or there is no such profile."""
     above_0(chunk_size=options.chunk_size, tbt_slo=options.tbt_slo, kv_blocks=options.kv_blocks)
     usual = EngineConfig(chunk_tokens=options.chunk_size, tbt_slo_s=options.tbt_slo)
-    engine = of_profile(usual, profile(profile_name))
+    engine = of_profile(usual, profile(options.profile))
     return engine if options.kv_blocks is None else replace(engine, kv_blocks=options.kv_blocks)
 
 
 def _systems(options: argparse.Namespace) -> list[System]:
+    engine = engine_of(options)
     policies = {"order": options.prefill_policy, "admission": options.decode_policy}
-    engine = replace(engine_of(options, options.profile), **policies)
     counts = {"P": options.prefill, "D": options.decode, "B": options.both}
     label = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
     usual = ClusterConfig(
-        make_instances(*counts.values(), engine=engine),
+        make_instances(*counts.values(), engine=replace(engine, **policies)),
         seed=options.seed,
         dispatch=options.dispatch_policy,
     )
     systems = [(f"{mode} {label}", replace(usual, mode=mode)) for mode in options.mode or ["split"]]
     above_0(replicas=options.replicas)
-    engine = engine_of(options, options.stock_profile or options.profile)
     for budget in options.stock:
         above_0(stock=budget)
         stock = replace(engine, kind=Stock(budget), tbt_slo_s=None)
@@ -213,17 +208,13 @@ def _systems(options: argparse.Namespace) -> list[System]:
 
 
 def _requests_of(options: argparse.Namespace) -> list[RequestSpec]:
-    for names in (("phases", "lengths", "trace"), ("phases", "arrivals"), ("trace", "arrivals")):
-        given = [f"--{name}" for name in names if getattr(options, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} exclude each other")
+    for name in ("lengths", "arrivals"):
+        if None not in (options.trace, getattr(options, name)):
+            raise ConfigError(f"--trace and --{name} exclude each other")
     if options.trace is None and options.trace_speed is not None:
         raise ConfigError("--trace-speed is for --trace")
     above_0(rate=options.rate, requests=options.requests, trace_speed=options.trace_speed)
     accuracy, seed = options.accuracy, options.seed
-    if options.phases is not None:
-        phases = map(_phase, options.phases.split(","))
-        return predicted(draw_phases(phases, seed), accuracy, seed)
     if options.trace is not None:
         speed, trace = options.trace_speed or 1.0, read_trace(options.trace)[: options.requests]
         sooner = [(at_s / speed, prompt, output) for at_s, prompt, output in trace]
@@ -239,16 +230,6 @@ def _requests_of(options: argparse.Namespace) -> list[RequestSpec]:
     )
 
 
-def _phase(text: str) -> tuple[str, float, float]:
-    try:
-        kind, rate, seconds = text.split(":")
-        found = KINDS[KINDS.index(kind)], float(rate), float(seconds)
-    except ValueError as error:
-        raise ConfigError(f"--phases {text!r}: write KIND:RATE:SECONDS") from error
-    above_0(rate=found[1], seconds=found[2])
-    return found
-
-
 # -- results -------------------------------------------------------------------------------
 
 
@@ -260,8 +241,6 @@ def run(options: argparse.Namespace) -> int:
 def compare(options: argparse.Namespace, systems: Sequence[System]) -> int:
     """Simulate every system on the requests of the options, and print a table or JSON."""
     slo, specs = objective_of(options), _requests_of(options)
-    if not specs:
-        raise ConfigError("no request arrives in these phases; make them longer")
     over = None if options.link is None else link(options.link)
     table = _table(options, specs, slo)
     rows = []
@@ -317,12 +296,11 @@ def empty_table(titles: Iterable[str], **more: Any) -> Table:
 
 
 def _table(options: argparse.Namespace, specs: Sequence[RequestSpec], slo: Objective) -> Table:
-    names = [options.profile, getattr(options, "stock_profile", None) or options.profile]
-    used = [profile(name) for name in dict.fromkeys(names)]
-    estimates = "".join(f"\n{each.name}: {each.source}" for each in used if each.is_estimate)
+    used = profile(options.profile)
+    estimate = f"\n{used.name}: {used.source}" if used.is_estimate else ""
     note = f"good: first token within {slo.ttft_s:g} s, then {slo.tpot_s * 1e3:g} ms a token"
     return empty_table(
         ("system", *(title for title, *_ in _COLUMNS), "busy"),
         title=f"{len(specs)} requests over {specs[-1].arrival_s:.0f} s of virtual time",
-        caption=f"times in ms; {note}; busy: parts of the time in steps{estimates}",
+        caption=f"times in ms; {note}; busy: parts of the time in steps{estimate}",
     )

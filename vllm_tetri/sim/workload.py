@@ -113,16 +113,6 @@ def draw(
     return predicted(drawn(), accuracy, seed)
 
 
-def draw_phases(phases: Iterable[tuple[str, float, float]], seed: int) -> Iterator[Arrival]:
-    """Draw arrivals of one phase after the other: kind, requests per second, and seconds."""
-    rng, start_s = Random(f"phases {seed}"), 0.0
-    for kind, rate, seconds in phases:
-        now, end_s = start_s, start_s + seconds
-        while (now := now + rng.expovariate(rate)) < end_s:
-            yield now, *_lengths(kind, rng)
-        start_s = end_s
-
-
 def _lengths(kind: str, rng: Random) -> Lengths:
     classes = [CLASSES[kind]] if kind in CLASSES else list(CLASSES.values())
     (low, high), outputs = rng.choice(classes)

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 def _systems(options: argparse.Namespace) -> list[tuple[str, ClusterConfig]]:
     parts = Parts(
         options.instances,
-        engine_of(options, options.profile),
+        engine_of(options),
         options.prefill_instances,
         options.window,
         objective_of(options),
