@@ -29,7 +29,9 @@ def plan(*words: str, tail: tuple[str, ...] = ()) -> LaunchPlan:
 
 def words(found: LaunchPlan) -> str:
     """All that a list of processes, or a log of the plan, would show."""
-    return " ".join(" ".join(spec.command(1)) for spec in found.specs) + repr(found)
+    return " ".join(
+        " ".join(spec.command(1)) for spec in (*found.instances, *found.routers)
+    ) + repr(found)
 
 
 def key_of(spec: ChildSpec) -> str:
@@ -38,7 +40,7 @@ def key_of(spec: ChildSpec) -> str:
 
 def test_keys_go_through_the_environment_and_instances_get_another_one() -> None:
     found = plan("--api-key", "k-mine-7", "k-yours-7")
-    router = found.specs[-1]
+    router = found.routers[-1]
     assert dict(router.environment)["VLLM_API_KEY"] == "k-mine-7\nk-yours-7"
     (own,) = {key_of(spec) for spec in found.instances}
     assert dict(router.environment)["TETRI_INSTANCE_API_KEY"] == own
@@ -49,18 +51,18 @@ def test_keys_go_through_the_environment_and_instances_get_another_one() -> None
 
 
 def test_without_keys_no_process_gets_any() -> None:
-    assert [spec.environment for spec in plan().specs] == [()] * 3
-    assert plan().specs[-1].key == ""
+    assert [spec.environment for spec in (*plan().instances, *plan().routers)] == [()] * 3
+    assert plan().routers[-1].key == ""
 
 
 def test_a_key_for_vllm_serve_is_the_routers_as_well() -> None:
     for tail in (("--api-key", "a", "b", "--dtype", "half"), ("--api_key=a", "--api-key=b")):
         found = plan(tail=tail)
-        router = dict(found.specs[-1].environment)
+        router = dict(found.routers[-1].environment)
         assert router == {"VLLM_API_KEY": "a\nb", "TETRI_INSTANCE_API_KEY": "a"}
         assert found.instances[0].environment == ()
     found = plan("--api-key", "door", tail=("--api-key", "a"))
-    router = dict(found.specs[-1].environment)
+    router = dict(found.routers[-1].environment)
     assert router == {"VLLM_API_KEY": "door", "TETRI_INSTANCE_API_KEY": "a"}
 
 
@@ -72,9 +74,9 @@ def test_the_key_of_instances_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tls_is_the_routers_only() -> None:
     found = plan(*TLS)
-    assert found.specs[-1].command(1).count("--ssl-certfile") == 1
+    assert found.routers[-1].command(1).count("--ssl-certfile") == 1
     assert not any("--ssl" in word for spec in found.instances for word in spec.command(1))
-    assert found.specs[-1].certificate == str(CERTIFICATE)
+    assert found.routers[-1].certificate == str(CERTIFICATE)
     with pytest.raises(ConfigError, match="before the --"):
         plan(tail=("--ssl-keyfile", "x"))
     with pytest.raises(ConfigError, match="needs --ssl-certfile"):

@@ -13,7 +13,7 @@ from vllm_tetri.launch.machine import Machine
 
 
 def command(machine: Machine, *words: str, tail: tuple[str, ...] = ()) -> list[str]:
-    return make_plan(options(*words, tail=tail), machine).specs[0].command(1234)
+    return make_plan(options(*words, tail=tail), machine).instances[0].command(1234)
 
 
 def test_routers_have_ports_and_addresses_of_their_own_that_instances_know() -> None:
@@ -67,7 +67,7 @@ def test_gpu_instances_keep_vllms_choices_and_share_a_gpus_memory() -> None:
 
 def test_the_routers_options_go_to_the_router() -> None:
     given = ("--max-in-flight=7", "--flip=idle", "--flip-after=5", "--tpot-slo=0.5")
-    words = make_plan(options(*given), CPU).specs[-1].command(1)
+    words = make_plan(options(*given), CPU).routers[-1].command(1)
     for option, value in (("max-in-flight", "7"), ("flip", "idle"), ("flip-after", "5.0")):
         assert words[words.index(f"--{option}") + 1] == value
     assert words[words.index("--tpot-slo") + 1] == "0.5"
@@ -102,7 +102,7 @@ def test_impossible_clusters_are_refused(words: tuple[str, ...], message: str) -
 
 def test_the_router_is_told_the_mode() -> None:
     for words, mode in (((), DEFAULT_MODE), (("--mode=whole",), "whole")):
-        router = make_plan(parsed(*words), CPU).specs[-1].command(1)
+        router = make_plan(parsed(*words), CPU).routers[-1].command(1)
         assert router[router.index("--mode") + 1] == mode
 
 
@@ -137,7 +137,7 @@ def test_mode_counts_and_devices_say_which_instances_start(
 ) -> None:
     plan = make_plan(parsed(*words.split()), machine)
     assert [spec.name for spec in plan.instances] == expected
-    assert plan.specs[-1].name == "router"
+    assert plan.routers[-1].name == "router"
 
 
 def test_an_instance_takes_as_many_devices_as_its_tensor_parallel_size() -> None:

@@ -48,7 +48,8 @@ class LocalCluster:
 
     def __init__(self, options: argparse.Namespace, plan: LaunchPlan) -> None:
         self.options = options
-        self.display = Display([spec.name for spec in plan.specs], verbose=options.verbose)
+        names = [spec.name for spec in plan.instances + plan.routers]
+        self.display = Display(names, verbose=options.verbose)
         self._plan = plan
         self._instances: list[Keeper] = []
         self._routers: list[Keeper] = []
@@ -60,13 +61,10 @@ class LocalCluster:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
-        try:
-            async with aiohttp.ClientSession() as session:
-                self._instances = [Keeper(each, self, session) for each in self._plan.instances]
-                self._routers = [Keeper(each, self, session) for each in self._plan.routers]
-                return await self._watch()
-        finally:
-            self.display.close()
+        async with aiohttp.ClientSession() as session:
+            self._instances = [Keeper(each, self, session) for each in self._plan.instances]
+            self._routers = [Keeper(each, self, session) for each in self._plan.routers]
+            return await self._watch()
 
     async def was_drained(self, name: str) -> bool:
         """Whether any router has been told to drain an instance."""
@@ -87,7 +85,7 @@ class LocalCluster:
                 for task in work:
                     task.cancel()
         except* LaunchError as errors:
-            self.display.close()
+            self.display.show_from(logging.CRITICAL)
             self.display.say(str(errors.exceptions[0]), logging.ERROR)
             status = FAILED
         finally:
@@ -155,7 +153,7 @@ class LocalCluster:
         self.display.show_from(logging.CRITICAL + 1)  # vLLM logs many errors when it is ended
         if not self._is_forced:
             self.display.say("stopping ...")
-        await asyncio.gather(*(keeper.stop() for keeper in self._keepers))
+        await asyncio.gather(*(keeper.child.stop() for keeper in self._keepers if keeper.child))
         if self.options.ready_file is not None:
             self.options.ready_file.unlink(missing_ok=True)
         sweep_segments()
@@ -227,12 +225,6 @@ class Keeper:
             delay_s = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(deaths - 1, 10))
             self._display.phase(self.spec.name, f"restart in {delay_s:.0f} s")
             await asyncio.sleep(delay_s)
-
-    async def stop(self) -> None:
-        """End the child in good order. Idempotent."""
-        self.ready.clear()
-        if self.child is not None:
-            await self.child.stop()
 
     def _get(
         self, path: str, timeout_s: float

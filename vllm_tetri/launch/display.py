@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Display:
-    """Owned by the event loop. `close` gives the terminal back; idempotent.
+    """Owned by the event loop. `show_from` gives the terminal back.
 
     Lines of children are shown from `WARNING` up (before the cluster is ready from `ERROR` up:
     a start of vLLM warns a lot), or all of them when ``verbose``.
@@ -49,14 +49,8 @@ class Display:
         self._phase = dict.fromkeys(names, ("waiting", self._started))
         self._level = dict.fromkeys(names, logging.INFO)
         self._threshold = logging.ERROR
-        self._live: Live | None = None
+        self._live = Live(get_renderable=self._table, console=self._console, transient=True)
         if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self._table,
-                console=self._console,
-                refresh_per_second=4,
-                transient=True,
-            )
             self._live.start()
 
     @property
@@ -68,7 +62,7 @@ class Display:
         """A child entered a phase of its life."""
         if self._phase[name][0] != phase:
             self._phase[name] = (phase, time.monotonic())
-            if self._live is None:
+            if not self._live.is_started:
                 self.event(name, f"{phase} ({self.elapsed_s:.0f} s)", logging.INFO)
 
     def line(self, name: str, line: str) -> None:
@@ -92,8 +86,8 @@ class Display:
             _log.log(level, "%s: %s", name, text)
 
     def show_from(self, level: int) -> None:
-        """Stop redrawing, and show lines of children from this level up."""
-        self.close()
+        """Stop redrawing, and show lines of children from this level up. Idempotent."""
+        self._live.stop()
         self._threshold = level
 
     def say(self, text: str, level: int = logging.INFO) -> None:
@@ -102,12 +96,6 @@ class Display:
             self._console.print(Text(text), soft_wrap=True)
         else:
             _log.log(level, "%s", text)
-
-    def close(self) -> None:
-        """Stop redrawing."""
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
 
     def _print(self, name: str, text: str, style: str = "") -> None:
         # A line of JSON is for machines, which could not read it with a name in front.

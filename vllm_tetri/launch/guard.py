@@ -39,12 +39,10 @@ _TIDY_S = 1.0
 GRACE_S = 10.0
 
 
-def guarded(
-    words: Sequence[str], cores: Sequence[int] = (), nice: int = 0, grace_s: float = GRACE_S
-) -> list[str]:
+def guarded(words: Sequence[str], cores: Sequence[int] = (), nice: int = 0) -> list[str]:
     """The command line of a command below a guard whose parent is this process."""
     guard = [sys.executable, "-P", "-m", "vllm_tetri.launch.guard", "--parent", str(os.getpid())]
-    guard += ["--nice", str(nice), "--grace", str(grace_s), "--cores", ",".join(map(str, cores))]
+    guard += ["--nice", str(nice), "--cores", ",".join(map(str, cores))]
     return [*guard, "--", *words]
 
 
@@ -54,7 +52,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--cores", default="")
-    parser.add_argument("--grace", type=float, default=GRACE_S)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -66,16 +63,15 @@ def main(arguments: list[str]) -> int:
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     if options.nice:
         os.nice(options.nice)
-    return _Tree(_spawn(options.command), options.parent, options.grace).run()
+    return _Tree(_spawn(options.command), options.parent).run()
 
 
 class _Tree:
     """The command and everything below it. Used by the guard's only thread."""
 
-    def __init__(self, command: int, parent: int, grace_s: float) -> None:
+    def __init__(self, command: int, parent: int) -> None:
         self._command = command
         self._parent = parent
-        self._grace_s = grace_s
         self._status: int | None = None
 
     def run(self) -> int:
@@ -96,7 +92,7 @@ class _Tree:
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._command, signal.SIGTERM)
-        deadline = time.monotonic() + self._grace_s
+        deadline = time.monotonic() + GRACE_S
         while self._status is None and time.monotonic() < deadline:
             signal.sigtimedwait({signal.SIGCHLD}, 0.1)
             self._reap()

@@ -54,7 +54,6 @@ class ChildSpec:
     """One child of `up`."""
 
     name: str  # in the cluster and before its log lines
-    role: Role | None  # None for a router
     words: tuple[str, ...]  # command line, but for the port of its HTTP server
     placement: Placement
     ready_path: str  # responds with 200 as soon as the child is of use
@@ -77,11 +76,6 @@ class LaunchPlan:
     routers: tuple[ChildSpec, ...]
     control: str  # where they meet: one address per router, separated by commas
 
-    @property
-    def specs(self) -> tuple[ChildSpec, ...]:
-        """All children; the routers come last."""
-        return self.instances + self.routers
-
 
 def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions) -> LaunchPlan:
     """What to run for these options of `up` on this machine; ConfigError if there is no instance,
@@ -103,7 +97,6 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
     instances = [
         ChildSpec(
             name,
-            role,
             (*words, *_memory_options(serve.names, placement, machine, len(roles)),
              "--role", role.value, "--tetri-instance", name),
             placement,
@@ -118,7 +111,6 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
     routers = [
         ChildSpec(
             f"{ROUTER_NAME}-{index}" if options.routers > 1 else ROUTER_NAME,
-            None,
             (*ROUTER, *_router_options(options), "--control", control),
             Placement(),
             ready_path="/tetri/v1/instances",

@@ -17,6 +17,7 @@ from vllm_tetri.launch.plan import ChildSpec
 _GUARD_MARGIN_S = 4.0
 _TAIL_LINES = 40
 _MAX_LINE_BYTES = 1 << 16
+_PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
 
 class ChildProcess:
@@ -49,17 +50,11 @@ class ChildProcess:
         placement = spec.placement
         file = (log or Path(os.devnull)).open("ab", buffering=0)
         process = await asyncio.create_subprocess_exec(
-            *guarded(spec.command(port), placement.cores, placement.nice, GRACE_S),
+            *guarded(spec.command(port), placement.cores, placement.nice),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={
-                **os.environ,
-                "PYTHONUNBUFFERED": "1",
-                "PYTHONSAFEPATH": "1",
-                **dict(placement.environment),
-                **dict(spec.environment),
-            },
+            env={**os.environ, **_PYTHON, **dict(placement.environment + spec.environment)},
             start_new_session=True,
         )
         return cls(process, on_line, file)
@@ -72,29 +67,22 @@ class ChildProcess:
     async def wait(self) -> int:
         """Exit status, after the last line was delivered."""
         status = await self._process.wait()
-        self._kill_group()  # a killed guard may have left something
+        self.kill()  # a killed guard may have left something
         await asyncio.wait({self._pump}, timeout=1.0)
         self._pump.cancel()
         return status
 
     async def stop(self) -> None:
         """Ask the tree to end, and kill what is left after the grace period."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self._process.wait(), GRACE_S + _GUARD_MARGIN_S)
-            except TimeoutError:
-                self.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), GRACE_S + _GUARD_MARGIN_S)
+        self.kill()
         await self.wait()
 
     def kill(self) -> None:
-        """End the tree at once."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        self._kill_group()
-
-    def _kill_group(self) -> None:
+        """End the tree at once: the guard leads the group, and the kernel kills its command."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -60,15 +60,10 @@ class Oracle:
             self.tally.made += 1
         self._known.append((query.name, prediction))
 
-    def withdraw(self, name: str) -> None:
-        """Do nothing: `poll` has the prediction at once."""
-
     def poll(self) -> list[tuple[str, Prediction | None]]:
         known, self._known = self._known, []
         return known
 
-    def wait(self, timeout_s: float) -> None:
-        """Return at once."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+    def withdraw(self, name: str) -> None: ...  # `poll` has the prediction at once
+    def wait(self, timeout_s: float) -> None: ...
+    def close(self) -> None: ...
