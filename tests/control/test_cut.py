@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from tests.faults.hosts import Hosts, hosts, require_hosts
 from vllm_tetri.control.agent import RouterLink
@@ -60,7 +61,9 @@ def linked(address: str) -> Iterator[RouterLink]:
 def seconds_until(link: RouterLink, event: int, timeout_s: float) -> float:
     begin_s = time.monotonic()
     while (left_s := begin_s + timeout_s - time.monotonic()) > 0:
-        if link.events.poll(round(left_s * 1000)) and link.next_event() == event:
+        if not link.events.poll(round(left_s * 1000)):
+            break
+        if parse_monitor_message(link.events.recv_multipart())["event"] == event:
             return time.monotonic() - begin_s
     raise AssertionError(f"no such event in {timeout_s:g} s: {event}")
 

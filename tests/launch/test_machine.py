@@ -12,7 +12,6 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import (
     MAX_KV_BYTES,
     PREFILL_NICE,
-    CoreSharing,
     Machine,
     ServeOptions,
     ask_vllm,
@@ -47,7 +46,7 @@ def test_own_cores_are_neighbours_with_as_many_threads() -> None:
 
 
 def test_prefill_yields_on_shared_cores_and_waiting_threads_sleep() -> None:
-    prefill, decode = place(PAIR, cpu(4), CoreSharing.SHARED_CORES)
+    prefill, decode = place(PAIR, cpu(4), "shared-cores")
     assert prefill.cores == decode.cores == (0, 1, 2, 3)
     assert (prefill.nice, decode.nice) == (PREFILL_NICE, 0)
     environment = dict(decode.environment)
@@ -58,7 +57,7 @@ def test_prefill_yields_on_shared_cores_and_waiting_threads_sleep() -> None:
 def test_too_few_cores_are_shared_unless_own_cores_were_asked_for() -> None:
     assert [p.cores for p in place(PAIR, cpu(1))] == [(0,), (0,)]
     with pytest.raises(ConfigError, match=r"2 instances need as many.*--placement shared-cores"):
-        place(PAIR, cpu(1), CoreSharing.OWN_CORES)
+        place(PAIR, cpu(1), "own-cores")
 
 
 @given(cores=st.integers(1, 64), instances=st.integers(1, 64))

@@ -61,7 +61,9 @@ class Served:
         self.channel, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.settimeout(TIMEOUT_S)
         self.model = Counting()
-        self.thread = threading.Thread(target=Server(self._theirs, self.model).run)
+        self.thread = threading.Thread(
+            target=Server(self._theirs, self.model.encode, self.model.classify).run
+        )
         self.thread.start()
         assert self.replies() == []  # the model is loaded
 

@@ -88,9 +88,6 @@ class RouterLink:
             return True
         return False
 
-    def next_event(self) -> int:
-        return int(parse_monitor_message(self.events.recv_multipart())["event"])
-
     def close(self) -> None:
         self.socket.disable_monitor()
         self.events.close(linger=0)
@@ -243,7 +240,7 @@ class Agent:
                 self._verdict = self._leaving.decide(is_at_rest=is_at_rest, now=time.monotonic())
 
     def _on_event(self, link: RouterLink) -> None:
-        event = link.next_event()
+        event = parse_monitor_message(link.events.recv_multipart())["event"]
         if event == zmq.EVENT_DISCONNECTED:
             link.is_connected = False
             self._lose_router(link)

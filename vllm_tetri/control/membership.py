@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from cachetools import FIFOCache
 from msgspec.structs import replace as replace_struct
 
 from vllm_tetri.control.view import GONE_AFTER_S
@@ -101,8 +102,8 @@ class Membership:
         self._silent_after_s = silent_after_s
         self._members: dict[InstanceId, _Member] = {}
         self._ids: dict[bytes, InstanceId] = {}
-        self._replaced: dict[bytes, None] = {}
-        self.departed: dict[InstanceId, str] = {}
+        self._replaced: FIFOCache[bytes, None] = FIFOCache(MAX_INSTANCES)
+        self.departed: FIFOCache[InstanceId, str] = FIFOCache(MAX_DEPARTED)
         self.is_mixed, self.roster = False, 0
 
     def join(self, sender: bytes, info: InstanceInfo, now: float) -> bytes | None:
@@ -123,8 +124,6 @@ class Membership:
             elif known.sender != sender:
                 replaced = known.sender
                 self._replaced[replaced] = None
-                if len(self._replaced) > MAX_INSTANCES:
-                    del self._replaced[next(iter(self._replaced))]
         self._members[info.id], self._ids[sender] = member, info.id
         self.roster += 1
         self.departed.pop(info.id, None)
@@ -196,8 +195,6 @@ class Membership:
         self._remove(message.instance)
         if message.was_asked:
             self.departed[message.instance] = message.cut_off
-            if len(self.departed) > MAX_DEPARTED:
-                del self.departed[next(iter(self.departed))]
         return True
 
     def _remove(self, instance: InstanceId) -> None:

@@ -92,7 +92,15 @@ class Monitor:
         loop, opened, context = asyncio.get_running_loop(), self._opened, zmq.Context()
         opened.callback(context.destroy, linger=0)
         self._socket = context.socket(zmq.ROUTER)
-        _configure(self._socket, is_ipv6="[" in self._bind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(
+            zmq.ROUTER_MANDATORY, 1
+        )  # an unreachable instance is an error, not silence
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 256)
+        self._socket.setsockopt(zmq.RCVHWM, 1000)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        self._socket.setsockopt(zmq.IPV6, int("[" in self._bind))
         self._events = self._socket.get_monitor_socket(HANDSHAKE_FAILED)
         opened.callback(self._socket.disable_monitor)
         if self._curve is not None:
@@ -278,13 +286,3 @@ class Monitor:
         self.counters.dropped += 1
         if self.counters.dropped == 1:
             _log.warning("the control port dropped %s (later ones are only counted)", why)
-
-
-def _configure(socket: zmq.Socket[bytes], *, is_ipv6: bool) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable instance is an error, not silence
-    socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.SNDHWM, 256)
-    socket.setsockopt(zmq.RCVHWM, 1000)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-    socket.setsockopt(zmq.IPV6, int(is_ipv6))

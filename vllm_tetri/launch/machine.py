@@ -20,10 +20,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from importlib import metadata, util
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -37,12 +37,7 @@ _KV_GRAIN = 1 << 20
 _BINDING = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
 _PASSIVE = (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("KMP_BLOCKTIME", "0"))
 
-
-class CoreSharing(StrEnum):
-    """How instances on one CPU host share its cores."""
-
-    OWN_CORES = "own-cores"
-    SHARED_CORES = "shared-cores"
+CoreSharing = Literal["own-cores", "shared-cores"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,7 @@ def place(
         return _on_gpus(len(roles), machine.gpus, gpus_each)
     cores, instances = machine.cores, len(roles)
     has_enough = instances <= len(cores)
-    if sharing is CoreSharing.SHARED_CORES or (sharing is None and not has_enough):
+    if sharing == "shared-cores" or (sharing is None and not has_enough):
         threads = _threads(len(cores)) + _PASSIVE
         return [
             Placement(cores, PREFILL_NICE if role is Role.PREFILL else 0, threads) for role in roles

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import (
-    CoreSharing,
     Machine,
     Placement,
     ServeOptions,
@@ -20,13 +19,7 @@ from vllm_tetri.launch.machine import (
     kv_bytes_each,
     place,
 )
-from vllm_tetri.router.auth import (
-    INSTANCE_KEY_VARIABLE,
-    KEY_VARIABLE,
-    fingerprint_of,
-    has_tls,
-    keys_of,
-)
+from vllm_tetri.router import auth
 from vllm_tetri.router.command import objective_of
 from vllm_tetri.types import Mode, Role
 
@@ -86,8 +79,7 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
             "router come before the --"
         )
     roles = _roles(options, machine, serve.tensor_parallel_size)
-    sharing = CoreSharing(options.placement) if options.placement else None
-    placements = place(roles, machine, sharing, serve.tensor_parallel_size)
+    placements = place(roles, machine, options.placement, serve.tensor_parallel_size)
     ports = _router_ports(options)
     controls = _control_addresses(options.routers)
     of_instances, of_routers = _keys(options, serve.api_keys)
@@ -105,9 +97,9 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
         )
         for name, role, placement in zip(names, roles, placements, strict=True)
     ]  # fmt: skip
-    certificate: str | None = options.ssl_certfile if has_tls(options) else None
+    certificate: str | None = options.ssl_certfile if auth.has_tls(options) else None
     if certificate is not None:
-        fingerprint_of(certificate)  # there is one
+        auth.fingerprint_of(certificate)  # there is one
     routers = [
         ChildSpec(
             f"{ROUTER_NAME}-{index}" if options.routers > 1 else ROUTER_NAME,
@@ -117,7 +109,7 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
             host=options.host,
             port=port,
             environment=of_routers,
-            key=dict(of_routers).get(KEY_VARIABLE, "").partition("\n")[0],
+            key=dict(of_routers).get(auth.KEY_VARIABLE, "").partition("\n")[0],
             certificate=certificate,
         )
         for index, (port, control) in enumerate(zip(ports, controls, strict=True))
@@ -203,10 +195,10 @@ def _keys(
     interface, which is open to every user of this machine. The router also asks clients for
     keys that were meant for instances only (`in_command`): else it would open instances to all.
     """
-    clients = keys_of(options) or in_command
+    clients = auth.keys_of(options) or in_command
     if not clients:
         return (), ()
-    own = os.environ.get(INSTANCE_KEY_VARIABLE) or secrets.token_urlsafe(32)
+    own = os.environ.get(auth.INSTANCE_KEY_VARIABLE) or secrets.token_urlsafe(32)
     key = in_command[0] if in_command else own
-    of_routers = ((KEY_VARIABLE, "\n".join(clients)), (INSTANCE_KEY_VARIABLE, key))
-    return () if in_command else ((KEY_VARIABLE, key),), of_routers
+    of_routers = ((auth.KEY_VARIABLE, "\n".join(clients)), (auth.INSTANCE_KEY_VARIABLE, key))
+    return () if in_command else ((auth.KEY_VARIABLE, key),), of_routers

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 from pathlib import Path
+from typing import get_args
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.cluster import LocalCluster
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000,
         help="port of the router, 0 for a free one; further routers have the ports that follow "
         "(default: %(default)s)")
-    add("--placement", choices=[way.value for way in CoreSharing],
+    add("--placement", choices=get_args(CoreSharing),
         help="CPU hosts: every instance has cores of its own, or all instances share all cores "
         "with prefill at a low priority (default: own-cores, or shared-cores where there are "
         "fewer cores than instances)")

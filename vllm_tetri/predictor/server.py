@@ -15,9 +15,9 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -70,13 +70,6 @@ def shortened(token_ids: Sequence[int]) -> list[int]:
     return [*token_ids[:_END_TOKENS], *token_ids[-_END_TOKENS:]]
 
 
-class Classifier(Protocol):
-    """What is served; prompts go in as the target's tokens, buckets come out."""
-
-    def encode(self, token_ids: Sequence[int]) -> list[int]: ...  # to its own tokens
-    def classify(self, batch: Sequence[Sequence[int]]) -> list[int]: ...  # in one forward pass
-
-
 def take_batch(queue: deque[Submitted]) -> list[Submitted]:
     """Remove the next batch from the head of a queue that is not empty, of prompts that have been
     encoded."""
@@ -91,11 +84,19 @@ def take_batch(queue: deque[Submitted]) -> list[Submitted]:
 
 
 class Server:
-    """Replies over one socket until its other end closes."""
+    """Replies over one socket until its other end closes.
 
-    def __init__(self, channel: socket.socket, classifier: Classifier) -> None:
-        self._channel = channel
-        self._classifier = classifier
+    `tokenize` turns the target's tokens of a prompt into the predictor's own, and `predict`
+    gives the buckets of such prompts in one forward pass.
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        tokenize: Callable[[Sequence[int]], list[int]],
+        predict: Callable[[Sequence[Sequence[int]]], list[int]],
+    ) -> None:
+        self._channel, self._tokenize, self._predict = channel, tokenize, predict
         self._queue: deque[Submitted] = deque()
 
     def run(self) -> None:
@@ -127,7 +128,7 @@ class Server:
             self._queue = deque(each for each in self._queue if each.number != query.number)
             return
         try:
-            encoded = self._classifier.encode(query.token_ids)
+            encoded = self._tokenize(query.token_ids)
             self._queue.append(Submitted(query.number, encoded))
         except Exception:  # whatever a tokenizer makes of strange ids
             _log.exception("a prompt of %d tokens cannot be read", len(query.token_ids))
@@ -135,32 +136,22 @@ class Server:
 
     def _classify(self, batch: list[Submitted]) -> Replies:
         try:
-            buckets = self._classifier.classify([each.token_ids for each in batch])
+            buckets = self._predict([each.token_ids for each in batch])
         except Exception:
             _log.exception("a batch of %d prompts failed", len(batch))
             return Replies([(each.number, None) for each in batch])
         return Replies([(each.number, bucket) for each, bucket in zip(batch, buckets, strict=True)])
 
 
-class _TextClassifier:
-    """A trained predictor, with the target's tokenizer in front of it."""
+def _decoder_of(tokenizer: str) -> Callable[[Sequence[int]], str]:
+    from transformers import AutoTokenizer
 
-    def __init__(self, folder: Path, tokenizer: str) -> None:
-        from transformers import AutoTokenizer
-
-        self._artefact = load(folder)
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"tokenizer {tokenizer}: {str(error).splitlines()[0]}") from error
-
-    def encode(self, token_ids: Sequence[int]) -> list[int]:
-        # Special tokens stay: the artefact knows the chat template by them.
-        text = self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
-        return self._artefact.encode(str(text))
-
-    def classify(self, batch: Sequence[Sequence[int]]) -> list[int]:
-        return self._artefact.predict(batch)
+    try:
+        decode = AutoTokenizer.from_pretrained(tokenizer).decode
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer {tokenizer}: {str(error).splitlines()[0]}") from error
+    # Special tokens stay: the artefact knows the chat template by them.
+    return partial(decode, clean_up_tokenization_spaces=False)
 
 
 def end_with(parent: int) -> None:
@@ -187,12 +178,12 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.cores:
             os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
         os.nice(options.nice)
-        classifier = _TextClassifier(options.artefact, options.tokenizer)
+        artefact, decode = load(options.artefact), _decoder_of(options.tokenizer)
     except ConfigError as error:
         _log.error("%s", error)
         return 2
     with socket.socket(fileno=options.socket) as channel:
-        Server(channel, classifier).run()
+        Server(channel, lambda ids: artefact.encode(decode(ids)), artefact.predict).run()
     return 0
 
 

@@ -189,7 +189,7 @@ class _Routes:
         return _json(
             {
                 "instances": rows,
-                "departed": monitor.members.departed,
+                "departed": dict(monitor.members.departed.items()),
                 "watcher": self._scheduler.flips.explanation,
                 "mode": self._scheduler.placer.mode,
             }
