@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from vllm_tetri.messages import FlipRole
 from vllm_tetri.router.auth import Keys, Limits
@@ -28,7 +29,7 @@ from vllm_tetri.router.request import (
     parse_request,
 )
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.router.server import INCOMING, BodyReader, Incoming
+from vllm_tetri.router.server import CLIENT, BodyReader
 from vllm_tetri.types import (
     FLIP_DEADLINE_S,
     InstanceId,
@@ -38,9 +39,9 @@ from vllm_tetri.types import (
     Role,
 )
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
 
+_json = partial(web.json_bytes_response, dumps=msgspec.json.encode)
 _log = logging.getLogger(__name__)
 
 # fmt: off
@@ -60,18 +61,17 @@ _TEXT = (
     "/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render",
 )
 # fmt: on
-_FACTS = ("/version", "/tokenizer_info")
 _RESPONSES = "/v1/responses"
 _RESPONSE = _RESPONSES + "/{response_id:[A-Za-z0-9._:-]{1,256}}"
 _STORED = ProxyRules(is_stored=True)
-_NO_TOKENS = ProxyRules(generates=False)
 _NO_BODY = ProxyRules(generates=False, has_body=False)  # some are open to every client
 # Method, path and rules of every proxied route.
 PROXIED: tuple[tuple[str, str, ProxyRules], ...] = (
     *(("POST", path, ProxyRules()) for path in (*_GENERATION, *_POOLING)),
     *(("POST", path, ProxyRules(has_json=False)) for path in _AUDIO),
-    *(("POST", path, _NO_TOKENS) for path in _TEXT),
-    *(("GET", path, _NO_BODY) for path in _FACTS),
+    *(("POST", path, ProxyRules(generates=False)) for path in _TEXT),
+    ("GET", "/version", _NO_BODY),
+    ("GET", "/tokenizer_info", _NO_BODY),
     ("POST", _RESPONSES, _STORED),
     ("GET", _RESPONSE, _STORED),
     ("POST", _RESPONSE + "/cancel", _STORED),
@@ -145,7 +145,7 @@ class _Routes:
         """Return the handler of a route; with rules, of one that is never split."""
 
         async def serve(http: web.Request) -> web.StreamResponse:
-            client = http[INCOMING].client
+            client = http[CLIENT]
             self._scheduler.shares.check(client)  # before the body comes
             raw = await self._bodies.read(http) if rules is None or rules.has_body else b""
             path = http.path if rules is None else http.rel_url.raw_path_qs
@@ -268,12 +268,12 @@ def _guard(keys: Keys, bodies: BodyReader) -> Middleware:
         if client is None:
             words = "this API needs a known key: send the header 'Authorization: Bearer KEY'"
             raise Refusal(401, words, code="invalid_api_key")
-        request[INCOMING] = incoming = Incoming(client)
+        request[CLIENT] = client
         bodies.check_announced(request)
         try:
             return await handler(request)
         finally:
-            bodies.release(incoming)
+            bodies.release(request)
 
     return guard
 
@@ -291,8 +291,3 @@ def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:
         **{field: load[field] for field in LOAD_NUMBERS},
         "flip": each.flip and {**asdict(each.flip), "age_s": round(each.flip.age_s, 3)},
     }
-
-
-def _json(value: object, *, status: int = 200) -> web.Response:
-    body = msgspec.json.encode(value)
-    return web.Response(status=status, body=body, content_type="application/json")

@@ -37,23 +37,20 @@ _log = logging.getLogger(__name__)
 
 def positive(text: str) -> float:
     """Parse a positive number of seconds."""
-    value = float(text)
-    if not value > 0:
+    if not (value := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return value
 
 
 def count(text: str) -> int:
     """Parse a positive number."""
-    value = int(text)
-    if value < 1:
+    if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
 def _delay(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < inf:
+    if not 0 <= (value := float(text)) < inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value
 

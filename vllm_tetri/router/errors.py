@@ -103,14 +103,6 @@ class Refusal(Exception):
 class NoCapacity(Refusal):
     """All instances that could serve the request are at their limits."""
 
-    def __init__(self, who: str, num_full: int, retry_after_s: int) -> None:
-        super().__init__(
-            503,
-            f"all {who} ({num_full}) are at their limits; try again in {retry_after_s} s",
-            code="queue_full",
-            retry_after_s=retry_after_s,
-        )
-
 
 class InstanceFailed(Exception):
     """An instance did not respond properly; another one may. The client gets `status` if none

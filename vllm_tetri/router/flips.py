@@ -1,8 +1,9 @@
 """Orders to flip, those of operators and of the watcher, and the lease of the one router whose
 watcher may order.
 
-`Lease.hold` takes or keeps the lease and returns its epoch. Epochs only grow from one holder to
-the next, and orders carry them, so that instances ignore what a former holder sent late.
+`hold` takes or keeps the lease without waiting, and returns its epoch, None while another router
+has it. Epochs only grow from one holder to the next, and orders carry them, so that instances
+ignore what a former holder sent late. `close` gives the lease back, in some seconds at most.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import stat
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec.structs import replace
 
@@ -35,6 +36,10 @@ from vllm_tetri.types import (
     Role,
 )
 
+if TYPE_CHECKING:
+    from vllm_tetri.router.kube_lease import KubeLease
+
+Lease: TypeAlias = "FileLease | KubeLease"
 _LOOK_S = 0.25
 _WATCHER = "watcher: "
 _KUBERNETES = "kubernetes:"
@@ -42,21 +47,6 @@ _MOST_DIGITS = 20
 _WRITABLE_BY_OTHERS = 0o022
 
 _log = logging.getLogger(__name__)
-
-
-class Lease(Protocol):
-    """The right to flip roles. Used on the event loop."""
-
-    @property
-    def why_not(self) -> str:
-        """Why `hold` returns None, for operators."""
-
-    def hold(self) -> int | None:
-        """Take or keep it, before every decision, without waiting. Returns the epoch under which
-        this router decides; None while another one does."""
-
-    async def close(self) -> None:
-        """Decide no more, and give the lease back, in some seconds at most. Idempotent."""
 
 
 class FileLease:
@@ -168,7 +158,7 @@ class Flips:
     """
 
     def __init__(
-        self, monitor: Monitor, watcher: Watcher | None, *, is_dry: bool, lease: Lease | None = None
+        self, monitor: Monitor, watcher: Watcher | None, *, is_dry: bool, lease: Lease | None
     ) -> None:
         self._lease, self._monitor, self._is_dry = lease, monitor, is_dry
         self._logged: tuple[InstanceId, Role] | None = None

@@ -44,7 +44,7 @@ class Placer:
     """Chooses instances for requests in every mode. Owned by the event loop.
 
     `view` returns the newest snapshot of the cluster; the rest is as in `RouterConfig`.
-    `mode` is set by `use`.
+    `mode` may be changed at any time.
     """
 
     def __init__(
@@ -62,16 +62,11 @@ class Placer:
         self._rng = Random()
         self._tables = TableMaker()
         self._state = ClusterState(_GRACE_S)
-        self._is_stale = True
+        self._seen_mode: Mode | None = None  # in which the cluster was looked at last
         self.backlogs = Backlogs(max_queue_delay_s)
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
         self._candidates: dict[str, PriceCandidates] = {}
         self._overloaded: frozenset[InstanceId] = frozenset()
-
-    def use(self, mode: Mode) -> None:
-        """Place requests in another mode from now on."""
-        self.mode = mode
-        self._is_stale = True
 
     def models(self) -> dict[str, InstanceInfo]:
         """Return every model name that a ready instance serves, and one such instance."""
@@ -124,7 +119,9 @@ class Placer:
         if isinstance(found, AllAtLimit):
             self._long_queues(now)
             wait_s = self.backlogs.retry_after_s(self._view(), found.instances)
-            raise NoCapacity(found.who, len(found.instances), wait_s)
+            words = f"all {found.who} ({len(found.instances)}) are at their limits"
+            message = f"{words}; try again in {wait_s} s"
+            raise NoCapacity(503, message, code="queue_full", retry_after_s=wait_s)
         return found
 
     def record_sent(self, request: ApiRequest, route: Route) -> None:
@@ -221,11 +218,11 @@ class Placer:
         just joined."""
         table = self._state.table
         fresh_s = max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
-        is_known = model in table.by_model and not self._is_stale
+        is_known = model in table.by_model and self._seen_mode is self.mode
         if is_known and now - table.at_s < fresh_s:
             return
         view = self._view()
-        table, self._is_stale = self._tables.make(view, now), False
+        table, self._seen_mode = self._tables.make(view, now), self.mode
         self._state.observe(table)
         lengths = [
             each.load.bucket_tokens[-1] for each in view.instances if each.load.bucket_tokens

@@ -158,7 +158,7 @@ def parse_request(
         passed = {"Content-Type": "application/json", **passed}
     else:
         passed = _without(headers, _NOT_FORWARDED)
-    model = body.get("model")
+    model, name = body.get("model"), headers.get("X-Request-Id") or body.get("request_id")
     return ApiRequest(
         path=path,
         body=body,
@@ -167,7 +167,7 @@ def parse_request(
         is_splittable=rules is None and _is_splittable(path, body),
         approx_tokens=_approx_tokens(body, raw if is_json else b"{}"),
         headers=passed,
-        request_id=_valid_name(headers.get("X-Request-Id") or body.get("request_id")),
+        request_id=name if isinstance(name, str) and _NAME.fullmatch(name) else "",
         client=client,
         method=method,
         rules=rules,
@@ -257,10 +257,6 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _valid_name(name: object) -> str:
-    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""
 
 
 def _without(headers: Mapping[str, str], dropped: frozenset[str]) -> dict[str, str]:

@@ -89,8 +89,7 @@ class StreamRecord:
 
     def __init__(self, *, is_chat: bool, hides_ids: bool) -> None:
         self._is_chat, self._hides_ids = is_chat, hides_ids
-        self._kept: list[bytes] = []  # events that are not decoded yet
-        self._num_kept_bytes = 0
+        self._kept = bytearray()  # events that are not decoded yet
         self._rest = b""  # of an event that is not complete
         self._last = b""  # decoded event
         self._problem = ""  # why the output cannot be continued
@@ -134,9 +133,8 @@ class StreamRecord:
             data = data.replace(self._theirs, self._ours)
         if ERROR_EVENT in data or ABORTED in data:
             data = self._until_error(data)
-        self._kept.append(data)
-        self._num_kept_bytes += len(data)
-        if self._num_kept_bytes > _MAX_KEPT_BYTES:
+        self._kept += data
+        if len(self._kept) > _MAX_KEPT_BYTES:
             self._decode_kept()
         if data.endswith(DONE):
             self.is_complete = True
@@ -180,9 +178,9 @@ class StreamRecord:
         return _EMPTY_EVENT.sub(b"", data) if _EMPTY_DELTA in data else data
 
     def _decode_kept(self) -> None:
-        kept, self._kept, self._num_kept_bytes = self._kept, [], 0
+        kept, self._kept = bytes(self._kept), bytearray()
         texts = [self.text]
-        for raw in b"".join(kept).split(_END):
+        for raw in kept.split(_END):
             if raw.startswith(_DATA) and raw != DONE.removesuffix(_END):
                 texts += self._decode(raw)
         self.text = "".join(texts)

@@ -114,7 +114,7 @@ class GlobalScheduler:
 
     def set_mode(self, mode: Mode) -> None:
         """Serve new requests in another mode; requests in flight are not affected."""
-        self.placer.use(mode)
+        self.placer.mode = mode
         self.monitor.mix(mode is Mode.ADAPTIVE)
         self.flips.are_roles_needed = mode is Mode.SPLIT
 

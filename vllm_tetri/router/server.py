@@ -17,7 +17,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
@@ -30,19 +29,10 @@ _LINGER_S = 2.0  # how long a refused body is still read, so that the response a
 _BACKLOG = 1024
 _TOO_MANY_HEADERS = "Too many headers received"  # aiohttp's words
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+# What a request knows: the name of its client, and how much of its body is held.
+CLIENT = web.RequestKey("client", str)
+_HELD_BYTES = web.RequestKey("held_bytes", int)
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Incoming:
-    """A request while it is in the router: its client, and how much of its body is held."""
-
-    client: str
-    held_bytes: int = 0
-
-
-INCOMING = web.RequestKey("incoming", Incoming)
 
 
 class BodyReader:
@@ -62,11 +52,10 @@ class BodyReader:
     async def read(self, request: web.Request) -> bytes:
         """Return the whole body, uncompressed. Raises `Refusal`: 408, 413 or 503, it is too slow,
         too large, or exceeds the bound for all; 400, it is not what the headers say."""
-        incoming, content = request[INCOMING], request.content
         try:
-            if content.is_eof():  # as nearly always
-                return self._hold(incoming, content.read_nowait(-1))
-            return await self._read_slowly(incoming, content)
+            if request.content.is_eof():  # as nearly always
+                return self._hold(request, request.content.read_nowait(-1))
+            return await self._read_slowly(request)
         except web.RequestPayloadError as error:
             raise Refusal(400, "the body is not what its headers say") from error
         except RuntimeError as error:
@@ -74,18 +63,17 @@ class BodyReader:
                 raise ConnectionResetError from error
             raise
 
-    def release(self, incoming: Incoming) -> None:
-        """Count the body of an ended request no more. Idempotent."""
-        self.held_bytes -= incoming.held_bytes
-        incoming.held_bytes = 0
+    def release(self, request: web.Request) -> None:
+        """Count the body of an ended request no more."""
+        self.held_bytes -= request.get(_HELD_BYTES, 0)
 
-    async def _read_slowly(self, incoming: Incoming, content: aiohttp.StreamReader) -> bytes:
+    async def _read_slowly(self, request: web.Request) -> bytes:
         limits, begun_s = self._limits, asyncio.get_running_loop().time()
         body = bytearray()
         try:
             async with asyncio.timeout(limits.body_s) as deadline:
-                while part := await content.readany():
-                    body += self._hold(incoming, part)
+                while part := await request.content.readany():
+                    body += self._hold(request, part)
                     more_s = len(body) / limits.least_bytes_per_s
                     deadline.reschedule(begun_s + limits.body_s + more_s)
         except TimeoutError as error:
@@ -93,10 +81,10 @@ class BodyReader:
             raise Refusal(408, words) from error
         return bytes(body)
 
-    def _hold(self, incoming: Incoming, part: bytes) -> bytes:
-        incoming.held_bytes += len(part)
+    def _hold(self, request: web.Request, part: bytes) -> bytes:
+        request[_HELD_BYTES] = request.get(_HELD_BYTES, 0) + len(part)
         self.held_bytes += len(part)
-        self._check(incoming.held_bytes, self.held_bytes)
+        self._check(request[_HELD_BYTES], self.held_bytes)
         return part
 
     def _check(self, body_bytes: int, bodies_bytes: int) -> None:
@@ -280,7 +268,9 @@ async def _watch(connections: set[Connection], limits: Limits) -> None:
         await asyncio.sleep(min(_CHECK_S, limits.head_s / 4, limits.stalled_s / 4))
 
 
-async def _serve(handle: Handler, request: web.BaseRequest) -> web.StreamResponse:
+async def _serve(
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], request: web.BaseRequest
+) -> web.StreamResponse:
     """Call the application, and give its errors the shape of OpenAI's."""
     connection = request.protocol
     assert isinstance(connection, Connection)

@@ -285,6 +285,5 @@ class Shares:
         return may_begin(own, taken, limit, num_clients=self._num_clients)
 
     def _expire(self, now: float) -> None:
-        for instance, soft in list(self._soft_limits.items()):
-            if soft.is_over(now):
-                del self._soft_limits[instance]
+        limits = self._soft_limits.items()
+        self._soft_limits = {name: soft for name, soft in limits if not soft.is_over(now)}
