@@ -194,7 +194,9 @@ class HttpClient:
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"cannot connect: {error}") from error
         finally:
-            connection.end_connecting()
+            connection.deadline = None
+            if connection.transport is None:
+                self.connections.discard(connection)
 
 
 class _Connection(asyncio.Protocol):
@@ -203,7 +205,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, owner: HttpClient, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._owner, self._loop, self.url = owner, loop, url
         self.label, self.sender = "", cast("Sender | None", None)
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self.deadline: asyncio.Timeout | None = None  # while the connection is made
         self.why_dropped = ""  # meanwhile
         self._parser = httptools.HttpResponseParser(self)
@@ -222,27 +224,21 @@ class _Connection(asyncio.Protocol):
         is_silent = self._response is not None and self._received_s <= since_s
         return is_silent or self._head is not None or self.deadline is not None
 
-    def end_connecting(self) -> None:
-        """The connection has been made, or cannot be."""
-        self.deadline = None
-        if self._transport is None:
-            self._owner.connections.discard(self)
-
     def begin_reading(self) -> None:
         """Count silence from now on if reading was paused until now."""
-        if self._transport is not None and not self._transport.is_reading():
+        if self.transport is not None and not self.transport.is_reading():
             self._received_s = self._loop.time()
 
     async def request(self, message: bytes, label: str, sender: Sender | None) -> HttpResponse:
         """Send one request and wait for the head of its response."""
-        if self._transport is None:
+        if self.transport is None:
             raise Unreachable("closed")
         self.label, self.sender, self._num_bytes = label, sender, 0
         self._sent_s = self._loop.time()
         self._set_timer(self._owner.silence_s)
         head: asyncio.Future[HttpResponse] = self._loop.create_future()
         self._head = head
-        self._transport.write(message)
+        self.transport.write(message)
         try:
             return await head
         except asyncio.CancelledError:
@@ -261,9 +257,9 @@ class _Connection(asyncio.Protocol):
             self.why_dropped = str(error)
             deadline.reschedule(self._loop.time())
         self._owner.connections.discard(self)
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
+        if self.transport is not None:
+            self.transport.abort()
+            self.transport = None
             if self in self._owner.idle[self.url]:
                 self._owner.idle[self.url].remove(self)
             if not self._owner.idle[self.url]:  # instances come and go
@@ -276,7 +272,7 @@ class _Connection(asyncio.Protocol):
             response.end(error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         if self not in self._owner.connections:
             self.drop(ConnectionLost("closed"))
 
@@ -299,7 +295,7 @@ class _Connection(asyncio.Protocol):
         self.connection_lost(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._transport is not None:
+        if self.transport is not None:
             is_reused = self._num_responses > 0 and self._head is not None
             # After the grace period it had the request, and may have crashed with it.
             is_early = self._loop.time() - self._sent_s < _CLOSING_S
@@ -317,10 +313,10 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status, head = self._parser.get_status_code(), self._head
-        if status < 200 or head is None or self._transport is None:
+        if status < 200 or head is None or self.transport is None:
             return  # 100: the final one follows
         self._head = None
-        self._response = HttpResponse(self, self._transport, status, self._headers)
+        self._response = HttpResponse(self, self.transport, status, self._headers)
         if head.done():
             self.drop(ConnectionLost("the request was cancelled"))
         else:
@@ -339,7 +335,7 @@ class _Connection(asyncio.Protocol):
         assert response is not None
         self._num_responses += 1
         response.end()
-        transport = self._transport
+        transport = self.transport
         # A response may come before the request was sent completely; one that is paused is
         # resumed by its reader.
         is_free = transport is not None and transport.is_reading()
@@ -360,7 +356,7 @@ class _Connection(asyncio.Protocol):
 
     def _check_time(self, limit_s: float) -> None:
         now = self._loop.time()
-        if self._transport is not None and not self._transport.is_reading():
+        if self.transport is not None and not self.transport.is_reading():
             self._received_s = now
         rest_s = self._received_s + limit_s - now
         if rest_s <= 0:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 from aiohttp import web
 
@@ -215,36 +213,32 @@ class Relay:
             raise InstanceFailed(prefilled.decode, "has the KV but is not in use", status=503)
         prior = None if self._request.has_choices else prefilled.prior_output
         params = DecodeParams(prefilled.transfer, prefilled.digest, prior, prefilled.predicted)
-        body = partial(self._request.decode_body, params, prefilled.prompt_token_ids, instance)
         self._writer = instance
         self._show_first(first, instance)
         sent_early = (last.ending.transfer, last.decode) if last and last.ending else None
         if sent_early != (prefilled.transfer, prefilled.decode):
             self._drop_early()
-        response = await self._receive_patiently(instance, body)
-        if response.status == 200 and not entry.is_over:
-            entry.take_transfer()  # the decode instance consumed it
-        return response
-
-    async def _receive_patiently(
-        self, instance: InstanceInfo, body: Callable[[], bytes]
-    ) -> web.StreamResponse:
-        """Receive the output of a decode instance. One at its limit has the KV nevertheless,
-        so it is asked again."""
 
         async def send() -> HttpResponse:
             response = await self._early if self._early is not None else None
             self._early = None  # not before: if this is cancelled, its response has an owner
-            return response or await self._send(instance, body())
+            if response is not None:
+                return response
+            body = self._request.decode_body(params, prefilled.prompt_token_ids, instance)
+            return await self._send(instance, body)
 
         wait_s, give_up_s = _FIRST_WAIT_S, time.monotonic() + DECODE_PATIENCE_S
         while True:
             try:
-                return await self._output.receive(instance, send())
-            except InstanceAtLimit as error:
+                response = await self._output.receive(instance, send())
+            except InstanceAtLimit as error:  # it has the KV nevertheless, so it is asked again
                 if time.monotonic() + wait_s > give_up_s:
                     raise
                 self._scheduler.record_at_limit(error.instance)
+            else:
+                if response.status == 200 and not entry.is_over:
+                    entry.take_transfer()  # the decode instance consumed it
+                return response
             self._drop_early()
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -307,21 +301,11 @@ class Relay:
         return await self._output.receive(instance, self._send(instance, body))
 
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
-        """Send a request to an instance and wait for the head of its response."""
         self._attempts.sent_to[instance.id] = instance
-        request = self._request
-        return await self._scheduler.upstream.send(
-            instance,
-            request.method,
-            request.path,
-            body,
-            self._headers,
-            self._output,
-            is_checked=request.rules is None,
-        )
+        send = self._scheduler.upstream.send
+        return await send(instance, self._request, body, self._headers, self._output)
 
     def _drop_early(self) -> None:
-        """Cancel the early decode request, and close its response if it has come already."""
         early, self._early = self._early, None
         if early is not None:
             early.cancel()

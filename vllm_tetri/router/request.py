@@ -104,12 +104,10 @@ class ApiRequest:
 
     def prefill_body(self, params: Handover) -> bytes:
         """Encode the prefill request: one choice, never streamed."""
-        body = {key: value for key, value in self.body.items() if key != "stream_options"}
-        body["stream"] = False
-        if self.has_choices:
-            body = {key: value for key, value in body.items() if key not in _ENDS}
-            body |= {"n": 1, "ignore_eos": True}
-        return msgspec.json.encode({**body, FIELD: to_params(params)})
+        dropped = {"stream_options", *(_ENDS if self.has_choices else ())}
+        body = {key: value for key, value in self.body.items() if key not in dropped}
+        body |= {"n": 1, "ignore_eos": True} if self.has_choices else {}
+        return msgspec.json.encode({**body, "stream": False, FIELD: to_params(params)})
 
     def aggregated_body(self, instance: InstanceInfo) -> bytes:
         """Encode the request for an instance that does both prefill and decode."""

@@ -240,7 +240,11 @@ class Output:
                 self._is_whole = events.endswith(b"\n\n")
                 await stream.write(events)
             if record is not None and record.error:
-                await self._judge_error(instance, record, stream)
+                if record.is_aborted:
+                    raise InstanceFailed(instance.id, "its engine aborted the request")
+                if not await self._upstream.is_alive(instance):
+                    raise InstanceFailed(instance.id, "its engine crashed")
+                await stream.write(record.take_error())  # of the request: the client's
             chunk = await response.read_some()
         if record is not None and not record.is_complete:
             raise InstanceFailed(instance.id, "its stream ended too early")
@@ -263,16 +267,6 @@ class Output:
         ending = self._record.ending(num_tokens, wants_usage=self._request.wants_usage)
         self._record_resumed()
         return await self._finish(ending)
-
-    async def _judge_error(
-        self, instance: InstanceInfo, record: StreamRecord, stream: web.StreamResponse
-    ) -> None:
-        """Tell an error of the request, which the client gets, from a crash of the engine."""
-        if record.is_aborted:
-            raise InstanceFailed(instance.id, "its engine aborted the request")
-        if not await self._upstream.is_alive(instance):
-            raise InstanceFailed(instance.id, "its engine crashed")
-        await stream.write(record.take_error())
 
     def _record_resumed(self) -> None:
         broken, self._broken = self._broken, None

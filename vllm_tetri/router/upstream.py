@@ -28,6 +28,7 @@ from vllm_tetri.router.http_client import (
     Unreachable,
     parts_of,
 )
+from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
 
@@ -77,33 +78,23 @@ class Upstream:
     async def send(
         self,
         instance: InstanceInfo,
-        method: str,
-        path: str,
+        request: ApiRequest,
         body: bytes,
         headers: Mapping[str, str],
-        sender: Sender | None = None,
-        *,
-        is_checked: bool = False,
+        sender: Sender,
     ) -> HttpResponse:
-        """Send a request and wait for the head of its response, to be closed by the caller.
-
-        `sender` knows whether another instance can take over; None if none can. If `is_checked`,
-        error statuses of the server become errors. Raises `InstanceFailed`: there is no response,
-        or a checked one of status 5xx; `InstanceAtLimit`: the instance did not take the request.
-        """
+        """Send a body for a request and wait for the head of its response, to be closed by the
+        caller. `sender` knows whether another instance can take over. Raises `InstanceFailed`:
+        there is no response, or one of status 5xx to a request that is not proxied;
+        `InstanceAtLimit`: the instance did not take the request."""
+        url, method, headers = instance.url, request.method, self._authorized(headers)
         try:
             response = await self.http.send(
-                instance.url,
-                method,
-                path,
-                body,
-                self._authorized(headers),
-                label=instance.id,
-                sender=sender,
+                url, method, request.path, body, headers, label=instance.id, sender=sender
             )
         except HttpError as error:
             raise self._failure(instance, error) from error
-        if is_checked and response.status >= 500:
+        if request.rules is None and response.status >= 500:
             raise await _read_error(instance, response)
         return response
 
