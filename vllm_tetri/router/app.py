@@ -260,8 +260,6 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _guard(keys: Keys, bodies: BodyReader) -> Middleware:
-    """Reject requests without a known key, and announced bodies that are too large."""
-
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         client = keys.client_of(request.path, request.headers)

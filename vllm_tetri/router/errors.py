@@ -157,7 +157,6 @@ def mark_too_long(status: int, body: bytes) -> tuple[int, bytes]:
 
 
 def _error_in(body: bytes) -> dict[str, Any]:
-    """Return the error that a body describes, empty if there is none."""
     try:
         error: Any = msgspec.json.decode(body)["error"]
     except (*JSON_ERRORS, LookupError, TypeError):

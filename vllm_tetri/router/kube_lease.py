@@ -159,7 +159,6 @@ class KubeLease:
         return candidate.pause_s(self._clock())
 
     async def _read(self) -> Record | None:
-        """Return the lease, None if there is none."""
         try:
             return await self._call("read", self._metadata.name, self._metadata.namespace)
         except client.ApiException as error:
@@ -168,7 +167,6 @@ class KubeLease:
             raise
 
     async def _write(self, num_changes: int, holder: str) -> Record:
-        """Create the lease, or replace the one that was read last."""
         is_new = self._candidate.record is None
         lease, name, namespace = self._newest, self._metadata.name, self._metadata.namespace
         if is_new:

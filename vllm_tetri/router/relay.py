@@ -244,7 +244,6 @@ class Relay:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _show_first(self, first: FirstToken, instance: InstanceInfo) -> None:
-        """Let the client have the first token now if `instance` surely continues it."""
         request, prior = self._request, first.prefilled.prior_output
         if request.has_choices or prior is None:
             return
@@ -312,7 +311,6 @@ class Relay:
             early.add_done_callback(_close_response)
 
     def _drop_transfer(self) -> None:
-        """Cancel the early decode request and the KV transfer, if there are any."""
         self._drop_early()
         entry = self._entry
         if (transfer := entry.take_transfer()) is not None:

@@ -199,7 +199,6 @@ class Connection(web.RequestHandler):
         return response
 
     def _refusal_of(self, status: int, error: BaseException | None, message: str) -> Refusal:
-        """Explain why the parser did not take what a client sent."""
         if status >= 500:
             return Refusal(status, "the router failed; see its log")
         if isinstance(error, LineTooLong):

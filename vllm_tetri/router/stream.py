@@ -208,7 +208,35 @@ class Output:
     async def _relay(self, instance: InstanceInfo, response: HttpResponse) -> web.StreamResponse:
         """Relay the stream of an instance, without what the client has received."""
         try:
-            return await self._relay_events(instance, response)
+            is_resumed = not self._entry.has_output
+            if not is_resumed:
+                self.received().begin_continuation()
+            chunk = await self._upstream.first_chunk(instance, response)
+            if is_resumed:
+                self._record = self._begin_with(instance, response)
+            record, entry = self._record, self._entry
+            stream = await self._begin(response)
+            while chunk:
+                events = record.feed(chunk) if record is not None else chunk
+                if events:
+                    if not is_resumed:
+                        is_resumed = True
+                        entry.begin_output()
+                        self._record_resumed()
+                    entry.record_events(events.count(b"\n\n"))
+                    self._is_whole = events.endswith(b"\n\n")
+                    await stream.write(events)
+                if record is not None and record.error:
+                    if record.is_aborted:
+                        raise InstanceFailed(instance.id, "its engine aborted the request")
+                    if not await self._upstream.is_alive(instance):
+                        raise InstanceFailed(instance.id, "its engine crashed")
+                    await stream.write(record.take_error())  # of the request: the client's
+                chunk = await response.read_some()
+            if record is not None and not record.is_complete:
+                raise InstanceFailed(instance.id, "its stream ended too early")
+            await stream.write_eof()
+            return stream
         except (HttpError, ContinuationFailed) as error:
             lost = "connection lost: " if isinstance(error, HttpError) else ""
             raise InstanceFailed(instance.id, f"{lost}{error}") from error
@@ -217,39 +245,6 @@ class Output:
             (metrics.first_tokens if is_first else metrics.streams_broken).labels("mismatch").inc()
             message = f"instance {instance.id} does not continue the output: {error}"
             raise Refusal(502, message) from error
-
-    async def _relay_events(
-        self, instance: InstanceInfo, response: HttpResponse
-    ) -> web.StreamResponse:
-        is_resumed = not self._entry.has_output
-        if not is_resumed:
-            self.received().begin_continuation()
-        chunk = await self._upstream.first_chunk(instance, response)
-        if is_resumed:
-            self._record = self._begin_with(instance, response)
-        record, entry = self._record, self._entry
-        stream = await self._begin(response)
-        while chunk:
-            events = record.feed(chunk) if record is not None else chunk
-            if events:
-                if not is_resumed:
-                    is_resumed = True
-                    entry.begin_output()
-                    self._record_resumed()
-                entry.record_events(events.count(b"\n\n"))
-                self._is_whole = events.endswith(b"\n\n")
-                await stream.write(events)
-            if record is not None and record.error:
-                if record.is_aborted:
-                    raise InstanceFailed(instance.id, "its engine aborted the request")
-                if not await self._upstream.is_alive(instance):
-                    raise InstanceFailed(instance.id, "its engine crashed")
-                await stream.write(record.take_error())  # of the request: the client's
-            chunk = await response.read_some()
-        if record is not None and not record.is_complete:
-            raise InstanceFailed(instance.id, "its stream ended too early")
-        await stream.write_eof()
-        return stream
 
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""
