@@ -105,7 +105,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
     """Build the application around a scheduler, which it starts and closes."""
     bodies = BodyReader(limits)
     routes = _Routes(scheduler, bodies)
-    app = web.Application(middlewares=[_shape_errors, _guard(keys, bodies)])
+    app = web.Application(middlewares=[_guard(keys, bodies)])
     app.add_routes([
         web.post(CHAT, routes.serve(None)),
         web.post(COMPLETIONS, routes.serve(None)),
@@ -235,41 +235,37 @@ class _Routes:
         return _json(self._scheduler.table.plain(time.monotonic()))
 
 
-@web.middleware
-async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except Refusal as refusal:
-        return refusal.response()
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        words = f"{request.method} {request.path}: {error.reason}"
-        if error.status == 404:
-            words += "; a route that concerns one instance is served there: "
-            words += "GET /tetri/v1/instances lists their addresses"
-        response = Refusal(error.status, words).response()
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except ConnectionResetError:
-        return web.Response(status=499)  # the client has left and does not read it
-    except Exception:
-        _log.exception("%s %s failed", request.method, request.path)
-        return Refusal(500, "the router failed; see its log").response()
-
-
 def _guard(keys: Keys, bodies: BodyReader) -> Middleware:
+    """Reject requests without a known key, and give errors the shape of OpenAI's."""
+
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        client = keys.client_of(request.path, request.headers)
-        if client is None:
-            words = "this API needs a known key: send the header 'Authorization: Bearer KEY'"
-            raise Refusal(401, words, code="invalid_api_key")
-        request[CLIENT] = client
-        bodies.check_announced(request)
         try:
+            client = keys.client_of(request.path, request.headers)
+            if client is None:
+                words = "this API needs a known key: send the header 'Authorization: Bearer KEY'"
+                raise Refusal(401, words, code="invalid_api_key")
+            request[CLIENT] = client
+            bodies.check_announced(request)
             return await handler(request)
+        except Refusal as refusal:
+            return refusal.response()
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            words = f"{request.method} {request.path}: {error.reason}"
+            if error.status == 404:
+                words += "; a route that concerns one instance is served there: "
+                words += "GET /tetri/v1/instances lists their addresses"
+            response = Refusal(error.status, words).response()
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+            return response
+        except ConnectionResetError:
+            return web.Response(status=499)  # the client has left and does not read it
+        except Exception:
+            _log.exception("%s %s failed", request.method, request.path)
+            return Refusal(500, "the router failed; see its log").response()
         finally:
             bodies.release(request)
 

@@ -63,12 +63,6 @@ class FirstToken:
         """Whether the text can be sent alone: not empty, and not a part of a character."""
         return bool(self.text) and _BROKEN_CHARACTER not in (self.text or "")
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The token id, as far as it is known."""
-        prior_output = self.prefilled.prior_output
-        return list(prior_output.token_ids) if prior_output is not None else []
-
     def with_prompt(self, ending: PrefillEnding | None) -> FirstToken:
         """Add the prompt's token ids of the last chunk's message, which are sent only once."""
         prefilled = self.prefilled

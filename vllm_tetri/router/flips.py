@@ -164,8 +164,7 @@ class Flips:
         self._logged: tuple[InstanceId, Role] | None = None
         self.are_roles_needed = True
         self.explanation = "off: roles change by order only"
-        watching = self._watch(watcher) if watcher is not None else None
-        self._task = asyncio.ensure_future(watching) if watching is not None else None
+        self._task = asyncio.ensure_future(self._watch(watcher)) if watcher else None
 
     async def close(self) -> None:
         """Stop the watcher and give the lease back. Idempotent."""

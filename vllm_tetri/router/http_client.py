@@ -10,9 +10,9 @@ import asyncio
 import re
 import ssl
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
-from typing import Protocol, cast
+from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
@@ -47,13 +47,6 @@ class Silent(ConnectionLost):
 
 class GivenUp(ConnectionLost):
     """The router ended the request, because its instance is gone."""
-
-
-class Sender(Protocol):
-    """The sender of a request; knows whether another instance can take over by now."""
-
-    @property
-    def is_migratable(self) -> bool: ...
 
 
 class HttpResponse:
@@ -129,14 +122,13 @@ class HttpClient:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
-        *,
         label: str = "",
-        sender: Sender | None = None,
+        may_migrate: Callable[[], bool] = bool,  # bool() is False
     ) -> HttpResponse:
         """Send a request to the server at `url` and wait for the head of its response.
 
         A connection that the instance closed while it was idle is replaced by a new one. `label`
-        and `sender` are for `fail_requests`. Raises `Unreachable`: there is no connection;
+        and `may_migrate` are for `fail_requests`. Raises `Unreachable`: there is no connection;
         `ConnectionLost`: the connection ended before a response came.
         """
         parts, port = parts_of(url)
@@ -144,14 +136,14 @@ class HttpClient:
         if idle := self.idle.get(url):
             connection = idle.pop()
             try:
-                return await connection.request(message, label, sender)
+                return await connection.request(message, label, may_migrate)
             except ConnectionLost:
                 if not connection.was_closed_idle:
                     raise
         connection = _Connection(self, url, self._loop)
-        connection.label, connection.sender = label, sender
+        connection.label, connection.may_migrate = label, may_migrate
         await self._connect(connection, parts, port)
-        return await connection.request(message, label, sender)
+        return await connection.request(message, label, may_migrate)
 
     def fail_requests(
         self, label: str, why: str, *, quiet_s: float = 0.0, only_migratable: bool = False
@@ -167,7 +159,7 @@ class HttpClient:
             for each in self.connections
             if each.label == label
             and each.is_quiet(since_s)
-            and (not only_migratable or (each.sender is not None and each.sender.is_migratable))
+            and (not only_migratable or each.may_migrate())
         ]
         for each in failed:
             each.drop(GivenUp(why))
@@ -204,7 +196,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, owner: HttpClient, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._owner, self._loop, self.url = owner, loop, url
-        self.label, self.sender = "", cast("Sender | None", None)
+        self.label = ""
+        self.may_migrate: Callable[[], bool] = bool  # no: bool() is False
         self.transport: asyncio.Transport | None = None
         self.deadline: asyncio.Timeout | None = None  # while the connection is made
         self.why_dropped = ""  # meanwhile
@@ -229,11 +222,13 @@ class _Connection(asyncio.Protocol):
         if self.transport is not None and not self.transport.is_reading():
             self._received_s = self._loop.time()
 
-    async def request(self, message: bytes, label: str, sender: Sender | None) -> HttpResponse:
+    async def request(
+        self, message: bytes, label: str, may_migrate: Callable[[], bool]
+    ) -> HttpResponse:
         """Send one request and wait for the head of its response."""
         if self.transport is None:
             raise Unreachable("closed")
-        self.label, self.sender, self._num_bytes = label, sender, 0
+        self.label, self.may_migrate, self._num_bytes = label, may_migrate, 0
         self._sent_s = self._loop.time()
         self._set_timer(self._owner.silence_s)
         head: asyncio.Future[HttpResponse] = self._loop.create_future()
@@ -342,7 +337,7 @@ class _Connection(asyncio.Protocol):
         if transport is None or not (is_reusable and is_free) or transport.get_write_buffer_size():
             self.drop(ConnectionLost("closed"))
             return
-        self.label, self.sender = "", None
+        self.label, self.may_migrate = "", bool
         self._set_timer(_IDLE_S)
         self._owner.idle[self.url].append(self)
 

@@ -302,7 +302,7 @@ class Relay:
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
         self._attempts.sent_to[instance.id] = instance
         send = self._scheduler.upstream.send
-        return await send(instance, self._request, body, self._headers, self._output)
+        return await send(instance, self._request, body, self._headers, self._output.may_migrate)
 
     def _drop_early(self) -> None:
         early, self._early = self._early, None

@@ -36,7 +36,7 @@ _HOP_BY_HOP = frozenset(
      "te", "trailer", "transfer-encoding", "upgrade"}
 )  # fmt: skip
 _NOT_FORWARDED = _HOP_BY_HOP | {"host", "expect", "content-encoding", "x-request-id"}
-_NOT_RETURNED = _HOP_BY_HOP | {"date", "server", "x-request-id"}
+NOT_RETURNED = _HOP_BY_HOP | {"date", "server", "x-request-id"}
 _Order = TypeVar("_Order")
 
 
@@ -155,7 +155,7 @@ def parse_request(
         passed = {name: headers[name] for name in _FORWARDED if name in headers}
         passed = {"Content-Type": "application/json", **passed}
     else:
-        passed = _without(headers, _NOT_FORWARDED)
+        passed = headers_without(_NOT_FORWARDED, headers)
     model, name = body.get("model"), headers.get("X-Request-Id") or body.get("request_id")
     return ApiRequest(
         path=path,
@@ -170,11 +170,6 @@ def parse_request(
         method=method,
         rules=rules,
     )
-
-
-def returned_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Select the headers of a proxied response that the client gets."""
-    return _without(headers, _NOT_RETURNED)
 
 
 def decode_order(raw: bytes, kind: type[_Order], what: str) -> _Order:
@@ -257,7 +252,8 @@ def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _without(headers: Mapping[str, str], dropped: frozenset[str]) -> dict[str, str]:
+def headers_without(dropped: frozenset[str], headers: Mapping[str, str]) -> dict[str, str]:
+    """Select the headers of a proxied message that are passed on."""
     named = headers.get("connection", "").lower().replace(" ", "").split(",")
     gone = dropped.union(named)
     return {name: value for name, value in headers.items() if name.lower() not in gone}

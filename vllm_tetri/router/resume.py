@@ -106,7 +106,8 @@ class StreamRecord:
 
     def begin_with(self, first: FirstToken, created: int) -> None:
         """The client gets the token of a prefill instance first."""
-        self._created, self.text, self.token_ids = created, first.text or "", first.token_ids
+        prior, self._created, self.text = first.prefilled.prior_output, created, first.text or ""
+        self.token_ids = list(prior.token_ids) if prior is not None else []
 
     def begin_continuation(self) -> None:
         """Another instance writes from here on; raises `NotResumable`."""
@@ -132,7 +133,11 @@ class StreamRecord:
         if self._theirs != self._ours:
             data = data.replace(self._theirs, self._ours)
         if ERROR_EVENT in data or ABORTED in data:
-            data = self._until_error(data)
+            at = data.find(ERROR_EVENT)
+            if at < 0:
+                self.is_aborted = True
+                at = data.rindex(_DATA, 0, data.index(ABORTED))
+            data, self.error = data[:at], data[at:]
         self._kept += data
         if len(self._kept) > _MAX_KEPT_BYTES:
             self._decode_kept()
@@ -162,14 +167,6 @@ class StreamRecord:
         last: dict[str, Any] = {key: chunk[key] for key in kept if key in chunk}
         return event({**last, "choices": [], "usage": usage}) + DONE
 
-    def _until_error(self, data: bytes) -> bytes:
-        at = data.find(ERROR_EVENT)
-        if at < 0:
-            self.is_aborted = True
-            at = data.rindex(_DATA, 0, data.index(ABORTED))
-        self.error = data[at:]
-        return data[:at]
-
     def _without_ids(self, data: bytes) -> bytes:
         data = _IDS.sub(_NO_IDS, data)
         if not self._has_prompt:
@@ -181,20 +178,18 @@ class StreamRecord:
         kept, self._kept = bytes(self._kept), bytearray()
         texts = [self.text]
         for raw in kept.split(_END):
-            if raw.startswith(_DATA) and raw != DONE.removesuffix(_END):
-                texts += self._decode(raw)
+            if not raw.startswith(_DATA) or raw == DONE.removesuffix(_END):
+                continue
+            try:
+                found = _decoder.decode(raw.removeprefix(_DATA))
+            except JSON_ERRORS as error:
+                self._problem = self._problem or f"an event is not understood: {error}"
+                continue
+            self._last = raw
+            self._created = self._created or found.created
+            self.prompt_token_ids = found.prompt_token_ids or self.prompt_token_ids
+            texts += map(self._add, found.choices)
         self.text = "".join(texts)
-
-    def _decode(self, raw: bytes) -> list[str]:
-        try:
-            found = _decoder.decode(raw.removeprefix(_DATA))
-        except JSON_ERRORS as error:
-            self._problem = self._problem or f"an event is not understood: {error}"
-            return []
-        self._last = raw
-        self._created = self._created or found.created
-        self.prompt_token_ids = found.prompt_token_ids or self.prompt_token_ids
-        return [self._add(choice) for choice in found.choices]
 
     def _add(self, choice: _Choice) -> str:
         delta = choice.delta or _Delta()

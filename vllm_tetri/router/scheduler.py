@@ -92,6 +92,7 @@ class GlobalScheduler:
         self.upstream = Upstream(config.first_byte_s, config.authorization)
         give_up_s = GIVE_UP_AFTER * config.silent_after_s
         self._liveness = Liveness(self.monitor, self.upstream, self.table, after_s=give_up_s)
+        self.on_hello, self.num_reaching = self._liveness.probe, self.table.num_reaching
         self.poison = PoisonFilter(self._liveness, self.metrics)
         self.flips = Flips(
             self.monitor, config.watcher, is_dry=config.is_watcher_dry, lease=config.lease
@@ -205,14 +206,6 @@ class GlobalScheduler:
         self.metrics.record_flip(flip)
         if flip.problem:
             _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
-
-    def num_reaching(self, instance: InstanceId) -> int:
-        """Count the requests that an instance has or may still get."""
-        return self.table.num_reaching(instance)
-
-    def on_hello(self, info: InstanceInfo) -> None:
-        """An instance announced itself."""
-        self._liveness.probe(info)
 
     def _with_model(self, request: ApiRequest) -> ApiRequest:
         names = self.placer.models()

@@ -22,7 +22,7 @@ from vllm_tetri.router.errors import (
 )
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.http_client import HttpError, HttpResponse
-from vllm_tetri.router.request import CHAT, ApiRequest, returned_headers
+from vllm_tetri.router.request import CHAT, NOT_RETURNED, ApiRequest, headers_without
 from vllm_tetri.router.resume import (
     ContinuationFailed,
     ContinuationMismatch,
@@ -64,11 +64,10 @@ class Output:
         self._response: web.StreamResponse | None = None
         self._is_whole = True  # what was sent ends with a whole event
         self._record: StreamRecord | None = None
-        self._created = 0
         self._broken: tuple[InstanceFailed, float] | None = None  # and when that was noticed
-        # The token of a prefill instance that the client gets before the decode instance
-        # responds, until it is sent.
-        self._unsent: FirstToken | None = None
+        # Events with the token of a prefill instance, which the client gets before the decode
+        # instance responds, until they are sent.
+        self._unsent = b""
         self.fallback: web.Response | None = None
 
     @property
@@ -76,8 +75,7 @@ class Output:
         """Whether the client has a status and maybe bytes."""
         return self._response is not None
 
-    @property
-    def is_migratable(self) -> bool:
+    def may_migrate(self) -> bool:
         """Whether the client has a stream that another instance may be able to continue."""
         return self._record is not None
 
@@ -115,8 +113,8 @@ class Output:
         return self.respond(response.status, response.content_type, body)
 
     async def _head_of(self, sending: Coroutine[Any, Any, HttpResponse]) -> HttpResponse:
-        first, self._unsent = self._unsent, None
-        if first is None:
+        first, self._unsent = self._unsent, b""
+        if not first:
             return await sending
         # The decode request is sent first, but the token does not wait for its response.
         showing = asyncio.create_task(self._send_first(first))
@@ -143,7 +141,7 @@ class Output:
             path = request.path.partition("?")[0]
             message = f"{request.method} {path}: no instance offers this route for its model"
             raise Refusal(404, message)
-        headers = returned_headers(response.headers) | self._headers()
+        headers = headers_without(NOT_RETURNED, response.headers) | self._headers()
         passed = web.Response(body=body, status=status, headers=headers)
         if request.is_stored and status == 404 and not request.model:
             self.fallback = passed
@@ -174,17 +172,17 @@ class Output:
 
     def show(self, first: FirstToken) -> None:
         """Let the client have the first token; it is sent along with the next request."""
-        self._unsent, self._entry.has_output = first, True
-        self._created = int(time.time())
+        created, counts_each = int(time.time()), self._request.wants_usage_each
+        self._unsent = first.opening(created, counts_each=counts_each)
+        self._entry.has_output = True
         self._record = self._new_record()
-        self._record.begin_with(first, self._created)
+        self._record.begin_with(first, created)
 
-    async def _send_first(self, first: FirstToken) -> None:
+    async def _send_first(self, events: bytes) -> None:
         await asyncio.sleep(0)  # the decode request is sent before it
         self._entry.record_events(1)
         stream = await self._begin()
-        counts_each = self._request.wants_usage_each
-        await stream.write(first.opening(self._created, counts_each=counts_each))
+        await stream.write(events)
 
     def received(self) -> StreamRecord:
         """Return all that the client has received, decoded; raises `Refusal` 502 if no other
@@ -283,7 +281,7 @@ class Output:
             if response is not None:
                 status, content_type = response.status, response.headers["content-type"]
                 if self._request.rules is not None:
-                    headers = returned_headers(response.headers) | headers
+                    headers = headers_without(NOT_RETURNED, response.headers) | headers
             self._response = web.StreamResponse(status=status, headers=headers)
             self._response.headers["Content-Type"] = content_type
             self._response.headers["Cache-Control"] = "no-cache"

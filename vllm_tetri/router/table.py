@@ -117,16 +117,6 @@ class Entry:
         if message.ending is not None and waiting is not None and not waiting.done():
             waiting.set_result(message)
 
-    def may_reach(self, instance: InstanceId) -> bool:
-        """Whether an instance has the request, or its KV and so maybe the rest of it."""
-        is_handed_over = self.phase in (Phase.PREFILLING, Phase.HANDING_OVER)
-        return instance == self.worker or (is_handed_over and instance in self.dispatched)
-
-    def plain(self, now: float) -> dict[str, Any]:
-        """Return the entry as `GET /tetri/v1/requests` shows it."""
-        age = {"age_s": round(now - self.arrival_s, 3)}
-        return {name: getattr(self, name) for name in _SHOWN} | age
-
     def _count(self) -> None:
         if self._counted_at != self.worker:
             self._table.move(self, self._counted_at, self.worker)
@@ -196,7 +186,11 @@ class RequestTable:
 
     def num_reaching(self, instance: InstanceId) -> int:
         """Return how many requests an instance has or may still get the rest of."""
-        return sum(entry.may_reach(instance) for entry in self._entries.values())
+        phases = (Phase.PREFILLING, Phase.HANDING_OVER)  # it may have KV, and so get the rest
+        return sum(
+            instance == each.worker or (each.phase in phases and instance in each.dispatched)
+            for each in self._entries.values()
+        )
 
     def handed_over_by(self, prefill: InstanceId) -> list[tuple[InstanceId, TransferId]]:
         """Return the decode instances that wait for KV of a prefill instance, and by which
@@ -221,7 +215,11 @@ class RequestTable:
 
     def plain(self, now: float) -> dict[str, Any]:
         """Return the table as `GET /tetri/v1/requests` shows it."""
-        requests = [entry.plain(now) for entry in self._entries.values()]
+        requests = [
+            {name: getattr(entry, name) for name in _SHOWN}
+            | {"age_s": round(now - entry.arrival_s, 3)}
+            for entry in self._entries.values()
+        ]
         return {"in_flight": len(requests), "requests": requests}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Coroutine, Hashable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -23,7 +23,6 @@ from vllm_tetri.router.http_client import (
     HttpClient,
     HttpError,
     HttpResponse,
-    Sender,
     Silent,
     Unreachable,
     parts_of,
@@ -81,16 +80,16 @@ class Upstream:
         request: ApiRequest,
         body: bytes,
         headers: Mapping[str, str],
-        sender: Sender,
+        may_migrate: Callable[[], bool],
     ) -> HttpResponse:
         """Send a body for a request and wait for the head of its response, to be closed by the
-        caller. `sender` knows whether another instance can take over. Raises `InstanceFailed`:
-        there is no response, or one of status 5xx to a request that is not proxied;
-        `InstanceAtLimit`: the instance did not take the request."""
+        caller. `may_migrate` tells whether another instance can take over. Raises
+        `InstanceFailed`: there is no response, or one of status 5xx to a request that is not
+        proxied; `InstanceAtLimit`: the instance did not take the request."""
         url, method, headers = instance.url, request.method, self._authorized(headers)
         try:
             response = await self.http.send(
-                url, method, request.path, body, headers, label=instance.id, sender=sender
+                url, method, request.path, body, headers, instance.id, may_migrate
             )
         except HttpError as error:
             raise self._failure(instance, error) from error
