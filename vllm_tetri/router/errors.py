@@ -45,10 +45,9 @@ def event(value: object) -> bytes:
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     """Return the numbers of tokens as OpenAI's API shows them."""
-    total = prompt_tokens + completion_tokens
     return {
         "prompt_tokens": prompt_tokens,
-        "total_tokens": total,
+        "total_tokens": prompt_tokens + completion_tokens,
         "completion_tokens": completion_tokens,
     }
 

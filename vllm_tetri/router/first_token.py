@@ -75,31 +75,26 @@ class FirstToken:
         """Encode the response to a request that is not streamed and ends here."""
         return msgspec.json.encode({**self.response, FIELD: None})
 
-    def opening(self, created: int, *, counts_each: bool = False) -> bytes:
-        """Encode the events of a stream that begins with this token, created at a time in
-        seconds since 1970; each has the usage so far if that is wanted."""
-        return self._events(created, self._piece(), counts_each=counts_each)
-
     def complete_stream(self, *, wants_usage: bool, counts_each: bool = False) -> bytes:
         """Encode all events of a stream that ends with this token."""
-        created, piece = self.response["created"], self._piece(is_last=True)
+        created = self.response["created"]
         ending = {"system_fingerprint": self.response.get("system_fingerprint")}
         if not wants_usage:
-            ending = _without_nulls(ending)
-            return self._events(created, piece, counts_each=False, **ending) + DONE
+            return self.opening(created, is_last=True, **_without_nulls(ending)) + DONE
         usage = {"usage": self.response["usage"], **ending, "metrics": self.response.get("metrics")}
         return (
-            self._events(created, piece, counts_each=counts_each)
+            self.opening(created, counts_each=counts_each, is_last=True)
             + event(_without_nulls({**self._chunk(created, []), **usage}))
             + DONE
         )
 
-    def _events(
-        self, created: int, piece: dict[str, Any], *, counts_each: bool, **more: Any
+    def opening(
+        self, created: int, *, counts_each: bool = False, is_last: bool = False, **more: Any
     ) -> bytes:
-        """Encode the token's event, after the first event of a chat."""
+        """Encode the events of a stream that begins with this token, created at a time in
+        seconds since 1970; each has the usage so far if that is wanted."""
         counted = self._usage(1) if counts_each else {}
-        text = event({**self._chunk(created, [piece]), **counted, **more})
+        text = event({**self._chunk(created, [self._piece(is_last)]), **counted, **more})
         if not self.is_chat:
             return text
         delta = {"role": self.choice["message"]["role"], "content": ""}
@@ -121,7 +116,7 @@ class FirstToken:
             "choices": choices,
         }
 
-    def _piece(self, *, is_last: bool = False) -> dict[str, Any]:
+    def _piece(self, is_last: bool) -> dict[str, Any]:
         get = self.choice.get
         piece: dict[str, Any] = {"index": 0}
         piece |= {"delta": {"content": self.text}} if self.is_chat else {"text": self.text}

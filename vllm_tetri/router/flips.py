@@ -246,8 +246,7 @@ class Flips:
             _log.info("%sflips %s", _WATCHER, words)
 
     def _hold(self, view: ClusterView) -> int | None:
-        """Return the epoch under which this router decides, 0 without a lease; None when it
-        must not."""
+        """Return the epoch to decide under, 0 without a lease; None when this router must not."""
         if self._lease is not None:
             lease = self._lease.hold()
             if lease is None:
