@@ -14,7 +14,6 @@ import ssl
 import sys
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE, MAX_IN_FLIGHT_EACH
 from vllm_tetri.errors import ConfigError
@@ -25,9 +24,6 @@ from vllm_tetri.policy.watcher import Watcher, WatchPolicy
 from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, keys_of, tls_of
 from vllm_tetri.security import VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode
-
-if TYPE_CHECKING:
-    from vllm_tetri.router.scheduler import RouterConfig
 
 _STOP_S = 5.0
 _OTHER_FILES = 256
@@ -144,8 +140,22 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     import uvloop
 
+    from vllm_tetri.router.app import build_app
     from vllm_tetri.router.flips import lease_of
-    from vllm_tetri.router.scheduler import RouterConfig
+    from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
+    from vllm_tetri.router.server import listening
+
+    async def serve() -> None:
+        scheduler, stop = GlobalScheduler(config), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
+        async with listening(app, limits, address, tls, stop_s=_STOP_S) as listener:
+            scheme = "http" if tls is None else "https"
+            instances = scheduler.monitor.address
+            _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
+            await stop.wait()
+            _log.info("stopping: requests in flight have %g s to end", _STOP_S)
 
     try:
         configure_logging(options.log_level)
@@ -174,7 +184,7 @@ def run(options: argparse.Namespace) -> int:
             resumes_anywhere=options.resume_anywhere,
         )
         _allow_files(limits.connections)
-        uvloop.run(_serve(config, keys, limits, (options.host, options.port), tls))
+        uvloop.run(serve())
     except (ConfigError, OSError) as error:
         print(f"vllm-tetri router: {error}", file=sys.stderr)
         return 1
@@ -186,30 +196,6 @@ def objective_of(options: argparse.Namespace) -> Objective:
     if options.refuse_late and options.ttft_slo == options.tpot_slo == inf:
         raise ConfigError("--refuse-late needs a target: give --ttft-slo or --tpot-slo")
     return Objective(options.ttft_slo, options.tpot_slo)
-
-
-async def _serve(
-    config: RouterConfig,
-    keys: Keys,
-    limits: Limits,
-    address: tuple[str, int],
-    tls: ssl.SSLContext | None,
-) -> None:
-    from vllm_tetri.router.app import build_app
-    from vllm_tetri.router.scheduler import GlobalScheduler
-    from vllm_tetri.router.server import listening
-
-    scheduler = GlobalScheduler(config)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    app = build_app(scheduler, keys=keys, limits=limits)
-    async with listening(app, limits, address, tls, stop_s=_STOP_S) as listener:
-        scheme = "http" if tls is None else "https"
-        instances = scheduler.monitor.address
-        _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
-        await stop.wait()
-        _log.info("stopping: requests in flight have %g s to end", _STOP_S)
 
 
 def _allow_files(num_connections: int) -> None:
