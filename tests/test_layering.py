@@ -22,13 +22,12 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "errors": (set(), set()),
     "plugins": (VALUES | {"policy"}, set()),
     "config": (VALUES | {"plugins", "policy"}, {"msgspec", "vllm"}),
-    "security": (VALUES, set()),
-    "curve": (VALUES | {"security"}, {"zmq"}),
+    "security": (VALUES, {"zmq"}),
     "messages": (VALUES, {"msgspec"}),
     "handover": (VALUES, {"msgspec"}),
     "policy": (VALUES, set()),
     "transport": (VALUES, {"numpy", "torch"}),
-    "control": (SHARED | {"curve"}, {"cachetools", "msgspec", "zmq"}),
+    "control": (SHARED, {"cachetools", "msgspec", "zmq"}),
     "router": (
         SHARED | {"control", "__init__"},
         {

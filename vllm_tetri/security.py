@@ -1,7 +1,7 @@
 """The secret that the processes of one cluster share.
 
 It lies in a file that only its owner may read, as hexadecimal digits or base64, and never
-travels: peers prove that they hold it, by keys that follow from it (`curve`, and those of KV).
+travels: peers prove that they hold it, by keys that follow from it (`Curve`, and those of KV).
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import string
 from pathlib import Path
 from typing import NoReturn
 
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
 from vllm_tetri.errors import ConfigError
 
 VARIABLE = "TETRI_SECRET_FILE"
@@ -23,6 +27,12 @@ _LEAST_BYTES = 32
 _LEAST_KINDS = 8  # different bytes: 32 random ones have fewer once in 10^30 times
 _MOST_TEXT = 4096
 _PURPOSE = b"vllm-tetri 1 "
+_DOMAIN = "tetri"
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class Secret:
@@ -135,3 +145,43 @@ def _decode(text: str) -> bytes:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except ValueError:
         raise ValueError("it is neither hexadecimal nor base64") from None
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Return whether a message can be received."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class Curve:
+    """CURVE keys of the control channel's two ends, which follow from the secret; ConfigError if
+    this build of ZeroMQ has no CURVE.
+
+    The caller knows the listener's key in advance and the listener admits only that one caller, so
+    both have proved the secret before a message passes, encrypted and authenticated.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        if not zmq.has("curve"):
+            raise ConfigError("this pyzmq was built without CURVE; install another build of it")
+        self._listener = z85.encode(secret.key("control listener"))
+        self._caller = z85.encode(secret.key("control caller"))
+
+    def listen(self, socket: zmq.Socket[bytes]) -> None:
+        """Admit callers only, before `bind`. A context without `gatekeeper` refuses all."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._listener)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def call(self, socket: zmq.Socket[bytes]) -> None:
+        """Talk to the listener only; call it before `connect`."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(self._listener))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._caller))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._caller)
+
+    def gatekeeper(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Tell libzmq, on a thread of its own, which connections of a context to admit."""
+        keeper = ThreadAuthenticator(context)
+        keeper.certs[_DOMAIN] = {zmq.curve_public(self._caller): True}
+        keeper.start()
+        return keeper

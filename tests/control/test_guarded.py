@@ -20,10 +20,9 @@ from tests.control.channel import (
 )
 from vllm_tetri import messages
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.curve import Curve
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.messages import Hello
-from vllm_tetri.security import Secret
+from vllm_tetri.security import Curve, Secret
 
 OURS, OTHER = Secret(bytes(range(32))), Secret(bytes(range(1, 33)))
 Context = zmq.Context[zmq.Socket[bytes]]

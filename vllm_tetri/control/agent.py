@@ -20,10 +20,9 @@ from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded
 from vllm_tetri.control.role import RoleKeeper
 from vllm_tetri.control.view import Snapshot, ViewStore
-from vllm_tetri.curve import HANDSHAKE_FAILED, Curve, is_readable
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.policy.role import Leaving, Verdict
-from vllm_tetri.security import Secret
+from vllm_tetri.security import HANDSHAKE_FAILED, Curve, Secret, is_readable
 from vllm_tetri.types import FlipStage, InstanceInfo, InstanceLoad, Role, TransferId
 
 MAX_QUEUED = 4096

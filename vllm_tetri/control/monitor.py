@@ -21,9 +21,8 @@ from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded
 from vllm_tetri.control.membership import Membership
 from vllm_tetri.control.view import row_of
-from vllm_tetri.curve import HANDSHAKE_FAILED, Curve, is_readable
 from vllm_tetri.errors import ConfigError, ProtocolError
-from vllm_tetri.security import Secret
+from vllm_tetri.security import HANDSHAKE_FAILED, Curve, Secret, is_readable
 from vllm_tetri.types import ClusterView, Flip, InstanceId, InstanceInfo, InstanceView, Role
 
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between

@@ -181,7 +181,6 @@ class Keeper:
         self._display = cluster.display
         self._session = session
         self._port = spec.port
-        self._start_timeout_s: float = cluster.options.start_timeout
         log_dir: Path | None = cluster.options.log_dir
         self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
         self._was_ready = False
@@ -251,7 +250,7 @@ class Keeper:
         readiness = asyncio.create_task(self._until_ready())
         ready_at: float | None = None
         try:
-            timeout_s, first = self._start_timeout_s, asyncio.FIRST_COMPLETED
+            timeout_s, first = self._cluster.options.start_timeout, asyncio.FIRST_COMPLETED
             await asyncio.wait((death, readiness), timeout=timeout_s, return_when=first)
             if readiness.done() and not death.done():
                 ready_at = time.monotonic()
