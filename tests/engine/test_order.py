@@ -13,8 +13,8 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 from tests.engine.harness import BLOCK, Engine
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import RequestStatus
-from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.policy.order import ORDERS
+from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.types import Role
 
 CHUNK = 64
@@ -42,7 +42,9 @@ def engine(shared: Engine) -> Iterator[Engine]:
 
 def order_by(engine: Engine, policy: str, sched_batch: int = 16) -> None:
     scheduler = engine.scheduler
-    scheduler.waiting = PrefillQueue(ORDERS[policy], sched_batch, scheduler)
+    scheduler.waiting.lane = PromptQueue(
+        ORDERS[policy], sched_batch, scheduler.block_size, scheduler.remaining_tokens
+    )
 
 
 def prompt(seed: int | str, num_tokens: int) -> list[int]:

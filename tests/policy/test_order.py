@@ -31,7 +31,9 @@ class Engine:
     """
 
     def __init__(self, policy: str, sched_batch: int = 16, chunk: int = 10) -> None:
-        self.queue: PromptQueue[Any] = PromptQueue(ORDERS[policy], sched_batch, self)
+        self.queue: PromptQueue[Any] = PromptQueue(
+            ORDERS[policy], sched_batch, 10**6, lambda request: self.left[request.request_id]
+        )
         self.chunk = chunk
         self.left: dict[str, int] = {}
         self.started: list[str] = []
@@ -41,12 +43,6 @@ class Engine:
         self.fcfs_tokens: dict[str, int] = {}
         self.time = 0
         self.steps: list[dict[str, int]] = []
-
-    def remaining_tokens(self, request: Waiting) -> int:
-        return self.left[request.request_id]
-
-    def num_blocks(self, request: Waiting) -> int:
-        return 1
 
     def add(self, name: str, tokens: int, priority: int = 0) -> None:
         self.left[name] = tokens
@@ -64,7 +60,7 @@ class Engine:
         shares: dict[str, int] = {}
         self.queue.order_waiting()
         if self.queue.order.is_preemptive:
-            shares = self.queue.share_out(self.chunk, free_blocks=10**6, block_size=10**6)
+            shares = self.queue.share_out(self.chunk, free_blocks=10**6)
         room, took = self.chunk, {}
         for name in list(self.started):
             took[name] = min(room, self.left[name], shares.get(name, room))

@@ -49,7 +49,7 @@ class SchedulerState(Protocol):
     running: list[Request]
     waiting: PrefillQueue
     kv_cache_manager: KVCacheManager
-    gate: DecodeGate | None  # the admission policy of decodes; None admits as vLLM does
+    gate: DecodeGate  # the admission policy of decodes
     lengths: OutputLengths
     continuations: Continuations
     clock: StepClock
@@ -86,7 +86,6 @@ class LoadReader:
         scheduler, agent, arena = self.scheduler, self.agent, self.receiver.stats()
         sends, receives = self.sends, self.receives
         predictions, continuations = self.predictions, scheduler.continuations
-        gate = scheduler.gate  # the engine may replace it meanwhile
         requests = [
             one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
         ]
@@ -108,7 +107,7 @@ class LoadReader:
             heavy=heavy,
             light=len(decodes) - heavy,
             remaining_tokens=sum(total_tokens) - sum(each.num_output_tokens for each in decodes),
-            reserved_blocks=gate.admission.reserved_blocks if gate is not None and running else 0,
+            reserved_blocks=scheduler.gate.admission.reserved_blocks if running else 0,
             step_s=scheduler.clock.step_s,
             prefills_done=sends.prefills_done,
             decodes_done=scheduler.decodes_done,
@@ -182,7 +181,7 @@ class LoadReader:
         finished = len(requests)
         num_receives = len(self.receives)
         used = len(self.sends) + num_receives  # transfers and loads that use blocks
-        arena, gate, waiting = self.receiver.stats(), scheduler.gate, scheduler.waiting
+        arena, waiting = self.receiver.stats(), scheduler.waiting
         own_slots = arena.slots - arena.filling - arena.unclaimed - arena.quarantined
         found = {
             "finished requests whose blocks nothing uses": finished - used,
@@ -193,7 +192,7 @@ class LoadReader:
             "predictions": self.predictions.num_known,
             "queued prompts": len(waiting) - waiting.num_dummy + len(waiting.lane.started),
             "prompts without a decode instance": self.dispatcher.policy.num_held,
-            "requests known to admission": gate.num_known if gate is not None else 0,
+            "requests known to admission": scheduler.gate.num_known,
             _UNCLAIMED: arena.unclaimed,
             _QUARANTINED: arena.quarantined_bytes,
         }

@@ -12,33 +12,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import Protocol
 
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import Request, RequestQueue, RequestStatus
-from vllm_tetri.policy.order import Order
-from vllm_tetri.policy.queue import PromptEngine, PromptQueue
-
-
-class QueueEngine(PromptEngine[Request], Protocol):
-    """What the queue asks its scheduler."""
-
-    def is_arriving(self, request: Request) -> bool:
-        """Whether a request's KV comes from another instance."""
-
-    def is_gate_shut(self) -> bool:
-        """Whether only dummy requests may still start in this step."""
+from vllm_tetri.policy.admission import DecodeGate
+from vllm_tetri.policy.queue import PromptQueue
 
 
 class PrefillQueue(RequestQueue):
     """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; unless `is_open`
-    only dummy requests are scheduled; with `awaits_predictions` new prompts wait for `let_in`."""
+    and the gate is, only dummy requests are scheduled; with `awaits_predictions` new prompts wait
+    for `let_in`. `is_arriving` tells by id whether KV comes from another instance."""
 
-    def __init__(self, order: Order, sched_batch: int, engine: QueueEngine) -> None:
-        self.lane: PromptQueue[Request] = PromptQueue(order, sched_batch, engine)
+    def __init__(
+        self, lane: PromptQueue[Request], gate: DecodeGate, is_arriving: Callable[[str], bool]
+    ) -> None:
+        self.lane, self._gate, self._is_arriving = lane, gate, is_arriving
         self.is_open = True
         self.awaits_predictions = False
-        self._engine = engine
         self._first: deque[Request] = deque()
         self._unpredicted: dict[str, Request] = {}
         self._dummies: deque[Request] = deque()
@@ -49,7 +40,7 @@ class PrefillQueue(RequestQueue):
         name = request.request_id
         if is_dummy(name):
             self._dummies.append(request)
-        elif self._engine.is_arriving(request):
+        elif self._is_arriving(name):
             self._first.append(request)
         elif self.awaits_predictions:
             self._unpredicted[name] = request
@@ -92,7 +83,7 @@ class PrefillQueue(RequestQueue):
             self.remove_request(request)
 
     def __bool__(self) -> bool:
-        if not self.is_open or self._engine.is_gate_shut():
+        if not self.is_open or self._gate.is_shut:
             return bool(self._dummies)
         return bool(self._first or self._dummies) or self.lane.may_start()
 

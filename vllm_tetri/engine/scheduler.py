@@ -34,6 +34,7 @@ from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import OutputLengths
+from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.policy.step_cost import StepFit
 from vllm_tetri.types import Role
 
@@ -68,15 +69,13 @@ class TetriScheduler(Scheduler):
         )
         self._lengths_store = store = endpoint.lengths_store
         self.lengths = OutputLengths(store.lengths, endpoint.predictions.get, self.max_model_len)
-        self.gate: DecodeGate | None = None  # greedy has none
-        if config.decode_policy != "greedy":
-            self.gate = DecodeGate(
-                load_policy("admission", config.decode_policy),
-                config.reserve_end,
-                lengths=self.lengths,
-                block_size=self.block_size,
-                total_blocks=self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
-            )
+        self.gate = DecodeGate(
+            load_policy("admission", config.decode_policy),
+            config.reserve_end,
+            lengths=self.lengths,
+            block_size=self.block_size,
+            total_blocks=self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+        )
         self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
@@ -86,7 +85,11 @@ class TetriScheduler(Scheduler):
         self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
         self._pinned_s = 0.0
         order = load_policy("order", config.prefill_policy)
-        self.waiting = PrefillQueue(order, config.sched_batch, self)
+        self.waiting = PrefillQueue(
+            PromptQueue(order, config.sched_batch, self.block_size, self.remaining_tokens),
+            self.gate,
+            lambda request_id: endpoint.receives.knows(request_id),
+        )
         self._probe: ChunkProbe | None = None
         if config.chunk_size == "auto":
             self._chunk_tokens = self._most_tokens
@@ -132,22 +135,16 @@ class TetriScheduler(Scheduler):
             self.continuations.begin(request, params.prior_output)
         self._endpoint.add(request, params)
 
-    def is_arriving(self, request: Request) -> bool:
-        """Whether a request's KV comes from another instance."""
-        return self._endpoint.receives.knows(request.request_id)
-
     def admits(self, request: Request, missing_tokens: int) -> bool:
         """Whether a waiting request with this much to compute may enter the batch now."""
-        if self.gate is None or is_dummy(request.request_id):
-            return True
-        return self.gate.admit(request, missing_tokens)
+        return is_dummy(request.request_id) or self.gate.admit(request, missing_tokens)
 
     def record_decoded(self, request: Request) -> None:
         """Record the end of a request that was decoded here."""
         if request.num_output_tokens == 0 or is_dummy(request.request_id):
             return
         self.decodes_done += 1
-        if self.gate is not None and request.status in COMPLETE:
+        if request.status in COMPLETE:
             self.gate.record_output(request)  # judged by what was known before it ended
         self._lengths_store.learn(request, self.lengths.predict(request.request_id))
 
@@ -191,17 +188,15 @@ class TetriScheduler(Scheduler):
             if known is None or known.is_finished():  # else another one has its name now
                 self.waiting.lane.discard(request_id)
                 self.continuations.forget(request_id)
-                if self.gate is not None:
-                    self.gate.forget(request_id)
+                self.gate.forget(request_id)
         self.running = decodes_first(self.running)
         self._set_budget()
-        if self.gate is not None:
-            self.gate.begin_step(
-                lambda: [*self.running, *self.kv_holding_waiting],
-                time.monotonic(),
-                free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
-                tokens_per_step=self.max_num_scheduled_tokens,
-            )
+        self.gate.begin_step(
+            lambda: [*self.running, *self.kv_holding_waiting],
+            time.monotonic(),
+            free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            tokens_per_step=self.max_num_scheduled_tokens,
+        )
         if self.waiting.lane.order.is_preemptive:
             self._share_out()
         else:
@@ -252,10 +247,6 @@ class TetriScheduler(Scheduler):
             predictions.exchange(ARRIVAL_WAIT_S)
             queue.let_in(predictions.holds)
 
-    def is_gate_shut(self) -> bool:
-        """Whether only dummy requests may still start in this step."""
-        return self.gate is not None and self.gate.is_shut
-
     def _num_decodes(self) -> int:
         # With asynchronous scheduling, prompts whose end is being computed are neither.
         sends = self._endpoint.sends
@@ -277,14 +268,9 @@ class TetriScheduler(Scheduler):
         self._shares = queue.lane.share_out(
             chunk_tokens,
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,
-            block_size=self.block_size,
-            was_refused=self.gate is not None and self.gate.was_shut,
+            was_refused=self.gate.was_shut,
             unable=queue.unable(),
         )
-
-    def num_blocks(self, request: Request) -> int:
-        """Return the KV blocks of a whole prompt."""
-        return -(-request.num_tokens // self.block_size)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int

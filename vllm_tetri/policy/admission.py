@@ -182,10 +182,10 @@ ReadRunning = Callable[[], Collection[RequestView]]
 
 
 class DecodeGate:
-    """Decides which waiting requests enter the decode batch of one engine, by any policy but
-    greedy, which needs no gate. `end` of a predicted bucket is reserved. The first request that is
-    refused shuts the gate for the step (`is_shut`): requests after it stay in the queue, and
-    received KV stays in the arena. Owner: the engine thread."""
+    """Decides which waiting requests enter the decode batch of one engine. `end` of a predicted
+    bucket is reserved. The first request that is refused shuts the gate for the step (`is_shut`):
+    requests after it stay in the queue, and received KV stays in the arena. Owner: the engine
+    thread."""
 
     def __init__(
         self,

@@ -7,42 +7,39 @@ started prompts follow each other is told in `policy.order`.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from vllm_tetri.policy.lengths import RequestView
 from vllm_tetri.policy.order import SRTF_BOUND, Order, Prompt
 
 R = TypeVar("R", bound=RequestView)
-R_contra = TypeVar("R_contra", bound=RequestView, contravariant=True)
-
-
-class PromptEngine(Protocol[R_contra]):
-    """What a queue asks its engine about a waiting request."""
-
-    def remaining_tokens(self, request: R_contra) -> int:
-        """Prompt tokens to compute that the prefix cache does not hold."""
-
-    def num_blocks(self, request: R_contra) -> int:
-        """KV blocks of the whole prompt."""
 
 
 class PromptQueue(Generic[R]):
     """Prompts that are not computed to their end; `sched_batch` of them are ordered together.
+    `remaining_tokens` counts what is to be computed: the prefix cache does not hold it.
 
     Its length and items are those that wait. Owner: the engine thread; calls come in the order
     of events. `free_blocks` is what prompts started in this step may need of KV until they are
     done; None if the engine's own check is enough.
     """
 
-    def __init__(self, order: Order, sched_batch: int, engine: PromptEngine[R]) -> None:
+    def __init__(
+        self,
+        order: Order,
+        sched_batch: int,
+        block_size: int,
+        remaining_tokens: Callable[[R], int],
+    ) -> None:
         self.order = order
         self.sched_batch = sched_batch
         self.free_blocks: int | None = None
         self.unfinished_tokens = 0
-        self._engine = engine
+        self._block_size = block_size
+        self._remaining_tokens = remaining_tokens
         self._waiting: dict[str, R] = {}
         self._raw: dict[str, Prompt] = {}
         self._scheduled: list[Prompt] = []  # in order
@@ -99,7 +96,7 @@ class PromptQueue(Generic[R]):
         batch = list(islice(self._raw.values(), max(room, 0)))
         for entry in batch:
             del self._raw[entry.id]
-            self._set_remaining(entry, self._engine.remaining_tokens(self._waiting[entry.id]))
+            self._set_remaining(entry, self._remaining_tokens(self._waiting[entry.id]))
             # Nothing has overtaken it in the raw queue.
             due_tokens = self._computed_tokens + (SRTF_BOUND - 1) * entry.fcfs_tokens
             self._next_check_tokens = min(self._next_check_tokens, due_tokens)
@@ -116,13 +113,13 @@ class PromptQueue(Generic[R]):
         """Whether the next prompt may start in this step."""
         if not self._waiting or self.free_blocks is None:
             return bool(self._waiting)
-        return 0 < self.free_blocks >= self._engine.num_blocks(self.head())
+        return 0 < self.free_blocks >= self._blocks(self.head().num_tokens)
 
     def start(self) -> R:
         """Take the next prompt out: it is about to be computed."""
         request = self.head()
         if self.free_blocks is not None:
-            self.free_blocks -= self._engine.num_blocks(request)
+            self.free_blocks -= self._blocks(request.num_tokens)
         entry = self._scheduled.pop(0)
         self.started[entry.id] = entry
         return self._waiting.pop(entry.id)
@@ -134,7 +131,7 @@ class PromptQueue(Generic[R]):
         entry = self.started.pop(name)
         self._waiting[name] = request
         if is_lost:
-            self._set_remaining(entry, self._engine.remaining_tokens(request))
+            self._set_remaining(entry, self._remaining_tokens(request))
             self._next_check_tokens = 0
         if self.order.is_preemptive:
             insort(self._scheduled, entry, key=self.order.key)
@@ -151,6 +148,9 @@ class PromptQueue(Generic[R]):
         if remaining_tokens <= 0:
             self.discard(request_id)
 
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
     def _set_remaining(self, entry: Prompt, remaining_tokens: int) -> None:
         self.unfinished_tokens += remaining_tokens - entry.remaining_tokens
         entry.remaining_tokens = remaining_tokens
@@ -162,7 +162,6 @@ class PromptQueue(Generic[R]):
         chunk_tokens: int,
         *,
         free_blocks: int,
-        block_size: int,
         was_refused: bool = False,
         unable: Collection[str] = (),
     ) -> dict[str, int]:
@@ -171,8 +170,7 @@ class PromptQueue(Generic[R]):
         prompts keep their blocks, so new ones leave them enough of `free_blocks` (0 if the engine
         may run no other request) to be finished. If the gate refused a request in the last step
         (`was_refused`), it most likely does so again."""
-        started = self.started.values()
-        started_blocks = sum(-(-each.remaining_tokens // block_size) for each in started)
+        started_blocks = sum(self._blocks(each.remaining_tokens) for each in self.started.values())
         self.free_blocks = max(0, free_blocks - started_blocks)
         self.order_waiting()
         if self._computed_tokens >= self._next_check_tokens:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
+from math import inf
 
 from vllm_tetri.types import ClusterView, Flip, FlipStage, InstanceState, InstanceView, Role
 
@@ -84,7 +85,7 @@ class Flipping:
         self.epoch = 0
         self.expected = Expected()
         self._flip: Flip | None = None
-        self._deadline: float | None = None
+        self._deadline = inf
         self._ordered_s = self._ended_s = 0.0
         self._committing_s = 0.0  # since when there was nothing left to wait for
 
@@ -118,7 +119,7 @@ class Flipping:
             return self.roll_back(f"called off: {reason}", now)
         stage = FlipStage.SWITCHING if is_now else FlipStage.DRAINING
         self._flip = Flip(epoch, self.role, role, stage, reason=reason)
-        self._deadline = None if deadline_s is None else now + deadline_s
+        self._deadline = inf if deadline_s is None else now + deadline_s
         self._ordered_s, self._committing_s = now, 0.0
         self.expected.ask_again(now)
         return True
@@ -132,12 +133,12 @@ class Flipping:
         if not left and not self.expected.is_any(now) and self.expected.is_known(now):
             self._committing_s, drain_s = now, now - self._ordered_s
             self._flip = replace(flip, stage=FlipStage.SWITCHING, drain_s=drain_s)
-        elif self._is_late(now):
+        elif now >= self._deadline:
             self.roll_back(f"not drained in time: {left or 'more is on its way'}", now)
 
     def is_overdue(self, now: float) -> bool:
         """Whether the engine should have taken the wanted role by now."""
-        return self.wanted is not None and self._is_late(now)
+        return self.wanted is not None and now >= self._deadline
 
     def roll_back(self, problem: str, now: float) -> bool:
         """Keep the role; False if no flip is under way."""
@@ -173,9 +174,6 @@ class Flipping:
         since_s = self._ended_s if self.stage is None else self._ordered_s
         return None if self._flip is None else replace(self._flip, age_s=now - since_s)
 
-    def _is_late(self, now: float) -> bool:
-        return self._deadline is not None and now >= self._deadline
-
 
 QUIET_S = 0.5  # five report periods: a view, a report, and a request on its way
 
@@ -193,14 +191,14 @@ class Leaving:
 
     def __init__(self, expected: Expected) -> None:
         self.is_asked = False
-        self._deadline: float | None = None
+        self._deadline = inf
         self._quiet_since: float | None = None
         self.expected = expected
 
     def ask(self, deadline_s: float | None, now: float) -> None:
         """Record a router's order to leave, at the latest in `deadline_s`; the last one counts."""
         self.is_asked = True
-        self._deadline = None if deadline_s is None else now + deadline_s
+        self._deadline = inf if deadline_s is None else now + deadline_s
 
     def decide(self, *, is_at_rest: bool, now: float) -> Verdict:
         """Decide whether it may go, given whether its engine has anything left."""
@@ -212,8 +210,7 @@ class Leaving:
             self._quiet_since = now
         if self._quiet_since is not None and now - self._quiet_since >= QUIET_S:
             return Verdict.GO
-        is_late = self._deadline is not None and now >= self._deadline
-        return Verdict.CUT_OFF if is_late else Verdict.STAY
+        return Verdict.CUT_OFF if now >= self._deadline else Verdict.STAY
 
 
 def why_needed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
@@ -25,7 +26,9 @@ class TetriInstance(Instance):
         super().__init__(config, cluster)
         engine = self.engine
         order = load_policy("order", engine.order)
-        self.queue: PromptQueue[SimRequest] = PromptQueue(order, engine.sched_batch, self)
+        self.queue: PromptQueue[SimRequest] = PromptQueue(
+            order, engine.sched_batch, engine.block_size, attrgetter("missing_tokens")
+        )
         self.lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)
         self.arena_tokens = 0  # in use, in whole blocks, by KV that arrives or waits
         self._opened: deque[SimRequest] = deque()  # transfers that wait for memory there
@@ -45,16 +48,6 @@ class TetriInstance(Instance):
         # prompts that it began.
         self._admitted: list[tuple[SimRequest, int]] = []
         self._begun: list[SimRequest] = []
-
-    # -- `policy.queue.PromptEngine` -----------------------------------------------------
-
-    def remaining_tokens(self, request: SimRequest) -> int:
-        """Prompt tokens to compute."""
-        return request.missing_tokens
-
-    def num_blocks(self, request: SimRequest) -> int:
-        """KV blocks of the whole prompt."""
-        return self.blocks(request.target_tokens)
 
     # -- work that comes -------------------------------------------------------------
 
@@ -234,7 +227,7 @@ class TetriInstance(Instance):
             request = self.queue.head()
             if not self.gate.admit(request, request.missing_tokens - 1):
                 return
-            if self.num_blocks(request) > self.free_blocks:
+            if self.blocks(request.target_tokens) > self.free_blocks:
                 return
             self.queue.start()
             self.started.append(request)
@@ -252,7 +245,6 @@ class TetriInstance(Instance):
         return self.queue.share_out(
             chunk_tokens,
             free_blocks=self.free_blocks if self.has_place() else 0,
-            block_size=self.engine.block_size,
             was_refused=self.gate.was_shut,
         )
 
