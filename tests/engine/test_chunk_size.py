@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +31,8 @@ class Device(Engine):
 
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    probe = partial(chunk_size.ChunkProbe, clock=lambda: device.now)
-    monkeypatch.setattr("vllm_tetri.engine.scheduler.ChunkProbe", probe)
+    clock = SimpleNamespace(monotonic=lambda: device.now)
+    monkeypatch.setattr("vllm_tetri.engine.chunk_size.time", clock)
     device = Device(tmp_path, Role.PREFILL, num_blocks=600, chunk_size="auto")
     device.steps = []
     yield device

@@ -16,7 +16,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from vllm_tetri.engine.compat import (
     EngineCoreOutputs,
@@ -86,16 +86,9 @@ def fitting_chunk(chunk_tokens: int, *, batched_tokens: int, window_tokens: int)
 class ChunkProbe:
     """Runs dummy prompts, none longer than a step can hold. Owner: the engine thread."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        most_tokens: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, most_tokens: int) -> None:
         self._scheduler = scheduler
         self._most_tokens = most_tokens
-        self._clock = clock
         self._sizes = self._prompt_sizes()
         self._speeds: dict[int, float] = {}  # best tokens per second, by prompt tokens
         self._running, self._tokens, self._begun_s = "", 0, 0.0
@@ -107,7 +100,7 @@ class ChunkProbe:
         self._tokens = next(self._sizes, 0)
         if self._tokens:
             request = dummy_request(self._scheduler, self._tokens)
-            self._running, self._begun_s = request.request_id, self._clock()
+            self._running, self._begun_s = request.request_id, time.monotonic()
             self._scheduler.max_num_scheduled_tokens = self._tokens
             self._scheduler.add_request(request)
         return self._tokens > 0
@@ -115,7 +108,7 @@ class ChunkProbe:
     def after_step(self, ended: list[str]) -> None:
         """Take the time of a step that ended these dummy requests."""
         if self._running in ended:
-            speed = self._tokens / (self._clock() - self._begun_s)
+            speed = self._tokens / (time.monotonic() - self._begun_s)
             self._speeds[self._tokens] = max(speed, self._speeds.get(self._tokens, 0.0))
 
     def knee(self) -> int:
@@ -131,7 +124,7 @@ class ChunkProbe:
 
     def _prompt_sizes(self) -> Iterator[int]:
         """Yield the tokens of one prompt after the other, until enough is known."""
-        tokens, deadline = min(LEAST_TOKENS, self._most_tokens), self._clock() + DEADLINE_S
+        tokens, deadline = min(LEAST_TOKENS, self._most_tokens), time.monotonic() + DEADLINE_S
         logger.info(
             "--tetri-chunk-size auto: timing prompts of up to %d tokens; takes a few seconds, "
             "at most %.0f. The instance joins its cluster afterwards.",
@@ -139,7 +132,7 @@ class ChunkProbe:
         )  # fmt: skip
         while True:
             for _ in range(_RUNS):
-                if self._clock() > deadline:
+                if time.monotonic() > deadline:
                     return
                 yield tokens
             speeds = list(self._speeds.values())[-3:]

@@ -182,11 +182,14 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        must_stay, prefilled = self.endpoint.finish(request, block_ids)
+        endpoint = self.endpoint
+        endpoint.receives.finish(request)
+        must_stay, prefilled = endpoint.sends.finish(request, block_ids)
         self._send_notes()
         if prefilled is None:
-            self.endpoint.scheduler.record_decoded(request)
-        self.endpoint.forget(request)
+            endpoint.scheduler.record_decoded(request)
+        endpoint.predictions.end(request.request_id)
+        endpoint.dispatcher.policy.forget(request.request_id)
         return must_stay, to_params(prefilled) if prefilled is not None else None
 
     def request_finished_all_groups(

@@ -177,7 +177,7 @@ class Continuations:
         self.is_seeded_supported = self.is_supported and (is_v2_runner or is_cpu)
         self._vocabulary = vocabulary
         self._window = window
-        self._entries: dict[str, _Entry] = {}
+        self.entries: dict[str, _Entry] = {}  # that have not ended
         self.num_continued = 0
         self.refused: dict[str, int] = {}  # reason → requests that are recomputed instead
 
@@ -204,7 +204,7 @@ class Continuations:
             # vLLM does not expect a prefix hit beyond the prompt of a new request.
             request.skip_reading_prefix_cache = True
         request.append_output_token_ids(token_ids)
-        self._entries[request.request_id] = _Entry(token_ids, logprobs)
+        self.entries[request.request_id] = _Entry(token_ids, logprobs)
         self.num_continued += 1
 
     def _reason_against(
@@ -226,14 +226,9 @@ class Continuations:
         }
         return next((reason for reason, applies in reasons.items() if applies), None)
 
-    @property
-    def num_open(self) -> int:
-        """Continued requests that have not ended (any thread)."""
-        return len(self._entries)
-
     def accept_grammar(self, request: Request, manager: StructuredOutputManager) -> None:
         """Advance a new grammar by the prior output, which was sampled under it."""
-        entry = self._entries.get(request.request_id)
+        entry = self.entries.get(request.request_id)
         if entry is not None and not manager.accept_tokens(request, entry.token_ids):
             logger.error(
                 "request %s: its grammar refuses the output of another instance; its result may "
@@ -244,10 +239,10 @@ class Continuations:
 
     def prepare(self, new_requests: list[NewRequestData], requests: dict[str, Request]) -> None:
         """Mark for the V1 runner which end of a prompt is output."""
-        if self._is_v2_runner or not self._entries:
+        if self._is_v2_runner or not self.entries:
             return
         for data in new_requests:
-            entry = self._entries.get(data.req_id)
+            entry = self.entries.get(data.req_id)
             if entry is not None:
                 token_ids = requests[data.req_id].all_token_ids
                 data.prompt_token_ids = ContinuedPrompt(token_ids, len(entry.token_ids))
@@ -255,7 +250,7 @@ class Continuations:
     def show(self, outputs: list[EngineCoreOutput]) -> None:
         """Put prior output in front of the first tokens sampled here."""
         for output in outputs:
-            entry = self._entries.get(output.request_id)
+            entry = self.entries.get(output.request_id)
             if entry is None or entry.is_shown or not output.new_token_ids:
                 continue
             entry.is_shown = True
@@ -265,7 +260,7 @@ class Continuations:
 
     def forget(self, request_id: str) -> None:
         """Forget an ended request."""
-        self._entries.pop(request_id, None)
+        self.entries.pop(request_id, None)
 
 
 def _joined(*both: LogprobsLists) -> LogprobsLists:

@@ -31,7 +31,7 @@ from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.roles import device_place
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import WorkerShape
-from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
+from vllm_tetri.handover import DecodeParams, PrefillParams
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import open_receiver
 from vllm_tetri.types import InstanceId, InstanceInfo, Role, TransferId
@@ -154,16 +154,6 @@ class Endpoint(LoadReader):
                     self.predictions.keep(request.request_id, params.predicted)
             case None:
                 self.predictions.begin(request)
-
-    def finish(self, request: Request, block_ids: list[int]) -> tuple[bool, Prefilled | None]:
-        """Forget a request that ended in any way. Return as `SendSide.finish` does."""
-        self.receives.finish(request)
-        return self.sends.finish(request, block_ids)
-
-    def forget(self, request: Request) -> None:
-        """Forget what was predicted and decided about an ended request."""
-        self.predictions.end(request.request_id)
-        self.dispatcher.policy.forget(request.request_id)
 
     # -- called by the agent's thread, as `read_load` is (`control.agent.EngineSide`) ----
 

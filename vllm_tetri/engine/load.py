@@ -97,7 +97,7 @@ class LoadReader:
         fit, tally = scheduler.clock.fit, predictions.tally
         return InstanceLoad(
             running=len(running),
-            waiting=scheduler.get_request_counts()[1] - scheduler.waiting.num_dummy,
+            waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
             held=arena.slots,
             queued_prefill_tokens=sum(map(self._queued_tokens, requests)),
             blocks_used=self._used_blocks(),
@@ -188,11 +188,11 @@ class LoadReader:
             "transfers without a request": used - finished,
             "KV blocks": 0 if finished else self._used_blocks(),
             "arena slots": own_slots - num_receives,
-            "continued requests": scheduler.continuations.num_open,
-            "predictions": self.predictions.num_known,
-            "queued prompts": len(waiting) - waiting.num_dummy + len(waiting.lane.started),
-            "prompts without a decode instance": self.dispatcher.policy.num_held,
-            "requests known to admission": scheduler.gate.num_known,
+            "continued requests": len(scheduler.continuations.entries),
+            "predictions": len(self.predictions.entries),
+            "queued prompts": len(waiting) - len(waiting.dummies) + len(waiting.lane.started),
+            "prompts without a decode instance": len(self.dispatcher.policy.held),
+            "requests known to admission": len(scheduler.gate.ends),
             _UNCLAIMED: arena.unclaimed,
             _QUARANTINED: arena.quarantined_bytes,
         }

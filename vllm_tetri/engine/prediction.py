@@ -124,13 +124,8 @@ class Predictions:
         self.predictor = predictor
         self._is_sequential = is_sequential
         self._clock = clock
-        self._entries: dict[str, _Awaited] = {}
+        self.entries: dict[str, _Awaited] = {}  # until the request ends
         self.missed = 0
-
-    @property
-    def num_known(self) -> int:
-        """Requests that are predicted, or asked about, and have not ended (any thread)."""
-        return len(self._entries)
 
     @property
     def is_sequential(self) -> bool:
@@ -152,12 +147,12 @@ class Predictions:
         known_tokens = sampling.min_tokens + 1 if sampling.min_tokens else None
         if sampling.ignore_eos:
             known_tokens = sampling.max_tokens
-        self._entries[request.request_id] = _Awaited(self._clock() + SEQUENTIAL_WAIT_S)
+        self.entries[request.request_id] = _Awaited(self._clock() + SEQUENTIAL_WAIT_S)
         self.predictor.ask(Query(request.request_id, prompt, known_tokens))
 
     def keep(self, request_id: str, prediction: Prediction) -> None:
         """Keep the prediction with which a request came from another instance."""
-        self._entries[request_id] = _Awaited(0.0, is_settled=True, prediction=prediction)
+        self.entries[request_id] = _Awaited(0.0, is_settled=True, prediction=prediction)
 
     def exchange(self, wait_s: float = 0.0) -> None:
         """Send new prompts to the predictor and take its replies; once per step. Sleep before, at
@@ -167,14 +162,14 @@ class Predictions:
         if wait_s:
             self.predictor.wait(wait_s)
         for request_id, prediction in self.predictor.poll():
-            entry = self._entries.get(request_id)
+            entry = self.entries.get(request_id)
             if entry is not None:
                 entry.is_settled, entry.prediction = True, prediction
 
     def get(self, request_id: str, *, is_due: bool = False) -> Prediction | None:
         """Return the prediction of a request, if there is one (any thread). If it `is_due` (the
         first chunk is done) and missing, that is counted once; later calls may still return it."""
-        entry = self._entries.get(request_id)
+        entry = self.entries.get(request_id)
         if entry is None:
             return None
         if is_due and not entry.is_settled:
@@ -185,7 +180,7 @@ class Predictions:
 
     def holds(self, request_id: str) -> bool:
         """Whether a prompt must still wait for its prediction (sequential mode)."""
-        entry = self._entries.get(request_id)
+        entry = self.entries.get(request_id)
         return (
             self.is_sequential
             and entry is not None
@@ -195,7 +190,7 @@ class Predictions:
 
     def end(self, request_id: str) -> None:
         """Forget an ended request."""
-        if self._entries.pop(request_id, None) is not None and self.predictor is not None:
+        if self.entries.pop(request_id, None) is not None and self.predictor is not None:
             self.predictor.withdraw(request_id)
 
     def close(self) -> None:

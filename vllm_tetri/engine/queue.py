@@ -31,19 +31,19 @@ class PrefillQueue(RequestQueue):
         self.is_open = True
         self.awaits_predictions = False
         self._first: deque[Request] = deque()
-        self._unpredicted: dict[str, Request] = {}
-        self._dummies: deque[Request] = deque()
+        self.unpredicted: dict[str, Request] = {}  # that wait for their prediction
+        self.dummies: deque[Request] = deque()
 
     # -- vLLM's interface -------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         name = request.request_id
         if is_dummy(name):
-            self._dummies.append(request)
+            self.dummies.append(request)
         elif self._is_arriving(name):
             self._first.append(request)
         elif self.awaits_predictions:
-            self._unpredicted[name] = request
+            self.unpredicted[name] = request
         else:
             self.lane.add(request)
 
@@ -61,7 +61,7 @@ class PrefillQueue(RequestQueue):
         """Put back a request that was skipped in this step, or preempted."""
         name = request.request_id
         if is_dummy(name):
-            self._dummies.appendleft(request)
+            self.dummies.appendleft(request)
         elif name in self.lane.started:
             self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
@@ -73,8 +73,8 @@ class PrefillQueue(RequestQueue):
 
     def remove_request(self, request: Request) -> None:
         name = request.request_id
-        if self._unpredicted.pop(name, None) is None and not self.lane.discard(name):
-            for lane in (self._first, self._dummies):
+        if self.unpredicted.pop(name, None) is None and not self.lane.discard(name):
+            for lane in (self._first, self.dummies):
                 if request in lane:
                     lane.remove(request)
 
@@ -84,21 +84,16 @@ class PrefillQueue(RequestQueue):
 
     def __bool__(self) -> bool:
         if not self.is_open or self._gate.is_shut:
-            return bool(self._dummies)
-        return bool(self._first or self._dummies) or self.lane.may_start()
+            return bool(self.dummies)
+        return bool(self._first or self.dummies) or self.lane.may_start()
 
     def __len__(self) -> int:
-        return len(self._first) + len(self._unpredicted) + len(self.lane) + len(self._dummies)
+        return len(self._first) + len(self.unpredicted) + len(self.lane) + len(self.dummies)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._first, self._unpredicted.values(), self.lane, self._dummies)
+        return chain(self._first, self.unpredicted.values(), self.lane, self.dummies)
 
     # -- ours -------------------------------------------------------------------
-
-    @property
-    def num_unpredicted(self) -> int:
-        """Prompts that wait for their prediction."""
-        return len(self._unpredicted)
 
     def count_first(self, is_here: Callable[[str], bool]) -> int:
         """Count requests with nothing to order whose KV is here."""
@@ -106,13 +101,8 @@ class PrefillQueue(RequestQueue):
 
     def let_in(self, must_wait: Callable[[str], bool]) -> None:
         """Let prompts start that need not wait for their prediction any more, by arrival."""
-        for name in [name for name in self._unpredicted if not must_wait(name)]:
-            self.lane.add(self._unpredicted.pop(name))
-
-    @property
-    def num_dummy(self) -> int:
-        """Waiting dummy requests."""
-        return len(self._dummies)
+        for name in [name for name in self.unpredicted if not must_wait(name)]:
+            self.lane.add(self.unpredicted.pop(name))
 
     def unable(self) -> set[str]:
         """Return ordered prompts that cannot start yet: their grammar is being compiled."""
@@ -128,6 +118,6 @@ class PrefillQueue(RequestQueue):
             return self._first
         if self.is_open and self.lane.may_start():
             return None
-        if self._dummies:
-            return self._dummies
+        if self.dummies:
+            return self.dummies
         raise IndexError("nothing to schedule")

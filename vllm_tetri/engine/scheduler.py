@@ -243,7 +243,7 @@ class TetriScheduler(Scheduler):
         predictions, queue = self._endpoint.predictions, self.waiting
         predictions.exchange()
         queue.let_in(predictions.holds)
-        if 0 < queue.num_unpredicted == len(queue) and not self.running:
+        if 0 < len(queue.unpredicted) == len(queue) and not self.running:
             predictions.exchange(ARRIVAL_WAIT_S)
             queue.let_in(predictions.holds)
 

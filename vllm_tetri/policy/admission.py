@@ -207,7 +207,7 @@ class DecodeGate:
         self._missing_tokens = 0  # prompt tokens that are to be computed before
         # Per request that decodes: from how many tokens held until how many its expected end,
         # in tokens held, stays as it is.
-        self._ends: dict[str, tuple[int, int, int]] = {}
+        self.ends: dict[str, tuple[int, int, int]] = {}
         self.is_shut = self.was_shut = False
 
     def begin_step(
@@ -229,7 +229,7 @@ class DecodeGate:
         self._read_running, self._snapshot_s = None, self._now
         self._missing_tokens = 0
         self._tokens_per_step = max(1, self._tokens_per_step - len(running))
-        size, snapshot, ends = self._block_size, [], self._ends
+        size, snapshot, ends = self._block_size, [], self.ends
         for request in running:
             computed_tokens = request.num_computed_tokens
             since, until, end = ends.get(request.request_id, _UNKNOWN)
@@ -269,12 +269,7 @@ class DecodeGate:
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended."""
-        self._ends.pop(request_id, None)
-
-    @property
-    def num_known(self) -> int:
-        """Requests whose end is followed (any thread)."""
-        return len(self._ends)
+        self.ends.pop(request_id, None)
 
     def record_output(self, request: RequestView) -> None:
         """Learn from an output that ended by itself: what was expected, and its length."""

@@ -16,11 +16,10 @@ Every prefill instance decides alone, on loads that are a report period old.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from typing import Protocol
 
 from vllm_tetri.policy.adaptive import price_decode
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need, Takers
@@ -119,11 +118,8 @@ class DecodeCandidates:
         return [row for base in roomy if (row := self._able(base)) is not None]
 
 
-class DispatchPolicy(Protocol):
-    """Chooses which of the candidates decodes a request."""
-
-    def __call__(self, candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
-        """Return a candidate with capacity, or None if there is none."""
+DispatchPolicy = Callable[[DecodeCandidates, Need], InstanceRow | None]
+"""Returns the candidate with capacity that decodes a request, or None if there is none."""
 
 
 def power_of_two(candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
@@ -187,7 +183,7 @@ class DecodeDispatcher:
         self._patience_s, self._rng = patience_s, rng
         self._state = ClusterState(GRACE_S)
         self._bucket_tokens: list[float] = []
-        self._held: dict[str, float] = {}  # since when, by request
+        self.held: dict[str, float] = {}  # since when, by request without a capable instance
         # A network can be cut between two instances only, which no view shows.
         self._avoid_until_s: dict[str, float] = {}
 
@@ -224,7 +220,7 @@ class DecodeDispatcher:
         if dispatch is None:
             return None
         may_wait = may_wait and not dispatch.has_capacity
-        if may_wait and now - self._held.setdefault(request_id, now) < self._patience_s:
+        if may_wait and now - self.held.setdefault(request_id, now) < self._patience_s:
             return None
         self._state.record_sent(None, dispatch.instance, need, now)
         if dispatch.kv_endpoint in self._avoid_until_s:  # the next ones wait for its result
@@ -256,12 +252,7 @@ class DecodeDispatcher:
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended."""
-        self._held.pop(request_id, None)
-
-    @property
-    def num_held(self) -> int:
-        """Requests that wait for an instance with capacity (any thread)."""
-        return len(self._held)
+        self.held.pop(request_id, None)
 
     def need(
         self, prompt_tokens: int, predicted: Prediction | None, *, num_bytes: int, max_tokens: int
