@@ -21,7 +21,7 @@ from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.cluster import Need, TableMaker
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.lengths import Lengths
-from vllm_tetri.types import InstanceId, InstanceInfo, Prediction
+from vllm_tetri.types import InstanceId, InstanceInfo
 
 
 class Dispatcher:
@@ -39,7 +39,7 @@ class Dispatcher:
         rng: Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._predictions = predictions
+        self.predictions = predictions
         self._agent = agent
         self._clock = clock
         self._tables = TableMaker()
@@ -77,7 +77,7 @@ class Dispatcher:
         sampling = request.sampling_params
         if sampling is not None and sampling.max_tokens is not None:
             max_tokens = min(max_tokens, sampling.max_tokens)
-        predicted = self._predictions.get(request.request_id, is_due=True)
+        predicted = self.predictions.get(request.request_id, is_due=True)
         return self.policy.need(
             prompt_tokens, predicted, num_bytes=num_bytes, max_tokens=max_tokens
         )
@@ -90,11 +90,8 @@ class Dispatcher:
         ending: PrefillEnding | None = None,
     ) -> None:
         """Tell the routers which instance was chosen, or that its decode request may begin."""
-        instance, reason, predicted = dispatch.instance, dispatch.reason, self.predicted(request)
+        instance, reason = dispatch.instance, dispatch.reason
+        predicted = self.predictions.get(request.request_id)
         self._agent.publish(
             Dispatched(params.request, params.transfer, instance, reason, predicted, ending)
         )
-
-    def predicted(self, request: Request) -> Prediction | None:
-        """Return how long the output of a request will be, as far as is known."""
-        return self._predictions.get(request.request_id)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
@@ -28,6 +28,7 @@ from vllm_tetri.engine.send import SendSide
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, OutputLengths
 from vllm_tetri.policy.role import DRAINS, Work
+from vllm_tetri.predictor.base import Tally
 from vllm_tetri.transport.native import Receiver
 from vllm_tetri.types import InstanceLoad, Role
 
@@ -94,7 +95,8 @@ class LoadReader:
         expected = partial(scheduler.lengths.total_tokens, end=End.EXPECTED)
         total_tokens = [expected(each, produced_tokens=each.num_output_tokens) for each in decodes]
         heavy = sum(total > HEAVY_TOKENS for total in total_tokens)
-        fit, tally = scheduler.clock.fit, predictions.tally
+        fit, predictor = scheduler.clock.fit, predictions.predictor
+        tally = predictor.tally if predictor is not None else Tally()
         return InstanceLoad(
             running=len(running),
             waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
@@ -151,9 +153,8 @@ class LoadReader:
         return max(0, request.num_prompt_tokens - request.num_computed_tokens)
 
     def _used_blocks(self) -> int:
-        pool: Any = self.scheduler.kv_cache_manager.block_pool
-        used: int = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
-        return used
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
 
     def unfinished(self, role: Role) -> str:
         """Return the work of a role that is left, in words; empty when there is none."""

@@ -25,7 +25,7 @@ from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import Request, RequestStatus
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.predictor.base import Oracle, Predictor, Query, Tally
+from vllm_tetri.predictor.base import Oracle, Predictor, Query
 from vllm_tetri.predictor.client import PredictorProcess, serve_command
 from vllm_tetri.predictor.model import read_about, require_whole
 from vllm_tetri.types import Prediction, Role
@@ -131,11 +131,6 @@ class Predictions:
     def is_sequential(self) -> bool:
         """Whether prompts wait for their prediction."""
         return self._is_sequential and self.predictor is not None
-
-    @property
-    def tally(self) -> Tally:
-        """What became of the prompts that the predictor was asked about."""
-        return self.predictor.tally if self.predictor is not None else Tally()
 
     def begin(self, request: Request) -> None:
         """Ask for the prediction of a new prompt."""

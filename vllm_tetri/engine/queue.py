@@ -30,7 +30,7 @@ class PrefillQueue(RequestQueue):
         self.lane, self._gate, self._is_arriving = lane, gate, is_arriving
         self.is_open = True
         self.awaits_predictions = False
-        self._first: deque[Request] = deque()
+        self.first: deque[Request] = deque()
         self.unpredicted: dict[str, Request] = {}  # that wait for their prediction
         self.dummies: deque[Request] = deque()
 
@@ -41,7 +41,7 @@ class PrefillQueue(RequestQueue):
         if is_dummy(name):
             self.dummies.append(request)
         elif self._is_arriving(name):
-            self._first.append(request)
+            self.first.append(request)
         elif self.awaits_predictions:
             self.unpredicted[name] = request
         else:
@@ -65,7 +65,7 @@ class PrefillQueue(RequestQueue):
         elif name in self.lane.started:
             self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
-            self._first.appendleft(request)
+            self.first.appendleft(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -74,7 +74,7 @@ class PrefillQueue(RequestQueue):
     def remove_request(self, request: Request) -> None:
         name = request.request_id
         if self.unpredicted.pop(name, None) is None and not self.lane.discard(name):
-            for lane in (self._first, self.dummies):
+            for lane in (self.first, self.dummies):
                 if request in lane:
                     lane.remove(request)
 
@@ -85,19 +85,15 @@ class PrefillQueue(RequestQueue):
     def __bool__(self) -> bool:
         if not self.is_open or self._gate.is_shut:
             return bool(self.dummies)
-        return bool(self._first or self.dummies) or self.lane.may_start()
+        return bool(self.first or self.dummies) or self.lane.may_start()
 
     def __len__(self) -> int:
-        return len(self._first) + len(self.unpredicted) + len(self.lane) + len(self.dummies)
+        return len(self.first) + len(self.unpredicted) + len(self.lane) + len(self.dummies)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._first, self.unpredicted.values(), self.lane, self.dummies)
+        return chain(self.first, self.unpredicted.values(), self.lane, self.dummies)
 
     # -- ours -------------------------------------------------------------------
-
-    def count_first(self, is_here: Callable[[str], bool]) -> int:
-        """Count requests with nothing to order whose KV is here."""
-        return sum(is_here(request.request_id) for request in self._first)
 
     def let_in(self, must_wait: Callable[[str], bool]) -> None:
         """Let prompts start that need not wait for their prediction any more, by arrival."""
@@ -114,8 +110,8 @@ class PrefillQueue(RequestQueue):
 
     def _lane(self) -> deque[Request] | None:
         """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""
-        if self.is_open and self._first:
-            return self._first
+        if self.is_open and self.first:
+            return self.first
         if self.is_open and self.lane.may_start():
             return None
         if self.dummies:

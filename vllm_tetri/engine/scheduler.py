@@ -221,7 +221,8 @@ class TetriScheduler(Scheduler):
         """Count requests that need only one token of a step: their KV is here or loading."""
         receives = self._endpoint.receives
         receives.pin_arrived(self.requests)
-        return len(self.kv_holding_waiting) + self.waiting.count_first(receives.is_here)
+        num_here = sum(receives.is_here(each.request_id) for each in self.waiting.first)
+        return len(self.kv_holding_waiting) + num_here
 
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent."""

@@ -255,7 +255,7 @@ class SendSide:
             is_final=is_final,
             # Long lists are slow in vLLM's responses; the announcement carried them already.
             prompt_token_ids=[] if is_final or send.digest else list(token_ids),
-            predicted=self._dispatcher.predicted(request),
+            predicted=self._dispatcher.predictions.get(request.request_id),
         )
 
     def take_notes(self) -> list[tuple[str, bytes]]:

@@ -40,11 +40,6 @@ class Record:
         """A number that grows from holder to holder."""
         return self.made_s + self.num_changes
 
-    @property
-    def is_given_back(self) -> bool:
-        """Whether a holder gave it back; false for a record that was created without one."""
-        return not self.holder and self.num_changes > 0
-
 
 class Candidate:
     """One candidate for a lease, whose name is unique among all processes, also earlier ones.
@@ -109,6 +104,8 @@ class Candidate:
     def _free_s(self) -> float:
         """Return since or from when no other candidate may hold the lease."""
         record = self.record
-        if record is None or record.holder == self.name or record.is_given_back:
+        if record is None or record.holder == self.name:
+            return -inf
+        if not record.holder and record.num_changes:  # given back, not created without a holder
             return -inf
         return self._version_read_s + max(self.duration_s, record.duration_s)

@@ -28,11 +28,7 @@ class PromptQueue(Generic[R]):
     """
 
     def __init__(
-        self,
-        order: Order,
-        sched_batch: int,
-        block_size: int,
-        remaining_tokens: Callable[[R], int],
+        self, order: Order, sched_batch: int, block_size: int, remaining_tokens: Callable[[R], int]
     ) -> None:
         self.order = order
         self.sched_batch = sched_batch
