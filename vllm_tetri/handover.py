@@ -64,7 +64,6 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     num_tokens: int
     digest: str
     num_chunks: int
-    num_bytes: int
     reason: str
     prior_output: PriorOutput | None = None
     is_final: bool = False

@@ -73,11 +73,6 @@ class Prediction:
         if not (0 <= self.bucket < self.num_buckets and self.granularity_tokens > 0):
             raise ValueError(f"no bucket: {self}")
 
-    @property
-    def lower_tokens(self) -> int:
-        """Tokens at which the bucket begins."""
-        return self.bucket * self.granularity_tokens
-
 
 class InstanceState(StrEnum):
     """The state of an instance, as the cluster monitor sees it."""

@@ -120,7 +120,7 @@ class Fake:
 
     def _finish(self, connection: Connection, params: PrefillParams) -> None:
         prefilled = Prefilled(
-            params.transfer, InstanceId("decode"), len(self._prompt_ids), "fake", 2, 1, "",
+            params.transfer, InstanceId("decode"), len(self._prompt_ids), "fake", 2, "",
             prior_output=PriorOutput([1]),
         )  # fmt: skip
         connection.write(_completion(handover.to_params(prefilled)))

@@ -211,7 +211,6 @@ class FakeInstance:
             num_tokens=PROMPT_TOKENS,
             digest="d1",
             num_chunks=1,
-            num_bytes=100,
             reason="full" if not self.decode else "",
         )
         return web.json_response({"kv_transfer_params": handover.to_params(prefilled)})

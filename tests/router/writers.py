@@ -147,7 +147,7 @@ def prefilled(
     logprobs = "AAAA" if script.has_logprobs else ""
     said = Prefilled(
         TransferId(leg.transfer + attempt), InstanceId("" if is_final else decode), 3, "d1",
-        1 + is_early, 100, "why", PriorOutput(script.token_ids[:1], logprobs), is_final,
+        1 + is_early, "why", PriorOutput(script.token_ids[:1], logprobs), is_final,
         [] if is_final else PROMPT_IDS, PREDICTED if is_early else None,
     )  # fmt: skip
     return web.json_response(first.whole(**to_params(said)))

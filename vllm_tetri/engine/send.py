@@ -249,7 +249,6 @@ class SendSide:
             num_tokens=request.num_prompt_tokens,
             digest=send.digest or digest_of(token_ids),
             num_chunks=send.num_chunks,
-            num_bytes=send.num_blocks * self._layout.block_bytes,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",
             prior_output=PriorOutput(output) if output else None,
             is_final=is_final,

@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -41,11 +42,6 @@ _HINTS = {
 _log = logging.getLogger(__name__)
 
 
-def _uptime() -> float:
-    """Return seconds that also count while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class KubeLease:
     """A `Lease` in the sense of router/flips.py, by the rules of policy/leadership.
 
@@ -62,7 +58,8 @@ class KubeLease:
         name: str,
         *,
         account: Path = ACCOUNT,
-        clock: Callable[[], float] = _uptime,
+        # Counts while the machine is suspended, too.
+        clock: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME),
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         option = f"--flip-lease kubernetes:{name}"

@@ -112,7 +112,7 @@ class Entry:
         self.dispatched.add(message.decode)
         self._count()
         if message.predicted is not None:
-            self.predicted = message.predicted.lower_tokens
+            self.predicted = message.predicted.bucket * message.predicted.granularity_tokens
         waiting = self.last_chunk
         if message.ending is not None and waiting is not None and not waiting.done():
             waiting.set_result(message)
