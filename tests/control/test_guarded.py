@@ -9,15 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from tests.control.channel import (
-    INFO,
-    FakeRouter,
-    Joined,
-    eventually,
-    joined,
-    monitor,
-    states,
-)
+from tests.control.channel import INFO, FakeRouter, Joined, eventually, joined, monitor, states
 from vllm_tetri import messages
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError

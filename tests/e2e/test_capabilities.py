@@ -45,9 +45,7 @@ async def test_both_routers_give_the_tokens_of_one_instance(own: Cluster, stock:
 
 
 @pytest.mark.slow
-async def test_what_a_dead_router_asked_for_is_freed_and_the_next_one_serves(
-    own: Cluster,
-) -> None:
+async def test_what_a_dead_router_asked_for_is_freed_and_the_next_one_serves(own: Cluster) -> None:
     url = own.facts["routers"][1]["url"]
     expected = await ask(own.url, completion(300))
     streams = [completion(100 + index, max_tokens=1500, stream=True) for index in range(3)]
@@ -102,8 +100,7 @@ async def test_roles_are_exchanged_while_requests_run(own: Cluster, stock: Stock
         url = f"{own.url}/tetri/v1/instances/{name}/flip"
         await asyncio.to_thread(post, url, {"role": role, "now": True, "force": True})
         await until(
-            lambda name=name, role=role: own.instances()[name]["role"] == role,
-            f"{name} is {role}",
+            lambda name=name, role=role: own.instances()[name]["role"] == role, f"{name} is {role}"
         )
     for output, reference in zip(await requests, expected * 4, strict=True):
         assert output.same_as(reference)

@@ -36,13 +36,7 @@ from vllm_tetri.engine.scheduler import make_scheduler
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.transport.blocks import HostMover
-from vllm_tetri.types import (
-    ClusterView,
-    InstanceInfo,
-    InstanceState,
-    InstanceView,
-    Role,
-)
+from vllm_tetri.types import ClusterView, InstanceInfo, InstanceState, InstanceView, Role
 
 BLOCK = 16
 LAYERS = 2

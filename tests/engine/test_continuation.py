@@ -12,11 +12,7 @@ from vllm import SamplingParams
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair
-from vllm_tetri.engine.compat import (
-    EngineCoreOutput,
-    LogprobsLists,
-    RequestStatus,
-)
+from vllm_tetri.engine.compat import EngineCoreOutput, LogprobsLists, RequestStatus
 from vllm_tetri.engine.continuation import (
     Continuations,
     decode_logprobs,

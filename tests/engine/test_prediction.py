@@ -28,11 +28,7 @@ from vllm_tetri.engine.prediction import (
     tells_length,
 )
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.handover import (
-    DecodeParams,
-    digest_of,
-    to_params,
-)
+from vllm_tetri.handover import DecodeParams, digest_of, to_params
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.predictor.base import Query, Tally
@@ -131,9 +127,7 @@ def test_a_reply_goes_to_the_router_and_with_the_response(
     assert scene.missed == 0
 
 
-def test_a_prediction_after_the_first_chunk_is_counted_and_still_used(
-    scene: Scene,
-) -> None:
+def test_a_prediction_after_the_first_chunk_is_counted_and_still_used(scene: Scene) -> None:
     scene.send("a", prompt(3 * CHUNK))
     scene.prefill.step()
     scene.prefill.step()

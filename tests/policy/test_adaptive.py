@@ -319,9 +319,7 @@ instances = st.builds(
 clusters = st.lists(instances, unique_by=lambda each: each.info.id, max_size=8)
 asks = st.builds(Need, st.integers(1, 20_000), st.floats(1, 5000))
 objectives = st.builds(
-    Objective,
-    st.sampled_from([0.01, 0.5, 5.0, inf]),
-    st.sampled_from([0.001, 0.05, inf]),
+    Objective, st.sampled_from([0.01, 0.5, 5.0, inf]), st.sampled_from([0.001, 0.05, inf])
 )
 
 

@@ -117,11 +117,7 @@ def test_dynamic_admits_exactly_what_fits_at_every_step_of_its_life(
     used_blocks = sum(blocks(tokens) for tokens, _ in running) + other_blocks
     total_blocks = used_blocks + spare_blocks
     begun = admission(
-        DYNAMIC,
-        running,
-        block_size=block_size,
-        total_blocks=total_blocks,
-        used_blocks=used_blocks,
+        DYNAMIC, running, block_size=block_size, total_blocks=total_blocks, used_blocks=used_blocks
     )
     batch = list(running)
     for tokens, rest in held:

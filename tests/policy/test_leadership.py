@@ -229,10 +229,7 @@ class World:
             self._ask(life, lambda: self.server.record, partial(self._has_read, life))
 
     def _ask(
-        self,
-        life: Life,
-        serve: Callable[[], Record | None],
-        hears: Callable[[Record | None], None],
+        self, life: Life, serve: Callable[[], Record | None], hears: Callable[[Record | None], None]
     ) -> None:
         there_s, back_s = self._delay_s(), self._delay_s()
         is_lost, is_unanswered = (self.rng.random() < self._loss for _ in range(2))

@@ -120,10 +120,7 @@ observations = st.lists(
     st.sampled_from(End),
 )
 def test_more_is_always_expected_than_is_there(
-    seen: list[tuple[Prediction | None, int]],
-    predicted: Prediction | None,
-    produced: int,
-    end: End,
+    seen: list[tuple[Prediction | None, int]], predicted: Prediction | None, produced: int, end: End
 ) -> None:
     lengths = Lengths()
     for each, num_tokens in seen:

@@ -75,8 +75,7 @@ def test_what_was_done_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "step",
-    [(1, 50, 0, 0.0), (8, 3000, 0, 0.0), (64, 64 * 1024, 0, 0.0), (0, 0, CHUNK, 128.0)],
+    "step", [(1, 50, 0, 0.0), (8, 3000, 0, 0.0), (64, 64 * 1024, 0, 0.0), (0, 0, CHUNK, 128.0)]
 )
 def test_steps_of_one_size_tell_their_own_time(step: Step) -> None:
     cost = learnt([step] * 50).cost
@@ -243,9 +242,7 @@ def test_one_hand_over_is_no_verdict() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0, 60)), max_size=80))
-def test_it_is_never_less_than_what_a_request_needs_to_go_on(
-    seen: list[tuple[int, float]],
-) -> None:
+def test_it_is_never_less_than_what_a_request_needs_to_go_on(seen: list[tuple[int, float]]) -> None:
     fit = HandoverFit()
     for tokens, seconds in seen:
         fit.learn(tokens, seconds)

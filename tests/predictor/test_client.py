@@ -97,17 +97,17 @@ def test_a_process_that_is_not_there_costs_only_the_prediction() -> None:
 
 
 def test_what_was_asked_dies_with_the_process_and_it_comes_back(served: Asking) -> None:
-    first = served.process.pid
+    first = served.process.process
     served.ask("a", HANGS)
     served.ask("b", [1])
     assert first is not None
-    os.kill(first, signal.SIGKILL)
+    os.kill(first.pid, signal.SIGKILL)
     served.wait_for("a", "b")
     assert served.answers["a"] is None
     assert served.answers["b"] is None
     assert served.process.tally.failed >= 2
     served.start()
-    assert served.process.pid not in (None, first)
+    assert served.process.process not in (None, first)
 
 
 def test_a_process_that_cannot_start_is_tried_again(
@@ -162,10 +162,10 @@ def test_a_bucket_that_does_not_exist_is_a_failure(served: Asking) -> None:
 
 
 def test_closing_leaves_no_process(served: Asking) -> None:
-    pid = served.process.pid
-    assert pid is not None
+    process = served.process.process
+    assert process is not None
     served.process.close()
-    assert not is_alive(pid)
+    assert not is_alive(process.pid)
 
 
 def test_the_process_ends_with_a_parent_that_is_killed() -> None:
@@ -174,14 +174,14 @@ def test_the_process_ends_with_a_parent_that_is_killed() -> None:
         "from vllm_tetri.predictor.base import Query\n"
         "from vllm_tetri.predictor.client import PredictorProcess\n"
         f"process = PredictorProcess([sys.executable, {str(FAKE)!r}], 200, 10)\n"
-        "while process.pid is None: time.sleep(0.01)\n"
+        "while process.process is None: time.sleep(0.01)\n"
         "found = [('', None)]\n"
         "while not found or found[0][1] is None:\n"
         "    process.ask(Query('a', [1]))\n"
         "    process.poll()\n"
         "    process.wait(0.05)\n"
         "    found = process.poll()\n"
-        "print(process.pid, flush=True)\n"
+        "print(process.process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen(

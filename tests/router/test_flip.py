@@ -157,9 +157,7 @@ async def test_the_command_reports_an_instance_that_dies_while_it_drains(
         assert (await made.ask())[0] == 200
 
 
-async def test_the_command_waits_and_says_what_happened(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_the_command_waits_and_says_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
     async with cluster(*four()) as made:
         assert await made.command("flip", "d2", "decode") == 0
         assert capsys.readouterr().out == "d2 is a decode instance already\n"

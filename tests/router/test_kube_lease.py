@@ -43,9 +43,7 @@ async def test_one_of_two_routers_holds_it_and_the_other_names_the_holder(cluste
     assert cluster.api.lease != before  # it was renewed
 
 
-async def test_a_holder_without_a_server_ends_before_the_next_begins(
-    cluster: Cluster,
-) -> None:
+async def test_a_holder_without_a_server_ends_before_the_next_begins(cluster: Cluster) -> None:
     cluster.lease("one")
     await cluster.go(20)
     cluster.lease("two")

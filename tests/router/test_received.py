@@ -13,11 +13,7 @@ from tests.router.scripts import PROMPT_IDS, Script, event, joined
 from vllm_tetri.handover import Prefilled, PriorOutput, to_params
 from vllm_tetri.router import resume as record_module
 from vllm_tetri.router.first_token import FirstToken, read_first_token
-from vllm_tetri.router.resume import (
-    ContinuationMismatch,
-    NotResumable,
-    StreamRecord,
-)
+from vllm_tetri.router.resume import ContinuationMismatch, NotResumable, StreamRecord
 from vllm_tetri.types import InstanceId, TransferId
 
 TRANSFER = TransferId("t1")

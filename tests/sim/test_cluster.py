@@ -23,13 +23,7 @@ from tests.sim.builders import (
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.sim.cluster import run, simulate
-from vllm_tetri.sim.config import (
-    ClusterConfig,
-    EngineConfig,
-    EngineKind,
-    Stock,
-    make_instances,
-)
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, EngineKind, Stock, make_instances
 from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.workload import draw
 

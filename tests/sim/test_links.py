@@ -64,7 +64,7 @@ def test_the_fuller_end_counts_and_the_rest_of_the_other_is_not_used() -> None:
             ("y", "p", "e", 0.0, 100, True),
             ("z", "p", "f", 0.0, 100, True),
             ("w", "q", "f", 0.0, 50, True),
-        ],
+        ]
     )
 
     # A third each at p; half of f for the one from q, though f has a sixth to spare.
@@ -85,7 +85,7 @@ def test_one_that_has_nothing_to_send_takes_nothing_from_others() -> None:
             ("a", "p", "d", 0.0, 10, False),
             ("b", "p", "d", 1.0, 100, True),
             ("a", "p", "d", 1.5, 10, True),
-        ],
+        ]
     )
 
     # Alone from 1.0 to 1.5, half the speed while a's 10 bytes take 0.2 s, then 40 more.

@@ -55,10 +55,7 @@ def test_whole_goes_where_least_is_waited_whatever_the_role() -> None:
 
 
 def test_replicas_are_chosen_without_reports() -> None:
-    specs = [
-        spec(0, 10, 50),
-        *(spec(number, 10, 1, 3.0 * number) for number in range(1, 4)),
-    ]
+    specs = [spec(0, 10, 50), *(spec(number, 10, 1, 3.0 * number) for number in range(1, 4))]
 
     replicas = make_instances(both=2, engine=engine(kind=Stock(64)))
     served = simulate(ClusterConfig(replicas, "least-in-flight"), specs)

@@ -8,11 +8,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.workload import (
-    CLASSES,
-    draw,
-    variation_of,
-)
+from vllm_tetri.sim.workload import CLASSES, draw, variation_of
 
 
 @pytest.mark.parametrize("kind", CLASSES)

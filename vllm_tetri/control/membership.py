@@ -101,8 +101,9 @@ class Membership:
     def __init__(self, silent_after_s: float) -> None:
         self._silent_after_s = silent_after_s
         self._members: dict[InstanceId, _Member] = {}
-        self._ids: dict[bytes, InstanceId] = {}
-        self._replaced: FIFOCache[bytes, None] = FIFOCache(MAX_INSTANCES)
+        self.names: dict[bytes, InstanceId] = {}  # by sender
+        # Senders whose name another process took.
+        self.replaced: FIFOCache[bytes, None] = FIFOCache(MAX_INSTANCES)
         self.departed: FIFOCache[InstanceId, str] = FIFOCache(MAX_DEPARTED)
         self.is_mixed, self.roster = False, 0
 
@@ -113,26 +114,26 @@ class Membership:
         known = self._members.get(info.id)
         if known is None and len(self._members) >= MAX_INSTANCES:
             raise ProtocolError(f"{info.id}: there are {MAX_INSTANCES} instances already")
-        if (former := self._ids.get(sender, info.id)) != info.id:
-            del self._ids[sender], self._members[former]
+        if (former := self.names.get(sender, info.id)) != info.id:
+            del self.names[sender], self._members[former]
         member, replaced = _Member(info, sender, now), None
         if known is not None:
-            self._ids.pop(known.sender, None)
+            self.names.pop(known.sender, None)
             if self.is_known(info):
                 member = known
                 member.info, member.sender, member.heard_s = info, sender, now
             elif known.sender != sender:
                 replaced = known.sender
-                self._replaced[replaced] = None
-        self._members[info.id], self._ids[sender] = member, info.id
+                self.replaced[replaced] = None
+        self._members[info.id], self.names[sender] = member, info.id
         self.roster += 1
         self.departed.pop(info.id, None)
-        self._replaced.pop(sender, None)
+        self.replaced.pop(sender, None)
         return replaced
 
     def report(self, sender: bytes, report: LoadReport, now: float) -> Reported:
         """Record a load report."""
-        if self._ids.get(sender) != report.instance:
+        if self.names.get(sender) != report.instance:
             return Reported(is_welcome=False)
         member = self._members[report.instance]
         has_reported, was, flip = member.seq > 0, member.flip, report.flip
@@ -181,7 +182,7 @@ class Membership:
 
     def flipped(self, sender: bytes, message: Flipped) -> bool:
         """Record a member's new role; False if the sender is not that member."""
-        if self._ids.get(sender) != message.instance:
+        if self.names.get(sender) != message.instance:
             return False
         member = self._members[message.instance]
         member.info = replace(member.info, role=message.role)
@@ -190,7 +191,7 @@ class Membership:
 
     def left(self, sender: bytes, message: Goodbye) -> bool:
         """Remove an instance that ends in good order; False if the sender is not that member."""
-        if self._ids.get(sender) != message.instance:
+        if self.names.get(sender) != message.instance:
             return False
         self._remove(message.instance)
         if message.was_asked:
@@ -198,7 +199,7 @@ class Membership:
         return True
 
     def _remove(self, instance: InstanceId) -> None:
-        self._ids.pop(self._members.pop(instance).sender, None)
+        self.names.pop(self._members.pop(instance).sender, None)
         self.roster += 1
 
     def forgive(self, seconds: float, now: float) -> None:
@@ -224,13 +225,6 @@ class Membership:
         """Whether this very process is a member, even if it is silent at the moment."""
         member = self._members.get(info.id)
         return member is not None and (member.info.pid, member.info.url) == (info.pid, info.url)
-
-    def is_member(self, sender: bytes) -> bool:
-        return sender in self._ids
-
-    def was_replaced(self, sender: bytes) -> bool:
-        """Whether another process took this sender's name."""
-        return sender in self._replaced
 
     def sender_of(self, instance: InstanceId) -> bytes | None:
         member = self._members.get(instance)

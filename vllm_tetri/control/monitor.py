@@ -229,7 +229,7 @@ class Monitor:
                     if cut_off:
                         self._router.on_cut_off(instance)
             case messages.Dispatched():
-                if self.members.is_member(sender):
+                if sender in self.members.names:
                     self._router.on_dispatched(message)
                 else:
                     self._ask_for_hello(sender)
@@ -267,7 +267,7 @@ class Monitor:
         self._send(sender, messages.RoleCommitted(message.epoch, time.monotonic()))
 
     def _ask_for_hello(self, sender: bytes) -> None:
-        if not self.members.was_replaced(sender):
+        if sender not in self.members.replaced:
             self._send(sender, messages.WhoAreYou(self._name))
 
     def _send(self, sender: bytes, message: messages.ToInstance | bytes) -> bool:

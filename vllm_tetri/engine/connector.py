@@ -51,10 +51,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     endpoint: Endpoint  # the state of the scheduler half
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        role: KVConnectorRole,
-        kv_cache_config: KVCacheConfig,
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_transferable(vllm_config, kv_cache_config)

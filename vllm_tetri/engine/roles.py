@@ -198,10 +198,13 @@ def identity_of(
     """
     model, on_cpu = vllm_config.model_config, tensors[0].device.type == "cpu"
     isa = torch.backends.cpu.get_cpu_capability() if on_cpu else ""
+    differing = ('"_name_or_path"', '"transformers_version"')  # between equal models
+    lines = model.hf_config.to_json_string(use_diff=False).splitlines()
+    alike = "\n".join(line for line in lines if not line.strip().startswith(differing))
     return {
         "protocol": KV_PROTOCOL,
         "vllm": vllm.__version__,
-        "model": _model_digest(model.hf_config.to_json_string(use_diff=False)),
+        "model": hashlib.sha256(alike.encode()).hexdigest()[:16],
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(tensors[0].dtype).removeprefix("torch."),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
@@ -214,12 +217,6 @@ def identity_of(
         "isa": isa.replace(" ", ""),
         "tensor_parallel": str(vllm_config.parallel_config.tensor_parallel_size),
     }
-
-
-def _model_digest(config_json: str) -> str:
-    names = ('"_name_or_path"', '"transformers_version"')  # differ between equal models
-    lines = [line for line in config_json.splitlines() if not line.strip().startswith(names)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def require_transferable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

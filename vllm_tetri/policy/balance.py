@@ -194,7 +194,7 @@ class _Forecast:
     prefills_per_s: float  # prompts that one busy instance computes
     decodes_per_s: float  # outputs that one instance writes with endlessly many at a time
     half: float  # with how many at a time it writes half as many
-    most: float  # for how many it has KV blocks
+    full_per_s: float  # that it writes with its KV blocks full
 
     def requests(self, counts: Mapping[Role, int]) -> float:
         """Return how many there are in the system until the horizon, on average.
@@ -212,7 +212,7 @@ class _Forecast:
             outputs = decoding + prompts - queued
             decoding = max(
                 _left(outputs, decodes * self.decodes_per_s * step_s, decodes * self.half),
-                outputs - decodes * self._full_per_s * step_s,
+                outputs - decodes * self.full_per_s * step_s,
             )
             total += queued + decoding
         return total / _STEPS
@@ -220,13 +220,8 @@ class _Forecast:
     def most_saved(self, role: Role) -> float:
         """Return how many fewer there are on average if one more with a role is never without
         work."""
-        per_s = self.prefills_per_s if role is Role.PREFILL else self._full_per_s
+        per_s = self.prefills_per_s if role is Role.PREFILL else self.full_per_s
         return per_s * HORIZON_S / 2
-
-    @property
-    def _full_per_s(self) -> float:
-        """Outputs that a decode instance writes with its KV blocks full."""
-        return self.decodes_per_s * self.most / (self.half + self.most)
 
 
 def _left(there: float, most: float, half: float) -> float:
@@ -254,6 +249,8 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
     request_s = max(1e-6, fmean(cost.request_s + context * cost.token_s for cost in costs))
     pools = [each.load.blocks_total * each.info.block_size for each in ready]
     kv_tokens = fmean([tokens for tokens in pools if tokens] or [0])  # 0: no report yet
+    decodes_per_s, half = 1 / (request_s * output), fmean(cost.base_s for cost in costs) / request_s
+    most = max(1.0, kv_tokens / (prompt + output))
     return _Forecast(
         per_s=coming_per_s / prompt,
         # No more than there are: averages are off while the mix changes.
@@ -266,9 +263,9 @@ def _forecast(group: Group, flow: _Flow) -> _Forecast | None:
             sum(load.heavy + load.light for load in loads),
         ),
         prefills_per_s=tokens_per_s / prompt,
-        decodes_per_s=1 / (request_s * output),
-        half=fmean(cost.base_s for cost in costs) / request_s,
-        most=max(1.0, kv_tokens / (prompt + output)),
+        decodes_per_s=decodes_per_s,
+        half=half,
+        full_per_s=decodes_per_s * most / (half + most),
     )
 
 

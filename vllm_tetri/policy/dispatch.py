@@ -207,7 +207,9 @@ class DecodeDispatcher:
         `anywhere` by what it costs, and this instance is a choice, too. If no instance has
         capacity and the caller retries after the next chunk (`may_wait`), returns None for up to
         `patience_s` (paper section 3.3.4 leaves this open)."""
-        unreachable = self._unreachable(now)
+        avoided = {endpoint for endpoint, until in self._avoid_until_s.items() if now < until}
+        rows = self._state.table.by_id.items() if avoided else ()
+        unreachable = frozenset(name for name, row in rows if row.kv_endpoint in avoided)
         dispatch = self._cheapest(need, refused | unreachable) if anywhere else None
         if dispatch is None and anywhere and not may_wait and self.me.id not in refused:
             # The prompt can stay where it is: this instance knows itself.
@@ -244,11 +246,6 @@ class DecodeDispatcher:
             self._avoid_until_s[dispatch.kv_endpoint] = now + AVOID_S
             if len(self._avoid_until_s) > _MAX_ENDPOINTS:
                 del self._avoid_until_s[next(iter(self._avoid_until_s))]
-
-    def _unreachable(self, now: float) -> frozenset[InstanceId]:
-        avoided = {endpoint for endpoint, until in self._avoid_until_s.items() if now < until}
-        rows = self._state.table.by_id.items() if avoided else ()
-        return frozenset(name for name, row in rows if row.kv_endpoint in avoided)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended."""

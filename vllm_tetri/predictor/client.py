@@ -57,16 +57,11 @@ class PredictorProcess:
         self._command = command
         self._stop = threading.Event()
         self._lock = threading.Lock()  # a process is started, or all is stopped
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._new_channels: deque[socket.socket] = deque()  # to the newest process
         # The kernel ends the process with the thread that started it: this one.
         self._keeper = threading.Thread(target=self._keep, name="tetri-predictor", daemon=True)
         self._keeper.start()
-
-    @property
-    def pid(self) -> int | None:
-        """Process id; None while there is no process."""
-        return process.pid if (process := self._process) is not None else None
 
     def ask(self, query: Query) -> None:
         self.withdraw(query.name)  # a former request may have had this name
@@ -162,7 +157,7 @@ class PredictorProcess:
     def close(self) -> None:
         with self._lock:
             self._stop.set()
-            process = self._process
+            process = self.process
         if process is not None:
             process.kill()  # it holds nothing that could be lost
         self._keeper.join(_CLOSE_S)
@@ -198,7 +193,7 @@ class PredictorProcess:
             if self._stop.is_set():
                 return 0
             words = ["--socket", str(theirs.fileno()), "--parent", str(os.getpid())]
-            process = self._process = subprocess.Popen(
+            process = self.process = subprocess.Popen(
                 [*self._command, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -212,7 +207,7 @@ class PredictorProcess:
             self._new_channels.pop().close()
         self._new_channels.append(ours)
         status = process.wait()
-        self._process = None
+        self.process = None
         return status
 
 

@@ -21,23 +21,10 @@ from vllm_tetri.messages import FlipRole
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.metrics import LOAD_NUMBERS
-from vllm_tetri.router.request import (
-    CHAT,
-    COMPLETIONS,
-    ProxyRules,
-    decode_order,
-    parse_request,
-)
+from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.router.server import CLIENT, BodyReader
-from vllm_tetri.types import (
-    FLIP_DEADLINE_S,
-    InstanceId,
-    InstanceState,
-    InstanceView,
-    Mode,
-    Role,
-)
+from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, InstanceView, Mode, Role
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
 

@@ -49,16 +49,12 @@ class Limits:
 class Keys:
     """The keys that clients may present, as `Authorization: Bearer KEY`.
 
-    Only digests are kept. Without keys, every request is let in.
+    Only digests are kept. Without keys, every request is let in. `num_clients` can be told apart.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = [_digest(key) for key in dict.fromkeys(keys)]
-
-    @property
-    def num_clients(self) -> int:
-        """How many clients can be told apart."""
-        return max(1, len(self._digests))
+        self.num_clients = max(1, len(self._digests))
 
     def client_of(self, path: str, headers: Mapping[str, str]) -> str | None:
         """Name the client of a request; the name says nothing about the key. None if the path

@@ -33,6 +33,7 @@ _RETRY_S = DURATION_S / 10
 _TIMEOUT_S = 2.5
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _MISSING, _CONFLICT = 404, 409
+_BOOT_CLOCK = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 _HINTS = {
     401: "; the API server does not accept the token of the service account",
     403: "; the service account needs the Role of docs/operations.md: the verbs get, create and "
@@ -58,8 +59,7 @@ class KubeLease:
         name: str,
         *,
         account: Path = ACCOUNT,
-        # Counts while the machine is suspended, too.
-        clock: Callable[[], float] = partial(time.clock_gettime, time.CLOCK_BOOTTIME),
+        clock: Callable[[], float] = _BOOT_CLOCK,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         option = f"--flip-lease kubernetes:{name}"

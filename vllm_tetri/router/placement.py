@@ -11,14 +11,7 @@ from statistics import fmean
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterState, Need, TableMaker
 from vllm_tetri.policy.overload import Backlogs, expected_late
-from vllm_tetri.policy.route import (
-    AllAtLimit,
-    Route,
-    Split,
-    Whole,
-    choose_keeper,
-    choose_route,
-)
+from vllm_tetri.policy.route import AllAtLimit, Route, Split, Whole, choose_keeper, choose_route
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Shares

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from vllm_tetri.policy.adaptive import (
-    NO_OBJECTIVE,
-    Objective,
-    PricedRoute,
-    token_s,
-    tpot_s,
-    ttft_s,
-)
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute, token_s, tpot_s, ttft_s
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import End, Lengths

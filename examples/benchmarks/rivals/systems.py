@@ -135,12 +135,7 @@ def _mooncake(parts: Parts) -> ClusterConfig:
 
 
 def _tetri(parts: Parts) -> ClusterConfig:
-    engine = replace(
-        parts.engine,
-        order="sjf",
-        sched_batch=16,
-        admission="reserve-dynamic",
-    )
+    engine = replace(parts.engine, order="sjf", sched_batch=16, admission="reserve-dynamic")
     return ClusterConfig(
         make_instances(*parts.divided(), engine=engine),
         "split",
