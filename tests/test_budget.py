@@ -15,22 +15,23 @@ from vllm_tetri.config import options
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vllm_tetri"
 
-# Lines of Python (and of stubs) below a path. The second number is where a folder should be by the
-# review of November 2026; a first number above it is what it has today and may only shrink.
+# Most lines of Python (and of stubs, C++ and headers) below a path. The folders' numbers leave room
+# for what moves between them, the package's does not; when all that is planned is in, it may have
+# 26,000. docs/adr/0012-one-road.md has the sizes that the review of November 2026 asked for.
 FOLDERS = {
-    "vllm_tetri": (22_100, 20_500),
-    "vllm_tetri/policy": (3_180, 3_160),
-    "vllm_tetri/control": (1_150, 1_150),
-    "vllm_tetri/transport": (510, 510),
-    "vllm_tetri/engine": (4_180, 4_050),
-    "vllm_tetri/router": (4_990, 4_850),
-    "vllm_tetri/predictor": (750, 750),
-    "vllm_tetri/launch": (1_480, 1_480),
-    "vllm_tetri/sim": (3_550, 2_800),
-    "examples/benchmarks": (6_000, 6_000),
-    "examples/predictor": (900, 900),
-    "csrc": (8_000, 8_000),
-    "tests": (29_600, 28_000),
+    "vllm_tetri": 20_500,
+    "vllm_tetri/policy": 3_160,
+    "vllm_tetri/control": 1_150,
+    "vllm_tetri/transport": 550,
+    "vllm_tetri/engine": 4_050,
+    "vllm_tetri/router": 4_850,
+    "vllm_tetri/predictor": 750,
+    "vllm_tetri/launch": 1_500,
+    "vllm_tetri/sim": 3_060,
+    "examples/benchmarks": 6_000,
+    "examples/predictor": 900,
+    "csrc": 8_000,
+    "tests": 28_000,
 }
 MODULES = {"vllm_tetri/router": 20, "vllm_tetri/engine": 20, "vllm_tetri/policy": 14}
 FILE_LINES = 400
@@ -63,9 +64,7 @@ def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folder_keeps_its_budget(folder: str) -> None:
-    limit, goal = FOLDERS[folder]
-    assert goal <= limit
-    assert sum(map(lines_of, sources(folder))) <= limit
+    assert sum(map(lines_of, sources(folder))) <= FOLDERS[folder]
 
 
 @pytest.mark.parametrize("folder", MODULES)

@@ -115,7 +115,7 @@ class Backend:
         return self.receiver(**options), self.sender(), self.cache(seed=1)
 
     def begun(self, num_blocks: int, **options: Any) -> tuple[Any, Any, Cache, Any]:
-        """Those, and a transfer `t` of which the first block was written."""
+        """A sender and a receiver, and a transfer `t` of which the first block was written."""
         receiver, sender, cache = self.ends(**options)
         transfer = sender.open(receiver.endpoint, "t", num_blocks, cache.layout.block_bytes)
         transfer.write(cache.layout, 0, np.array([0], np.int32))
