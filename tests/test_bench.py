@@ -45,6 +45,21 @@ def test_a_child_ends_with_its_descendants_when_the_block_is_left(tmp_path: Path
     assert not any(each.is_running() and each.status() not in gone for each in tree)
 
 
+def test_ctrl_c_waits_for_a_child_that_ends_slowly(tmp_path: Path) -> None:
+    script = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit()))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    log = tmp_path / "log"
+    process = bench.Child([sys.executable, "-c", script], log)
+    process.wait_until(lambda: "ready" in log.read_text(), 30)
+    with pytest.raises(KeyboardInterrupt), process:
+        raise KeyboardInterrupt
+    assert process.returncode is not None
+
+
 def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(
     tmp_path: Path,
 ) -> None:

@@ -129,13 +129,17 @@ def run_flip(options: argparse.Namespace) -> int:
     if not ordered["is_under_way"]:
         print(f"{name} is a {role} instance already")
         return 0
+    heard_s = time.monotonic()
     for row in _progress(options.url, name):
         flip = row["flip"] or {"stage": "", "epoch": -1}
         if row["state"] == "silent":
             raise AdminError(f"{name} does not answer any more; see its log")
         if flip["stage"] in ("draining", "switching"):
+            heard_s = time.monotonic()
             continue
         if flip["epoch"] < ordered["epoch"] and row["role"] != role:
+            if time.monotonic() - heard_s < _COMMIT_S:  # another router may hear of it later
+                continue
             is_still = f"{name} is still a {row['role']} instance"
             raise AdminError(f"{is_still}: the order was lost; repeat it")
         if flip["stage"] != "done" or flip["commit_s"] or flip["age_s"] > _COMMIT_S:

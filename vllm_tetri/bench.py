@@ -231,7 +231,7 @@ class Child(subprocess.Popen[bytes]):
 
     def __exit__(self, *error: Any) -> None:
         self.terminate()
-        super().__exit__(*error)
+        self.wait()
 
     def failure(self, problem: str) -> UnsupportedError:
         """Make an error of the problem and the last lines that the process printed."""

@@ -21,7 +21,6 @@ from vllm_tetri.types import InstanceId, Prediction, RequestId, TransferId
 FIELD = "kv_transfer_params"
 KEY = "tetri"
 
-
 # A prefill instance may try a hand-over again; every attempt has its own name.
 MAX_ATTEMPTS = 4
 

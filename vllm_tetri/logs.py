@@ -41,18 +41,14 @@ def configure_logging(level: str | None = None) -> None:
     if level not in LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE}={level}: choose one of {', '.join(LEVELS)}")
     if path := os.environ.get(CONFIG_VARIABLE):
-        _configure_from(path)
+        try:
+            config = json.loads(Path(path).read_text())
+            loggers = config.get("loggers", {})
+            if "vllm" in loggers:  # a file made for vLLM names its logger only
+                loggers.setdefault("vllm_tetri", loggers["vllm"])
+            logging.config.dictConfig(config)
+        except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
+            raise ConfigError(f"{CONFIG_VARIABLE}={path} cannot be used: {error}") from error
     elif os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0":
         logging.basicConfig(format=_FORMAT, datefmt=_DATE_FORMAT, level=logging.WARNING)
         logging.getLogger("vllm_tetri").setLevel(level)
-
-
-def _configure_from(path: str) -> None:
-    try:
-        config = json.loads(Path(path).read_text())
-        loggers = config.get("loggers", {})
-        if "vllm" in loggers:  # a file made for vLLM names its logger only
-            loggers.setdefault("vllm_tetri", loggers["vllm"])
-        logging.config.dictConfig(config)
-    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"{CONFIG_VARIABLE}={path} cannot be used: {error}") from error

@@ -28,7 +28,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_BUCKETS = 1 << 18  # of predicted lengths

@@ -47,36 +47,31 @@ def load_policy(kind: Kind, name: str) -> Any:
 
 def policy_names(kind: Kind) -> list[str]:
     """Return the names that need no path: built-in ones, then those of installed packages."""
-    installed = (entry.name for entry in entry_points(group=_group(kind)))
+    installed = (entry.name for entry in entry_points(group=f"vllm_tetri.{kind}"))
     return list(dict.fromkeys((*_BUILT_IN[kind], *installed)))
-
-
-def _group(kind: Kind) -> str:
-    return f"vllm_tetri.{kind}"
 
 
 def _loaded(kind: Kind, name: str) -> Any:
     """Load a policy, make an instance of an admission class, and refuse what cannot be one."""
-    entry = EntryPoint(name, name, _group(kind)) if ":" in name else _entry_point(kind, name)
+    entry = EntryPoint(name, name, "") if ":" in name else _entry_point(kind, name)
     try:
         found = entry.load()
-    except (ImportError, AttributeError, ValueError) as error:
+        found = found() if kind == "admission" and isinstance(found, type) else found
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{kind} policy {name!r} cannot be loaded from {entry.value}: {error}. Write "
             "package.module:attribute, and install the package or add its folder to PYTHONPATH"
         ) from error
+    is_policy = callable(found) or isinstance(found, Order)
     if kind == "admission":
-        found = found() if isinstance(found, type) else found
         is_policy = hasattr(found, "fits") and hasattr(found, "growth_blocks")
-    else:
-        is_policy = callable(found) or isinstance(found, Order)
     if not is_policy:
         raise ConfigError(f"{name!r} is no {kind} policy; vllm_tetri/plugins.py says what one is")
     return found
 
 
 def _entry_point(kind: Kind, name: str) -> EntryPoint:
-    for entry in entry_points(group=_group(kind), name=name):
+    for entry in entry_points(group=f"vllm_tetri.{kind}", name=name):
         return entry
     names = policy_names(kind)
     close = get_close_matches(name, names, n=1)

@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,6 +77,9 @@ def read_secret(path: str) -> Secret | None:
     try:
         _require_private(path, os.fstat(descriptor))
         text = os.read(descriptor, _MOST_TEXT + 1)
+    finally:
+        os.close(descriptor)
+    try:
         if len(text) > _MOST_TEXT:
             raise ValueError(f"it has more than {_MOST_TEXT} characters")
         return Secret(_decode("".join(text.decode("ascii").split())))
@@ -83,8 +87,6 @@ def read_secret(path: str) -> Secret | None:
         why = "it is not text" if isinstance(error, UnicodeDecodeError) else str(error)
         hint = "`vllm-tetri secret FILE` makes a new one"
         raise ConfigError(f"secret file {path}: {why}; {hint}") from None
-    finally:
-        os.close(descriptor)
 
 
 def kv_key_of(path: str) -> bytes:
@@ -126,14 +128,17 @@ def in_memory(name: str, content: str = "") -> str:
 def _require_private(path: str, status: os.stat_result) -> None:
     user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no file")
+        raise ConfigError(f"secret file {path}: it is no file")
     if status.st_uid != user:
-        raise ValueError(
-            f"it belongs to user {status.st_uid}, and this process is user {user}: "
+        raise ConfigError(
+            f"secret file {path} belongs to user {status.st_uid}, and this process is user {user}: "
             f"`chown {user} {path}`, or use your own copy"
         )
     if mode & 0o077:
-        raise ValueError(f"others may open it (mode {mode:o}): `chmod 600 {path}`")
+        raise ConfigError(
+            f"secret file {path}: others may open it (mode {mode:o}); `chmod 600 {path}`, and make "
+            "a new one if another user may have read it"
+        )
 
 
 def _decode(text: str) -> bytes:
@@ -179,9 +184,9 @@ class Curve:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._caller))
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._caller)
 
-    def gatekeeper(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-        """Tell libzmq, on a thread of its own, which connections of a context to admit."""
+    def gatekeeper(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
+        """Tell libzmq, on a thread, which connections to admit; returns a function that ends it."""
         keeper = ThreadAuthenticator(context)
         keeper.certs[_DOMAIN] = {zmq.curve_public(self._caller): True}
         keeper.start()
-        return keeper
+        return lambda: keeper.stop() if keeper.is_alive() else None  # it waits for the thread

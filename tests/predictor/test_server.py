@@ -179,5 +179,5 @@ def test_what_cannot_be_served_is_named_in_a_line(
     ):
         caplog.clear()
         words = [str(folder), "--tokenizer", str(tokenizer), "--socket", "0"]
-        assert main([*words, "--nice", "0"]) == 2
+        assert main(words) == 2
         assert problem in caplog.text

@@ -1,1 +1,1 @@
-"""The control channel: the only layer that knows ZeroMQ."""
+"""The control channel: ZeroMQ between routers and instances."""

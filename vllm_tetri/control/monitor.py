@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,7 +45,7 @@ class RouterSide(Protocol):
 class MonitorCounters:
     """What passed the control socket; all of them only grow."""
 
-    received: dict[str, int] = field(default_factory=dict)  # by message name
+    received: Counter[str] = field(default_factory=Counter)  # by message name
     sent: int = 0
     dropped: int = 0  # malformed or foreign frames, and connections that were refused
     undelivered: int = 0  # the instance was gone or did not read
@@ -91,10 +92,8 @@ class Monitor:
         loop, opened, context = asyncio.get_running_loop(), self._opened, zmq.Context()
         opened.callback(context.destroy, linger=0)
         self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # an unreachable instance is an error, not silence
+        # An unreachable instance is an error, not silence.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 256)
         self._socket.setsockopt(zmq.RCVHWM, 1000)
@@ -104,7 +103,7 @@ class Monitor:
         opened.callback(self._socket.disable_monitor)
         if self._curve is not None:
             self._curve.listen(self._socket)
-            opened.callback(self._curve.gatekeeper(context).stop)
+            opened.callback(self._curve.gatekeeper(context))
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
@@ -214,8 +213,7 @@ class Monitor:
         asyncio.get_running_loop().call_soon(self._drain)
 
     def _take(self, sender: bytes, message: messages.ToRouter) -> None:
-        name = type(message).__name__
-        self.counters.received[name] = self.counters.received.get(name, 0) + 1
+        self.counters.received[type(message).__name__] += 1
         match message:
             case messages.Hello(info=info):
                 self._on_hello(sender, info)

@@ -122,15 +122,10 @@ class Predictions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.predictor = predictor
-        self._is_sequential = is_sequential
+        self.is_sequential = is_sequential and predictor is not None  # prompts wait for theirs
         self._clock = clock
         self.entries: dict[str, _Awaited] = {}  # until the request ends
         self.missed = 0
-
-    @property
-    def is_sequential(self) -> bool:
-        """Whether prompts wait for their prediction."""
-        return self._is_sequential and self.predictor is not None
 
     def begin(self, request: Request) -> None:
         """Ask for the prediction of a new prompt."""
@@ -162,8 +157,8 @@ class Predictions:
                 entry.is_settled, entry.prediction = True, prediction
 
     def get(self, request_id: str, *, is_due: bool = False) -> Prediction | None:
-        """Return the prediction of a request, if there is one (any thread). If it `is_due` (the
-        first chunk is done) and missing, that is counted once; later calls may still return it."""
+        """Return the prediction of a request, if there is one. If it `is_due` (the first chunk is
+        done; engine thread only) and missing, that is counted once; it may still come later."""
         entry = self.entries.get(request_id)
         if entry is None:
             return None
@@ -185,7 +180,8 @@ class Predictions:
 
     def end(self, request_id: str) -> None:
         """Forget an ended request."""
-        if self.entries.pop(request_id, None) is not None and self.predictor is not None:
+        entry = self.entries.pop(request_id, None)
+        if entry is not None and entry.deadline and self.predictor is not None:
             self.predictor.withdraw(request_id)
 
     def close(self) -> None:
@@ -225,16 +221,17 @@ class LengthsStore:
         key = hashlib.sha256(json.dumps([model, *astuple(buckets)]).encode()).hexdigest()
         self.path = folder / f"{key[:16]}.json"
         fresh = Lengths(buckets.granularity_tokens, buckets.num_buckets)
-        self.lengths = self._load(buckets.num_buckets) or fresh
+        self.lengths = self._load(fresh) or fresh
         self._saved_s = float("-inf")
         self._is_dirty = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tetri-lengths")
 
-    def _load(self, num_buckets: int) -> Lengths | None:
+    def _load(self, fresh: Lengths) -> Lengths | None:
         try:
             lengths = Lengths.from_state(json.loads(self.path.read_bytes()))
-            if lengths.num_buckets != num_buckets:
-                raise ValueError(f"it has {lengths.num_buckets} buckets")
+            found = lengths.num_buckets, lengths.granularity_tokens
+            if found != (fresh.num_buckets, fresh.granularity_tokens):
+                raise ValueError("it has {} buckets of {} tokens".format(*found))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:

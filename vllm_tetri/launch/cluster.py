@@ -84,7 +84,7 @@ class LocalCluster:
                 await self._stop.wait()
                 for task in work:
                     task.cancel()
-        except* LaunchError as errors:
+        except* (LaunchError, OSError) as errors:
             self.display.show_from(logging.CRITICAL)
             self.display.say(str(errors.exceptions[0]), logging.ERROR)
             status = FAILED

@@ -140,7 +140,8 @@ def read_about(folder: Path) -> About:
     if about.format != FORMAT:
         raise ConfigError(f"{path}: {about.format!r} is not {FORMAT!r}")
     lengths = {len(about.bucket_tokens), len(about.bucket_quantiles)}
-    if about.granularity_tokens < 1 or about.window_tokens < 1 or lengths != {about.num_buckets}:
+    least = min(about.granularity_tokens, about.window_tokens, about.num_buckets)
+    if least < 1 or lengths != {about.num_buckets}:
         counts = f"{about.num_buckets} buckets, but lengths of {sorted(lengths)} of them"
         raise ConfigError(f"{path}: {counts}")
     return about

@@ -169,15 +169,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--cores", default="")
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--parent", type=int)
-    parser.add_argument("--nice", type=int, default=NICE)
     options = parser.parse_args(words)
     try:
         configure_logging()
         if options.parent is not None:
             end_with(options.parent)
+            os.nice(NICE)
         if options.cores:
             os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
-        os.nice(options.nice)
         artefact, decode = load(options.artefact), _decoder_of(options.tokenizer)
     except ConfigError as error:
         _log.error("%s", error)

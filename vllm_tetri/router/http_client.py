@@ -166,7 +166,7 @@ class HttpClient:
         return len(failed)
 
     def close(self) -> None:
-        """Close every connection, for good. Idempotent."""
+        """Close every connection. Idempotent."""
         for connection in list(self.connections):
             connection.drop(ConnectionLost("closed"))
 
@@ -248,7 +248,7 @@ class _Connection(asyncio.Protocol):
         """Close the connection and fail its request. Idempotent."""
         self._set_timer(None)
         deadline, self.deadline = self.deadline, None
-        if deadline is not None:
+        if deadline is not None and not deadline.expired():
             self.why_dropped = str(error)
             deadline.reschedule(self._loop.time())
         self._owner.connections.discard(self)

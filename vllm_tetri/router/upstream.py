@@ -250,7 +250,10 @@ class Liveness:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._after_s / _CHECKS)
-            self._check()
+            try:
+                self._check()
+            except Exception:  # or silent instances would keep their requests for ever
+                _log.exception("a look at silent instances failed")
 
     def _check(self) -> None:
         known, self._reports = self._reports, {}

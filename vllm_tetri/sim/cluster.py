@@ -130,7 +130,7 @@ class _Simulation:
         self._instances[first].submit(request, now)
 
     def _report(self, now: float) -> None:
-        if self._is_done() or not len(self.loop):
+        if self._is_done() or not self.loop.due:
             return
         self._table = self._take_table(now)
         period_s = self.config.report_period_s

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.plugins import policy_names
+from vllm_tetri.plugins import load_policy, policy_names
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import run as simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, Stock, make_instances, of_profile
@@ -197,6 +197,7 @@ def _systems(options: argparse.Namespace) -> list[System]:
         dispatch=options.dispatch_policy,
     )
     systems = [(f"{mode} {label}", replace(usual, mode=mode)) for mode in options.mode or ["split"]]
+    load_policy("dispatch", options.dispatch_policy)  # not all modes do
     above_0(replicas=options.replicas)
     for budget in options.stock:
         above_0(stock=budget)

@@ -62,7 +62,7 @@ class EngineConfig:
 
 def of_profile(engine: EngineConfig, known: Profile) -> EngineConfig:
     """Move an engine to a profile's device, with its KV pool if the profile has one."""
-    blocks = max(1, int(known.kv_tokens or engine.pool_tokens) // engine.block_size)
+    blocks = max(1, (known.kv_tokens or engine.pool_tokens) // engine.block_size)
     return replace(
         engine,
         cost=known.cost,

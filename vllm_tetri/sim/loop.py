@@ -13,19 +13,16 @@ class Loop:
     they were scheduled."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, Call]] = []
+        self.due: list[tuple[float, int, Call]] = []
         self._num_scheduled = 0
-
-    def __len__(self) -> int:
-        return len(self._due)
 
     def at(self, time_s: float, call: Call) -> None:
         """Schedule `call(time_s)`."""
         self._num_scheduled += 1
-        heappush(self._due, (time_s, self._num_scheduled, call))
+        heappush(self.due, (time_s, self._num_scheduled, call))
 
     def run(self) -> None:
         """Return when nothing is due any more."""
-        while self._due:
-            time_s, _, call = heappop(self._due)
+        while self.due:
+            time_s, _, call = heappop(self.due)
             call(time_s)

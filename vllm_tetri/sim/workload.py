@@ -160,8 +160,11 @@ def read_trace(path: Path, *, has_times: bool = True) -> list[Arrival]:
                     raise ValueError("it is earlier than the line before; sort")
                 newest_s, first_s = at_s, first_s if found else at_s
                 found.append((at_s - first_s, prompt, output))
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise ConfigError(f"{path}, row {len(found) + 1}: {error!r}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        where = f"{path}, row {len(found) + 1}"
+        raise ConfigError(f"{where}: no time, or no lengths in tokens: {error}") from error
     if not found:
         raise ConfigError(f"{path}: it holds no requests")
     return found

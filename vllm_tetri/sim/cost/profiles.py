@@ -110,6 +110,7 @@ def _read(path: Path) -> Profile:
             least = 1 if name in _COUNTS else 0
             if not least <= value < math.inf:
                 raise ConfigError(f"profile {path}: {name} is {value!r}, must be {least} or more")
+        values |= {name: int(values[name]) for name in _COUNTS if name in values}
         cost = StepCoefficients(**{name: values.pop(name) for name in _SECONDS}, confidence=1.0)
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"profile {path}: {error!r}") from error
