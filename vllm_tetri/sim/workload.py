@@ -163,8 +163,8 @@ def read_trace(path: Path, *, has_times: bool = True) -> list[Arrival]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, csv.Error) as error:
-        where = f"{path}, row {len(found) + 1}"
-        raise ConfigError(f"{where}: no time, or no lengths in tokens: {error}") from error
+        where = f"{path}, row {len(found) + 1}: wrong time or lengths"
+        raise ConfigError(f"{where}: {error}") from error
     if not found:
         raise ConfigError(f"{path}: it holds no requests")
     return found
