@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <thread>
 
 #include "tetri/arena.h"
@@ -44,9 +45,10 @@ auto to_vector(const Array& array) {
 
 struct PyLayout {
   PyLayout(const Words& bases, const Words& strides, const Words& pages, uint64_t num_blocks,
-           py::object owner)
-      : core(std::make_shared<const tetri::Layout>(to_vector(bases), to_vector(strides),
-                                                   to_vector(pages), num_blocks)),
+           py::object owner, const std::optional<Words>& starts, uint64_t wire_bytes)
+      : core(std::make_shared<const tetri::Layout>(
+            to_vector(bases), to_vector(strides), to_vector(pages), num_blocks,
+            starts ? to_vector(*starts) : std::vector<uint64_t>(), wire_bytes)),
         owner(std::move(owner)) {}
   tetri::LayoutPtr core;
   py::object owner;
@@ -150,8 +152,10 @@ void bind_enums(py::module_& module) {
 
 void bind_layout(py::module_& module) {
   py::class_<PyLayout>(module, "Layout")
-      .def(py::init<const Words&, const Words&, const Words&, uint64_t, py::object>(), "bases"_a,
-           "block_strides"_a, "page_bytes"_a, "num_blocks"_a, "owner"_a)
+      .def(py::init<const Words&, const Words&, const Words&, uint64_t, py::object,
+                    const std::optional<Words>&, uint64_t>(),
+           "bases"_a, "block_strides"_a, "page_bytes"_a, "num_blocks"_a, "owner"_a,
+           "starts"_a = py::none(), "wire_bytes"_a = 0)
       .def_property_readonly("num_layers", [](const PyLayout& it) { return it.core->num_layers(); })
       .def_property_readonly("num_blocks", [](const PyLayout& it) { return it.core->num_blocks(); })
       .def_property_readonly("block_bytes",

@@ -48,7 +48,7 @@ def test_a_child_ends_with_its_descendants_when_the_block_is_left(tmp_path: Path
 def test_ctrl_c_waits_for_a_child_that_ends_slowly(tmp_path: Path) -> None:
     script = (
         "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit()))\n"
+        "signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), sys.exit()))\n"
         "print('ready', flush=True)\n"
         "time.sleep(1000)\n"
     )

@@ -30,6 +30,8 @@ from vllm_tetri.transport.native import Layout, Receiver, Sender, TransferState,
 
 PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_LAYERS = 4
+NUM_GROUPS = 4  # of KV cache blocks, where a way has several
+NUM_PARTS = 2
 IDENTITY = {"bench": "transfer"}
 TIMEOUT_S = 60.0
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -78,6 +80,11 @@ class Pages:
         size = np.full(NUM_LAYERS, page_bytes, np.uint64)
         starts = np.array([layer.ctypes.data for layer in self.data], np.uint64)
         self.layout = Layout(starts, size, size, self.num_blocks, self.data)
+        half = size // 2  # what each of two tensor-parallel ranks holds
+        self.halves = [
+            Layout(starts + part * half, size, half, self.num_blocks, self.data)
+            for part in range(NUM_PARTS)
+        ]
 
     def memcpy(self, num_blocks: int) -> None:
         """Copy blocks within this process."""
@@ -99,24 +106,45 @@ def _ways(pages: Pages, stack: ExitStack, push: Callable[..., None], port: int) 
             raise TransferError("the receiving process closed the plain socket; see its messages")
 
     ways: Ways = {"memcpy": pages.memcpy, "raw socket": raw_socket}
-    for link in ("shm", "tcp"):
-        sender = Sender(identity=IDENTITY, link=link)
+    senders = {link: Sender(identity=IDENTITY, link=link) for link in ("shm", "tcp")}
+    ranks = [
+        Sender(identity=IDENTITY, link="shm", rank=rank, num_ranks=NUM_PARTS)
+        for rank in range(NUM_PARTS)
+    ]
+    for sender in (*senders.values(), *ranks):
         stack.callback(sender.close)
-        ways[link] = partial(push, sender, pages)
+    for link, sender in senders.items():
+        ways[link] = partial(push, [(sender, pages.layout)], pages, 1)
+    whole = [(senders["shm"], pages.layout)]
+    ways[f"shm, {NUM_GROUPS} groups"] = partial(push, whole, pages, NUM_GROUPS)
+    parts = list(zip(ranks, pages.halves, strict=True))
+    ways[f"shm, {NUM_PARTS} parts"] = partial(push, parts, pages, 1)
     return ways
 
 
 def _push(
-    names: Iterator[str], endpoint: str, sender: Sender, pages: Pages, num_blocks: int
+    names: Iterator[str],
+    endpoint: str,
+    parts: list[tuple[Sender, Layout]],
+    pages: Pages,
+    num_groups: int,
+    num_blocks: int,
 ) -> None:
-    layout, deadline = pages.layout, time.perf_counter() + TIMEOUT_S
-    transfer = sender.open(endpoint, next(names), num_blocks, layout.block_bytes)
-    transfer.write(layout, 0, pages.order[:num_blocks])
-    transfer.finish()
-    while transfer.state in _UNDER_WAY and time.perf_counter() < deadline:
-        sender.wait(0.05)
-    if transfer.state != TransferState.DONE:
-        raise TransferError(f"a transfer of {num_blocks} blocks failed: {transfer.error}")
+    """Send blocks as `parts`, each by a sender of its own, and by so many runs of neighbours."""
+    name, deadline = next(names), time.perf_counter() + TIMEOUT_S
+    runs = np.array_split(np.arange(num_blocks), min(num_groups, num_blocks))
+    transfers = []
+    for sender, layout in parts:
+        transfer = sender.open(endpoint, name, num_blocks, layout.block_bytes)
+        for run in runs:
+            transfer.write(layout, int(run[0]), pages.order[run])
+        transfer.finish()
+        transfers.append((sender, transfer))
+    for sender, transfer in transfers:
+        while transfer.state in _UNDER_WAY and time.perf_counter() < deadline:
+            sender.wait(0.05)
+        if transfer.state != TransferState.DONE:
+            raise TransferError(f"a transfer of {num_blocks} blocks failed: {transfer.error}")
 
 
 def measure(ways: Ways, pages: Pages, repeats: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ Welcome introduce(ControlChannel& control, const SenderOptions& options, TimePoi
 // The receiver's arena, if this process can reach it and it is the one that was offered.
 std::optional<Segment> shared_arena(const Welcome& welcome, std::string* why_not) {
   if (welcome.segment.empty()) {
-    *why_not = "the receiver runs on another host";
+    *why_not = "the receiver runs on another host or has no arena";
     return std::nullopt;
   }
   try {

@@ -11,12 +11,16 @@ constexpr uint64_t kMaxBlockBytes = uint64_t{1} << 40;
 }
 
 Layout::Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
-               std::vector<uint64_t> page_bytes, uint64_t num_blocks)
+               std::vector<uint64_t> page_bytes, uint64_t num_blocks, std::vector<uint64_t> starts,
+               uint64_t wire_bytes)
     : bases_(std::move(bases)),
       strides_(std::move(strides)),
       page_bytes_(std::move(page_bytes)),
-      num_blocks_(num_blocks) {
-  if (bases_.empty() || bases_.size() != strides_.size() || bases_.size() != page_bytes_.size()) {
+      starts_(std::move(starts)),
+      num_blocks_(num_blocks),
+      is_dense_(starts_.empty()) {
+  if (bases_.empty() || bases_.size() != strides_.size() || bases_.size() != page_bytes_.size() ||
+      (!is_dense_ && bases_.size() != starts_.size())) {
     throw std::invalid_argument(
         "a layout needs one base, one stride and one page size for each of at least one layer");
   }
@@ -35,10 +39,18 @@ Layout::Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
                                   std::to_string(page_bytes_[layer]) + " bytes, stride " +
                                   std::to_string(strides_[layer]) + " do not describe blocks");
     }
-    starts_.push_back(block_bytes_);
-    block_bytes_ += page_bytes_[layer];
-    if (block_bytes_ > kMaxBlockBytes) throw std::invalid_argument("blocks are too large");
+    if (is_dense_) starts_.push_back(block_bytes_);
+    if (starts_[layer] < block_bytes_ || starts_[layer] > kMaxBlockBytes - page_bytes_[layer]) {
+      throw std::invalid_argument("blocks are too large, or their pieces overlap");
+    }
+    block_bytes_ = starts_[layer] + page_bytes_[layer];
   }
+  if (is_dense_) return;
+  if (wire_bytes < block_bytes_ || wire_bytes > kMaxBlockBytes) {
+    throw std::invalid_argument("blocks of " + std::to_string(wire_bytes) +
+                                " bytes do not hold their pieces");
+  }
+  block_bytes_ = wire_bytes;
 }
 
 size_t Layout::layer_at(uint64_t within) const {

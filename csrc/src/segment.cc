@@ -6,7 +6,10 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -14,6 +17,7 @@
 #include <new>
 #include <set>
 #include <stdexcept>
+#include <thread>
 
 #include "tetri/status.h"
 
@@ -36,6 +40,8 @@ constexpr uint64_t kMagic = 0x31304d4849525454;  // "TTRIHM01"
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHugePage = 2 << 20;
 constexpr auto kCollapseTime = std::chrono::seconds(2);
+constexpr uint64_t kTouchedAtOnce = 256 << 20;  // the rest follows in the background
+constexpr uint64_t kTouchedTogether = 16 << 20;
 
 struct Header {
   uint64_t magic;
@@ -122,7 +128,33 @@ void sweep_one(const std::string& path) {
   if (::lstat(path.c_str(), &named) == 0 && named.st_ino == ours.st_ino) ::unlink(path.c_str());
 }
 
+// Faults now rather than under a transfer. Adding zero leaves other writers' bytes alone.
+void touch(uint8_t* data, uint64_t size) {
+  if (::madvise(data, size, MADV_POPULATE_WRITE) == 0) return;
+  for (uint64_t offset = 0; offset < size; offset += kPage) {
+    __atomic_fetch_add(data + offset, 0, __ATOMIC_RELAXED);
+  }
+}
+
 }  // namespace
+
+// A thread that touches pages until all are there, or it is destroyed.
+struct Segment::Toucher {
+  Toucher(uint8_t* data, uint64_t size) : thread([this, data, size] { run(data, size); }) {}
+  ~Toucher() {
+    stop = true;
+    thread.join();
+  }
+  void run(uint8_t* data, uint64_t size) const {
+    [[maybe_unused]] const int niceness = ::nice(19);  // this thread's alone
+    for (uint64_t at = 0; at < size && !stop; at += kTouchedTogether) {
+      touch(data + at, std::min(kTouchedTogether, size - at));
+    }
+  }
+
+  std::atomic<bool> stop{false};
+  std::thread thread;
+};
 
 uint64_t random_u64() {
   uint64_t value = 0;
@@ -147,18 +179,20 @@ Segment::Segment(Segment&& other) noexcept
       fd_(std::move(other.fd_)),
       data_(std::exchange(other.data_, nullptr)),
       size_(other.size_),
-      owner_(std::exchange(other.owner_, false)) {}
+      owner_(std::exchange(other.owner_, false)),
+      toucher_(std::move(other.toucher_)) {}
 
 Segment::~Segment() { close(); }
 
 Segment Segment::create(uint64_t arena_bytes) {
-  if (arena_bytes == 0 || arena_bytes > (uint64_t{1} << 46)) {
-    throw std::invalid_argument("arena_bytes must be between 1 and 2^46, not " +
+  if (arena_bytes > (uint64_t{1} << 46)) {
+    throw std::invalid_argument("arena_bytes must be at most 2^46, not " +
                                 std::to_string(arena_bytes));
   }
   const uint64_t size = kHeaderBytes + (arena_bytes + kPage - 1) / kPage * kPage;
   std::string path;
-  Fd fd = create_file(&path);
+  Fd fd = arena_bytes == 0 ? Fd(::memfd_create("tetri", MFD_CLOEXEC)) : create_file(&path);
+  if (!fd) fail("cannot create a segment without an arena", errno);
   Segment segment(path, std::move(fd), size, true);
   if (::ftruncate(segment.fd_.get(), static_cast<off_t>(size)) != 0) {
     fail("cannot size the receive arena", errno);
@@ -171,7 +205,7 @@ Segment Segment::create(uint64_t arena_bytes) {
              " bytes; lower arena_bytes or enlarge /dev/shm",
          error);
   }
-  segment.touch();
+  segment.begin_touching();
   auto* header = new (segment.data_) Header{};
   header->magic = kMagic;
   header->arena_bytes = size - kHeaderBytes;
@@ -202,7 +236,7 @@ Segment Segment::attach(const std::string& path) {
   }
   Segment segment(path, std::move(fd), size, false);
   segment.map();
-  segment.touch();
+  segment.begin_touching();
   const auto* header = reinterpret_cast<const Header*>(segment.data_);
   if (header->magic != kMagic || header->arena_bytes != segment.arena_bytes()) {
     throw std::runtime_error("not a receive arena of this version: " + path);
@@ -238,17 +272,18 @@ void Segment::use_huge_pages() const {
   }
 }
 
-// Faults now rather than under the first transfer. Adding zero leaves other writers' bytes alone.
-void Segment::touch() const {
-  if (::madvise(data_, size_, MADV_POPULATE_WRITE) == 0) return;
-  for (uint64_t offset = 0; offset < size_; offset += kPage) {
-    __atomic_fetch_add(data_ + offset, 0, __ATOMIC_RELAXED);
+// Touching may take seconds a gigabyte, for which neither a start nor a dial shall wait.
+void Segment::begin_touching() {
+  touch(data_, std::min(size_, kTouchedAtOnce));
+  if (size_ > kTouchedAtOnce) {
+    toucher_ = std::make_unique<Toucher>(data_ + kTouchedAtOnce, size_ - kTouchedAtOnce);
   }
 }
 
 Nonce Segment::nonce() const { return reinterpret_cast<const Header*>(data_)->nonce; }
 
 void Segment::close() noexcept {
+  toucher_.reset();
   if (data_ != nullptr) ::munmap(data_, size_);
   data_ = nullptr;
   if (owner_) owned_files().remove(path_);

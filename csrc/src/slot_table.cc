@@ -92,8 +92,9 @@ std::optional<Opened> SlotTable::refusal(const Open& wanted, const WriterId& wri
     return refuse("the receiver cancelled it before");
   }
   if (writer.num_ranks > 1) {
+    // What another rank's failure ended cannot be completed; what its sender took back can.
     const auto failed = notes_.find(wanted.transfer);
-    if (failed != notes_.end() && failed->second.until > now) {
+    if (failed != notes_.end() && failed->second.until > now && !failed->second.was_taken_back) {
       return refuse("it failed before: " + failed->second.slot.error);
     }
   }
@@ -212,9 +213,12 @@ void SlotTable::finish_if_complete(Record& record, Writer& writer, TimePoint now
   if (!writer.total || *writer.total > writer.received) return;
   if (*writer.total < writer.received) throw FrameError("more bytes than the sender counted");
   writer.state = WriterState::kFinished;
-  notices_.push_back({writer.id.connection, record.slot.generation, true, Status::kOk, ""});
   for (const Writer& other : record.writers) {
     if (other.state != WriterState::kFinished) return;
+  }
+  // All ranks at once: none is done while another one may have to send again.
+  for (const Writer& each : record.writers) {
+    notices_.push_back({each.id.connection, record.slot.generation, true, Status::kOk, ""});
   }
   record.slot.state = SlotState::kArrived;
   record.deadline = now + hold_timeout_;
@@ -228,8 +232,10 @@ void SlotTable::cancelled_by_sender(const Cancel& cancel, const WriterId& id, Ti
   Record* record = filling(cancel.generation);
   if (record == nullptr || writer_of(*record, id) == nullptr) return;
   ++counters_.cancelled;
+  const std::string name = record->slot.transfer;
   end(cancel.generation, Status::kCancelled, "the sender cancelled it: " + printable(cancel.reason),
       now);
+  notes_.at(name).was_taken_back = true;
 }
 
 void SlotTable::stopped(uint64_t generation, const WriterId& id) {
@@ -403,8 +409,10 @@ void SlotTable::end(uint64_t generation, Status status, const std::string& error
   if (!error.empty()) note(record.slot, error, now);
   record.quarantined = true;
   quarantined_bytes_ += record.bytes;
+  const bool unconfirmed = record.slot.state == SlotState::kFilling;
   for (Writer& writer : record.writers) {
-    if (writer.state != WriterState::kWriting) continue;
+    const bool waits = unconfirmed && writer.state == WriterState::kFinished;
+    if (writer.state != WriterState::kWriting && !waits) continue;
     notices_.push_back({writer.id.connection, generation, false, status,
                         error.empty() ? "the receiver cancelled it" : error});
     if (!writer.id.shared) writer.state = WriterState::kStopped;
@@ -438,7 +446,7 @@ void SlotTable::note(const Slot& slot, const std::string& error, TimePoint now) 
   Slot failed = slot;
   failed.state = SlotState::kFailed;
   failed.error = error;
-  notes_[slot.transfer] = {std::move(failed), until};
+  notes_[slot.transfer] = {std::move(failed), until, false};
   note_order_.emplace_back(slot.transfer, until);
   while (note_order_.size() > kMaxNotes) {
     notes_.erase(note_order_.front().first);

@@ -79,6 +79,9 @@ bool Transfer::post(Command command) const { return peer_ && peer_->post(std::mo
 
 void Transfer::check(const Layout& layout, uint64_t first_block,
                      const std::vector<int32_t>& ids) const {
+  if (!layout.is_dense()) {
+    throw std::invalid_argument("a layout that skips bytes of a slot's blocks cannot be sent");
+  }
   if (layout.block_bytes() != block_bytes_) {
     throw std::invalid_argument("transfer " + name_ + " was opened with blocks of " +
                                 std::to_string(block_bytes_) + " bytes, the layout has " +

@@ -27,6 +27,18 @@ WriterId writer(uint64_t connection, bool shared, uint32_t rank = 0, uint32_t nu
 
 bool granted(const Opened& opened) { return opened.status == static_cast<uint32_t>(Status::kOk); }
 
+// A slot of two ranks that share memory, of which the first one has finished.
+struct HalfDone : Fixture {
+  WriterId first = writer(1, true, 0, 2);
+  WriterId second = writer(2, true, 1, 2);
+  Opened opened = open("t", first);
+
+  HalfDone() {
+    open("t", second);
+    table.done({opened.generation, 2 * kPage}, first, now);
+  }
+};
+
 }  // namespace
 
 TEST(slot_goes_through_its_states) {
@@ -87,6 +99,36 @@ TEST(slot_of_two_ranks_waits_for_both_and_for_both_to_stop) {
   f.table.cancelled_by_sender({opened.generation, "why"}, second, f.now);
   CHECK(f.table.find("t")->state == SlotState::kFailed);
   CHECK(f.table.used_bytes() == 0);
+}
+
+TEST(slot_of_two_ranks_is_confirmed_to_both_at_once) {
+  HalfDone f;
+  CHECK(f.table.take_notices().empty());
+  f.table.done({f.opened.generation, 2 * kPage}, f.second, f.now);
+  const auto notices = f.table.take_notices();
+  CHECK(notices.size() == 2 && notices[0].confirm && notices[1].confirm);
+  CHECK(notices[0].connection == 1 && notices[1].connection == 2);
+}
+
+TEST(slot_that_one_of_two_ranks_fails_stops_the_one_that_finished) {
+  HalfDone f;
+  f.table.connection_dropped(f.second, "gone", f.now);
+  f.table.connection_lost(f.second, "gone", f.now);
+  const auto notices = f.table.take_notices();
+  CHECK(!notices.at(0).confirm && notices[0].connection == 1);
+  CHECK(f.table.used_bytes() == 0);
+  CHECK(!granted(f.open("t", f.first)));  // the other rank has given this attempt up
+}
+
+TEST(slot_of_two_ranks_that_its_sender_took_back_opens_again) {
+  Fixture f;
+  const WriterId first = writer(1, false, 0, 2);
+  const WriterId second = writer(2, false, 1, 2);
+  const Opened opened = f.open("t", second);
+  f.table.cancelled_by_sender({opened.generation, "no room for the other rank"}, second, f.now);
+  CHECK(f.table.find("t")->state == SlotState::kFailed);
+  CHECK(granted(f.open("t", first)) && granted(f.open("t", second)));
+  CHECK(f.table.find("t")->state == SlotState::kFilling);
 }
 
 TEST(slot_progress_in_shared_memory_counts) {

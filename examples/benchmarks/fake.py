@@ -4,7 +4,8 @@ One process with three of them: one that serves aggregated, and a pair of prefil
 prints their URLs as one line of JSON and ends with its input. A prefill instance says that its last
 chunk begins and responds when that is done; a decode request that came early waits until then, as
 an engine waits for KV. A body with ``step_s`` (no field of OpenAI's) gets a stream without an end:
-one event in every stream each ``step_s`` seconds, or as fast as they are read with 0.
+one event in every stream each ``step_s`` seconds, or as fast as they are read with 0. One with
+``hold`` gets its response after ``GET /release``; ``GET /held`` says how many wait for that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -89,6 +91,9 @@ class Fake:
         """Write what an instance responds to a completion."""
         params, loop = handover.from_params(body.get(handover.FIELD)), asyncio.get_running_loop()
         with_ids = body.get("return_token_ids") is True
+        if body.pop("hold", False) and not isinstance(params, DecodeParams):
+            self.shared.held.append(partial(self.respond, connection, body))
+            return
         if isinstance(params, PrefillParams):
             self._announce(params)
             loop.call_later(LAST_CHUNK_S, self._finish, connection, params)
@@ -136,6 +141,7 @@ class Shared:
         self._step_s = self._next_s = 0.0
         self._done: set[str] = set()
         self._waiting: dict[str, Any] = {}
+        self.held: list[Callable[[], None]] = []
 
     def add(self, stream: Connection, event: bytes, step_s: float) -> None:
         """Begin a stream; all that exist at a time have the same step."""
@@ -161,6 +167,12 @@ class Shared:
             stream.write(event)
         if self._streams:
             self._plan()
+
+    def release(self) -> None:
+        """Respond to all requests that are held."""
+        held, self.held = self.held, []
+        for respond in held:
+            respond()
 
     def done(self, transfer: str) -> None:
         """The KV of a transfer has arrived."""
@@ -215,6 +227,11 @@ class Connection(asyncio.Protocol):
             self._buffer = rest[size:]
             if head.startswith(b"POST /v1/completions "):
                 self._fake.respond(self, json.loads(rest[:size]))
+            elif head.startswith((b"GET /held ", b"GET /release ")):
+                body = _dump({"held": len(self._fake.shared.held)})
+                self.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+                if head.startswith(b"GET /release "):
+                    self._fake.shared.release()
             else:
                 status = b"200 OK" if head.startswith(b"GET /health ") else b"404 Not Found"
                 self.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\n\r\n" % status)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.transport.conftest import Backend, ended
-from vllm_tetri.transport.blocks import BlockMover, block_pages
+from vllm_tetri.transport.blocks import BlockMover, block_pages, distinct
 from vllm_tetri.transport.cuda import mover_for
 from vllm_tetri.transport.native import Arena, Transfer, TransferState
 
@@ -40,7 +40,7 @@ def test_blocks_arrive_where_they_belong(device: str, shm: Backend) -> None:
     slot = receiver.take("t")
     assert slot is not None
     arena = Arena(receiver.segment)
-    into.scatter(arena, slot.offset, 1, np.asarray([4, 9, 2, 8], dtype=np.int32))
+    into.scatter(arena, [(slot.offset, None)], 1, np.asarray([4, 9, 2, 8], dtype=np.int32))
     into.settle()
     for mine, theirs in zip(target, source, strict=True):
         assert torch.equal(mine[[4, 9, 2, 8]], theirs[[1, 7, 11, 0]])
@@ -88,3 +88,14 @@ def test_a_transposed_block_is_still_dense() -> None:
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ValueError, match="meta"):
         mover_for([torch.zeros((NUM_BLOCKS, 8), device="meta")], NUM_BLOCKS)
+
+
+def test_layers_that_share_memory_are_moved_once() -> None:
+    memory = torch.zeros((2, NUM_BLOCKS, 64), dtype=torch.uint8)  # as vLLM has KV cache groups
+    full, window = [memory[0], memory[1]], [memory[0]]
+    state = memory[1, :, :40].view(torch.bfloat16)
+    found = distinct([*window, state, *full], NUM_BLOCKS)
+    assert [each.data_ptr() for each in found] == [each.data_ptr() for each in full]
+    overlapping = memory.view(-1)[32:-32].view(-1, 64)
+    with pytest.raises(ValueError, match="overlap"):
+        distinct([memory[0], overlapping[:NUM_BLOCKS]], NUM_BLOCKS)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.eventually import eventually
-from tests.transport.conftest import Backend, ended
-from vllm_tetri.transport.native import Arena, SlotState, Status, TransferState
+from tests.transport.conftest import IDENTITY, Backend, ended
+from vllm_tetri.errors import TransferError
+from vllm_tetri.transport.native import Arena, SlotState, Status, TransferState, open_receiver
 
 
 @pytest.mark.parametrize(
@@ -99,13 +100,15 @@ def test_ranks_share_a_slot_that_arrives_when_all_are_done(core: Backend) -> Non
     senders = [core.sender(rank=rank, num_ranks=3) for rank in range(3)]
     caches = [core.cache(seed=rank) for rank in range(3)]
     ids = np.array([5, 1, 9], np.int32)
-    for rank in (2, 0):
-        assert (
-            ended(core.push(senders[rank], receiver, "t", caches[rank], ids)) == TransferState.DONE
-        )
+    early = [core.push(senders[rank], receiver, "t", caches[rank], ids) for rank in (2, 0)]
+    eventually(
+        lambda: all(each.bytes_sent == len(ids) * caches[0].layout.block_bytes for each in early)
+    )
     assert receiver.find("t").state == SlotState.FILLING
-    ended(core.push(senders[1], receiver, "t", caches[1], ids))
-    eventually(lambda: receiver.find("t").state == SlotState.ARRIVED)
+    assert {each.state for each in early} == {TransferState.SENDING}
+    late = core.push(senders[1], receiver, "t", caches[1], ids)
+    assert {ended(each) for each in (*early, late)} == {TransferState.DONE}
+    assert receiver.find("t").state == SlotState.ARRIVED
     slot = receiver.take("t")
     assert slot.num_ranks == 3
     arena = Arena(receiver.segment)
@@ -196,6 +199,18 @@ def test_blocks_of_another_size_are_refused_at_entry(core: Backend) -> None:
         transfer.write(core.cache(2).layout, 0, np.array([0], np.int32))
 
 
+def test_a_receiver_has_the_port_that_it_is_given_or_says_that_it_is_taken() -> None:
+    options: dict[str, Any] = {"arena_bytes": 1 << 20, "identity": IDENTITY}
+    first = open_receiver(**options)
+    port = int(first.endpoint.rpartition(":")[2])
+    with pytest.raises(TransferError, match=f"127.0.0.1:{port}: Address already in use"):
+        open_receiver(**options, port=port)
+    first.close()
+    again = open_receiver(**options, port=port)
+    assert again.endpoint == first.endpoint
+    again.close()
+
+
 @pytest.mark.parametrize("endpoint", ["", "localhost", "127.0.0.1:x", ":5"])
 def test_malformed_endpoints_are_refused(core: Backend, endpoint: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
@@ -209,7 +224,7 @@ def test_malformed_endpoints_are_refused(core: Backend, endpoint: str) -> None:
         ("sender", "streams", 0),
         ("sender", "link", "rdma"),
         ("sender", "io_timeout_s", 0.0),
-        ("receiver", "arena_bytes", 0),
+        ("receiver", "arena_bytes", 1 << 47),
         ("receiver", "port", 70000),
         ("receiver", "fill_timeout_s", 0.0),
         *((make, "key", key) for make in ("sender", "receiver") for key in (b"short", bytes(33))),

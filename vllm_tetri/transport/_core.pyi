@@ -26,7 +26,9 @@ class Layout:
 
     Page (l, b) starts at bases[l] + b * block_strides[l] and is page_bytes[l] long. The wire
     order of a transfer is block-major: block 0 all layers, block 1 all layers, ... so any run of
-    blocks is contiguous in a slot. The layout keeps `owner` (the tensors) alive.
+    blocks is contiguous in a slot. The layout keeps `owner` (the tensors) alive. With `starts`,
+    page l is at starts[l] of the slot's blocks of `wire_bytes`, of which the rest is skipped; such
+    a layout is for `Arena.load` alone.
     """
     def __init__(
         self,
@@ -35,6 +37,8 @@ class Layout:
         page_bytes: NDArray[np.uint64],
         num_blocks: int,
         owner: object,
+        starts: NDArray[np.uint64] | None = None,
+        wire_bytes: int = 0,
     ) -> None: ...
     num_layers: int
     num_blocks: int
@@ -51,7 +55,7 @@ class Slot:
 
     transfer: str
     state: SlotState
-    offset: int  # bytes from the start of the segment; ranks follow one another
+    offset: int  # bytes from the start of the segment; parts (ranks) follow one another
     num_blocks: int
     rank_bytes: int
     num_ranks: int
@@ -79,7 +83,8 @@ class ReceiverStats:
 
 class Receiver:
     """Owns the receive arena (one shared-memory segment, pre-touched, mode 0600, unguessable
-    name, unlinked on close), the port that peers dial and a service thread. Thread-safe."""
+    name, unlinked on close), the port that peers dial and a service thread. Thread-safe. With
+    an arena of 0 bytes it has no segment and takes messages only."""
     def __init__(
         self,
         *,
@@ -123,7 +128,7 @@ class Arena:
         threads: int = 1,
     ) -> None:
         """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a slot (offset
-        includes the rank) to block_ids of `layout`. Raises ValueError when out of range."""
+        includes the part) to block_ids of `layout`. Raises ValueError when out of range."""
     def close(self) -> None: ...
 
 class TransferState(Enum):
@@ -174,7 +179,7 @@ class Sender:
         self,
         *,
         identity: dict[str, str],
-        rank: int = 0,
+        rank: int = 0,  # the part of slots that it fills, of `num_ranks`
         num_ranks: int = 1,
         link: str = "auto",  # "auto" | "shm" | "tcp"
         streams: int = 2,

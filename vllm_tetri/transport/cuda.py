@@ -18,9 +18,12 @@ import torch
 from vllm_tetri.transport.blocks import (
     BlockIds,
     BlockMover,
+    Cut,
     Gathered,
     HostMover,
+    Sources,
     block_pages,
+    distinct,
     pieces,
 )
 from vllm_tetri.transport.native import Arena, Layout
@@ -30,7 +33,8 @@ class CudaMover:
     """The `BlockMover` of CUDA tensors."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
-        self._pages = [_block_rows(tensor, num_blocks) for tensor in tensors]
+        own = distinct(tensors, num_blocks)
+        self._pages = [_block_rows(tensor, num_blocks) for tensor in own]
         self._sizes = [page.shape[1] for page in self._pages]
         self._device = tensors[0].device
         self._stream = torch.cuda.Stream(device=self._device)
@@ -48,12 +52,15 @@ class CudaMover:
             staged = torch.cat([page.index_select(0, rows) for page in self._pages], dim=1)
             pinned.copy_(staged, non_blocking=True)
             done = self._stream.record_event()
-        return Gathered(*staged_rows(pinned), is_ready=done.query)
+        return Gathered(*staged_rows(pinned, self._sizes), is_ready=done.query)
 
-    def scatter(self, arena: Arena, offset: int, first_block: int, block_ids: BlockIds) -> None:
+    def scatter(
+        self, arena: Arena, sources: Sources, first_block: int, block_ids: BlockIds
+    ) -> None:
         for start, piece in pieces(block_ids, self.block_bytes):
             pinned = self._pinned(len(piece))
-            arena.load(offset, first_block + start, *staged_rows(pinned))
+            for offset, cut in sources:
+                arena.load(offset, first_block + start, *staged_rows(pinned, self._sizes, cut))
             with torch.cuda.stream(self._stream):
                 rows = self._rows(piece)
                 staged = pinned.to(self._device, non_blocking=True)
@@ -75,13 +82,17 @@ class CudaMover:
         return host.to(self._device, non_blocking=True)
 
 
-def staged_rows(buffer: torch.Tensor) -> tuple[Layout, BlockIds]:
-    """Describe a dense `[blocks, block_bytes]` host buffer and all of its rows."""
+def staged_rows(
+    buffer: torch.Tensor, page_bytes: Sequence[int], cut: Cut | None = None
+) -> tuple[Layout, BlockIds]:
+    """Describe a dense `[blocks, block_bytes]` host buffer, or pieces of it, and all its rows."""
     num_blocks, block_bytes = buffer.shape
-    size = np.asarray([block_bytes], dtype=np.uint64)
-    start = np.asarray([buffer.data_ptr()], dtype=np.uint64)
-    layout = Layout(start, size, size, num_blocks, buffer)
-    return layout, np.arange(num_blocks, dtype=np.int32)
+    ids = np.arange(num_blocks, dtype=np.int32)
+    base, size = (np.asarray([each], dtype=np.uint64) for each in (buffer.data_ptr(), block_bytes))
+    if cut is None:
+        return Layout(base, size, size, num_blocks, buffer), ids
+    places = base + np.cumsum([0, *page_bytes[:-1]], dtype=np.uint64)
+    return cut.layout(places, size.repeat(len(places)), num_blocks, buffer), ids
 
 
 def _block_rows(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:

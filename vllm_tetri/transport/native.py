@@ -25,18 +25,19 @@ def open_receiver(
     arena_bytes: int,
     identity: dict[str, str],
     host: str = "127.0.0.1",
+    port: int = 0,
     fill_timeout_s: float = 30.0,
     hold_timeout_s: float = 60.0,
     key: bytes = b"",
 ) -> Receiver:
-    """Open a receiver on a free port of `host`; the caller closes it. Senders must prove that
-    they hold the key, unless it is empty. TransferError if the arena does not fit into /dev/shm,
-    or the address cannot be bound."""
+    """Open a receiver on a port of `host`, 0 for a free one; the caller closes it. Senders must
+    prove that they hold the key, unless it is empty. TransferError if the arena does not fit into
+    /dev/shm, or the address cannot be bound."""
     try:
         return Receiver(
             arena_bytes=arena_bytes,
             host=host,
-            port=0,
+            port=port,
             identity=identity,
             fill_timeout_s=fill_timeout_s,
             hold_timeout_s=hold_timeout_s,

@@ -1,4 +1,4 @@
-"""Receive arenas in shared memory whose owner is gone.
+"""Receive arenas in shared memory: how large one may be, and those whose owner is gone.
 
 An owner holds a lock on its arena's file while it lives, and removes the file when it ends in
 good order. A file that can be locked has no owner.
@@ -9,10 +9,54 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "tetri-"
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# An arena holds two prompts of the longest kind, so that one arrives while another waits for its
+# decode instance; with short windows as much as lets many prompts wait.
+_PROMPTS = 2
+LEAST_BYTES, LEAST_CUDA_BYTES = 256 << 20, 1 << 30
+# Parts of what is free that one arena takes at most: instances that start later need room, too.
+SHARED_PART, MEMORY_PART = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSize:
+    """The size of a receive arena, in whole KV blocks; 0 if not one fits. ``limit`` names what
+    keeps it from being larger, if anything does."""
+
+    num_bytes: int
+    limit: str = ""
+
+
+def arena_size(
+    block_bytes: int, prompt_blocks: int, least_bytes: int, bounds: Mapping[str, int]
+) -> ArenaSize:
+    """Size an arena for prompts of up to `prompt_blocks` blocks; `bounds` are bytes by name."""
+    wanted = max(least_bytes, _PROMPTS * prompt_blocks * block_bytes)
+    limit, most = min(bounds.items(), key=itemgetter(1))
+    num_bytes = min(wanted, most) // block_bytes * block_bytes
+    return ArenaSize(num_bytes, limit if most < wanted else "")
+
+
+def arena_bounds(
+    available_bytes: int, shared: Path = SHARED_MEMORY, limit: Path = MEMORY_LIMIT
+) -> dict[str, int]:
+    """Return the most bytes of one arena by what bounds it: this host's /dev/shm, and its available
+    memory or the limit of this container."""
+    free_bytes = shutil.disk_usage(shared).free if os.access(shared, os.W_OK) else 0
+    with contextlib.suppress(OSError, ValueError):  # no file; or without a limit, "max"
+        available_bytes = min(available_bytes, int(limit.read_text()))
+    return {
+        f"1/{SHARED_PART} of the free /dev/shm": free_bytes // SHARED_PART,
+        f"1/{MEMORY_PART} of the memory": available_bytes // MEMORY_PART,
+    }
 
 
 def abandoned_segments(folder: Path = SHARED_MEMORY, *, remove: bool = False) -> list[Path]:

@@ -16,13 +16,17 @@ namespace tetri {
 // it describes has another owner.
 class Layout {
  public:
-  // Throws std::invalid_argument when the description is empty, overlaps or overflows.
+  // With `starts`, page i is at starts[i] of blocks of `wire_bytes` whose other bytes are skipped:
+  // such a layout can only be scattered to. Throws std::invalid_argument when the description is
+  // empty, overlaps or overflows.
   Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
-         std::vector<uint64_t> page_bytes, uint64_t num_blocks);
+         std::vector<uint64_t> page_bytes, uint64_t num_blocks, std::vector<uint64_t> starts = {},
+         uint64_t wire_bytes = 0);
 
   size_t num_layers() const { return bases_.size(); }
   uint64_t num_blocks() const { return num_blocks_; }
   uint64_t block_bytes() const { return block_bytes_; }
+  bool is_dense() const { return is_dense_; }
   const std::vector<uint64_t>& page_bytes() const { return page_bytes_; }
   uint8_t* page(size_t layer, uint64_t block) const {
     return reinterpret_cast<uint8_t*>(bases_[layer] + block * strides_[layer]);
@@ -66,6 +70,7 @@ class Layout {
   std::vector<uint64_t> page_bytes_;
   std::vector<uint64_t> starts_;  // where each layer's page begins inside a block
   uint64_t num_blocks_;
+  bool is_dense_;
   uint64_t block_bytes_ = 0;
 };
 

@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "tetri/fd.h"
@@ -31,7 +32,8 @@ constexpr uint64_t kHeaderBytes = 4096 + kMaxSlots * sizeof(ControlWord);
 // A mapping of one segment. Owns the mapping and the descriptor; the owner also the file.
 class Segment {
  public:
-  // A new segment with every page present. Throws std::runtime_error, also when /dev/shm is full.
+  // A new segment whose memory is reserved. Throws std::runtime_error, also when /dev/shm is full.
+  // One with an arena of 0 bytes is not in /dev/shm, has no path and cannot be attached.
   static Segment create(uint64_t arena_bytes);
   // An existing segment. Throws std::runtime_error when it is missing, foreign or malformed.
   static Segment attach(const std::string& path);
@@ -54,13 +56,16 @@ class Segment {
   Segment(std::string path, Fd fd, uint64_t size, bool owner);
   void map();
   void use_huge_pages() const;
-  void touch() const;
+  void begin_touching();
+
+  struct Toucher;
 
   std::string path_;
   Fd fd_;
   uint8_t* data_ = nullptr;
   uint64_t size_ = 0;
   bool owner_ = false;
+  std::unique_ptr<Toucher> toucher_;
 };
 
 // Bytes from the kernel's generator.

@@ -133,6 +133,7 @@ class SlotTable {
   struct Note {
     Slot slot;
     TimePoint until;
+    bool was_taken_back;  // by its sender, who may open it again
   };
 
   std::optional<Opened> refusal(const Open& wanted, const WriterId& writer, TimePoint now);
