@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from vllm_tetri import cli
-from vllm_tetri.config import require_guarded
+from vllm_tetri.config import is_here, require_guarded
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.security import (
+    VALUE_VARIABLE,
     VARIABLE,
     Secret,
     kv_key_of,
@@ -68,7 +69,7 @@ def test_what_is_no_secret_is_refused_without_being_shown(
     assert len(text) < 8 or str(text)[:8] not in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666, 0o610])
+@pytest.mark.parametrize("mode", [0o604, 0o660, 0o666, 0o610])
 def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         read_secret(file_with(tmp_path, RAW.hex(), mode))
@@ -80,6 +81,38 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(path, 12345, -1)
     with pytest.raises(ConfigError, match=r"user 12345.*chown"):
         read_secret(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_root_may_be_read_by_the_own_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Kubernetes mounts a Secret: two links, and the group of `fsGroup`."""
+    (tmp_path / "..2026").mkdir()
+    file_with(tmp_path / "..2026", RAW.hex())
+    (tmp_path / "..data").symlink_to("..2026")
+    path = tmp_path / "secret"
+    path.symlink_to("..data/secret")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(os, "getgroups", lambda: [2000])
+
+    def give(user: int, group: int, mode: int) -> str:
+        os.chown(path, user, group)
+        path.chmod(mode)
+        return str(path)
+
+    assert read_secret(give(0, 2000, 0o440)) is not None
+    assert read_secret(give(0, 2000, 0o640)) is not None
+    for user, group, mode in (
+        (0, 3000, 0o440),  # another group
+        (777, 2000, 0o440),  # another user, who may change it
+        (0, 2000, 0o460),
+        (0, 2000, 0o444),
+    ):
+        with pytest.raises(ConfigError, match=f"secret file .*user {user}"):
+            read_secret(give(user, group, mode))
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_secret(give(12345, 2000, 0o440))
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -137,6 +170,24 @@ def test_an_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert secret_file_of("/given") == "/given"
 
 
+def test_the_environment_may_hold_the_secret_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "/of/environment")
+    monkeypatch.setenv(VALUE_VARIABLE, RAW.hex())
+    with pytest.raises(ConfigError, match="both set"):
+        secret_file_of(None)
+    assert secret_file_of("/given") == "/given"
+    monkeypatch.delenv(VARIABLE)
+    path = secret_file_of(None)
+    assert VALUE_VARIABLE not in os.environ
+    assert secret_file_of(None) == os.environ[VARIABLE] == path  # children find it
+    assert kv_key_of(path) == Secret(RAW).key("kv")
+    monkeypatch.setenv(VALUE_VARIABLE, "short")
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ConfigError, match="vllm-tetri secret") as caught:
+        read_secret(secret_file_of(None))
+    assert "short" not in str(caught.value)
+
+
 def test_up_shares_a_secret_that_no_file_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "")
     path = share_secret(None)
@@ -153,11 +204,20 @@ def test_up_shares_a_secret_that_no_file_holds(monkeypatch: pytest.MonkeyPatch) 
 
 def test_up_takes_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/of/environment")
+    monkeypatch.setenv(VALUE_VARIABLE, "not for children")
     path = file_with(tmp_path, RAW.hex())
     assert share_secret(path) == os.environ[VARIABLE] == path
+    assert VALUE_VARIABLE not in os.environ
     Path(path).chmod(0o644)
     with pytest.raises(ConfigError, match="chmod"):
         share_secret(path)
+
+
+def test_addresses_of_this_machine_are_known() -> None:
+    for address in ("127.0.0.1", "127.3.2.1", "::ffff:127.0.0.1"):
+        assert is_here(address)
+    for address in ("192.0.2.1", "2001:db8::1", "::ffff:192.0.2.1", "None"):
+        assert not is_here(address)
 
 
 def test_other_addresses_than_loopback_need_a_secret() -> None:

@@ -10,15 +10,18 @@ default; a wrong one is an error that names the option and the values that it ac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
-from vllm_tetri.errors import ConfigError
+from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.plugins import Kind, load_policy
 from vllm_tetri.policy.lengths import End
 from vllm_tetri.types import Mode, Role
@@ -31,8 +34,8 @@ POLICY_KINDS: dict[str, Kind] = {
 }
 DEFAULT_CONTROL = "tcp://127.0.0.1:18555"
 DEFAULT_MODE = Mode.ADAPTIVE
-# Several times the batch of a GPU; a longer queue is worse than a refusal.
-MAX_IN_FLIGHT_EACH = 1024
+# Time to finish requests after SIGTERM; Kubernetes kills a pod 30 s after it.
+DRAIN_S = 25.0
 
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -65,20 +68,25 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     pad: Literal["off", "on"] = "off"  # fill up a chunk that is not full
     push: Literal["chunk", "request"] = "chunk"  # send KV per chunk, or once per request
     reserve_end: End = End.EXPECTED  # which end of a predicted bucket is reserved
+    drain_s: Seconds = DRAIN_S  # to finish requests after SIGTERM: vLLM's --shutdown-timeout
 
     # fmt: off
     # In the cluster.
-    instance: Annotated[str, _option("name in the cluster", "NAME", "role and port")] = ""
+    instance: Annotated[str, _option(
+        "name in the cluster", "NAME", "role, host name and port")] = ""
     url: Annotated[str, _option(
         "URL at which the router reaches this server", "URL", "from --host and --port")] = ""
     control: Annotated[tuple[str, ...], _option(
         "control addresses of the routers, separated by commas", "tcp://HOST:PORT",
     )] = (DEFAULT_CONTROL,)
     host: Annotated[str, _option(
-        "address for receiving KV; not loopback only with a secret file", "ADDRESS",
+        "address for receiving KV; not loopback only with a secret", "ADDRESS",
     )] = "127.0.0.1"
+    kv_port: Annotated[int, msgspec.Meta(ge=0, le=65_535), _option(
+        "port for receiving KV, 0 for any free one", "PORT")] = 0
     secret_file: Annotated[str, _option(
-        "secret of the cluster, see `vllm-tetri secret`", "FILE", "$TETRI_SECRET_FILE")] = ""
+        "secret of the cluster, see `vllm-tetri secret`", "FILE",
+        "$TETRI_SECRET_FILE, else the secret in $TETRI_SECRET")] = ""
     device: Annotated[str, _option(
         "name of the hardware; instances with the same name share it and slow each other down",
         "NAME", "host name with cores or GPUs")] = ""
@@ -123,7 +131,10 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Transfer of KV.
     link: Annotated[Literal["auto", "shm", "tcp"], _option(
         "how KV travels: shared memory, TCP, or the best that reaches the peer")] = "auto"
-    arena_bytes: Annotated[Positive, _option("size of the receive arena")] = 1 << 28
+    arena_bytes: Annotated[Positive | None, _option(
+        "size of the receive arena",
+        default="two prompts of --max-model-len, at least 256M (CUDA: 1G); at most 1/4 of the "
+        "free /dev/shm and 1/8 of the memory")] = None
     streams: Annotated[int, msgspec.Meta(ge=1, le=16), _option(
         "TCP connections per peer that carry KV", "N")] = 2
     transfer_timeout_s: Annotated[Seconds, _option(
@@ -174,7 +185,7 @@ def options() -> dict[str, Option]:
         if name.endswith("_s"):
             unit, allowed = "SECONDS", f"{allowed} seconds"
         elif name.endswith("_bytes"):
-            unit, default = "BYTES", f"{default >> 20}M"
+            unit, default = "BYTES", default and f"{default >> 20}M"
         elif isinstance(default, tuple):
             default = ",".join(default)
         choices, shown = tuple(field.get("enum", ())), field["shown"] or str(default)
@@ -262,6 +273,25 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_here(address: str) -> bool:
+    """Whether an IP address is one of this machine's, so that a socket can be bound to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe, contextlib.suppress(OSError):
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def require_reachable(instance: str, url: str, peer: str) -> None:
+    """Refuse the URL of a loopback interface with a ProtocolError, if the instance's control
+    connection comes from another machine's address."""
+    if is_loopback(urlsplit(url).hostname or "") and not is_here(peer):
+        raise ProtocolError(
+            f"{instance} connects from {peer}, and only its own machine reaches {url}; start it "
+            "with --tetri-url http://ADDRESS:PORT"
+        )
 
 
 def require_guarded(option: str, host: str, *, has_secret: bool) -> None:

@@ -20,6 +20,9 @@ from vllm_tetri.types import InstanceId, Prediction, RequestId, TransferId
 
 FIELD = "kv_transfer_params"
 KEY = "tetri"
+# Header of an instance's responses if all its streams count tokens (--enable-force-include-usage).
+USAGE_HEADER = "x-tetri-usage"
+INSTANCE_PATH = "/tetri/v1/instance"  # where an instance tells who it is, and its adapters
 
 # A prefill instance may try a hand-over again; every attempt has its own name.
 MAX_ATTEMPTS = 4
@@ -68,12 +71,13 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     is_final: bool = False
     prompt_token_ids: list[TokenId] = []
     predicted: Prediction | None = None
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
     """Router → decode instance: the prompt's KV is in your arena (or will be).
 
-    ``digest`` proves that both sides mean the same tokens. Without a ``transfer`` there is no
+    ``digest`` proves that both sides mean the same prompt. Without a ``transfer`` there is no
     KV: compute the prompt and continue after ``prior_output``. With ``is_early`` the prompt is
     still being computed, and its first tokens follow with its KV. Several requests may name the
     same transfer (OpenAI's ``n``): all load from it.
@@ -84,6 +88,7 @@ class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
     prior_output: PriorOutput | None = None
     predicted: Prediction | None = None
     is_early: bool = False
+    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # as the prefill instance counted them
 
 
 Handover = PrefillParams | Prefilled | DecodeParams
@@ -123,9 +128,20 @@ def unseen_logprobs(token_ids: Sequence[int]) -> str:
     return base64.b64encode(head + ids + values + ranks).decode()
 
 
-def digest_of(token_ids: Sequence[int]) -> str:
-    """Name a prompt: equal prompts have equal digests, others do not."""
-    return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+def digest_of(
+    token_ids: Sequence[int],
+    media: Sequence[tuple[str, int, int]] = (),
+    adapter: tuple[str, str] | None = None,
+) -> str:
+    """Name a prompt: equal prompts have equal digests, others do not. Its media are given as name
+    of the content, first position and number of tokens; those tokens are alike for all media. Its
+    LoRA adapter is given as name and digest."""
+    digest = blake2b(array("q", token_ids).tobytes(), digest_size=16)
+    if media:
+        digest.update(msgspec.json.encode(media))
+    if adapter is not None:
+        digest.update(msgspec.json.encode({"adapter": adapter}))
+    return digest.hexdigest()
 
 
 def prefix_of(router: str) -> str:

@@ -8,6 +8,7 @@ cluster: `VLLM_LOGGING_LEVEL`, `VLLM_LOGGING_CONFIG_PATH` (a JSON file for
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import logging.config
@@ -21,6 +22,9 @@ LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
+QUIET_S = 10.0  # without effect for so long, a limit counts as out of effect
+
+_log = logging.getLogger(__name__)
 
 
 def add_log_option(parser: argparse.ArgumentParser) -> None:
@@ -52,3 +56,28 @@ def configure_logging(level: str | None = None) -> None:
     elif os.environ.get("VLLM_CONFIGURE_LOGGING", "1") != "0":
         logging.basicConfig(format=_FORMAT, datefmt=_DATE_FORMAT, level=logging.WARNING)
         logging.getLogger("vllm_tetri").setLevel(level)
+
+
+class LimitLog:
+    """Logs when a limit takes effect, and when it has had none for `QUIET_S`: two lines, however
+    many requests it affects. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._affected: dict[str, tuple[int, float]] = {}  # requests by limit, and the last time
+
+    def record(self, limit: str, words: str) -> None:
+        """A limit affects a request."""
+        count, _ = self._affected.get(limit, (0, 0.0))
+        self._affected[limit] = count + 1, asyncio.get_running_loop().time()
+        if not count:
+            _log.warning("%s takes effect: %s", limit, words)
+            self._check(limit)
+
+    def _check(self, limit: str) -> None:
+        loop, (count, last_s) = asyncio.get_running_loop(), self._affected[limit]
+        if (left_s := last_s + QUIET_S - loop.time()) > 0:
+            loop.call_later(left_s, self._check, limit)
+            return
+        del self._affected[limit]
+        words = "%s affected %d requests, and none in the last %g s"
+        _log.info(words, limit, count, QUIET_S)

@@ -66,6 +66,7 @@ class PrefillEnding(msgspec.Struct, frozen=True):
     transfer: TransferId
     digest: str
     prompt_token_ids: list[int]
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache of the prefill instance
 
 
 class Dispatched(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +84,7 @@ class Dispatched(msgspec.Struct, frozen=True, tag=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """Instance → router: I leave in good order, `was_asked` if because of `Drain`. `cut_off`
+    """Instance → router: I leave in good order, `was_asked` by `Drain`. `cut_off`
     describes work that a deadline left unfinished."""
 
     instance: InstanceId

@@ -1,7 +1,8 @@
 """The secret that the processes of one cluster share.
 
-It lies in a file that only its owner may read, as hexadecimal digits or base64, and never
-travels: peers prove that they hold it, by keys that follow from it (`Curve`, and those of KV).
+It lies in a file that no other user may read, or in the environment, as hexadecimal digits or
+base64, and never travels: peers prove that they hold it, by keys that follow from it (`Curve`, and
+those of KV).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from zmq.utils import z85
 from vllm_tetri.errors import ConfigError
 
 VARIABLE = "TETRI_SECRET_FILE"
+VALUE_VARIABLE = "TETRI_SECRET"  # holds the secret itself
 KEY_BYTES = 32
 _LEAST_BYTES = 32
 _LEAST_KINDS = 8  # different bytes: 32 random ones have fewer once in 10^30 times
@@ -60,8 +62,17 @@ class Secret:
 
 
 def secret_file_of(given: str | None) -> str:
-    """Return the file to use: as given, else `TETRI_SECRET_FILE`; empty without either."""
-    return given or os.environ.get(VARIABLE, "")
+    """Return the file to use: as given, else `TETRI_SECRET_FILE`, else one in memory with the value
+    of `TETRI_SECRET`, which moves there from the environment; empty without any of them.
+    ConfigError if both variables are set."""
+    path, value = os.environ.get(VARIABLE, ""), os.environ.get(VALUE_VARIABLE, "")
+    if given or not value:
+        return given or path
+    if path:
+        raise ConfigError(f"{VALUE_VARIABLE} and {VARIABLE} are both set; leave one of them out")
+    del os.environ[VALUE_VARIABLE]  # child processes find the file, and show nothing
+    os.environ[VARIABLE] = in_memory("tetri-secret", value)
+    return os.environ[VARIABLE]
 
 
 def read_secret(path: str) -> Secret | None:
@@ -113,6 +124,7 @@ def share_secret(given: str | None) -> str:
     path = secret_file_of(given) or in_memory("tetri-secret", secrets.token_hex(_LEAST_BYTES))
     read_secret(path)
     os.environ[VARIABLE] = path
+    os.environ.pop(VALUE_VARIABLE, None)
     return path
 
 
@@ -129,6 +141,9 @@ def _require_private(path: str, status: os.stat_result) -> None:
     user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"secret file {path}: it is no file")
+    groups = {os.getegid(), *os.getgroups()}
+    if status.st_uid == 0 and status.st_gid in groups and not mode & 0o037:
+        return  # as Kubernetes mounts a Secret for `fsGroup`
     if status.st_uid != user:
         raise ConfigError(
             f"secret file {path} belongs to user {status.st_uid}, and this process is user {user}: "

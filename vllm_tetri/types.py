@@ -5,10 +5,10 @@ Units are suffixes: `_tokens`, `_blocks`, `_bytes`, `_s` (seconds as float).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal, NamedTuple, NewType
 
 InstanceId = NewType("InstanceId", str)
 TransferId = NewType("TransferId", str)
@@ -124,16 +124,23 @@ class Flip:
         return self.stage is FlipStage.ROLLED_BACK or self.commit_s > 0
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that an instance has: where from, and the digest of its files."""
+
+    path: str
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """What an instance tells of itself once, when it joins."""
+    """What an instance tells of itself once, when it joins; routers add its adapters."""
 
     id: InstanceId  # unique in the cluster, for example ``prefill-0``
     url: str  # base URL of its HTTP server, without a trailing slash
     role: Role
-    models: tuple[str, ...]  # served names; the first is the canonical one
+    models: tuple[str, ...]  # served names of the base; the first is the canonical one
     kv_endpoint: str  # ``host:port`` of its KV receiver
-    # What two instances must agree on to exchange KV blocks: model, dtype, block size, layout, ...
+    # What two instances must agree on to exchange KV blocks: model, weights, dtype, layout, ...
     identity: dict[str, str]
     max_model_len: int  # longest prompt plus output, in tokens
     block_size: int  # tokens per KV block
@@ -143,7 +150,16 @@ class InstanceInfo:
     continues_seeded: bool = True  # also for requests with a seed of their own
     reasons: bool = False  # its API server takes reasoning out of chat responses
     num_routers: int = 1  # it reports to
+    arena_tokens: int = 1 << 40  # longest prompt whose KV its receive arena holds
     device: str = ""  # shared by instances with equal names; an unnamed one is not shared
+    checkpoint: str = ""  # where its weights come from, for people; `identity` names them
+    alone: str = ""  # why it exchanges KV with no other instance, in words; empty if it may
+    adapters: dict[str, Adapter] = field(default_factory=dict)  # of LoRA, by name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which requests may ask for what it serves."""
+        return (*self.models, *self.adapters)
 
 
 @dataclass(frozen=True, slots=True)

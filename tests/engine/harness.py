@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -31,15 +33,18 @@ from vllm_tetri.control.view import Snapshot
 from vllm_tetri.engine import roles
 from vllm_tetri.engine.compat import KVConnectorRole
 from vllm_tetri.engine.connector import TetriConnector
+from vllm_tetri.engine.identity import why_alone
 from vllm_tetri.engine.load import SHARED_LEAKS
 from vllm_tetri.engine.scheduler import make_scheduler
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.transport.blocks import HostMover
+from vllm_tetri.transport.shards import Shards, head_pages
 from vllm_tetri.types import ClusterView, InstanceInfo, InstanceState, InstanceView, Role
 
 BLOCK = 16
 LAYERS = 2
+IDENTITY = {"model": "harness"}
 PAGE = 64  # bytes that stand for one token of one layer
 
 
@@ -64,7 +69,7 @@ def vllm_config(
         block_size=BLOCK,
         scheduler_cls=roles.SCHEDULER,
         distributed_executor_backend=roles.EXECUTOR,
-        kv_transfer_config=roles.kv_transfer_config(tetri),
+        kv_transfer_config=roles.kv_transfer_config(tetri, ["harness"]),
         **usual | (args or {}),
     ).create_engine_config()
 
@@ -79,9 +84,14 @@ class Engine:
         *,
         num_blocks: int = 64,
         page: int = PAGE,
+        num_ranks: int = 1,
+        num_heads: int | None = None,
+        knows_heads: bool = True,
+        identity: dict[str, str] = IDENTITY,
         args: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        self.identity = identity
         self.config = vllm_config(folder, role, args=args, **options)
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
@@ -91,9 +101,14 @@ class Engine:
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec([f"layer{i}" for i in range(LAYERS)], spec)],
         )
-        self.caches = [
-            torch.zeros((num_blocks, BLOCK, page), dtype=torch.uint8) for _ in range(LAYERS)
+        heads = num_heads or num_ranks
+        parts = min(num_ranks, heads)
+        shape = num_blocks, heads // parts, BLOCK, page
+        self.caches = [  # by rank and layer
+            [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(num_ranks)
         ]
+        pages = head_pages(self.caches[0], num_blocks, shape[1])
+        self.shards = Shards(num_ranks, parts, heads * knows_heads, pages)
         self.config.cache_config.num_gpu_blocks = num_blocks
         with set_current_vllm_config(self.config):
             self.scheduler = make_scheduler(
@@ -105,19 +120,40 @@ class Engine:
             )
         assert isinstance(self.scheduler.connector, TetriConnector)
         self.connector = self.scheduler.connector
-        identity = {"model": "harness"}
-        mover = self.mover = HostMover(self.caches, num_blocks)
-        tetri = self.endpoint.config
-        self.worker = TetriConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
-        self.kv_worker = KVWorker(config=tetri, identity=identity, mover=mover, rank=0, num_ranks=1)
-        self.worker.worker = self.kv_worker
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): WorkerShape(identity, KVLayout(BLOCK, mover.block_bytes, 1))}
-        )
+        self.workers = []
+        for rank in range(num_ranks):
+            worker = TetriConnector(self.config, KVConnectorRole.WORKER, self.cache_config)
+            worker.worker = self.make_worker(rank)
+            self.workers.append(worker)
+        self.aggregator = KVOutputAggregator(num_ranks)
+        self.drafts = False  # by a model
+        self.before_rank: Callable[[int], object] = lambda rank: None  # executes a step
+        layout = KVLayout(self.mover.block_bytes * parts, self.shards)
+        shape = WorkerShape(identity, layout, why_alone(self.config, self.cache_config))
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): shape})
         init_none_hash(get_hash_fn_by_name("sha256"))
         self.hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
         self.finished: dict[str, Any] = {}  # request id → kv_transfer_params
         self.outputs: dict[str, list[int]] = {}
+        self.counted: dict[str, Any] = {}  # request id → vLLM's PrefillStats
+        self.encoded: list[str] = []  # names of media
+
+    def make_worker(self, rank: int) -> KVWorker:
+        """The part of a worker that is ours."""
+        caches, tetri = self.caches[rank], self.endpoint.config
+        mover = HostMover(caches, len(caches[0]))
+        if rank == 0:
+            self.mover = mover
+        return KVWorker(
+            config=tetri, identity=self.identity, mover=mover, rank=rank, shards=self.shards
+        )
+
+    @property
+    def kv_worker(self) -> KVWorker:
+        """That of rank 0."""
+        worker = self.workers[0].worker
+        assert worker is not None
+        return worker
 
     @property
     def endpoint(self) -> Any:
@@ -152,10 +188,19 @@ class Engine:
         max_tokens: int = 4,
         params: Any = None,
         priority: int = 0,
+        media: Sequence[Any] = (),
     ) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         sampling.extra_args = {"kv_transfer_params": params} if params else None
-        request = Request(name, tokens, sampling, None, priority=priority, block_hasher=self.hasher)
+        request = Request(
+            name,
+            tokens,
+            sampling,
+            None,
+            mm_features=list(media),
+            priority=priority,
+            block_hasher=self.hasher,
+        )
         self.scheduler.add_request(request)
         return request
 
@@ -173,25 +218,47 @@ class Engine:
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
         assert isinstance(meta, StepMeta)
-        self.worker.handle_preemptions(meta)
-        self.worker.bind_connector_metadata(meta)
-        if output.has_sync_kv_loads:
-            self.worker.start_load_kv(None)
-        self._forward(output)
-        if not output.has_sync_kv_loads:
-            self.worker.start_load_kv(None)
-        results = self.worker.get_transfer_results(output.finished_req_ids)
-        kv_output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-        )
-        return output, kv_output
+        for rank, worker in enumerate(self.workers):
+            self.before_rank(rank)
+            worker.handle_preemptions(meta)
+            worker.bind_connector_metadata(meta)
+            if output.has_sync_kv_loads:
+                worker.start_load_kv(None)
+        if not self.drafts:
+            self._forward(output)
+        outputs = []
+        for worker in self.workers:
+            if not output.has_sync_kv_loads:
+                worker.start_load_kv(None)
+            if not self.drafts:
+                worker.wait_for_save()
+            results = worker.get_transfer_results(output.finished_req_ids)
+            kv_output = KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            )
+            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=kv_output))
+        if self.drafts:  # V1 computes their layers (here all) after it took the results
+            sending = self.kv_worker.sending
+            assert not any(
+                sending[each].is_last for each in output.num_scheduled_tokens if each in sending
+            )
+            self._forward(output)
+            for worker in self.workers:
+                worker.wait_for_save()
+        together = self.aggregator.aggregate(outputs)
+        assert together is not None
+        assert together.kv_connector_output is not None
+        return output, together.kv_connector_output
 
     def _forward(self, output: Any) -> None:
-        """Write a mark for every token computed in this step."""
+        """Write a mark for every token computed in this step, and encode its media."""
+        for request_id, numbers in output.scheduled_encoder_inputs.items():
+            media = self.scheduler.requests[request_id].mm_features
+            self.encoded += [media[number].identifier for number in numbers]
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens
@@ -201,8 +268,16 @@ class Engine:
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         for position in range(start, end):
             token = request.all_token_ids[position]
-            for layer, cache in enumerate(self.caches):
+            for layer, cache in self.layers():
                 cache[block_ids[position // BLOCK], position % BLOCK] = mark(token, position, layer)
+
+    def layers(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The cache of every head of every layer of every rank, numbered by layer and head."""
+        for rank, caches in enumerate(self.caches):
+            first = self.shards.part_of(rank) * caches[0].shape[1]
+            for layer, cache in enumerate(caches):
+                for head in range(cache.shape[1]):
+                    yield (first + head) * LAYERS + layer, cache[:, head]
 
     def holds(self, request: Request, num_tokens: int) -> bool:
         """Whether the cache of a running request is right for its first tokens."""
@@ -215,7 +290,7 @@ class Engine:
                 ).all()
             )
             for position in range(num_tokens)
-            for layer, cache in enumerate(self.caches)
+            for layer, cache in self.layers()
         )
 
     def sample(self, request: Request) -> int:
@@ -239,6 +314,8 @@ class Engine:
         for outputs in self.scheduler.update_from_output(output, runner_output).values():
             for item in outputs.outputs:
                 self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
+                if item.prefill_stats is not None:
+                    self.counted[item.request_id] = item.prefill_stats
                 if item.finish_reason is not None:
                     self.finished[item.request_id] = item.kv_transfer_params
 
@@ -267,7 +344,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
         self.scheduler.shutdown()
 
 

@@ -10,6 +10,7 @@ from vllm_tetri.handover import (
     DecodeParams,
     Prefilled,
     PrefillParams,
+    PriorOutput,
     digest_of,
     from_params,
     to_params,
@@ -20,16 +21,25 @@ CHUNK = 64
 
 
 class Pair:
-    """A prefill and a decode engine that know each other."""
+    """A prefill and a decode engine that know each other, alike unless told otherwise."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.prefill = Engine(folder, Role.PREFILL, **{"chunk_size": CHUNK, **options})
-        self.decode = Engine(folder, Role.DECODE, **options)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_ranks: int | tuple[int, int] = 1,
+        decode: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        ranks = num_ranks if isinstance(num_ranks, tuple) else (num_ranks, num_ranks)
+        own = {"chunk_size": CHUNK, "num_ranks": ranks[0]}
+        self.prefill = Engine(folder, Role.PREFILL, **{**own, **options})
+        self.decode = Engine(folder, Role.DECODE, num_ranks=ranks[1], **options, **(decode or {}))
         self.prefill.sees(self.prefill, self.decode)
 
-    def send(self, name: str, tokens: list[int]) -> None:
+    def send(self, name: str, tokens: list[int], **options: Any) -> None:
         params = PrefillParams(TransferId(f"t-{name}"), RequestId(name))
-        self.prefill.add(name, tokens, params=to_params(params))
+        self.prefill.add(name, tokens, params=to_params(params), **options)
 
     def prefilled(self, name: str) -> Prefilled:
         self.prefill.run_until(lambda: name in self.prefill.finished)
@@ -44,16 +54,20 @@ class Pair:
         transfer: TransferId | None = None,
         *,
         digest: str = "",
+        prior_output: PriorOutput | None = None,
         is_early: bool = False,
+        cached_tokens: int = 0,
         **options: Any,
     ) -> Any:
         name_of_it, digest = transfer or TransferId(f"t-{name}"), digest or digest_of(tokens)
-        params = DecodeParams(name_of_it, digest, is_early=is_early)
+        params = DecodeParams(
+            name_of_it, digest, prior_output, is_early=is_early, cached_tokens=cached_tokens
+        )
         return self.decode.add(name, tokens, params=to_params(params), **options)
 
-    def sent(self, name: str, tokens: list[int]) -> Prefilled:
+    def sent(self, name: str, tokens: list[int], **options: Any) -> Prefilled:
         """The prompt is computed, and all its KV has left."""
-        self.send(name, tokens)
+        self.send(name, tokens, **options)
         response = self.prefilled(name)
         self.prefill.run_until(lambda: self.prefill.is_at_rest)
         return response

@@ -88,3 +88,28 @@ def test_an_engine_can_be_closed_while_it_probes(device: Device) -> None:
 def test_a_chunk_that_no_step_can_hold_is_lowered(window_tokens: int, lowered: int) -> None:
     assert fitting_chunk(5000, batched_tokens=1024, window_tokens=window_tokens) == lowered
     assert fitting_chunk(64, batched_tokens=1024, window_tokens=window_tokens) == 64
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"chunk_size": 32}, {"chunk_size": "auto"}, {"tbt_slo_s": 1e-4}, {"prefill_policy": "srtf"}],
+    ids=str,
+)
+def test_without_chunked_prefill_every_prompt_is_computed_in_one_step(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    args = {"enable_chunked_prefill": False}
+    engine = Engine(tmp_path, Role.BOTH, num_blocks=256, args=args, **options)
+    try:
+        decode = engine.add("decode", list(range(1, 20)), max_tokens=100)
+        engine.run_until(lambda: decode.num_output_tokens > 3)
+        for name in ("first", "second"):
+            engine.add(name, list(range(700, 1, -1)), max_tokens=1)
+        sizes = dict[str, set[int]]()
+        while not {"first", "second"} <= engine.finished.keys():
+            assert not decode.is_finished(), "a prompt was never computed"
+            for name, num_tokens in engine.step().num_scheduled_tokens.items():
+                sizes.setdefault(name, set()).add(num_tokens)
+        assert sizes["first"] == {699}
+    finally:
+        engine.close()

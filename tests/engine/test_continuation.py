@@ -189,7 +189,8 @@ def test_choices_that_leave_free_the_transfer(pair: Pair) -> None:
 
 
 def injections(**options: bool) -> Continuations:
-    runner = {"is_v2_runner": False, "is_async": False, "is_cpu": True, **options}
+    names = ("is_v2_runner", "is_async", "is_cpu", "speculates")
+    runner = dict.fromkeys(names, False) | {"is_cpu": True} | options
     return Continuations(**runner, vocabulary=100, window=64)
 
 
@@ -198,8 +199,9 @@ def injections(**options: bool) -> Continuations:
     [
         ({"prompt_logprobs": 0}, {}, [42], "prompt_logprobs"),
         ({"logprobs": 2}, {}, [42], "logprobs_missing"),
-        ({}, {"is_async": True}, [42], "async_v1_runner"),
-        ({"seed": 1}, {"is_cpu": False}, [42], "seed_on_v1_runner"),
+        ({}, {"is_async": True}, [42], "async_on_v1"),
+        ({"seed": 1}, {"is_cpu": False}, [42], "seed_on_v1_or_drafts"),
+        ({"seed": 1}, {"speculates": True, "is_v2_runner": True}, [42], "seed_on_v1_or_drafts"),
         ({"max_tokens": 1}, {}, [42], "nothing_left"),
         ({"max_tokens": 99}, {}, [42] * 61, "nothing_left"),  # with the prompt it fills the window
         ({}, {}, [100], "unknown_tokens"),

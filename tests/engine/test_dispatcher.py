@@ -3,6 +3,7 @@ may decode."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -175,6 +176,24 @@ def test_an_unreachable_instance_is_avoided_for_a_while() -> None:
     assert chosen_later.count("a") == 1  # tries it for all of them
     scene.record(cut, was_reached=True)
     assert "a" in {scene.choose(some_request(name=str(number))) for number in range(20)}
+
+
+def test_an_arena_that_can_never_hold_a_prompt_is_passed_over() -> None:
+    small, large = decode("small"), decode("large")
+    small = replace(small, info=replace(small.info, arena_tokens=99))
+    scene = split(small, large)
+    assert {scene.choose(some_request(100, name=str(number))) for number in range(20)} == {"large"}
+    assert scene.choose(some_request(99)) == "small"  # which has fewer decodes by now
+    scene.sees(scene.me, small)
+    assert scene.choose(some_request(100), may_wait=True) is None
+    assert scene.choose(some_request(100)) is None  # not even when its prompt is done
+
+
+def test_an_output_stays_only_where_the_arena_holds_it() -> None:
+    me = one("me")
+    me = replace(me, info=replace(me.info, arena_tokens=99))
+    assert Scene(me, is_anywhere=True).dispatch(request=some_request(100)) is None
+    assert Scene(me, is_anywhere=True).chosen(request=some_request(99)) == "me"
 
 
 def test_an_unreachable_instance_is_better_than_none() -> None:

@@ -129,6 +129,18 @@ def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
     assert len(made) == 1
 
 
+def test_prompts_wait_for_a_predictor_that_came_with_a_flip(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, mute = make(Role.DECODE, predictor_mode="sequential"), Oracle(200, 6)
+    monkeypatch.setattr(mute, "poll", list)
+    monkeypatch.setattr("vllm_tetri.engine.endpoint.make_predictor", lambda *_: mute)
+    flip(engine, Role.PREFILL)
+    engine.step()
+    add(engine, "a", CHUNK)
+    assert not engine.step().total_num_scheduled_tokens
+
+
 @pytest.fixture
 def pair(shm_pair: Pair) -> Pair:
     return shm_pair

@@ -9,6 +9,8 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair, prompt
+from vllm_tetri.engine.step import WorkerReport
+from vllm_tetri.handover import PriorOutput
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.transport.native import SlotState
 from vllm_tetri.types import InstanceId, TransferId
@@ -28,13 +30,25 @@ def test_kv_arrives_and_only_the_last_token_is_recomputed(pair: Pair, num_tokens
     assert len(pair.decode.outputs["a"]) == 4
 
 
+def test_kv_that_a_draft_model_computes_last_arrives(pair: Pair) -> None:
+    pair.prefill.drafts = True
+    for num_tokens in (1, 17, CHUNK, 3 * CHUNK + 5):
+        tokens = prompt(num_tokens, seed=num_tokens)
+        pair.sent(f"{num_tokens}", tokens)
+        request = pair.decoding(f"{num_tokens}", tokens)
+        assert request.num_computed_tokens == num_tokens
+        pair.end(f"{num_tokens}")
+
+
 def test_blocks_travel_while_later_chunks_are_computed(pair: Pair) -> None:
     tokens = prompt(4 * CHUNK)
     pair.send("a", tokens)
     pushed = []
     while "a" not in pair.prefill.finished:
         output = pair.prefill.step()
-        pushed.append(sum(len(w.block_ids) for w in output.kv_connector_metadata.writes))
+        pushed.append(
+            sum(len(ids) for w in output.kv_connector_metadata.writes for _, ids in w.runs)
+        )
     assert pushed == [0, 4, 4, 4]  # blocks of CHUNK / BLOCK each, one step late
 
 
@@ -59,6 +73,65 @@ def test_prefix_hits_on_both_sides(pair: Pair) -> None:
         pair.decode.run_until(lambda name=name: name in pair.decode.finished)
     pair.settle()
     assert pair.decode.endpoint.receives.loaded_bytes < pair.prefill.endpoint.sends.sent_bytes
+
+
+def reset(engine: Engine) -> None:
+    """What vLLM does when it pauses or sleeps, before its weights are replaced."""
+    options = {"reset_running_requests": True, "reset_connector": True}
+    assert engine.scheduler.reset_prefix_cache(**options)
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_kv_of_before_new_weights_is_not_decoded_with_them(pair: Pair, has_arrived: bool) -> None:
+    tokens, before = prompt(200), pair.decode.info.identity
+    if has_arrived:
+        pair.sent("a", tokens)
+    request = pair.receive("a", tokens)
+    pair.decode.endpoint.receives.pin_arrived(pair.decode.scheduler.requests)
+    reset(pair.decode)
+    reset(pair.decode)
+    if not has_arrived:
+        pair.send("a", tokens)
+        pair.prefilled("a")
+    later = pair.receive("b", tokens, TransferId("t-a"))
+    pair.decode.run_until(lambda: {"a", "b"} <= pair.decode.outputs.keys(), max_steps=200)
+    assert pair.decode.holds(request, len(tokens))
+    assert pair.decode.holds(later, len(tokens))
+    assert pair.decode.endpoint.receives.loaded_bytes == 0
+    assert pair.decode.info.identity != before
+    pair.end("a")
+
+
+def test_kv_of_new_weights_is_not_sent_to_instances_with_the_old_ones(pair: Pair) -> None:
+    tokens = prompt(5 * CHUNK)
+    pair.send("a", tokens)
+    for _ in range(3):
+        pair.prefill.step()  # a decode instance is chosen, and has blocks of the old weights
+    reset(pair.prefill)
+    assert pair.prefilled("a").decode == ""
+    pair.send("b", prompt(100, seed=5))
+    assert pair.prefilled("b").decode == ""
+    pair.settle()
+    slot = pair.decode.endpoint.receiver.find("t-a")
+    assert slot is None or slot.state is SlotState.FAILED
+
+
+def test_a_prompt_and_its_cached_tokens_are_counted_where_they_were_computed(pair: Pair) -> None:
+    tokens = prompt(5 * BLOCK + 7)
+    for name, cached_tokens in (("a", 0), ("b", 5 * BLOCK)):
+        assert pair.sent(name, tokens).cached_tokens == cached_tokens
+        counted = pair.prefill.counted[name]
+        assert (counted.num_prompt_tokens, counted.num_cached_tokens) == (
+            len(tokens),
+            cached_tokens,
+        )
+        prior = {"prior_output": PriorOutput([7]), "cached_tokens": cached_tokens}
+        pair.decoding(name, tokens, **prior)
+        counted = pair.decode.counted[name]
+        assert (counted.num_prompt_tokens, counted.num_cached_tokens) == (0, cached_tokens)
+        # As one instance would have told, which computed and kept the rest of the full blocks.
+        assert counted.num_cache_creation_tokens == 5 * BLOCK - cached_tokens
+        pair.end(name)
 
 
 def test_many_at_once(pair: Pair) -> None:
@@ -240,12 +313,15 @@ def test_a_decode_request_that_comes_before_its_kv_continues_after_the_token(
 def test_the_router_is_told_when_the_last_chunk_begins(pair: Pair) -> None:
     told: list[Any] = []
     pair.prefill.endpoint.agent.publish = told.append
-    pair.send("a", prompt(3 * CHUNK))
+    pair.sent("b", prompt(CHUNK))  # stays in the prefix cache
+    told.clear()
+    pair.send("a", prompt(4 * CHUNK))
     for num_told in (0, 0, 1):
         assert [message.ending for message in told] == [None] * num_told
         pair.prefill.step()
     assert "a" in pair.prefill.finished
     assert told[-1].ending.transfer == pair.prefilled("a").transfer
+    assert told[-1].ending.cached_tokens == CHUNK
 
 
 def test_an_early_leg_whose_prefill_dies_is_computed_here(shm_pair: Pair) -> None:
@@ -295,7 +371,8 @@ def test_blocks_that_are_sent_before_their_request_ends_are_freed_with_it(pair: 
     pair.prefill.step()
     pair.prefill.step()
     outbox = pair.prefill.endpoint.sends
-    assert outbox.take_freeable({"a", "unknown"}) == set()  # vLLM must not hear of it yet
+    sent = WorkerReport(ended={("a", 1): 1, ("unknown", 1): 1})
+    assert outbox.take_freeable(sent) == set()  # vLLM must not hear of it yet
     pair.prefill.step()
     assert pair.prefilled("a").decode == pair.decode.info.id
     assert len(outbox) == 0

@@ -28,9 +28,9 @@ class Learner:
     def refresh(self) -> None: ...
 
 
-def output(decodes: int = 1, new_tokens: int = 0) -> Any:
+def output(decodes: int = 1, new_tokens: int = 0, drafts: int = 0) -> Any:
     names = [f"d{place}" for place in range(decodes)]
-    scheduled = dict.fromkeys(names, 1)
+    scheduled = dict.fromkeys(names, 1 + drafts)
     new = []
     if new_tokens:
         scheduled["new"] = new_tokens
@@ -41,7 +41,12 @@ def output(decodes: int = 1, new_tokens: int = 0) -> Any:
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_cached_reqs=cached,
         scheduled_new_reqs=new,
+        scheduled_spec_decode_tokens=dict.fromkeys(names, [7] * drafts) if drafts else {},
     )
+
+
+def test_a_decode_with_drafts_is_no_prompt() -> None:
+    assert work_of(output(4, 50, drafts=3), 0.0)[1:] == work_of(output(4, 50), 0.0)[1:]
 
 
 @pytest.fixture
@@ -126,7 +131,7 @@ def prompt_step(tokens: int, num_decodes: int, context: int) -> float:
 @pytest.mark.parametrize("context", [0, 3000])
 def test_a_step_with_decodes_stays_within_the_slo(num_decodes: int, context: int) -> None:
     running = [*decodes(num_decodes), FakeRequest(context, True)]
-    tokens = budget().tokens(running)
+    tokens = budget().tokens(running, num_decodes)
     assert tokens % TILE == 0
     assert tokens - num_decodes >= TILE
     if tokens > num_decodes + 2 * TILE:
@@ -136,12 +141,13 @@ def test_a_step_with_decodes_stays_within_the_slo(num_decodes: int, context: int
 
 def test_a_started_prompt_gets_fewer_tokens_the_longer_it_is() -> None:
     short, long = FakeRequest(0, True), FakeRequest(3000, True)
-    assert budget().tokens([*decodes(4), long]) < budget().tokens([*decodes(4), short])
+    tokens = [budget().tokens([*decodes(4), prompt], 4) for prompt in (long, short)]
+    assert tokens[0] < tokens[1]
 
 
 def test_before_the_first_step_the_prior_counts() -> None:
     young, told = budget(cost=StepCoefficients()), budget(cost=GUESS)
-    assert young.tokens(decodes(4)) == told.tokens(decodes(4)) < MOST
+    assert young.tokens(decodes(4), 4) == told.tokens(decodes(4), 4) < MOST
 
 
 def run(target: StepBudget, scatter: float) -> int:
@@ -149,7 +155,7 @@ def run(target: StepBudget, scatter: float) -> int:
     for index in range(300):
         seconds = COST.step_s(4, 400, 0, 0) * (1 + (scatter if index % 2 else -scatter))
         target.learn(work_of(output(decodes=4), 0.0), seconds)
-    return target.tokens(decodes(4))
+    return target.tokens(decodes(4), 4)
 
 
 def test_the_budget_is_smaller_when_steps_scatter() -> None:
@@ -159,12 +165,17 @@ def test_the_budget_is_smaller_when_steps_scatter() -> None:
 def test_an_slo_below_a_lone_decode_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="vllm_tetri"):
         target = budget(0.01)
-        tokens = [target.tokens(decodes(20)) for _ in range(2)]
+        tokens = [target.tokens(decodes(20), 20) for _ in range(2)]
     (line,) = caplog.messages
     assert "0.01 " in line
     assert "0.0136" in line
     assert tokens == [48, 48]  # a tile of prompt at least
 
 
+def test_drafts_take_no_tokens_from_prompts() -> None:
+    plain, drafting = (budget().tokens(decodes(16), tokens) for tokens in (16, 64))
+    assert drafting == plain + 48
+
+
 def test_decodes_beyond_vllm_s_own_budget_are_left_to_vllm() -> None:
-    assert budget(most=64).tokens(decodes(100)) == 64
+    assert budget(most=64).tokens(decodes(100), 100) == 64

@@ -36,6 +36,7 @@ from vllm_tetri.handover import (
     to_params,
 )
 from vllm_tetri.router.first_token import read_first_token
+from vllm_tetri.transport.shards import Shards
 from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
 
 
@@ -151,8 +152,8 @@ def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
     receives = pair.decode.endpoint.receives
     request = pair.receive("a", tokens)
     assert receives.match(request, 0, is_busy=False) == (99, False)
-    receives.admitted(request, list(range(7)), 99)
-    receives._layout = replace(receives._layout, num_ranks=2)
+    receives.admitted(request, (list(range(7)),), 99)
+    receives._layout = replace(receives._layout, shards=Shards(2, 1, 1))
     receives.report(WorkerReport(loaded={"a": 1}))
     assert pair.decode.endpoint.read_load().arena_used_bytes > 0
     assert receives.match(request, 0, is_busy=False) == (None, False)
@@ -235,7 +236,7 @@ def test_a_prompt_that_is_computed_again_keeps_its_blocks_until_they_are_sent(pa
     pair.prefill.step()
     pair.prefill.step()
     sends = pair.prefill.endpoint.sends
-    assert sends.take_freeable({"a"}) == set()
+    assert sends.take_freeable(WorkerReport(ended={("a", 1): 1})) == set()
     output = SimpleNamespace(preempted_req_ids=["a"], num_scheduled_tokens={})
     sends.fill(StepMeta(), output)  # what was sent belongs to an earlier attempt
     pair.prefill.step()

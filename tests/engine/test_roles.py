@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -12,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.engine.llama import LLAMA
-from vllm_tetri.config import TetriConfig, decode_config, file_key_of, option_of, options
+from vllm_tetri.config import DRAIN_S, TetriConfig, decode_config, file_key_of, option_of, options
 from vllm_tetri.engine import roles
 from vllm_tetri.engine.plugin import register
-from vllm_tetri.engine.roles import require_supported
+from vllm_tetri.engine.scheduler import require_supported
 from vllm_tetri.errors import UnsupportedError
-from vllm_tetri.security import VARIABLE, write_secret
+from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, kv_key_of, write_secret
 from vllm_tetri.types import Role
 
 
@@ -48,6 +49,20 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("role", list(Role))
+def test_several_workers_are_vllms_own_and_share_a_memory_node(
+    role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binding = "VLLM_CPU_OMP_THREADS_BIND"
+    monkeypatch.setenv(binding, "0-1|2-3")
+    many = ("--role", role, "--tensor-parallel-size", "1024")
+    assert parse(*many).distributed_executor_backend is None
+    assert os.environ[binding] == "0-1|2-3"
+    monkeypatch.delenv(binding)
+    parse(*many)
+    assert os.environ[binding] == "nobind"
+
+
+@pytest.mark.parametrize("role", list(Role))
 def test_everything_follows_from_the_role(role: Role) -> None:
     namespace = parse("--role", role, "--port", "8123")
     assert namespace.scheduler_cls == roles.SCHEDULER
@@ -58,29 +73,85 @@ def test_everything_follows_from_the_role(role: Role) -> None:
         roles.CONNECTOR,
         "recompute",
     )
-    assert config(namespace).instance == f"{role}-8123"
+    assert config(namespace).instance == f"{role}-{platform.node()}-8123"
     assert config(namespace).url == "http://127.0.0.1:8123"
 
 
-def test_an_instance_that_others_reach_has_its_host_in_its_name(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    write_secret(secret)
-    words = ("--tetri-host", "10.0.0.5", "--tetri-secret-file", str(secret), "--port", "8123")
-    named = config(parse("--role", "both", *words)).instance
-    assert named == f"both-{platform.node()}-8123"
+def test_default_names_differ_by_host_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(host: str, port: str) -> str:
+        monkeypatch.setattr(platform, "node", lambda: host)
+        return config(parse("--role", "both", "--port", port)).instance
+
+    names = {named(host, port) for host in ("pod-1", "pod-2") for port in ("8000", "8001")}
+    assert names == {f"both-pod-{host}-800{port}" for host in (1, 2) for port in (0, 1)}
+    assert config(parse("--role", "both", "--tetri-instance", "prefill-1")).instance == "prefill-1"
 
 
+@pytest.fixture
+def secret(tmp_path: Path) -> tuple[str, str]:
+    write_secret(tmp_path / "secret")
+    return "--tetri-secret-file", str(tmp_path / "secret")
+
+
+REMOTE = ("--role", "both", "--port", "8123", "--tetri-control", "tcp://10.0.0.9:1")
+
+
+@pytest.mark.parametrize(
+    ("words", "url", "option"),
+    [
+        ((), "http://127.0.0.1:8123", "--tetri-host ADDRESS"),
+        (("--host", "0.0.0.0"), "http://127.0.0.1:8123", "--tetri-host ADDRESS"),
+        (("--host", "localhost"), "http://127.0.0.1:8123", "--host ADDRESS"),
+        (("--host", "localhost", "--tetri-host", "10.0.0.5"), "http://127.0.0.1", "--host ADDRESS"),
+        (("--host", "::1"), "http://[::1]:8123", "--host ADDRESS"),
+        (("--host", "127.0.0.2"), "http://127.0.0.2:8123", "--host ADDRESS"),
+        (("--tetri-url", "http://localhost:1"), "http://localhost:1", "--tetri-url http://ADDRESS"),
+    ],
+)
 def test_a_loopback_url_is_refused_if_a_router_is_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    url: str,
+    option: str,
+    secret: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    secret = tmp_path / "secret"
-    write_secret(secret)
-    words = ("--role", "both", "--tetri-secret-file", str(secret), "--port", "8123")
-    remote = ("--tetri-control", "tcp://10.0.0.9:1")
-    text = refusal(capsys, *words, *remote)
-    assert "tcp://10.0.0.9:1 is not on this machine and cannot reach http://127.0.0.1:8123" in text
-    given = config(parse(*words, *remote, "--tetri-url", "http://10.0.0.5:8123"))
-    assert given.url == "http://10.0.0.5:8123"
+    text = refusal(capsys, *REMOTE, *secret, *words)
+    assert f"tcp://10.0.0.9:1 is not on this machine and cannot reach {url}" in text
+    assert f"give {option}" in text or f"or {option}" in text
+
+
+def test_urls_and_kv_addresses_that_a_router_elsewhere_reaches(
+    secret: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(*words: str) -> tuple[str, str]:
+        found = config(parse(*REMOTE, *secret, *words))
+        return found.url, found.host
+
+    assert made("--host", "10.0.0.5") == ("http://10.0.0.5:8123", "10.0.0.5")
+    assert made("--tetri-host", "10.0.0.5") == ("http://10.0.0.5:8123", "10.0.0.5")
+    assert made("--tetri-host", "fd00::5")[0] == "http://[fd00::5]:8123"
+    url = ("--tetri-url", "http://me:8123")
+    assert "cannot send KV to 127.0.0.1; give --tetri-host" in refusal(
+        capsys, *REMOTE, *secret, *url
+    )
+    assert made(*url, "--tetri-host", "127.0.0.1") == ("http://me:8123", "127.0.0.1")
+
+
+def test_the_role_takes_over_the_time_that_vllm_gives_requests_after_sigterm() -> None:
+    for words, drain_s in (((), DRAIN_S), (("--shutdown-timeout", "90"), 90.0)):
+        namespace = parse("--role", "both", *words)
+        assert (config(namespace).drain_s, namespace.shutdown_timeout) == (drain_s, 0)
+
+
+def test_a_kv_port_that_is_taken_is_refused_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ("--role", "both", "--tetri-kv-port", str(taken.getsockname()[1]))
+        text = refusal(capsys, *words)
+    assert f"--tetri-kv-port {words[-1]}: address already in use on 127.0.0.1" in text
+    assert config(parse(*words)).kv_port == int(words[-1])
+    assert config(parse("--role", "both")).kv_port == 0
 
 
 def test_options_reach_the_config() -> None:
@@ -113,13 +184,46 @@ def test_a_users_conflicting_option_is_refused_with_both_names(
     for option, value in (
         ("--scheduler-cls", "a.b"),
         ("--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'),
-        ("--pipeline-parallel-size", "2"),
-        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+        ("--data-parallel-size", "2"),
+        ("--kv-offloading-size", "1"),
     ):
         text = refusal(capsys, "--role", "decode", option, value)
         assert option in text
         assert "--role decode" in text
-    assert "--enable-lora" in refusal(capsys, "--role", "decode", "--enable-lora")
+    assert parse("--role", "decode", "--data-parallel-size", "1").role == "decode"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--enable-lora",),
+        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'),
+        ("--pipeline-parallel-size", "2"),
+        ("--decode-context-parallel-size", "2"),
+        ("--nnodes", "2"),
+        ("--nnodes", "2", "--headless"),
+    ],
+    ids=str,
+)
+def test_what_stock_serves_is_served_with_a_role(words: tuple[str, ...]) -> None:
+    assert parse("--role", "decode", *words).scheduler_cls == roles.SCHEDULER
+
+
+def test_several_workers_need_an_executor_for_them() -> None:
+    for option in ("--tensor-parallel-size", "--pipeline-parallel-size"):
+        assert parse("--role", "both", option, "2").distributed_executor_backend is None
+
+
+def names(namespace: Namespace) -> list[str]:
+    found = namespace.kv_transfer_config.kv_connector_extra_config[roles.NAMES_KEY]
+    return list(found)
+
+
+def test_an_instance_announces_the_names_that_stock_serves() -> None:
+    assert names(parse("--role", "both")) == ["m"]
+    assert names(parse("--role", "both", "--served-model-name", "a", "b")) == ["a", "b"]
+    adapters = ("--enable-lora", "--lora-modules", "one=/x", "two=/y")  # routers ask for these
+    assert names(parse("--role", "both", *adapters)) == ["m"]
 
 
 def test_wrong_values_are_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +246,12 @@ def test_a_secret_opens_other_addresses(
     assert "cannot dial" in refusal(capsys, *wide)
     monkeypatch.setenv(VARIABLE, str(path))
     assert config(parse(*words)).secret_file == str(path)
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv(VALUE_VARIABLE, path.read_text())
+    named = parse(*words)
+    assert path.read_text().strip() not in str(named)
+    assert kv_key_of(config(named).secret_file) == kv_key_of(str(path))
+    monkeypatch.setenv(VARIABLE, str(path))
     path.chmod(0o644)
     assert "chmod 600" in refusal(capsys, *words)
     monkeypatch.delenv(VARIABLE)
@@ -158,6 +268,7 @@ BAD_VALUES = {
     "predictor_mode": ("both", "parallel or sequential"),
     "preset": ("vllm", "1", "none or paper"),
     "granularity": ("0", "-5", "x", "a whole number of at least 1"),
+    "kv_port": ("-1", "65536", "x", "a whole number of at least 0 and at most 65535"),
     "streams": ("0", "17", "a whole number of at least 1 and at most 16"),
 }
 
@@ -225,17 +336,11 @@ def test_the_default_chunk_is_that_of_the_device_in_every_role(
     assert chunk("--role", role) == 512
 
 
-def test_only_a_prefill_instance_bounds_its_queue_by_itself() -> None:
-    def bound(role: str, *arguments: str) -> int | None:
-        found: int | None = parse("--role", role, *arguments).max_num_queued_tokens
-        return found
-
-    assert bound("prefill") == roles.QUEUED_TOKENS
-    assert bound("decode") is None
-    assert bound("both") is None
-    for role in Role:
-        assert bound(role, "--max-num-queued-tokens", "5k") == 5000
-    assert bound("prefill", "--max-num-queued-tokens", "0") == 0
+@pytest.mark.parametrize("role", [role.value for role in Role])
+def test_a_queue_is_limited_only_if_the_user_says_so(role: str) -> None:
+    assert parse("--role", role).max_num_queued_tokens is None
+    given = parse("--role", role, "--max-num-queued-tokens", "5k")
+    assert given.max_num_queued_tokens == 5000
 
 
 def test_help_lists_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,19 +358,23 @@ def test_help_lists_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_field_is_an_option_or_follows_from_the_preset_or_the_role() -> None:
     others = set(TetriConfig.__struct_fields__) - set(options())
-    assert others == {"role", "pad", "push", "reserve_end"}
+    assert others == {"role", "pad", "push", "reserve_end", "drain_s"}
 
 
-def test_version_gate() -> None:
-    require_supported("0.32.0+cpu")
-    with pytest.raises(UnsupportedError, match=r"0\.33\.1.*|supported"):
-        require_supported("0.33.1")
+def test_a_release_that_was_not_tested_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    require_supported("0.32.0")
+    assert not caplog.records
+    require_supported("0.33.1")
+    (record,) = caplog.records
+    assert (record.levelname, "0.33.1" in record.message) == ("WARNING", True)
+    with pytest.raises(UnsupportedError, match=r"0\.30\.0: only"):
+        require_supported("0.30.0")
 
 
 DUMP = """
 import json, sys
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(
     ["--model", sys.argv[1], "--skip-tokenizer-init", "--enforce-eager"])

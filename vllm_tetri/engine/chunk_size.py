@@ -17,7 +17,11 @@ import random
 import secrets
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.compat import (
     EngineCoreOutputs,
     Request,
@@ -26,6 +30,9 @@ from vllm_tetri.engine.compat import (
     get_hash_fn_by_name,
     get_request_block_hasher,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +88,37 @@ def fitting_chunk(chunk_tokens: int, *, batched_tokens: int, window_tokens: int)
             chunk_tokens, most, batched_tokens, window_tokens,
         )  # fmt: skip
     return min(chunk_tokens, most)
+
+
+def cuts_freely(vllm_config: VllmConfig) -> bool:
+    """Whether a step may end anywhere in a prompt. It may not if vLLM computes prompts in one step
+    (`--no-enable-chunked-prefill`, and some platforms), if states are kept at block boundaries
+    (Mamba with a prefix cache), or if an image must be computed as a whole."""
+    is_multimodal = vllm_config.model_config.is_multimodal_model
+    return (
+        vllm_config.scheduler_config.enable_chunked_prefill
+        and not (vllm_config.scheduler_config.disable_chunked_mm_input and is_multimodal)
+        and vllm_config.cache_config.mamba_cache_mode != "align"
+    )
+
+
+def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig:
+    """Return the configuration with the longest prompt as its chunk unless vLLM `cuts_freely`: it
+    would never start what has to be in one step and has more tokens than a chunk. Models that take
+    or return something else than text get no dummy requests."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    most = min(scheduler.max_num_batched_tokens, model.max_model_len)
+    if model.runner_type == "pooling" or model.is_multimodal_model or model.is_diffusion:
+        chunk_size = most if config.chunk_size == "auto" else config.chunk_size
+        config = msgspec.structs.replace(config, chunk_size=chunk_size, pad="off")
+    if cuts_freely(vllm_config):
+        return config
+    logger.warning(
+        "This model's prompts cannot be cut anywhere, so vLLM alone cuts them, into steps of up to "
+        "%d tokens: --tetri-chunk-size and --tetri-tbt-slo have no effect.",
+        most,
+    )
+    return msgspec.structs.replace(config, chunk_size=most, tbt_slo_s=None)
 
 
 class ChunkProbe:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_tetri.config import decode_config
+from vllm_tetri.engine.chunk_size import fit_to_chunking
 from vllm_tetri.engine.compat import (
+    KVCacheBlocks,
     KVCacheConfig,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorOutput,
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
@@ -25,22 +28,23 @@ from vllm_tetri.engine.compat import (
     SchedulerOutput,
     SupportsHMA,
     get_kv_transfer_group,
+    get_tp_group,
     has_kv_transfer_group,
 )
 from vllm_tetri.engine.continuation import teach_v1_runner
 from vllm_tetri.engine.endpoint import Endpoint
-from vllm_tetri.engine.roles import CONFIG_KEY, identity_of, require_transferable
+from vllm_tetri.engine.identity import alone_identity, identity_of, shards_of, why_alone
+from vllm_tetri.engine.roles import CONFIG_KEY
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams, from_params, to_params
 from vllm_tetri.transport.cuda import mover_for
+from vllm_tetri.transport.shards import Shards
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.outputs import KVConnectorOutput
 
 logger = logging.getLogger(__name__)
 
@@ -54,35 +58,39 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        require_transferable(vllm_config, kv_cache_config)
+        self._alone = why_alone(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._tetri = decode_config(extra[CONFIG_KEY])
         self._cache_config = kv_cache_config
         self.worker: KVWorker | None = None  # executes the orders of steps
         self._shape: WorkerShape | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self.endpoint = Endpoint(self._tetri, vllm_config)
+            self.endpoint = Endpoint(fit_to_chunking(self._tetri, vllm_config), vllm_config)
 
     # -- worker half --------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.distributed.parallel_state import get_tp_group
-
         teach_v1_runner()
-        tensors = list(kv_caches.values())
+        tensors, alone = list(kv_caches.values()), self._alone
         group = get_tp_group()
-        mover = mover_for(tensors, self._cache_config.num_blocks)
-        identity = identity_of(self._vllm_config, self._cache_config, tensors)
-        block_tokens = self._vllm_config.cache_config.block_size
-        num_ranks = group.world_size
-        layout = KVLayout(block_tokens, mover.block_bytes * num_ranks, num_ranks)
+        try:
+            mover = None if alone else mover_for(tensors, self._cache_config.num_blocks)
+        except ValueError as error:
+            mover, alone = None, str(error)
+        if mover is None:
+            identity = alone_identity(self._vllm_config)
+            self._shape = WorkerShape(identity, KVLayout(1, Shards()), alone)
+            return
+        shards = shards_of(self._vllm_config, self._cache_config, tensors)
+        identity = identity_of(self._vllm_config, self._cache_config, tensors, shards)
+        layout = KVLayout(mover.block_bytes * shards.num_parts, shards)
         self._shape = WorkerShape(identity, layout)
         self.worker = KVWorker(
             config=self._tetri,
             identity=identity,
             mover=mover,
             rank=group.rank_in_group,
-            num_ranks=num_ranks,
+            shards=shards,
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -110,21 +118,19 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: blocks are sent by chunk, not by layer."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: a block is pushed in the step after the one that completed it."""
+        """Push the ends of prompts: the forward pass is over, and so is that of a draft model. Any
+        other block is pushed in the step after the one that completed it."""
+        if self.worker is not None:
+            self.worker.push_tails(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker is None:
             return KVConnectorTransferResults()
-        meta = self._get_connector_metadata()
-        self.worker.push_tails(meta)
-        if meta.is_empty:
+        if self._get_connector_metadata().is_empty:
             self.worker.wait_for_sent()
+        self.worker.collect_sent()
         loaded, failed = self.worker.take_background_loads()
-        return KVConnectorTransferResults(
-            finished_sending=self.worker.take_sent(),
-            finished_recving=loaded | failed,
-            failed_recving=failed,
-        )
+        return KVConnectorTransferResults(finished_recving=loaded | failed, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks() if self.worker is not None else set()
@@ -158,7 +164,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids()[0]
+        block_ids = blocks.get_block_ids()
         self.endpoint.receives.admitted(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -172,12 +178,11 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(report, WorkerReport):
             endpoint.receives.report(report)
             endpoint.sends.report(report)
-        if sent := connector_output.finished_sending:
             # vLLM asserts on an id that it does not hold; never return one.
-            connector_output.finished_sending = endpoint.sends.take_freeable(sent)
+            connector_output.finished_sending = endpoint.sends.take_freeable(report)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         endpoint = self.endpoint
         endpoint.receives.finish(request)
@@ -189,10 +194,11 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint.dispatcher.policy.forget(request.request_id)
         return must_stay, to_params(prefilled) if prefilled is not None else None
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+    def reset_cache(self) -> bool:
+        """Exchange no KV any more. vLLM calls this when KV becomes invalid because weights are
+        about to be replaced (pause, sleep), and does not tell what they are replaced by."""
+        self.endpoint.leave_exchange()
+        return True
 
     def _send_notes(self) -> None:
         """Send notes before the next step if the worker is in this process."""

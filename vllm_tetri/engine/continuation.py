@@ -27,6 +27,7 @@ from vllm_tetri.engine.compat import (
     LogprobsLists,
     NewRequestData,
     Request,
+    Scheduler,
     StructuredOutputManager,
 )
 from vllm_tetri.errors import ProtocolError
@@ -164,17 +165,25 @@ class _Entry:
 class Continuations:
     """Requests of one scheduler that began on another instance. Owner: the engine thread.
 
-    `is_async` tells whether vLLM schedules ahead of results, `vocabulary` is the number of
-    token ids and `window` the longest prompt and output together.
+    `is_async` tells whether vLLM schedules ahead of results, `speculates` whether it drafts tokens;
+    `vocabulary` is the number of token ids, `window` the longest prompt and output together.
     """
 
     def __init__(
-        self, *, is_v2_runner: bool, is_async: bool, is_cpu: bool, vocabulary: int, window: int
+        self,
+        *,
+        is_v2_runner: bool,
+        is_async: bool,
+        speculates: bool,
+        is_cpu: bool,
+        vocabulary: int,
+        window: int,
     ) -> None:
         self._is_v2_runner = is_v2_runner
         self.is_supported = is_v2_runner or not is_async  # whether requests can be continued
-        # The same for requests that sample with their own seed.
-        self.is_seeded_supported = self.is_supported and (is_v2_runner or is_cpu)
+        # The same for requests that sample with their own seed: how often that is drawn from
+        # depends on the drafts, of which the first step after a hand-over has none.
+        self.is_seeded_supported = self.is_supported and not speculates and (is_v2_runner or is_cpu)
         self._vocabulary = vocabulary
         self._window = window
         self.entries: dict[str, _Entry] = {}  # that have not ended
@@ -217,10 +226,10 @@ class Continuations:
         is_seeded = sampling.seed is not None and sampling.temperature > 0
         num_tokens = request.num_tokens + len(token_ids)
         reasons = {
-            "async_v1_runner": not self.is_supported,
+            "async_on_v1": not self.is_supported,
             "prompt_logprobs": sampling.prompt_logprobs is not None,
             "logprobs_missing": sampling.num_logprobs is not None and num_rows != len(token_ids),
-            "seed_on_v1_runner": is_seeded and not self.is_seeded_supported,
+            "seed_on_v1_or_drafts": is_seeded and not self.is_seeded_supported,
             "unknown_tokens": max(token_ids) >= self._vocabulary,
             "nothing_left": len(token_ids) >= request.max_tokens or num_tokens >= self._window,
         }
@@ -254,6 +263,8 @@ class Continuations:
             if entry is None or entry.is_shown or not output.new_token_ids:
                 continue
             entry.is_shown = True
+            if output.prefill_stats is not None:  # metrics count a prompt on its first instance
+                output.prefill_stats.num_prompt_tokens = 0
             output.new_token_ids = [*entry.token_ids, *output.new_token_ids]
             if entry.logprobs is not None and output.new_logprobs is not None:
                 output.new_logprobs = _joined(entry.logprobs, output.new_logprobs)
@@ -261,6 +272,28 @@ class Continuations:
     def forget(self, request_id: str) -> None:
         """Forget an ended request."""
         self.entries.pop(request_id, None)
+
+
+def continuations_of(scheduler: Scheduler) -> Continuations:
+    """Return those of a scheduler, whose own constructor is done."""
+    config = scheduler.vllm_config
+    return Continuations(
+        is_v2_runner=scheduler.use_v2_model_runner,
+        is_async=config.scheduler_config.async_scheduling,
+        speculates=scheduler.num_spec_tokens > 0,
+        is_cpu=config.device_config.device_type == "cpu",
+        vocabulary=config.model_config.get_vocab_size(),
+        window=scheduler.max_model_len,
+    )
+
+
+def pad_no_drafts(scheduler: Scheduler) -> None:
+    """Let requests enter the batch of the V1 runner without drafts. vLLM pads them by drafts of id
+    -1, which V1's sampler on CPU accepts at random, and which draw from a request's seed; but not
+    where the number of drafts may depend on that of the requests."""
+    number = scheduler.num_spec_tokens
+    if number and not scheduler.use_v2_model_runner and scheduler.dynamic_sd_lookup is None:
+        scheduler.dynamic_sd_lookup = [number] * (scheduler.max_num_active_reqs + 1)
 
 
 def _joined(*both: LogprobsLists) -> LogprobsLists:

@@ -63,8 +63,15 @@ class Dispatcher:
         """Return the decode instance of a prompt; None if no instance can take it, or none
         has capacity and the prompt is not done yet."""
         need, now = self.need(request, num_bytes), self._clock()
-        options = {"may_wait": not request.is_finished(), "anywhere": params.anywhere}
-        return self.policy.choose(request.request_id, need, refused, now, **options)
+        return self.policy.choose(
+            request.request_id,
+            need,
+            refused,
+            now,
+            may_wait=not request.is_finished(),
+            anywhere=params.anywhere,
+            adapter=request.lora_request.lora_name if request.lora_request else "",
+        )
 
     def need(self, request: Request, num_bytes: int) -> Need:
         """Return what a request will take where it is decoded, by the newest snapshot."""

@@ -11,14 +11,19 @@ import multiprocessing
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from random import Random
+from secrets import token_hex
 from typing import TYPE_CHECKING
+
+import psutil
 
 import vllm_tetri
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.engine.compat import Request
+from vllm_tetri.engine.compat import Request, is_cpu
 from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.engine.identity import checkpoint_name, served_names
 from vllm_tetri.engine.load import LoadReader
 from vllm_tetri.engine.prediction import (
     LengthsStore,
@@ -30,10 +35,18 @@ from vllm_tetri.engine.prediction import (
 from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.roles import device_place
 from vllm_tetri.engine.send import SendSide
-from vllm_tetri.engine.step import WorkerShape
+from vllm_tetri.engine.step import KVLayout, WorkerShape
+from vllm_tetri.errors import TransferError
 from vllm_tetri.handover import DecodeParams, PrefillParams
 from vllm_tetri.security import kv_key_of, read_secret
-from vllm_tetri.transport.native import open_receiver
+from vllm_tetri.transport.native import Receiver, open_receiver
+from vllm_tetri.transport.segments import (
+    LEAST_BYTES,
+    LEAST_CUDA_BYTES,
+    ArenaSize,
+    arena_bounds,
+    arena_size,
+)
 from vllm_tetri.types import InstanceId, InstanceInfo, Role, TransferId
 
 if TYPE_CHECKING:
@@ -45,7 +58,8 @@ logger = logging.getLogger(__name__)
 class Endpoint(LoadReader):
     """One member of a cluster. It can work after `start`, and routers know it after `join`."""
 
-    info: InstanceInfo  # set by `start`
+    info: InstanceInfo  # set by `start`, as is
+    alone: str  # why it exchanges no KV; empty if it may
 
     def __init__(self, config: TetriConfig, vllm_config: VllmConfig) -> None:
         super().__init__()
@@ -65,15 +79,9 @@ class Endpoint(LoadReader):
         """Open the arena, now that the KV layout is known, and join unless the scheduler has
         to find its chunk size first."""
         config, vllm_config = self.config, self._vllm_config
-        self.receiver = open_receiver(
-            arena_bytes=config.arena_bytes,
-            host=config.host,
-            identity=shape.identity,
-            fill_timeout_s=config.transfer_timeout_s,
-            hold_timeout_s=config.hold_timeout_s,
-            key=kv_key_of(config.secret_file),
-        )
-        self.receives = ReceiveSide(self.receiver, shape.layout, config)
+        self.alone = shape.alone
+        self.receiver = self._open_receiver(shape)
+        self.receives = ReceiveSide(self.receiver, shape.layout, self.scheduler.blocks, config)
         self.info = self._describe(shape, self.receiver.endpoint)
         self.agent = Agent(
             config.control,
@@ -93,11 +101,14 @@ class Endpoint(LoadReader):
         self.sends = SendSide(
             config,
             shape.layout,
+            self.scheduler.blocks,
             vllm_config.model_config.max_model_len,
             self.scheduler.kv_cache_manager,
             self.dispatcher,
         )
         self._has_started = True
+        if multiprocessing.parent_process() is not None:  # an engine process, in its main thread
+            signal.signal(signal.SIGUSR1, lambda *_: self._leave())
         if config.chunk_size != "auto":
             self.join()
 
@@ -109,34 +120,101 @@ class Endpoint(LoadReader):
         self.agent.start()
         config, info = self.config, self.info
         logger.info(
-            "%s (%s) joins its cluster via %s: KV port %s, arena %d MiB, chunk %s tokens, push by "
-            "%s, link %s; KV layout %s",
+            "%s (%s) joins its cluster via %s: KV port %s, chunk %s tokens, push by %s, link %s; "
+            "KV layout %s",
             info.id, info.role.value, ",".join(config.control), info.kv_endpoint,
-            config.arena_bytes >> 20, config.chunk_size, config.push, config.link, info.identity,
+            config.chunk_size, config.push, config.link, info.identity,
         )  # fmt: skip
+
+    def _open_receiver(self, shape: WorkerShape) -> Receiver:
+        """Open the receive arena: as large as configured, else as large as there is room for. An
+        instance that has no room for one block, or exchanges none, serves all the same."""
+        config, layout = self.config, shape.layout
+        open_with = partial(
+            open_receiver,
+            host=config.host,
+            port=config.kv_port,
+            identity=shape.identity,
+            fill_timeout_s=config.transfer_timeout_s,
+            hold_timeout_s=config.hold_timeout_s,
+            key=kv_key_of(config.secret_file),
+        )
+        if self.alone:
+            logger.warning(
+                "%s serves every request alone, as stock vLLM does: its KV cannot be handed over "
+                "yet, since %s.",
+                config.instance, self.alone,
+            )  # fmt: skip
+            return open_with(arena_bytes=0)
+        size = self._arena_size(layout)
+        while True:
+            try:
+                receiver = open_with(arena_bytes=size.num_bytes)
+                break
+            except TransferError:
+                if config.arena_bytes is not None or not size.num_bytes:
+                    raise
+                # Instances that start at the same time have taken it.
+                num_blocks = size.num_bytes // 2 // layout.block_bytes
+                size = ArenaSize(num_blocks * layout.block_bytes, "room in /dev/shm")
+        mib, tokens = size.num_bytes / (1 << 20), self._arena_tokens(layout, size.num_bytes)
+        limit = f"; limited by {size.limit}" if size.limit else ""
+        if tokens:
+            logger.info("receive arena: %.0f MiB = %d tokens%s", mib, tokens, limit)
+        else:
+            logger.warning(
+                "receive arena: none%s. A KV block has %d bytes and does not fit, so nothing is "
+                "handed over to this instance; it serves requests alone. Give it more room "
+                "(containers: --shm-size 2g).",
+                limit, layout.block_bytes,
+            )  # fmt: skip
+        return receiver
+
+    def _arena_size(self, layout: KVLayout) -> ArenaSize:
+        if self.config.arena_bytes is not None:
+            return ArenaSize(self.config.arena_bytes, "--tetri-arena-bytes")
+        num_blocks = self.scheduler.blocks.count(self._vllm_config.model_config.max_model_len)
+        cache_blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        bounds = arena_bounds(psutil.virtual_memory().available)
+        bounds["the size of the KV cache"] = cache_blocks * layout.block_bytes
+        least_bytes = LEAST_BYTES if is_cpu() else LEAST_CUDA_BYTES
+        return arena_size(layout.block_bytes, num_blocks, least_bytes, bounds)
+
+    def _arena_tokens(self, layout: KVLayout, num_bytes: int) -> int:
+        return self.scheduler.blocks.most_tokens(num_bytes // layout.block_bytes)
+
+    def _leave(self) -> None:
+        """Begin to drain as the API server asks, which got SIGTERM."""
+        if self.has_joined:
+            self.agent.leave(self.config.drain_s)
+        else:
+            self.on_drained()
 
     def _describe(self, shape: WorkerShape, endpoint: str) -> InstanceInfo:
         model = self._vllm_config.model_config
-        names = model.served_model_name
-        continuations = self.scheduler.continuations
+        continuations, blocks = self.scheduler.continuations, self.scheduler.blocks
+        arena_bytes = self.receiver.stats().arena_total_bytes
         # Harmony's parser separates reasoning with any parser option.
         parser = self._vllm_config.structured_outputs_config.reasoning_parser
         return InstanceInfo(
             id=InstanceId(self.config.instance),
             url=self.config.url,
             role=self.config.role,
-            models=(names,) if isinstance(names, str) else tuple(names),
+            models=served_names(self._vllm_config),
             kv_endpoint=endpoint,
             identity=shape.identity,
             max_model_len=model.max_model_len,
-            block_size=self._vllm_config.cache_config.block_size,
+            block_size=max(1, blocks.block_tokens // max(1, blocks.num_growing)),
             pid=os.getpid(),
             version=vllm_tetri.__version__,
             continues=continuations.is_supported,
             continues_seeded=continuations.is_seeded_supported,
             reasons=bool(parser) or model.hf_config.model_type == "gpt_oss",
             num_routers=len(self.config.control),
+            arena_tokens=self._arena_tokens(shape.layout, arena_bytes),
             device=self.config.device or device_place(),
+            checkpoint=checkpoint_name(self._vllm_config),
+            alone=self.alone,
         )
 
     # -- requests ---------------------------------------------------------------
@@ -144,15 +222,15 @@ class Endpoint(LoadReader):
     def add(self, request: Request, params: PrefillParams | DecodeParams | None) -> None:
         """Add a new request to the side of KV transfer that its parameters name, if any."""
         match params:
-            case PrefillParams():
+            case PrefillParams() if not self.alone:
                 self.sends.add(request, params)
                 self.predictions.begin(request)
             case DecodeParams():
-                if params.transfer:
+                if params.transfer and not self.alone:
                     self.receives.add(request, params)
                 if params.predicted is not None:
                     self.predictions.keep(request.request_id, params.predicted)
-            case None:
+            case _:
                 self.predictions.begin(request)
 
     # -- called by the agent's thread, as `read_load` is (`control.agent.EngineSide`) ----
@@ -172,10 +250,10 @@ class Endpoint(LoadReader):
         self.receives.abandon(router)
 
     def on_drained(self) -> None:
-        """End `vllm serve` as an operator would, with SIGTERM and so with status 0. Its engine
+        """End `vllm serve` as an operator would, with SIGINT and so with status 0. Its engine
         is a child of the API server, or of what started several of those; either stops both."""
         server = multiprocessing.parent_process()
-        os.kill(os.getpid() if server is None or server.pid is None else server.pid, signal.SIGTERM)
+        os.kill(os.getpid() if server is None or server.pid is None else server.pid, signal.SIGINT)
 
     def is_idle(self) -> bool:
         """Whether the engine has no requests."""
@@ -193,6 +271,22 @@ class Endpoint(LoadReader):
             self.predictions.predictor = predictor
         self.info = self.dispatcher.policy.me = replace(self.info, role=role)
         return role
+
+    def leave_exchange(self) -> None:
+        """Drop all KV of other instances and exchange none until the next start, since this
+        instance's weights may be replaced: its identity equals no other from now on. Idempotent."""
+        if not self._has_started or self.receives.is_closed:
+            return
+        identity = {**self.info.identity, "weights": f"replaced at run time, {token_hex(4)}"}
+        self.info = self.dispatcher.policy.me = replace(self.info, identity=identity)
+        self.agent.describe(self.info)
+        self.sends.stop_unfinished()
+        self.receives.close()
+        logger.warning(
+            "%s exchanges no KV until it is started again and serves requests alone: vLLM cleared "
+            "its KV, as it does before weights are replaced (pause, sleep).",
+            self.info.id,
+        )
 
     def close(self) -> None:
         """Leave the cluster and free the arena. Idempotent, and allowed before `start`."""

@@ -16,6 +16,7 @@ from typing import Protocol
 import psutil
 
 from vllm_tetri.control.agent import Agent
+from vllm_tetri.engine.blocks import PromptBlocks
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import KVCacheManager, Request
 from vllm_tetri.engine.continuation import Continuations
@@ -50,6 +51,7 @@ class SchedulerState(Protocol):
     running: list[Request]
     waiting: PrefillQueue
     kv_cache_manager: KVCacheManager
+    blocks: PromptBlocks
     gate: DecodeGate  # the admission policy of decodes
     lengths: OutputLengths
     continuations: Continuations
@@ -109,7 +111,7 @@ class LoadReader:
             heavy=heavy,
             light=len(decodes) - heavy,
             remaining_tokens=sum(total_tokens) - sum(each.num_output_tokens for each in decodes),
-            reserved_blocks=scheduler.gate.admission.reserved_blocks if running else 0,
+            reserved_blocks=self._reserved_blocks() if running else 0,
             step_s=scheduler.clock.step_s,
             prefills_done=sends.prefills_done,
             decodes_done=scheduler.decodes_done,
@@ -151,6 +153,10 @@ class LoadReader:
         if request.request_id in self.receives:
             return 0
         return max(0, request.num_prompt_tokens - request.num_computed_tokens)
+
+    def _reserved_blocks(self) -> int:
+        scheduler = self.scheduler
+        return scheduler.gate.admission.reserved_blocks * scheduler.blocks.num_growing
 
     def _used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

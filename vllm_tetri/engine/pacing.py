@@ -93,7 +93,12 @@ def work_of(output: SchedulerOutput, now: float) -> StepWork:
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     contexts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     contexts |= {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
-    prompts = [(tokens, contexts[name]) for name, tokens in scheduled.items() if tokens > 1]
+    drafts = output.scheduled_spec_decode_tokens
+    prompts = [
+        (tokens, contexts[name])
+        for name, tokens in scheduled.items()
+        if tokens > 1 + len(drafts.get(name, ()))
+    ]
     prompt_tokens = sum(tokens for tokens, _ in prompts)
     squares = sum(tokens * (context + (tokens - 1) / 2) for tokens, context in prompts)
     return StepWork(
@@ -119,8 +124,8 @@ class StepBudget:
         self._mean, self._deviation = 1.0, 0.0
         self._has_warned = False
 
-    def tokens(self, running: Sequence[Request]) -> int:
-        """Return the most tokens of the next step, decodes included.
+    def tokens(self, running: Sequence[Request], decode_tokens: int) -> int:
+        """Return the most tokens of the next step, with `decode_tokens` for the running decodes.
 
         The sum is a multiple of `tile_tokens`, since a device computes whole tiles
         (Sarathi-Serve: 257 tokens instead of 256 cost it 32 %). Prompts must go on, so one
@@ -137,8 +142,8 @@ class StepBudget:
         left_s = limit_s - cost.step_s(num_decodes, decode_context, 0, 0)
         prompt_tokens = _most_prompt_tokens(cost, left_s, prompt_context)
         tile = self._tile_tokens
-        least = -(-(num_decodes + tile) // tile) * tile
-        wanted = min(num_decodes + prompt_tokens, self._most_tokens) // tile * tile
+        least = -(-(decode_tokens + tile) // tile) * tile
+        wanted = min(decode_tokens + prompt_tokens, self._most_tokens) // tile * tile
         return min(max(least, wanted), self._most_tokens)
 
     def learn(self, step: StepWork, seconds: float) -> None:

@@ -55,11 +55,15 @@ def _expand_after_parsing(parser: argparse.ArgumentParser) -> None:
     parse_known_args = parser.parse_known_args
 
     def parse_and_expand(*args: Any, **kwargs: Any) -> Any:
-        from vllm_tetri.engine.roles import expand_role
-
         namespace, rest = parse_known_args(*args, **kwargs)
+        is_ours = [each for each in vars(namespace) if each.startswith("tetri_")]
         try:
-            expand_role(namespace, given_options)
+            if is_ours or getattr(namespace, "role", None):  # else any release of vLLM will do
+                from vllm_tetri.engine.roles import expand_role
+                from vllm_tetri.engine.scheduler import require_supported
+
+                require_supported()
+                expand_role(namespace, given_options)
         except TetriError as error:
             parser.error(str(error))
         return namespace, rest

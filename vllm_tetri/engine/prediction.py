@@ -122,7 +122,7 @@ class Predictions:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.predictor = predictor
-        self.is_sequential = is_sequential and predictor is not None  # prompts wait for theirs
+        self.is_sequential = is_sequential  # where there is a predictor, which a flip may bring
         self._clock = clock
         self.entries: dict[str, _Awaited] = {}  # until the request ends
         self.missed = 0

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from threading import Lock
 
-import numpy as np
 from cachetools import TTLCache
 
 from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.blocks import PromptBlocks
 from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.step import KVLayout, Load, Lost, WorkerReport, decode_note
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeParams, PriorOutput, attempt_names, digest_of, prefix_of
+from vllm_tetri.handover import DecodeParams, PriorOutput, attempt_names, prefix_of
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
 from vllm_tetri.types import TransferId
 
@@ -58,9 +58,12 @@ class _Receive:
 class ReceiveSide:
     """Requests of this instance whose prompt was computed by another one."""
 
-    def __init__(self, receiver: Receiver, layout: KVLayout, config: TetriConfig) -> None:
+    def __init__(
+        self, receiver: Receiver, layout: KVLayout, blocks: PromptBlocks, config: TetriConfig
+    ) -> None:
         self._receiver = receiver
         self._layout = layout
+        self._blocks = blocks
         self._timeout_s = timeout_s = config.transfer_timeout_s
         self._load_budget_bytes = config.load_budget_bytes
         self._entries: dict[str, _Receive] = {}
@@ -72,6 +75,7 @@ class ReceiveSide:
         self._consumed = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._unwanted = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._loads: list[Load] = []
+        self.is_closed = False
         self.loads_done = self.loads_failed = self.loaded_bytes = 0
 
     def __len__(self) -> int:
@@ -79,9 +83,24 @@ class ReceiveSide:
 
     def add(self, request: Request, params: DecodeParams) -> None:
         """Add a decode request that entered the engine."""
+        if self.is_closed:
+            return
         request_id, deadline = request.request_id, time.monotonic() + self._timeout_s
         self._entries[request_id] = _Receive(request_id, params, deadline, params.is_early)
         self._users.setdefault(params.transfer, set()).add(request_id)
+
+    def refuse(self, request: Request, params: DecodeParams) -> None:
+        """Drop what was handed over for a decode request that enters the engine with another
+        prompt than the prefill instance had: tokens or media differ."""
+        logger.warning(
+            "KV transfer %s belongs to another prompt than request %s (%d tokens), which this "
+            "instance computes itself. If it repeats, check that media addresses always return "
+            "the same bytes and that all instances run the same version of vllm-tetri.",
+            params.transfer or "(none)", request.request_id, request.num_prompt_tokens,
+        )  # fmt: skip
+        self.loads_failed += 1
+        self._receiver.cancel(params.transfer)
+        self._ignore(params.transfer)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request's KV is here or on its way."""
@@ -156,13 +175,16 @@ class ReceiveSide:
             return None, False  # preempted before its load was reported
         if entry.state is _State.WAITING and not self._try_take(request, entry):
             return (None if entry.state is _State.WAITING else 0), False
-        num_tokens = min(request.num_tokens - 1, request.num_prompt_tokens) - num_local_tokens
-        if num_tokens <= 0:
+        total_tokens = min(request.num_tokens - 1, request.num_prompt_tokens)
+        num_tokens = total_tokens - num_local_tokens
+        if num_tokens <= 0 or not self._blocks.holds(request.num_prompt_tokens, total_tokens):
             self._give_back(entry)
             return 0, False
         entry.local_tokens = num_local_tokens
-        num_bytes = self._layout.num_blocks(num_tokens) * self._layout.block_bytes
-        entry.is_background = is_busy and num_bytes > self._load_budget_bytes
+        num_bytes = self._blocks.count(num_tokens) * self._layout.block_bytes
+        is_large = num_bytes > self._load_budget_bytes
+        # Only in the background may a load of several groups fail: vLLM then computes the prompt.
+        entry.is_background = (is_busy and is_large) or self._blocks.num_groups > 1
         return num_tokens, entry.is_background
 
     def _try_take(self, request: Request, entry: _Receive) -> bool:
@@ -175,14 +197,10 @@ class ReceiveSide:
             return False
         self._slots[name] = slot
         entry.slot, entry.state = slot, _State.TAKEN
-        num_blocks = self._layout.num_blocks(request.num_prompt_tokens)
-        num_bytes = num_blocks * self._layout.block_bytes
-        is_ours = (
-            (slot.num_blocks, slot.num_ranks) == (num_blocks, self._layout.num_ranks)
-            and slot.rank_bytes * slot.num_ranks == num_bytes
-            and entry.params.digest == digest_of(request.prompt_token_ids or ())
-        )
-        if not is_ours:
+        num_blocks = self._blocks.count(request.num_prompt_tokens)
+        sizes = slot.num_blocks, slot.rank_bytes * slot.num_ranks
+        is_ours = sizes == (num_blocks, num_blocks * self._layout.block_bytes)
+        if not (is_ours and self._layout.shards.can_read(slot.num_ranks)):
             logger.warning(
                 "KV transfer %s (%d blocks) holds another prompt than request %s (%d tokens). "
                 "This instance computes the prompt itself. If it repeats, check that all "
@@ -235,23 +253,27 @@ class ReceiveSide:
                 elif note.transfer not in self._unwanted:
                     self.outputs[note.transfer] = note.prior_output
 
-    def admitted(self, request: Request, block_ids: list[int], num_external: int) -> None:
+    def admitted(
+        self, request: Request, block_ids: tuple[list[int], ...], num_external: int
+    ) -> None:
         """Order the load into the blocks that vLLM allocated, or release the slot."""
         entry = self._entries.get(request.request_id)
+        if entry is not None and (stats := request.prefill_stats) is not None:
+            stats.num_cached_tokens = entry.params.cached_tokens  # KV that came is no cache hit
         if entry is None or entry.slot is None or entry.state is not _State.TAKEN:
             return
         if num_external == 0:
             self._give_back(entry)
             return
-        slot, first_block = entry.slot, entry.local_tokens // self._layout.block_tokens
+        slot, num_tokens = entry.slot, request.num_prompt_tokens
         self._loads.append(
             Load(
                 request_id=request.request_id,
                 segment=self._receiver.segment,
                 offset=slot.offset,
-                rank_bytes=slot.rank_bytes,
-                first_block=first_block,
-                block_ids=np.asarray(block_ids[first_block : slot.num_blocks], dtype=np.int32),
+                part_bytes=slot.rank_bytes,
+                num_parts=slot.num_ranks,
+                runs=self._blocks.runs(num_tokens, block_ids, since=entry.local_tokens),
                 is_background=entry.is_background,
             )
         )
@@ -271,7 +293,7 @@ class ReceiveSide:
             if entry is None or entry.state is not _State.LOADING:
                 continue
             entry.num_loaded += num_ranks
-            if entry.num_loaded < self._layout.num_ranks:
+            if entry.num_loaded < self._layout.shards.num_ranks:
                 continue  # another rank still reads the slot
             self._give_back(entry)
             self.loads_done += 1
@@ -323,6 +345,15 @@ class ReceiveSide:
         with self._lock:
             for each in (self.outputs, self._lost, self._consumed, self._unwanted):
                 each.expire()
+
+    def close(self) -> None:
+        """Drop all KV that no worker is loading, and take none any more: requests of now and later
+        compute their prompts here."""
+        self.is_closed = True
+        for entry in self._entries.values():
+            if entry.state in (_State.WAITING, _State.TAKEN):
+                self._give_back(entry)
+        self._receiver.close()
 
     def _give_back(self, entry: _Receive) -> None:
         """End a request's use of its transfer; the last user releases the slot."""

@@ -1,24 +1,20 @@
-"""A role becomes vLLM's own options, or is refused with a reason.
-
-Before the model is loaded: `expand_role`, from the parsed command line. In the engine, when
-the model is known: `require_transferable` and `identity_of`.
-"""
+"""A role becomes vLLM's own options, or is refused with a reason, before the model is loaded."""
 
 from __future__ import annotations
 
 import argparse
 import atexit
-import hashlib
 import os
 import platform
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import socket
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-import torch
-import vllm
-
-from vllm_tetri import SUPPORTED_VLLM
 from vllm_tetri.config import (
+    DRAIN_S,
     TetriConfig,
     control_host,
     decode_config,
@@ -26,21 +22,12 @@ from vllm_tetri.config import (
     is_loopback,
     option_of,
 )
-from vllm_tetri.engine.compat import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    MLAAttentionSpec,
-    current_platform,
-    is_cpu,
-)
+from vllm_tetri.engine.compat import current_platform, is_cpu
 from vllm_tetri.engine.prediction import require_predictor
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.security import read_secret, secret_file_of
 from vllm_tetri.transport.segments import sweep_segments
 from vllm_tetri.types import Role
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 SCHEDULER = "vllm_tetri.engine.scheduler.make_scheduler"
 CONNECTOR = "TetriConnector"
@@ -48,25 +35,26 @@ CONNECTOR_MODULE = "vllm_tetri.engine.connector"
 MIDDLEWARE = "vllm_tetri.engine.middleware.TetriMiddleware"
 EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"
 CONFIG_KEY = "tetri"
-KV_PROTOCOL = "1"
+NAMES_KEY = "tetri_models"  # the names that the API server serves the model by
 
 # Where vLLM's prefill saturates on CPUs (paper section 3.3.3 takes 512 on its GPUs).
 CPU_CHUNK_TOKENS = 256
 
-# Prompt tokens that a prefill instance queues before it responds with 503: seconds of work
-# for a GPU, a few minutes for a CPU. vLLM's --max-num-queued-tokens overrides it.
-QUEUED_TOKENS = 131_072
-
 # Options that a role decides. A user's own value contradicts the role.
 OWNED = ("scheduler_cls", "kv_transfer_config")
-# Features whose KV cannot be transferred: on if true, or above 1.
-REFUSED = (
-    "enable_lora",
-    "speculative_config",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "decode_context_parallel_size",
-)
+# Options that would be served wrongly with a role, and why. They are on if they have a value, those
+# of `_COUNTS` above 1. What else cannot be handed over is served alone (`identity.why_alone`).
+_COUNTS = {
+    "data_parallel_size": "a router would take its engines for one instance; start one instance "
+    "per rank instead, with vllm-tetri up --decode N or --both N"
+}
+REFUSED = {
+    "kv_offloading_size": "vLLM replaces the connector that hands KV over by another one",
+    **_COUNTS,
+}
+
+_MEMORY_NODES = Path("/sys/devices/system/node")
+_WORKERS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 
 
 def expand_role(
@@ -80,7 +68,7 @@ def expand_role(
     Raises:
         ConfigError: An option of ours is wrong, given without a role, or
             contradicts one of the user's.
-        UnsupportedError: vLLM's version or an enabled feature is not supported.
+        UnsupportedError: An enabled feature is not supported.
     """
     role = getattr(namespace, "role", None)
     if role is None:
@@ -92,88 +80,112 @@ def expand_role(
     if getattr(namespace, "scheduler_cls", None) == SCHEDULER:
         return
 
-    require_supported(vllm.__version__)
     _refuse_conflicts(namespace, role)
     config = config_of(namespace, Role(role), given_options(namespace))
+    # The middleware keeps this time, so vLLM need not wait once more.
+    namespace.shutdown_timeout = 0
     require_predictor(config)
     read_secret(config.secret_file)
-    # A prefill instance that has too much to do says so (503), for the router to go elsewhere.
-    # Others may hold decodes that such a bound knows nothing of.
-    if config.role is Role.PREFILL and getattr(namespace, "max_num_queued_tokens", None) is None:
-        namespace.max_num_queued_tokens = QUEUED_TOKENS
+    _require_free_port(config)
     namespace.scheduler_cls = SCHEDULER
-    namespace.kv_transfer_config = kv_transfer_config(config)
+    model = getattr(namespace, "model_tag", None) or namespace.model
+    # Not vLLM's configuration: that knows one name only, offline the folder of the hub's cache.
+    names = getattr(namespace, "served_model_name", None) or [model]
+    namespace.kv_transfer_config = kv_transfer_config(config, names)
     # A new list: the argparse default is shared by all parsers.
     namespace.middleware = [*(namespace.middleware or []), MIDDLEWARE]
-    # On CPU run the worker inside the engine process: vLLM's multiprocess executor polls shared
-    # memory and would steal the cores that instances share.
-    is_alone = (getattr(namespace, "tensor_parallel_size", None) or 1) == 1
-    if is_cpu() and is_alone and getattr(namespace, "distributed_executor_backend", None) is None:
-        namespace.distributed_executor_backend = EXECUTOR
+    if is_cpu():
+        _arrange_cpu_workers(namespace)
     # On Ctrl-C vLLM kills its engine process at once, so this one removes its segments.
     atexit.register(sweep_segments)
 
 
-def require_supported(version: str) -> None:
-    """Refuse a vLLM release (a local part such as ``+cpu`` aside) that is not supported.
-
-    Raises:
-        UnsupportedError: The release is not in `SUPPORTED_VLLM`.
-    """
-    if version.partition("+")[0] not in SUPPORTED_VLLM:
-        raise UnsupportedError(
-            f"--role needs vLLM {' or '.join(SUPPORTED_VLLM)}, this is {version}; install a "
-            "supported version, or leave --role out to run stock vLLM"
-        )
+def _arrange_cpu_workers(namespace: argparse.Namespace) -> None:
+    """Run a lone worker inside the engine process: vLLM's multiprocess executor polls shared memory
+    and would steal the cores that instances share. Let several share a memory node, of which vLLM's
+    own binding wants one for each."""
+    num_workers = prod(getattr(namespace, each, None) or 1 for each in _WORKERS)
+    if num_workers == 1:
+        if getattr(namespace, "distributed_executor_backend", None) is None:
+            namespace.distributed_executor_backend = EXECUTOR
+    elif num_workers > len(list(_MEMORY_NODES.glob("node[0-9]*"))):
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) -> TetriConfig:
     """Return the instance configuration that a namespace asks for.
 
     Raises:
-        ConfigError: A value is wrong, or routers could not reach the default URL.
+        ConfigError: A value is wrong, or others could not reach the URL or the KV port.
     """
     port = getattr(namespace, "port", None) or 8000
-    kv_host = str(given.get("host", "127.0.0.1"))
-    name = f"{role.value}-{port}"
-    if not is_loopback(kv_host):  # other hosts have the same ports
-        name = f"{role.value}-{platform.node()}-{port}"
-    given.setdefault("instance", name)
-    is_url_given = "url" in given
-    host = getattr(namespace, "host", None) or "0.0.0.0"
-    reachable = kv_host if host in ("0.0.0.0", "::", "localhost") else host
+    # Processes of one host differ by port. A pod of Kubernetes has a host name of its own.
+    given.setdefault("instance", f"{role.value}-{platform.node()}-{port}")
+    bound = getattr(namespace, "host", None) or "0.0.0.0"
+    bound = "127.0.0.1" if bound == "localhost" else bound
+    is_anywhere = bound in ("0.0.0.0", "::")
+    remote = [each for each in given.get("control", ()) if not is_loopback(control_host(each))]
+    if remote and not is_anywhere and not is_loopback(bound):
+        given.setdefault("host", bound)  # KV comes the same way
+    is_host_given = "host" in given
+    reachable = str(given.get("host", "127.0.0.1")) if is_anywhere else bound
     scheme = "https" if getattr(namespace, "ssl_certfile", None) else "http"
     address = f"[{reachable}]" if ":" in reachable else reachable
     given.setdefault("url", f"{scheme}://{address}:{port}")
     given["secret_file"] = secret_file_of(given.get("secret_file"))
+    given["drain_s"] = getattr(namespace, "shutdown_timeout", 0) or DRAIN_S
     if is_cpu():
         given.setdefault("chunk_size", CPU_CHUNK_TOKENS)
     config = decode_config({**given, "role": role.value})
-    remote = [each for each in config.control if not is_loopback(control_host(each))]
-    if remote and not is_url_given and is_loopback(reachable):
+    if remote and is_loopback(urlsplit(config.url).hostname or ""):
+        option = "--tetri-host" if is_anywhere else "--host"
         raise ConfigError(
             f"--tetri-control {remote[0]} is not on this machine and cannot reach {config.url}; "
-            f"give --tetri-host ADDRESS or --tetri-url http://ADDRESS:{port} with the address of "
+            f"give {option} ADDRESS or --tetri-url http://ADDRESS:{port} with the address of "
             "this machine"
+        )
+    if remote and not is_host_given:
+        raise ConfigError(
+            f"--tetri-control {remote[0]} is not on this machine, and instances elsewhere cannot "
+            f"send KV to {config.host}; give --tetri-host ADDRESS with the address of this "
+            f"machine, or --tetri-host {config.host} if all instances are on it"
         )
     return config
 
 
+def _require_free_port(config: TetriConfig) -> None:
+    """Refuse a KV port that is taken, before the model is loaded."""
+    if not config.kv_port:
+        return
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        socket.create_server((config.host, config.kv_port), family=family).close()
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0].lower()
+        raise ConfigError(
+            f"--tetri-kv-port {config.kv_port}: {why} on {config.host}; every instance of a host "
+            "needs a port of its own, or 0 for any free one"
+        ) from error
+
+
 def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
-    if getattr(namespace, "headless", False):
+    # On a further node of one instance there are only workers.
+    if getattr(namespace, "headless", False) and (getattr(namespace, "nnodes", None) or 1) == 1:
         raise UnsupportedError(f"--role {role} needs its API server; leave --headless out")
-    for attribute in (*OWNED, *REFUSED):
-        option, value = "--" + attribute.replace("_", "-"), getattr(namespace, attribute, None)
-        if attribute in OWNED and value is not None:
+    for attribute in OWNED:
+        if getattr(namespace, attribute, None) is not None:
+            option = "--" + attribute.replace("_", "-")
             raise ConfigError(f"--role {role} sets {option} itself; give one of the two, not both")
-        if value is True or (value and value != 1):
+    for attribute, reason in REFUSED.items():
+        value = getattr(namespace, attribute, None)
+        if value and not (attribute in _COUNTS and value == 1):
             raise UnsupportedError(
-                f"{option} cannot be combined with --role {role}: its KV cannot be handed over yet"
+                f"--{attribute.replace('_', '-')} cannot be combined with --role {role}: {reason}"
             )
 
 
-def kv_transfer_config(config: TetriConfig) -> Any:
-    """Return vLLM's configuration of our connector."""
+def kv_transfer_config(config: TetriConfig, names: Sequence[str]) -> Any:
+    """Return vLLM's configuration of our connector, for a model that is served by these names."""
     from vllm.config import KVTransferConfig
 
     # extra_config stays out of vLLM's compile cache key, additional_config would not.
@@ -183,66 +195,8 @@ def kv_transfer_config(config: TetriConfig) -> Any:
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         engine_id=config.instance,
-        kv_connector_extra_config={CONFIG_KEY: encode_config(config)},
+        kv_connector_extra_config={CONFIG_KEY: encode_config(config), NAMES_KEY: list(names)},
     )
-
-
-def identity_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tensors: list[torch.Tensor]
-) -> dict[str, str]:
-    """Return every property that changes the bytes of a block, by name: two instances must
-    agree on all of them before blocks are transferred.
-
-    The KV layout of vLLM's CPU backend is packed for the instruction set, so
-    that is a property, too.
-    """
-    model, on_cpu = vllm_config.model_config, tensors[0].device.type == "cpu"
-    isa = torch.backends.cpu.get_cpu_capability() if on_cpu else ""
-    differing = ('"_name_or_path"', '"transformers_version"')  # between equal models
-    lines = model.hf_config.to_json_string(use_diff=False).splitlines()
-    alike = "\n".join(line for line in lines if not line.strip().startswith(differing))
-    return {
-        "protocol": KV_PROTOCOL,
-        "vllm": vllm.__version__,
-        "model": hashlib.sha256(alike.encode()).hexdigest()[:16],
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "kv_dtype": str(tensors[0].dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "block_size": str(vllm_config.cache_config.block_size),
-        "num_layers": str(len(tensors)),
-        "page_shape": "x".join(str(size) for size in tensors[0].shape[1:]),
-        "page_strides": "x".join(str(step) for step in tensors[0].stride()[1:]),
-        "layout": str(kv_cache_config.kv_cache_layout),
-        "device": tensors[0].device.type,
-        "isa": isa.replace(" ", ""),
-        "tensor_parallel": str(vllm_config.parallel_config.tensor_parallel_size),
-    }
-
-
-def require_transferable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse a model whose KV cannot be transferred.
-
-    Raises:
-        UnsupportedError: Names the property.
-    """
-    model = vllm_config.model_config
-    reason = ""
-    groups = kv_cache_config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
-    if model.is_multimodal_model:
-        reason = "it is multimodal"
-    elif vllm_config.speculative_config is not None:  # its options are several, one is the model
-        reason = "speculative decoding is enabled"
-    elif any(isinstance(spec, MLAAttentionSpec) for spec in specs):
-        reason = "it uses multi-head latent attention (MLA)"
-    elif len(groups) != 1 or not isinstance(specs[0], FullAttentionSpec):
-        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs})) or "no KV cache"
-        reason = f"its KV cache is hybrid ({len(groups)} groups: {kinds})"
-    if reason:
-        raise UnsupportedError(
-            f"--role cannot serve {model.model}: {reason}, and that KV cannot be handed over "
-            "yet; run it without --role"
-        )
 
 
 def device_place() -> str:

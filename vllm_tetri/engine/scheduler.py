@@ -6,11 +6,18 @@ decodes first, and shares it out among started prompts; its queue orders waiting
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import Any
+from copy import copy
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
+import vllm
+
+from vllm_tetri.engine.blocks import PromptBlocks
 from vllm_tetri.engine.chunk_size import (
     ChunkProbe,
+    cuts_freely,
     dummy_request,
     fitting_chunk,
     is_dummy,
@@ -19,7 +26,9 @@ from vllm_tetri.engine.chunk_size import (
 from vllm_tetri.engine.compat import (
     COMPLETE,
     AsyncScheduler,
+    KVConnectorRole,
     PauseState,
+    PrefixCacheStats,
     Request,
     RequestStatus,
     Scheduler,
@@ -27,7 +36,10 @@ from vllm_tetri.engine.compat import (
     require_contract,
 )
 from vllm_tetri.engine.connector import TetriConnector, params_of
-from vllm_tetri.engine.continuation import Continuations, pass_on_logprobs
+from vllm_tetri.engine.continuation import continuations_of, pad_no_drafts, pass_on_logprobs
+from vllm_tetri.engine.executor import CalmExecutor
+from vllm_tetri.engine.identity import prompt_digest
+from vllm_tetri.engine.middleware import CountsOnce
 from vllm_tetri.engine.pacing import StepClock, decodes_first, share_in_order
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.handover import DecodeParams
@@ -38,45 +50,50 @@ from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.policy.step_cost import StepFit
 from vllm_tetri.types import Role
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
 # Longest sleep of a step that only waits for KV, whose arrival ends it; delays new requests.
 ARRIVAL_WAIT_S = 0.005
 # Received KV is pinned this often in --tetri-hold-timeout, after which it would expire.
 _PINS_PER_HOLD = 8
+_ANY_BLOCKS = 1 << 40
 
 
 class TetriScheduler(Scheduler):
     """Synchronous variant; `make_scheduler` picks. `engine.load.SchedulerState` describes its
     public attributes."""
 
+    connector: Any  # a `TetriConnector`
     max_num_scheduled_tokens: int
     running: list[Request]
     waiting: PrefillQueue
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        require_contract(self)
+        self._begin_stock(kwargs)
         assert isinstance(self.connector, TetriConnector)
         self._endpoint = endpoint = self.connector.endpoint
         config = self._config = endpoint.config
         self._most_tokens = self.max_num_scheduled_tokens  # vLLM's own budget
         self.preemptions = self.decodes_done = 0
-        self.continuations = Continuations(
-            is_v2_runner=self.use_v2_model_runner,
-            is_async=self.scheduler_config.async_scheduling,
-            is_cpu=self.vllm_config.device_config.device_type == "cpu",
-            vocabulary=self.vllm_config.model_config.get_vocab_size(),
-            window=self.max_model_len,
-        )
+        self.continuations = continuations_of(self)
+        pad_no_drafts(self)
         self._lengths_store = store = endpoint.lengths_store
         self.lengths = OutputLengths(store.lengths, endpoint.predictions.get, self.max_model_len)
+        self.blocks = blocks = PromptBlocks(self.kv_cache_manager)
+        total_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self.gate = DecodeGate(
-            load_policy("admission", config.decode_policy),
+            load_policy("admission", config.decode_policy if blocks.num_growing else "greedy"),
             config.reserve_end,
             lengths=self.lengths,
-            block_size=self.block_size,
-            total_blocks=self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+            block_size=blocks.block_tokens,
+            total_blocks=total_blocks // max(1, blocks.num_growing),
+            draft_tokens=self.num_spec_tokens + self.num_lookahead_tokens,
         )
         self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
+        self._cuts_freely = cuts_freely(self.vllm_config)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
         self._padding: Request | None = None
@@ -86,7 +103,7 @@ class TetriScheduler(Scheduler):
         self._pinned_s = 0.0
         order = load_policy("order", config.prefill_policy)
         self.waiting = PrefillQueue(
-            PromptQueue(order, config.sched_batch, self.block_size, self.remaining_tokens),
+            PromptQueue(order, config.sched_batch, blocks.block_tokens, self.remaining_tokens),
             self.gate,
             lambda request_id: endpoint.receives.knows(request_id),
         )
@@ -104,16 +121,28 @@ class TetriScheduler(Scheduler):
         self._set_role(config.role)
         endpoint.scheduler = self
 
+    def _begin_stock(self, kwargs: dict[str, Any]) -> None:
+        """Initialize what is vLLM's own; encoder-decoder models get our connector here."""
+        given: VllmConfig = kwargs["vllm_config"]
+        if given.model_config.is_encoder_decoder:  # vLLM's scheduler refuses any connector there
+            kwargs["vllm_config"] = hiding = copy(given)
+            hiding.kv_transfer_config = None
+        super().__init__(**kwargs)
+        if self.connector is None:  # ours hands nothing over: `identity.why_alone`
+            self.vllm_config = given
+            self.connector = TetriConnector(given, KVConnectorRole.SCHEDULER, self.kv_cache_config)
+            self.connector_prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
+
     def _set_role(self, role: Role) -> None:
         """Work in a role from the next step on; between two steps."""
         self.waiting.lane.free_blocks, self._shares = None, {}
-        self.waiting.awaits_predictions = self._endpoint.predictions.is_sequential
+        has_predictor = (predictions := self._endpoint.predictions).predictor is not None
+        self.waiting.awaits_predictions = has_predictor and predictions.is_sequential
         self._pads = role is Role.PREFILL and self._config.pad == "on"
         self.chunk_tokens = self.max_num_scheduled_tokens = self._chunk_tokens
 
     def _take_role(self) -> None:
-        role = self._endpoint.take_role()
-        if role is not None:
+        if (role := self._endpoint.take_role()) is not None:
             self._set_role(role)
 
     def remaining_tokens(self, request: Request) -> int:
@@ -131,8 +160,12 @@ class TetriScheduler(Scheduler):
     def _add(self, request: Request) -> None:
         params = params_of(request)
         self.continuations.forget(request.request_id)
-        if isinstance(params, DecodeParams) and params.prior_output is not None:
-            self.continuations.begin(request, params.prior_output)
+        if isinstance(params, DecodeParams):
+            if params.digest not in ("", prompt_digest(request)):
+                self._endpoint.receives.refuse(request, params)
+                params = None
+            elif params.prior_output is not None:
+                self.continuations.begin(request, params.prior_output)
         self._endpoint.add(request, params)
 
     def admits(self, request: Request, missing_tokens: int) -> bool:
@@ -194,7 +227,7 @@ class TetriScheduler(Scheduler):
         self.gate.begin_step(
             lambda: [*self.running, *self.kv_holding_waiting],
             time.monotonic(),
-            free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            free_blocks=self._free_per_group(),
             tokens_per_step=self.max_num_scheduled_tokens,
         )
         if self.waiting.lane.order.is_preemptive:
@@ -206,16 +239,24 @@ class TetriScheduler(Scheduler):
         if self._pads:
             self._pad()
 
+    def _free_per_group(self) -> int:
+        """Return how many free blocks there are for each group that grows with its requests;
+        without one, vLLM's own check is enough: blocks do not follow from tokens."""
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        num_growing = self.blocks.num_growing
+        return int(free_blocks) // num_growing if num_growing else _ANY_BLOCKS
+
     def _set_budget(self) -> None:
-        """Set the tokens of the step: a chunk and all decodes, or what --tetri-tbt-slo allows,
-        and one for every request whose KV is here: vLLM admits none without tokens left."""
-        num_decodes = self._num_decodes()
-        tokens = self._chunk_tokens + num_decodes
-        if self.clock.budget is not None and num_decodes:
-            tokens = self.clock.budget.tokens(self.running)
-        self._num_ready = num_ready = self._count_ready()
+        """Set the tokens of the step: a chunk and all decodes, or what --tetri-tbt-slo allows, and
+        those of every request whose KV is here: vLLM admits none without tokens left."""
+        decode_tokens = self._decode_tokens()
+        tokens = self._chunk_tokens + decode_tokens
+        if self.clock.budget is not None and decode_tokens:
+            tokens = self.clock.budget.tokens(self.running, decode_tokens)
+        # vLLM lets a request in that decodes at once only with all its drafts.
+        self._num_ready = num_ready = self._count_ready() * (1 + self.num_spec_tokens)
         self.max_num_scheduled_tokens = min(tokens + num_ready, self._most_tokens)
-        self.chunk_tokens = max(1, self.max_num_scheduled_tokens - num_decodes - num_ready)
+        self.chunk_tokens = max(1, self.max_num_scheduled_tokens - decode_tokens - num_ready)
 
     def _count_ready(self) -> int:
         """Count requests that need only one token of a step: their KV is here or loading."""
@@ -248,13 +289,21 @@ class TetriScheduler(Scheduler):
             predictions.exchange(ARRIVAL_WAIT_S)
             queue.let_in(predictions.holds)
 
-    def _num_decodes(self) -> int:
+    def _decode_tokens(self) -> int:
+        """Return the tokens that decodes take of this step: one each, and drafts."""
         # With asynchronous scheduling, prompts whose end is being computed are neither.
         sends = self._endpoint.sends
         return sum(
-            not request.is_prefill_chunk and request.request_id not in sends
+            self._due_tokens(request)
             for request in self.running
+            if not request.is_prefill_chunk and request.request_id not in sends
         )
+
+    def _due_tokens(self, decode: Request) -> int:
+        if not self.num_spec_tokens:
+            return 1
+        tokens = decode.num_tokens_with_spec + decode.num_output_placeholders
+        return min(max(1, tokens - decode.num_computed_tokens), 1 + self.num_spec_tokens)
 
     def _share_out(self) -> None:
         """Share the chunk out among started prompts; the queue gets the rest."""
@@ -262,10 +311,11 @@ class TetriScheduler(Scheduler):
         if self._is_stuck:
             queue.lane.free_blocks, self._shares = 0, {}  # started prompts continue as in vLLM
             return
-        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        free_blocks = self._free_per_group()
         chunk_tokens = self.max_num_scheduled_tokens - self._num_ready
         if len(self.running) > len(prompts.started):
-            chunk_tokens -= sum(not request.is_prefill_chunk for request in self.running)
+            decodes = (each for each in self.running if not each.is_prefill_chunk)
+            chunk_tokens -= sum(map(self._due_tokens, decodes))
         self._shares = queue.lane.share_out(
             chunk_tokens,
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,
@@ -277,10 +327,11 @@ class TetriScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # vLLM lets this method lower what a request gets of a step.
-        num_new_tokens = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, num_new_tokens
-        )
-        return min(num_new_tokens, self._shares.get(request.request_id, num_new_tokens))
+        if self._cuts_freely:
+            num_new_tokens = min(
+                num_new_tokens, self._shares.get(request.request_id, num_new_tokens)
+            )
+        return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _pad(self) -> None:
         missing_tokens = self._chunk_tokens - self.waiting.lane.unfinished_tokens
@@ -332,3 +383,16 @@ def make_scheduler(**kwargs: Any) -> Scheduler:
     """Return the scheduler that `--scheduler-cls` names (`SchedulerConfig.get_scheduler_cls`)."""
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     return TetriAsyncScheduler(**kwargs) if is_async else TetriScheduler(**kwargs)
+
+
+@cache
+def require_supported(version: str = vllm.__version__) -> None:
+    """Check that this package fits the installed vLLM; a release that was not tested but follows
+    a tested one only brings a warning, once per process.
+
+    Raises:
+        UnsupportedError: It does not fit; the message names the seam.
+    """
+    ours = (TetriScheduler, TetriConnector, PrefillQueue, CalmExecutor, CountsOnce)
+    if warning := require_contract(ours, version):
+        logger.warning(warning)

@@ -16,9 +16,8 @@ import queue
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.blocks import IdsByGroup, PromptBlocks
 from vllm_tetri.engine.compat import (
     COMPLETE,
     KVCacheManager,
@@ -27,7 +26,9 @@ from vllm_tetri.engine.compat import (
     SchedulerOutput,
 )
 from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.step import (
+    FREED,
     FirstTokens,
     KVLayout,
     Lost,
@@ -43,7 +44,6 @@ from vllm_tetri.handover import (
     PrefillParams,
     PriorOutput,
     attempt_name,
-    digest_of,
     prefix_of,
 )
 from vllm_tetri.messages import PrefillEnding
@@ -67,16 +67,19 @@ class _Send:
     done_s: float = 0.0  # when the prompt was done
     dispatch: Dispatch | None = None
     attempt: int = 0
+    round: int = FREED  # of the newest order to open a transfer; FREED before the first
+    num_ended: int = 0  # shards that are done with this round, or with the request if it is freed
     is_open: bool = False
     digest: str = ""  # of the prompt, once the router may open the decode request
-    pushed_blocks: int = 0
+    pushed_tokens: int = 0  # of which all complete blocks were pushed
     num_chunks: int = 0
+    cached_tokens: int = 0  # of the prompt, in the prefix cache when it was scheduled first
     last_tokens: int = 0  # of its newest chunk
     retry_at: float = 0.0
     gave_up: bool = False
     refused: set[InstanceId] = field(default_factory=set)
     full: set[InstanceId] = field(default_factory=set)  # of those tried in this round
-    block_ids: list[int] | None = None  # set when the prompt is done
+    block_ids: IdsByGroup | None = None  # set when the prompt is done
     all_pushed: bool = False
     is_sent: bool = False
     freeing: bool = False
@@ -84,6 +87,11 @@ class _Send:
     @property
     def name(self) -> TransferId:
         return attempt_name(self.params.transfer, self.attempt)
+
+    @property
+    def awaited_round(self) -> int | None:
+        """The round of which reports count; None between two."""
+        return FREED if self.freeing else self.round if self.is_open else None
 
 
 class SendSide:
@@ -93,12 +101,14 @@ class SendSide:
         self,
         config: TetriConfig,
         layout: KVLayout,
+        blocks: PromptBlocks,
         max_model_len: int,
         kv_cache: KVCacheManager,
         dispatcher: Dispatcher,
     ) -> None:
         self._config = config
         self._layout = layout
+        self._blocks = blocks
         self._max_model_len = max_model_len
         self._kv_cache = kv_cache
         self._dispatcher = dispatcher
@@ -119,7 +129,7 @@ class SendSide:
         """Add a prefill request that entered the engine: it stops after its first token,
         whatever the client wants."""
         request.max_tokens = 1
-        num_blocks = self._layout.num_blocks(request.num_prompt_tokens)
+        num_blocks = self._blocks.count(request.num_prompt_tokens)
         self._sends[request.request_id] = _Send(request, params, num_blocks)
 
     def cancel(self, transfer: TransferId) -> None:
@@ -147,7 +157,7 @@ class SendSide:
         for send in list(self._sends.values()):
             if send.block_ids is not None:
                 if not (send.freeing or send.all_pushed) and now >= send.retry_at:
-                    self._push(meta, meta.writes, send, send.block_ids, is_last=True)
+                    self._push(meta, meta.writes, send, send.block_ids)
             elif num_tokens := output.num_scheduled_tokens.get(send.request.request_id):
                 self._push_chunk(meta, send, num_tokens, now)
         meta.stops, self._stops = self._stops, []
@@ -155,36 +165,41 @@ class SendSide:
         meta.notes = self.take_notes()
 
     def _push_chunk(self, meta: StepMeta, send: _Send, num_tokens: int, now: float) -> None:
-        """Push what earlier chunks completed, and with the last chunk the rest of the prompt,
-        after its forward pass."""
+        """Push what earlier chunks completed, and after the last one the rest of the prompt."""
         request, is_by_chunk = send.request, self._config.push == "chunk"
-        block_ids = self._kv_cache.get_block_ids(request.request_id)[0]
+        block_ids = self._kv_cache.get_block_ids(request.request_id)
         is_due = send.num_chunks > 0 and now >= send.retry_at
         if is_due and self._choose(send) and is_by_chunk:
-            num_full = request.num_computed_tokens // self._layout.block_tokens
-            if num_full > send.pushed_blocks:
-                self._push(meta, meta.writes, send, block_ids[:num_full], is_last=False)
-        send.num_chunks += 1
-        send.last_tokens = num_tokens
+            self._push(meta, meta.writes, send, block_ids, request.num_computed_tokens)
+        if not send.num_chunks and not request.num_preemptions:
+            send.cached_tokens = request.num_computed_tokens
+        send.num_chunks, send.last_tokens = send.num_chunks + 1, num_tokens
         self.chunks_done += 1
         if request.num_computed_tokens + num_tokens >= request.num_tokens:
             if send.dispatch is not None and is_by_chunk and not _is_short(request):
-                self._push(meta, meta.tails, send, block_ids[: send.num_blocks], is_last=True)
+                self._push(meta, meta.tails, send, block_ids)
             self._announce_ending(send)
 
     def _push(
-        self, meta: StepMeta, writes: list[Write], send: _Send, block_ids: list[int], is_last: bool
+        self,
+        meta: StepMeta,
+        writes: list[Write],
+        send: _Send,
+        ids: IdsByGroup,
+        until: int | None = None,
     ) -> None:
+        """Push what was not pushed before of the first `until` tokens, or of the whole prompt."""
         assert send.dispatch is not None
-        request_id = send.request.request_id
+        request_id, num_tokens = send.request.request_id, send.request.num_prompt_tokens
+        runs = self._blocks.runs(num_tokens, ids, since=send.pushed_tokens, until=until)
+        if until is not None and not runs:
+            return
         if not send.is_open:
-            opening = Open(request_id, send.dispatch.kv_endpoint, send.name, send.num_blocks)
-            meta.opens.append(opening)
-            send.is_open = True
-        first = send.pushed_blocks
-        ids = np.asarray(block_ids[first:], dtype=np.int32)
-        writes.append(Write(request_id, first, ids, is_last))
-        send.pushed_blocks, send.all_pushed = len(block_ids), is_last
+            send.is_open, send.round, send.num_ended = True, send.round + 1, 0
+            endpoint = send.dispatch.kv_endpoint
+            meta.opens.append(Open(request_id, send.round, endpoint, send.name, send.num_blocks))
+        writes.append(Write(request_id, runs, is_last=until is None))
+        send.pushed_tokens, send.all_pushed = until or num_tokens, until is None
 
     def _choose(self, send: _Send) -> bool:
         """Make sure that a decode instance is chosen; False when no instance can take it."""
@@ -205,13 +220,13 @@ class SendSide:
         token_ids = send.request.prompt_token_ids or []
         is_worth = len(token_ids) <= MAX_EARLY_TOKENS and not _is_short(send.request)
         if send.dispatch is not None and is_worth:
-            send.digest = digest_of(token_ids)
-            ending = PrefillEnding(send.name, send.digest, list(token_ids))
+            send.digest = prompt_digest(send.request)
+            ending = PrefillEnding(send.name, send.digest, list(token_ids), send.cached_tokens)
             self._dispatcher.announce(send.request, send.params, send.dispatch, ending)
 
     # -- the end of a request ---------------------------------------------
 
-    def finish(self, request: Request, block_ids: list[int]) -> tuple[bool, Prefilled | None]:
+    def finish(self, request: Request, block_ids: IdsByGroup) -> tuple[bool, Prefilled | None]:
         """Record the end of a request. Return whether vLLM must keep its blocks, and what the
         response tells the router."""
         send = self._sends.get(request.request_id)
@@ -222,7 +237,7 @@ class SendSide:
         if handed_over:
             self.prefills_done += 1
             if not is_final and self._choose(send):
-                send.block_ids = block_ids[: send.num_blocks]
+                send.block_ids = block_ids
                 send.done_s = time.monotonic()
                 prefilled = self._prefilled(send)
                 if send.digest and send.dispatch is not None and prefilled.prior_output is not None:
@@ -233,11 +248,12 @@ class SendSide:
                     self._learn(send, 0.0)
                     del self._sends[request.request_id]
                 return not send.is_sent, prefilled
-        if send.is_open and not send.is_sent:
+        alone = self._prefilled(send, is_final=is_final) if handed_over else None
+        if send.round and not send.is_sent:  # a rank may still read
             self._free(send, lost=False)
-            return True, self._prefilled(send, is_final=True) if is_final else None
+            return True, alone
         del self._sends[request.request_id]
-        return False, self._prefilled(send, is_final=is_final) if handed_over else None
+        return False, alone
 
     def _prefilled(self, send: _Send, *, is_final: bool = False) -> Prefilled:
         request = send.request
@@ -247,7 +263,7 @@ class SendSide:
             transfer=send.name,
             decode=dispatch.instance if dispatch else InstanceId(""),
             num_tokens=request.num_prompt_tokens,
-            digest=send.digest or digest_of(token_ids),
+            digest=send.digest or prompt_digest(request),
             num_chunks=send.num_chunks,
             reason=dispatch.reason if dispatch else "no decode instance can take the KV",
             prior_output=PriorOutput(output) if output else None,
@@ -255,6 +271,7 @@ class SendSide:
             # Long lists are slow in vLLM's responses; the announcement carried them already.
             prompt_token_ids=[] if is_final or send.digest else list(token_ids),
             predicted=self._dispatcher.predictions.get(request.request_id),
+            cached_tokens=send.cached_tokens,
         )
 
     def take_notes(self) -> list[tuple[str, bytes]]:
@@ -262,11 +279,16 @@ class SendSide:
         taken, self._notes = self._notes, []
         return taken
 
-    def take_freeable(self, sent: set[str]) -> set[str]:
-        """Return those of the `sent` requests whose blocks vLLM may free now."""
+    def take_freeable(self, report: WorkerReport) -> set[str]:
+        """Return the requests whose blocks vLLM may free now: every shard is done with them."""
         found, now = set(), time.monotonic()
-        for request_id in sent & self._sends.keys():
-            send = self._sends[request_id]
+        for (request_id, ended), num_ranks in report.ended.items():
+            send = self._sends.get(request_id)
+            if send is None or ended != send.awaited_round:
+                continue
+            send.num_ended += num_ranks
+            if send.num_ended < self._layout.shards.num_parts:
+                continue
             if not send.freeing:
                 if send.done_s:
                     self._learn(send, now - send.done_s)
@@ -275,7 +297,7 @@ class SendSide:
             if send.block_ids is None and not send.freeing:
                 send.is_sent = True  # before vLLM reported that it ended
             elif self._notes:
-                self._frees.append(request_id)  # an engine without requests sends no notes
+                self._order_free(send)  # an engine without requests sends no notes
             else:
                 found.add(request_id)
                 del self._sends[request_id]
@@ -291,9 +313,10 @@ class SendSide:
     def report(self, report: WorkerReport) -> None:
         """Handle failed transfers: try again, try another instance, or give up."""
         self.sent_bytes += report.sent_bytes
-        for request_id, (status, text) in report.failed.items():
+        for request_id, (failed, status, text) in report.failed.items():
             send = self._sends.get(request_id)
-            if send is not None and not send.freeing:
+            # Another rank may have failed before, in the same round.
+            if send is not None and not send.freeing and failed == send.awaited_round:
                 self._fail(send, status, text)
 
     def _fail(self, send: _Send, status: str, text: str) -> None:
@@ -325,17 +348,23 @@ class SendSide:
 
     def _restart(self, send: _Send, retry_at: float) -> None:
         send.is_open = send.all_pushed = send.is_sent = False
-        send.pushed_blocks, send.retry_at = 0, retry_at
+        send.pushed_tokens, send.retry_at = 0, retry_at
 
     def _preempt(self, request_id: str) -> None:
         """Start anew with a prompt that lost its blocks and will be computed again."""
         send = self._sends.get(request_id)
         if send is not None and send.block_ids is None:
-            if send.is_open:
+            if send.round:
                 self._stops.append(request_id)
                 send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
             send.dispatch = None
             self._restart(send, 0.0)
+
+    def stop_unfinished(self) -> None:
+        """Hand over no prompt that is not done yet: weights may change in the middle of it."""
+        for request_id, send in self._sends.items():
+            self._preempt(request_id)
+            send.gave_up = send.gave_up or send.block_ids is None
 
     def _drain_cancelled(self) -> None:
         while not self._cancelled.empty():
@@ -347,12 +376,14 @@ class SendSide:
     def _free(self, send: _Send, *, lost: bool) -> None:
         if send.freeing:
             return
-        send.freeing = True
-        request_id = send.request.request_id
         if lost and send.dispatch is not None:
             self._notes.append((send.dispatch.kv_endpoint, encode_note(Lost(send.name))))
-        self._stops.append(request_id)
-        self._frees.append(request_id)
+        self._stops.append(send.request.request_id)
+        self._order_free(send)
+
+    def _order_free(self, send: _Send) -> None:
+        send.freeing, send.num_ended = True, 0
+        self._frees.append(send.request.request_id)
 
 
 def _is_short(request: Request) -> bool:

@@ -2,7 +2,7 @@
 
 Scheduler half to worker half: `StepMeta`. Worker half to scheduler half: `WorkerReport`.
 Both are pickled when the executor runs workers in processes of their own, so they hold
-plain values and one NumPy array per entry. A `Note` goes from a prefill instance's worker
+plain values and a few NumPy arrays per entry. A `Note` goes from a prefill instance's worker
 to a decode instance as a message of the KV transport: it concerns one transfer and is
 wanted as early as the last block of it.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from vllm_tetri.engine.blocks import Run
 from vllm_tetri.engine.compat import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -22,7 +23,7 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import PriorOutput
-from vllm_tetri.transport.blocks import BlockIds
+from vllm_tetri.transport.shards import Shards
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
@@ -63,22 +64,22 @@ def decode_note(message: bytes) -> Note:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How KV is cut into blocks."""
+    """What a block of KV is, and how the instance's workers share it."""
 
-    block_tokens: int
-    block_bytes: int  # one block of all ranks over all layers
-    num_ranks: int  # tensor-parallel workers of this instance
+    block_bytes: int  # one block of all distinct shards over all layers
+    shards: Shards
 
-    def num_blocks(self, tokens: int) -> int:
-        """Return how many blocks hold the KV of `tokens`."""
-        return -(-tokens // self.block_tokens)
+
+FREED = 0  # in place of a round: the transfers of a request were to be stopped
 
 
 @dataclass(slots=True)
 class Open:
-    """Open a transfer of `num_blocks` blocks for a request."""
+    """Open a transfer of `num_blocks` blocks for a request; `round` counts its attempts. A rank
+    whose transfer of that name is under way goes on with it."""
 
     request_id: str
+    round: int
     endpoint: str
     transfer: str
     num_blocks: int
@@ -86,29 +87,33 @@ class Open:
 
 @dataclass(slots=True)
 class Write:
-    """Push paged blocks `block_ids` to slot blocks from `first_block` on."""
+    """Push paged blocks to slot blocks."""
 
     request_id: str
-    first_block: int
-    block_ids: BlockIds
+    runs: list[Run]
     is_last: bool
 
 
 @dataclass(slots=True)
 class Load:
-    """Copy slot blocks from `first_block` on into paged blocks `block_ids`.
+    """Copy slot blocks into paged blocks.
 
-    `offset` is rank 0's; rank r's part follows `r * rank_bytes` later. A
-    background load does not delay the step that orders it.
+    The slot has `num_parts` parts of `part_bytes` from `offset` on. A background load does not
+    delay the step that orders it.
     """
 
     request_id: str
     segment: str
     offset: int
-    rank_bytes: int
-    first_block: int
-    block_ids: BlockIds
+    part_bytes: int
+    num_parts: int
+    runs: list[Run]
     is_background: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of one rank."""
+        return sum(len(block_ids) for _, block_ids in self.runs)
 
 
 @dataclass
@@ -132,14 +137,18 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         loaded: Number of ranks that executed the load of a request.
-        failed: Why the transfer of a request failed: (status name, text).
+        ended: Number of shards of which nothing reads the blocks of a request any more, by the
+            request and the round that was sent (`FREED`: which was to be stopped). vLLM's own
+            count of ranks does not know of rounds, nor that replicas send nothing.
+        failed: Why the transfer of a request failed: (round, status name, text).
         sent_bytes: KV bytes sent by transfers that completed.
         loaded_bytes: KV bytes copied from the arena into blocks.
         load_errors: Loads that could not be executed.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    ended: dict[tuple[str, int], int] = field(default_factory=dict)
+    failed: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     sent_bytes: int = 0
     loaded_bytes: int = 0
     load_errors: int = 0
@@ -149,6 +158,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerReport)
         return WorkerReport(
             loaded=dict(Counter(self.loaded) + Counter(other.loaded)),
+            ended=dict(Counter(self.ended) + Counter(other.ended)),
             failed=self.failed | other.failed,
             sent_bytes=self.sent_bytes + other.sent_bytes,
             loaded_bytes=self.loaded_bytes + other.loaded_bytes,
@@ -165,3 +175,4 @@ class WorkerShape(KVConnectorHandshakeMetadata):
 
     identity: dict[str, str]  # properties that a peer must share, by name
     layout: KVLayout
+    alone: str = ""  # why its KV cannot be handed over, if so

@@ -11,13 +11,18 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_tetri.config import TetriConfig
-from vllm_tetri.engine.step import Load, Open, StepMeta, WorkerReport, Write
+from vllm_tetri.engine.step import FREED, Load, Open, StepMeta, WorkerReport, Write
 from vllm_tetri.errors import TransferError
 from vllm_tetri.security import kv_key_of
-from vllm_tetri.transport.blocks import BlockMover, Gathered, pieces
+from vllm_tetri.transport.blocks import BlockMover, Cut, Gathered, pieces
 from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
+from vllm_tetri.transport.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,9 @@ SENT_WAIT_S = 0.002
 @dataclass(slots=True)
 class _Sending:
     transfer: Transfer
+    endpoint: str
+    round: int
+    given: NDArray[np.bool_]  # the blocks of the slot that it was given
     gathered: list[tuple[int, Gathered]] = field(default_factory=list)  # (first block, source)
     num_written: int = 0  # entries of `gathered` that the transfer has
     is_last: bool = False  # the request is finished: report it when DONE
@@ -38,7 +46,7 @@ class _Sending:
 
 
 class KVWorker:
-    """Pushes blocks of this rank to other instances, loads blocks from the arena."""
+    """Pushes blocks of this rank's shard to other instances, loads blocks from the arena."""
 
     def __init__(
         self,
@@ -47,14 +55,15 @@ class KVWorker:
         identity: dict[str, str],
         mover: BlockMover,
         rank: int,
-        num_ranks: int,
+        shards: Shards,
     ) -> None:
         self._mover = mover
-        self._rank = rank
+        self._rank, self._shards = rank, shards
+        self._sources: dict[int, list[tuple[int, Cut | None]]] = {}  # by the parts of a slot
         self._sender = Sender(
             identity=identity,
-            rank=rank,
-            num_ranks=num_ranks,
+            rank=shards.part_of(rank),
+            num_ranks=shards.num_parts,
             link=config.link,
             streams=config.streams,
             io_timeout_s=config.transfer_timeout_s,
@@ -66,13 +75,12 @@ class KVWorker:
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
-        self._freed_at_once: set[str] = set()
 
     # -- before the forward pass -------------------------------------------
 
     def stop_preempted(self, meta: StepMeta) -> None:
         """Stop transfers that read blocks of preempted requests, which are about to be reused."""
-        stopped = [name for name in meta.stops if name in self.sending]
+        stopped = {name for name in meta.stops if name in self.sending}
         for request_id in stopped:
             self.sending[request_id].transfer.cancel()
         deadline = time.monotonic() + STOP_DEADLINE_S
@@ -84,8 +92,11 @@ class KVWorker:
 
     def begin_step(self, meta: StepMeta) -> None:
         """Open and feed transfers; blocks named here are complete."""
-        for endpoint, note in meta.notes:
-            self.send_note(endpoint, note)
+        if self._rank == 0:
+            for endpoint, note in meta.notes:
+                self.send_note(endpoint, note)
+        if not self._shards.sends(self._rank):
+            return  # another rank has the same KV and sends it
         for opening in meta.opens:
             self._open(opening)
         for write in meta.writes:
@@ -95,7 +106,7 @@ class KVWorker:
                 sending.transfer.cancel()
                 sending.free = True
             else:
-                self._freed_at_once.add(request_id)
+                self._report.ended[request_id, FREED] = 1
 
     def load(self, meta: StepMeta) -> None:
         """Fill blocks from the arena; this step's forward pass reads those that are not
@@ -117,33 +128,43 @@ class KVWorker:
             )
 
     def _open(self, order: Open) -> None:
-        if (old := self.sending.pop(order.request_id, None)) is not None:
+        if (old := self.sending.get(order.request_id)) is not None:
+            is_same = (old.endpoint, old.transfer.name) == (order.endpoint, order.transfer)
+            if is_same and old.transfer.state in (TransferState.OPENING, TransferState.SENDING):
+                old.round = order.round  # another rank has to try again
+                return
+            del self.sending[order.request_id]
             old.transfer.cancel()
         try:
             transfer = self._sender.open(
                 order.endpoint, order.transfer, order.num_blocks, self._mover.block_bytes
             )
         except ValueError as error:
-            self._report.failed[order.request_id] = ("INVALID", str(error))
+            self._report.failed[order.request_id] = (order.round, "INVALID", str(error))
         else:
-            self.sending[order.request_id] = _Sending(transfer)
+            given = np.zeros(order.num_blocks, dtype=np.bool_)
+            self.sending[order.request_id] = _Sending(transfer, order.endpoint, order.round, given)
 
     def _write(self, order: Write) -> None:
         sending = self.sending.get(order.request_id)
         if sending is None:
             return
         try:
-            for start, piece in pieces(order.block_ids, self._mover.block_bytes):
-                gathered = self._mover.gather(piece)
-                sending.gathered.append((order.first_block + start, gathered))
+            for first, block_ids in order.runs:
+                given = sending.given[first : first + len(block_ids)]
+                skipped = int(given.sum())  # it has the first ones from an earlier round
+                given[:] = True
+                for start, piece in pieces(block_ids[skipped:], self._mover.block_bytes):
+                    gathered = self._mover.gather(piece)
+                    sending.gathered.append((first + skipped + start, gathered))
         except (ValueError, RuntimeError) as error:
             logger.exception(
                 "reading KV of request %s failed; its transfer is cancelled", order.request_id
             )
             sending.transfer.cancel()
-            self._report.failed[order.request_id] = ("INVALID", str(error))
+            self._report.failed[order.request_id] = (sending.round, "INVALID", str(error))
             return
-        sending.is_last = order.is_last
+        sending.is_last |= order.is_last
         _advance(sending)
 
     def _load_now(self, order: Load) -> None:
@@ -152,23 +173,27 @@ class KVWorker:
             self._scatter(order)
         except (ValueError, OSError, RuntimeError, TransferError) as caught:
             error = caught
-            self._failed_blocks.update(order.block_ids.tolist())
+            self._failed_blocks.update(chain.from_iterable(ids.tolist() for _, ids in order.runs))
         self._record_load(order, error)
 
     def _scatter(self, order: Load) -> None:
         """Copy from the arena; in the background (copier thread) until the copy is done."""
         if order.segment not in self._arenas:
             self._arenas[order.segment] = Arena(order.segment)
-        offset = order.offset + self._rank * order.rank_bytes
-        arena = self._arenas[order.segment]
-        self._mover.scatter(arena, offset, order.first_block, order.block_ids)
+        arena, count = self._arenas[order.segment], order.num_parts
+        if count not in self._sources:
+            self._sources[count] = self._shards.sources(self._rank, count)
+        parts = self._sources[count]
+        sources = [(order.offset + part * order.part_bytes, cut) for part, cut in parts]
+        for first_block, block_ids in order.runs:
+            self._mover.scatter(arena, sources, first_block, block_ids)
         if order.is_background:
             self._mover.settle()
 
     def _record_load(self, order: Load, error: BaseException | None) -> None:
         """Record the end of a load. If it failed, vLLM computes the blocks again
         (kv_load_failure_policy=recompute)."""
-        self._report.loaded_bytes += len(order.block_ids) * self._mover.block_bytes
+        self._report.loaded_bytes += order.num_blocks * self._mover.block_bytes
         self._report.loaded[order.request_id] = 1
         if error is not None:
             self._report.load_errors += 1
@@ -189,24 +214,25 @@ class KVWorker:
         if any(sending.is_finished or sending.free for sending in self.sending.values()):
             self._sender.wait(SENT_WAIT_S)
 
-    def take_sent(self) -> set[str]:
-        """Return finished requests whose blocks nothing reads any more, each once."""
-        sent, self._freed_at_once = self._freed_at_once, set()
+    def collect_sent(self) -> None:
+        """Report requests whose blocks nothing reads any more, and transfers that failed."""
+        report = self._report
         for request_id, sending in list(self.sending.items()):
             _advance(sending)
             transfer = sending.transfer
-            state = transfer.state
-            if state is TransferState.DONE and (sending.is_last or sending.free):
-                self._report.sent_bytes += transfer.bytes_sent
-                sent.add(request_id)
-            elif sending.free and transfer.quiesced:
-                sent.add(request_id)
-            elif state is TransferState.FAILED and transfer.quiesced:
-                self._report.failed[request_id] = (transfer.status.name, transfer.error)
-                del self.sending[request_id]  # the scheduler opens another one, or frees
-            if request_id in sent:
-                del self.sending[request_id]
-        return sent
+            is_done = transfer.state is TransferState.DONE
+            if is_done and (sending.is_last or sending.free):
+                report.sent_bytes += transfer.bytes_sent
+            if sending.free and (is_done or transfer.quiesced):
+                report.ended[request_id, FREED] = 1
+            elif is_done and sending.is_last:
+                report.ended[request_id, sending.round] = 1
+            elif transfer.state is TransferState.FAILED and transfer.quiesced:
+                # The scheduler opens another one, or frees.
+                report.failed[request_id] = sending.round, transfer.status.name, transfer.error
+            else:
+                continue
+            del self.sending[request_id]
 
     def take_background_loads(self) -> tuple[set[str], set[str]]:
         """Return requests whose background load (succeeded, failed) since the last call."""
