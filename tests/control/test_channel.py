@@ -88,6 +88,21 @@ async def test_a_router_that_was_held_up_marks_no_instance_silent() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "guarded"])
+async def test_a_loopback_url_from_another_machine_is_refused_by_name(
+    secret: Secret | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm_tetri.config.is_here", lambda address: False)
+    elsewhere = replace(INFO, id=InstanceId("e"), url="http://10.0.0.5:8000")
+    async with monitor(secret=secret) as router, joined(router.address, secret=secret):
+        await eventually(lambda: "a router refused this instance" in caplog.text)
+        words = "i connects from 127.0.0.1, and only its own machine reaches http://127.0.0.1:1"
+        assert caplog.text.count(words) == 2  # router and instance say so
+        assert states(router) == {}
+        async with joined(router.address, info=elsewhere, secret=secret):
+            await eventually(lambda: states(router) == {"e": "starting"})
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "guarded"])
 async def test_messages_travel_both_ways(secret: Secret | None) -> None:
     side = FakeRouter()
     async with (
@@ -102,6 +117,16 @@ async def test_messages_travel_both_ways(secret: Secret | None) -> None:
         assert not router.send(InstanceId("unknown"), CancelTransfer(TransferId("t")))
         assert router.counters.undelivered == 1
         assert router.counters.dropped == one.agent.dropped_messages == 0
+
+
+async def test_what_an_instance_tells_anew_is_known_at_once_and_its_state_stays() -> None:
+    async with monitor() as router, joined(router.address) as one:
+        await eventually(lambda: states(router) == {"i": "starting"})
+        router.members.mark_ready(INFO)
+        await eventually(lambda: one.sees() == [("i", "ready")])
+        one.agent.describe(replace(INFO, identity={"weights": "new"}))
+        await eventually(lambda: one.view.instances[0].info.identity == {"weights": "new"})
+        assert states(router) == {"i": "ready"}
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "guarded"])

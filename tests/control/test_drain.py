@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.control.channel import INFO, PERIOD_S, FakeRouter, eventually, joined, monitor, states
 from vllm_tetri.launch.machine import free_port
 from vllm_tetri.policy.role import QUIET_S
@@ -42,6 +44,40 @@ async def test_a_deadline_ends_it_and_says_what_was_cut_off() -> None:
         router.order_drain(INFO.id, 0.1)
         await eventually(one.engine.drained.is_set)
         await eventually(lambda: router.members.departed == {"i": "3 requests"})
+
+
+async def test_sigterm_drains_one_that_may_come_back() -> None:
+    unfinished, side = ["2 requests"], FakeRouter()
+    async with (
+        monitor(side=side) as router,
+        joined(router.address, unfinished=lambda _: unfinished[0]) as one,
+    ):
+        await eventually(lambda: states(router) == {"i": "starting"})
+        router.members.mark_ready(INFO)
+        one.agent.leave(60.0)
+        await eventually(lambda: states(router) == {"i": "draining"})
+        unfinished[0] = ""
+        await eventually(one.engine.drained.is_set)
+        await eventually(lambda: states(router) == {})
+        assert (router.members.departed, side.cut_off) == ({}, [])
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+async def test_the_deadline_of_sigterm_counts_and_moves_what_it_cuts_off(is_ordered: bool) -> None:
+    side = FakeRouter()
+    async with (
+        monitor(side=side) as router,
+        joined(router.address, unfinished=lambda _: "3 requests") as one,
+    ):
+        await eventually(lambda: states(router))
+        router.members.mark_ready(INFO)
+        if is_ordered:  # by an operator, without a deadline
+            router.order_drain(INFO.id, None)
+            await eventually(lambda: states(router) == {"i": "draining"})
+        one.agent.leave(0.1)
+        await eventually(one.engine.drained.is_set)
+        await eventually(lambda: side.cut_off == ["i"])
+        assert router.members.departed == ({"i": "3 requests"} if is_ordered else {})
 
 
 async def test_a_router_that_starts_anew_learns_who_leaves() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need, TableMaker
@@ -66,6 +66,12 @@ def instance(
         age_s,
         seq,
     )
+
+
+def alone(name: str, role: str, **load: Any) -> InstanceView:
+    """An instance whose KV cannot be handed over."""
+    made = instance(name, role, layout=name, **load)
+    return replace(made, info=replace(made.info, alone="it is multimodal"))
 
 
 def serving(

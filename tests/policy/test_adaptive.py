@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policy.builders import COST, known, serving, times
+from tests.policy.builders import COST, alone, known, serving, times
 from vllm_tetri.policy import adaptive
 from vllm_tetri.policy.adaptive import (
     Objective,
@@ -99,6 +99,12 @@ def test_in_split_mode_two_share_it_whatever_that_costs() -> None:
     assert where(DECODE, prefers_split=True) == ("d", "d")
     foreign = serving("p", "prefill", layout="other")
     assert where(foreign, DECODE, prefers_split=True) == ("d", "d")
+
+
+@pytest.mark.parametrize("prefers_split", [True, False])
+def test_instances_that_exchange_kv_with_none_share_all_requests(prefers_split: bool) -> None:
+    one, busy = alone("p", "prefill"), alone("d", "decode", queued_prefill_tokens=9000)
+    assert where(one, busy, prefers_split=prefers_split) == ("p", "p")
 
 
 def test_as_long_as_steps_are_guessed_a_split_must_gain_more() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policy.builders import instance, known, view
+from tests.policy.builders import alone, info, instance, known, view
 from vllm_tetri.policy.cluster import Need
 from vllm_tetri.policy.route import (
     ENDED,
@@ -20,10 +21,11 @@ from vllm_tetri.policy.route import (
     Split,
     Whole,
     advance,
+    apart,
     choose_keeper,
     choose_route,
 )
-from vllm_tetri.types import ClusterView, InstanceId, InstanceView
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceView
 
 
 def route(
@@ -137,6 +139,45 @@ def test_identities_pair_up_each_with_its_own() -> None:
     assert target(PREFILL, *other, DECODE, excluded=("p",)) == ("split", "p2")
     assert target(PREFILL, *other, DECODE, excluded=("d2",)) == ("split", "p")
     assert target(instance("x", layout="c"), *other, excluded=("p2",)) == ("whole", "x")
+
+
+def test_who_differs_from_most_is_told_from_whom_and_in_what() -> None:
+    def one(name: str, source: str, model: str = "tiny", **identity: str) -> InstanceInfo:
+        return replace(info(name, model=model), identity=identity, checkpoint=source)
+
+    base = [one(name, "o/base@1", weights="ab", isa="avx2") for name in ("d0", "d1")]
+    equal = one("p0", "o/copy@2", weights="ab", isa="avx2")
+    assert apart([*base, equal]) == {}
+    tuned = one("p1", "o/instruct@3", weights="cd", isa="avx2")
+    elsewhere = one("p2", "o/base@1", weights="ab")
+    stranger = one("p3", "o/other@1", "big", weights="ef")
+    found = apart([elsewhere, tuned, stranger, *base])
+    assert found == {
+        "p1": "d0 and p1 exchange no KV, since they differ in weights ab (o/base@1) and "
+        "cd (o/instruct@3)",
+        "p2": "d0 and p2 exchange no KV, since they differ in isa avx2 and none",
+    }
+
+
+def test_only_the_groups_that_differ_are_told() -> None:
+    full, window = "3 x 16 Full", "2 x 16 Sliding 64; 1 x 8 Mamba"
+    kinds = {"d": f"{full}; {window}", "e": full, "p": f"{full}; 2 x 16 Sliding 128"}
+    begin = "exchange no KV, since they differ in layout"
+    assert apart(info(name, layout=kind) for name, kind in kinds.items()) == {
+        "e": f"d and e {begin} {window} and {full}",
+        "p": f"d and p {begin} {window} and 2 x 16 Sliding 128",
+    }
+
+
+def test_those_that_exchange_kv_with_none_share_all_requests_whatever_their_role() -> None:
+    one = alone("p", "prefill")
+    busy = alone("d", "decode", queued_prefill_tokens=9)
+    assert target(one, busy) == target(busy, one, may_split=False) == ("whole", "p")
+    assert target(one, busy, refused=("p",)) == ("whole", "d")
+    assert apart(each.info for each in (one, busy)) == {
+        name: f"{name} exchanges no KV, since it is multimodal" for name in ("d", "p")
+    }
+    assert target(one, PREFILL, DECODE) == ("split", "p")
 
 
 def test_a_whole_request_stays_with_its_kind_when_that_is_full() -> None:

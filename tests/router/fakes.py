@@ -21,6 +21,7 @@ from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.balance import FlipOrder, Look
+from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.app import build_app
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
@@ -118,9 +119,12 @@ class FakeInstance:
         self.lost: list[TransferId] = []
         self.aborted = 0
         self.handler: Handler | None = None
-        self.abilities: dict[str, bool] = {}
+        self.abilities: dict[str, Any] = {}
         self.is_healthy = True
         self.num_probes = 0
+        self.metrics = ""
+        self.adapters: dict[str, tuple[str, str]] = {}  # path and digest by name
+        self.can_load = True
         self.chunk_gate = asyncio.Event()
         self.chunk_gate.set()
         self.num_chunks = 3
@@ -137,6 +141,10 @@ class FakeInstance:
     async def start(self, *controls: str) -> None:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get(handover.INSTANCE_PATH, self._tell)
+        app.router.add_post(LOAD, self._load)
+        app.router.add_post(UNLOAD, self._unload)
         app.router.add_route("*", "/{tail:.*}", self._serve)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
@@ -176,12 +184,32 @@ class FakeInstance:
         self.num_probes += 1
         return web.Response(status=200 if self.is_healthy else 503)
 
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.metrics)
+
+    async def _tell(self, _: web.Request) -> web.Response:
+        return web.json_response({"id": self.id, "adapters": self.adapters})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        order = await request.json()
+        if not self.can_load:
+            return Refusal(404, "no adapter is there").response()
+        self.adapters[order["lora_name"]] = (order["lora_path"], "d")
+        return web.Response(text="loaded")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        if self.adapters.pop((await request.json())["lora_name"], None) is None:
+            return Refusal(404, "no such adapter").response()
+        return web.Response(text="unloaded")
+
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         is_form = request.content_type.startswith("multipart")
         body = {} if is_form else json.loads(raw or b"{}")
         headers = request.headers.copy()
         self.calls.append(Call(request.path, body, headers, request.method, request.path_qs, raw))
+        if body.get("model", "").startswith("lora") and body["model"] not in self.adapters:
+            return Refusal(404, "the model does not exist").response()
         try:
             if self.handler is not None:
                 return await self.handler(self, request, body)
@@ -339,7 +367,7 @@ async def door(
     scheduler = GlobalScheduler(config)
     limits = limits or Limits()
     app = build_app(scheduler, keys=Keys(keys), limits=limits)
-    async with listening(app, limits, ("127.0.0.1", 0), tls, stop_s=0.5) as listener:
+    async with listening(app, limits, ("127.0.0.1", 0), tls) as listener:
         scheme = "http" if tls is None else "https"
         yield scheduler, listener, "{}://{}:{}".format(scheme, *listener.address)
 
@@ -428,7 +456,8 @@ async def begin(made: Cluster, count: int, **body: Any) -> list[asyncio.Task[Any
 
 async def refused(made: Cluster, who: str, path: str = "/v1/completions", **body: Any) -> None:
     status, answer, headers = await made.ask(path, **body)
-    assert (status, answer["error"]["code"]) == (503, "queue_full")
+    assert (status, answer["error"]["code"]) == (503, 503)
+    assert headers["x-tetri-error"] == "queue_full"
     assert f"all {who} are at their limits" in answer["error"]["message"]
     assert 1 <= int(headers["Retry-After"]) <= 60
 

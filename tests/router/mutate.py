@@ -14,14 +14,14 @@ PATHS = (
     *("/tetri/v1/mode", "/tetri/v1/instances/c/flip", "/tetri/v1/instances/c/drain"),
     *("/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/", "/nothing"),
     *(path for _, path, _ in PROXIED if "{" not in path),
-    *("/sleep", "/v1/realtime", "/invocations"),
+    *("/sleep", "/v1/realtime", "/load", "/openapi.json"),
 )
 METHODS = (*("POST",) * 12, "GET", "GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "CONNECT",
            "TRACE", "PRI", "post", "BREW")  # fmt: skip
 HEADERS = (
     "Content-Type: application/json", "Content-Type: multipart/form-data; boundary=x",
     "Content-Type: \xff", "X-Request-Id: mine", "X-Request-Id: " + "x" * 300, "X-Request-Id: \xe9",
-    "Connection: close", "Connection: keep-alive", "Connection: upgrade, x-tetri-sla",
+    "Connection: close", "Connection: keep-alive", "Connection: upgrade, x-custom",
     "Expect: 100-continue", "Expect: 200-what", "Upgrade: websocket", "Upgrade: h2c",
     "Accept: text/html", "TE: trailers",
     "Transfer-Encoding: chunked", "Transfer-Encoding: gzip, chunked", "Transfer-Encoding: \x0b",
@@ -29,8 +29,9 @@ HEADERS = (
     "Content-Length: 0", "Content-Length: 5", "Content-Length: -1", "Content-Length: 1e3",
     "Content-Length: 99999999999999999999999", "Content-Length: 4, 4", "Host: other", "Host:",
     "Authorization: Bearer x", "Authorization: Bearer", "Cookie: " + "a=b; " * 100, " folded: x",
-    "no colon", ": no name", "x-tetri-sla: gold", "X: " + "y" * 9000, "Range: bytes=0-1",
-    "Sec-WebSocket-Key1: x", "traceparent: \x7f", "X-Session-ID: a\tb",
+    "no colon", ": no name", "x-custom: gold", "X: " + "y" * 9000, "Range: bytes=0-1",
+    "Origin: http://x", "Access-Control-Request-Method: POST", "Sec-WebSocket-Key1: x",
+    "traceparent: \x7f", "X-Session-ID: a\tb",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 10**9, 2**63, 2**64, 10**30, -(10**30), 0.5, 1e308, 1e-300,
@@ -98,6 +99,7 @@ def request(rng: Random) -> bytes:
                            path + "#x", "", "/v1/responses/" + "%20" * 90))  # fmt: skip
     lines = [f"{rng.choice(METHODS)} {path} HTTP/{rng.choice(('1.1',) * 9 + ('1.0', '2.0', '9'))}"]
     lines += [] if rng.random() < 0.03 else ["Host: x"]
+    lines += [] if rng.random() < 0.1 else ["Content-Type: application/json"]
     lines += rng.choices(HEADERS, k=rng.choice((0, 0, 0, 1, 1, 2, 4, 120)))
     if rng.random() < 0.9:
         lines.append(f"Content-Length: {len(raw) + (rng.random() < 0.1) * rng.randrange(-9, 9)}")

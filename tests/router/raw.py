@@ -39,6 +39,7 @@ CLOSED = Answer(0, {}, b"")
 
 
 def post(body: bytes, *, path: str = "/v1/completions", more: str = "") -> bytes:
+    more += "Content-Type: application/json\r\n"
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n"
     return head.encode("utf-8", "surrogateescape") + body
 

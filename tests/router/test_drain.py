@@ -137,6 +137,19 @@ async def test_the_command_waits_and_says_what_happens(capsys: pytest.CaptureFix
         assert await made.command("drain", "p2", "--force") == 0
 
 
+async def test_the_command_asks_an_instance_for_its_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with cluster(*four()) as made:
+        assert await made.command("drain", made["p1"].url) == 0
+        assert "p1 has left" in capsys.readouterr().out
+        made["d1"].id = None  # type: ignore[assignment]
+        assert await made.command("drain", made["d1"].url) == 1
+        assert f"{made['d1'].url} is no instance" in capsys.readouterr().err
+        assert await made.command("drain", "http://127.0.0.1:1") == 1
+        assert "no instance answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
 async def test_the_command_says_when_an_instance_died_instead(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

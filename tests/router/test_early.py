@@ -12,6 +12,7 @@ from aiohttp import web
 
 from tests.router.fakes import Cluster, FakeInstance, Handler, cluster, eventually, full, trio
 from tests.router.writers import (
+    CACHED_TOKENS,
     CHAT,
     COMPLETION,
     PATHS,
@@ -64,6 +65,7 @@ async def test_the_second_leg_is_open_before_the_first_answers(path: str, stream
         assert leg.is_early
         assert leg.prior_output is None
         assert leg.predicted == PREDICTED
+        assert leg.cached_tokens == CACHED_TOKENS
         release.set()
         if stream:
             assert await text_of(asking) == "".join(TEXTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Any
 
 import aiohttp
@@ -14,11 +15,15 @@ from tests.router.fakes import (
     Cluster,
     FakeInstance,
     answer_500,
+    begin,
+    both,
     cluster,
     door,
     eventually,
     hang,
     hang_up,
+    held_back,
+    let_go,
     pair,
     trio,
 )
@@ -89,6 +94,44 @@ async def test_an_instance_that_does_not_answer_is_504() -> None:
 
         assert (status, answer["error"]["code"]) == (504, 504)
         await eventually(lambda: made["p"].aborted == 1 and made["p"].cancelled)
+
+
+async def test_a_router_that_is_too_busy_to_listen_takes_no_instance_for_silent() -> None:
+    async with cluster(*pair()) as made:
+        time.sleep(1.1)  # noqa: ASYNC251 - as a burst does; `silent_after_s` is 1.0
+        assert made.scheduler.placer.models()
+        assert (await made.ask())[0] == 200
+
+
+async def keep_alive(
+    fake: FakeInstance, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """The request is in a queue; a stream has begun (vLLM's --sse-keep-alive-interval)."""
+    if not body.get("stream"):
+        await fake.chunk_gate.wait()
+        return await fake.answer(request, body)
+    stream = await begin_stream(request)
+    while not fake.chunk_gate.is_set():
+        await stream.write(b": keep-alive\n\n")
+        await asyncio.sleep(0.05)
+    await stream.write(b"data: [DONE]\n\n")
+    return stream
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_time_in_the_queue_of_an_instance_that_works_is_no_silence(is_streamed: bool) -> None:
+    first_byte_s = 0.4
+    async with cluster(*held_back(both()), first_byte_s=first_byte_s) as made:
+        made["b"].handler = keep_alive
+        (asking,), since_s = await begin(made, 1, stream=is_streamed), time.monotonic()
+        while time.monotonic() - since_s < 3 * first_byte_s:
+            await made.report("b", prompt_tokens_done=made["b"].load.prompt_tokens_done + 1)
+        assert not asking.done()
+        if not is_streamed:
+            let_go(made["b"])
+        status, answer, _ = await asking  # from here on it makes no progress
+        assert status == 504 if is_streamed else 200
+        assert not is_streamed or "computed nothing" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("part", [b"", b'data: {"cho'])

@@ -21,6 +21,7 @@ from tests.router.fakes import (
 )
 from tests.router.scripts import Script, event
 from tests.router.writers import (
+    CACHED_TOKENS,
     CHAT,
     COMPLETION,
     PATHS,
@@ -103,6 +104,7 @@ async def test_the_second_leg_carries_token_and_prompt_ids(path: str) -> None:
         leg = made["d1"].leg()
         assert isinstance(leg, DecodeParams)
         assert leg.prior_output == PriorOutput([100])
+        assert leg.cached_tokens == CACHED_TOKENS
         if path == CHAT:
             assert body["kv_transfer_params"]["prompt_token_ids"] == [5, 6, 7]
             assert body["messages"] == body_of(path)["messages"]
@@ -209,6 +211,22 @@ async def test_a_first_token_that_is_the_last_starts_no_second_leg(
             assert await metric(made, "tetri_transfers_cancelled_total") == 0
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_instances_that_count_tokens_in_every_stream_count_here_too(path: str) -> None:
+    handler = prefill(is_final=True, finish_reason="stop", texts=("Ab",), counts_each=True)
+    async with cluster(*trio(handler, continuation)) as made:
+        raw, _ = await stream_of(made, path)  # the client asks for no usage
+        events = [json.loads(each[6:]) for each in raw.split(b"\n\n")[:-2]]
+        counts = [each["usage"]["completion_tokens"] for each in events]
+        assert counts == ([0, 1, 1] if path == CHAT else [1, 1])
+        assert events[-1]["choices"] == []
+
+    async with cluster(*trio(prefill(counts_each=True), continuation)) as made:
+        raw, _ = await stream_of(made, path)
+        events = [json.loads(each[6:]) for each in raw.split(b"\n\n")[: 2 if path == CHAT else 1]]
+        assert [each["usage"]["completion_tokens"] for each in events] == [0, 1][-len(events) :]
+
+
 @pytest.mark.parametrize("options", [{"tools": [{}]}, {"n": 2}])
 async def test_an_ending_first_token_that_cannot_be_the_answer_is_served_whole(
     options: dict[str, Any],
@@ -240,11 +258,12 @@ async def test_the_prefill_instance_goes_on_when_there_is_no_other() -> None:
         assert len(made["p"].calls) == 2
 
 
-async def test_without_a_taker_for_the_kv_an_instance_goes_on_behind_the_token() -> None:
+async def test_without_a_taker_for_the_kv_the_prefill_instance_goes_on() -> None:
     async with cluster(*trio(prefill(decode_name=""), continuation)) as made:
         seen, _ = await stream_of(made, COMPLETION)
         assert pieces(seen) == list(TEXTS)
-        (call,) = [*made["d1"].calls, *made["d2"].calls]
+        assert [*made["d1"].calls, *made["d2"].calls] == []
+        _, call = made["p"].calls
         leg = from_params(call[1]["kv_transfer_params"])
         assert leg == DecodeParams("", "d1", PriorOutput([100]))  # type: ignore[arg-type]
         assert await metric(made, 'tetri_first_tokens_total{how="early"}') == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from tests.router.fakes import (
     pair,
     refused,
 )
+from vllm_tetri import logs
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy import overload
 from vllm_tetri.router.table import RequestTable
@@ -39,6 +41,31 @@ async def test_a_full_instance_leads_to_the_next_and_all_full_to_503() -> None:
         let_go(p1, p2)
         assert [status for status, *_ in await asyncio.gather(*tasks)] == [200] * 4
         assert (await made.ask())[0] == 200
+
+
+async def test_a_limit_is_logged_when_it_takes_effect_and_when_it_has_none(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "QUIET_S", 0.3)
+    caplog.set_level(logging.INFO, "vllm_tetri")
+
+    def said() -> list[str]:
+        return [each.message for each in caplog.records if "--max-in-flight" in each.message]
+
+    (both,) = held_back(FakeInstance("b", Role.BOTH))
+    async with cluster(both, max_in_flight_each=1) as made:
+        (asking,) = await begin(made, 1)
+        assert said() == []
+        for _ in range(5):
+            assert (await made.ask())[0] == 503
+        assert len(said()) == 1
+        assert "b cannot take more; new requests go elsewhere or get 503" in said()[0]
+        await eventually(lambda: len(said()) == 2)
+        assert "affected 5 requests" in said()[1]
+        assert (await made.ask())[0] == 503
+        assert len(said()) == 3
+        let_go(both)
+        assert (await asking)[0] == 200
 
 
 async def test_decode_instances_are_bounded_too() -> None:
@@ -91,7 +118,7 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overload, "PATIENCE_S", 0.2)
-    async with cluster(*pair(), mode=mode) as made:
+    async with cluster(*pair(), mode=mode, max_queue_delay_s=2.0) as made:
         for name in ("p", "d"):
             made.scheduler.placer.backlogs.record_prompt(made[name].id, 1000, sent_s=0.0, now=1.0)
             await made.report(name, queued_prefill_tokens=9000, waiting=20)
@@ -99,8 +126,8 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
         assert status == 200  # it may be a burst
         while (found := await made.ask())[0] == 200:
             assert time.monotonic() - since_s < 10
-        status, answer, headers = found
-        assert (status, answer["error"]["code"]) == (503, "queue_full")
+        status, _, headers = found
+        assert (status, headers["x-tetri-error"]) == (503, "queue_full")
         assert 2 <= int(headers["Retry-After"]) <= 60  # the queue, as fast as it was so far
         for path in ("/v1/embeddings", "/v1/responses"):
             assert (await made.ask(path))[0] == 503

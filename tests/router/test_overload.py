@@ -6,9 +6,11 @@ import asyncio
 from collections import Counter
 
 import aiohttp
+import pytest
 
 from tests.router.fakes import Cluster, cluster, eventually, held_back, let_go, pair
 from vllm_tetri.router.auth import Limits
+from vllm_tetri.types import Mode
 
 KEYS = ("greedy", "modest")
 MOST = 40
@@ -44,10 +46,25 @@ async def ask(made: Cluster, client: aiohttp.ClientSession, number: int) -> tupl
         return key, response.status
 
 
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_by_default_every_request_waits_for_its_response(mode: Mode) -> None:
+    """As with stock vLLM: neither number, nor tokens, nor time in the queue lead to a refusal."""
+    instances = held_back(*pair())
+    async with cluster(*instances, keys=KEYS, mode=mode) as made:
+        for name in ("p", "d"):
+            made.scheduler.placer.backlogs.record_prompt(made[name].id, 100, sent_s=0.0, now=1.0)
+            await made.report(name, queued_prefill_tokens=10**9, waiting=10**6)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            tasks = [asyncio.create_task(ask(made, client, n)) for n in range(200)]
+            await eventually(lambda: len(made.scheduler.table) == 200)
+            let_go(*instances)
+            assert {status for _, status in await asyncio.gather(*tasks)} == {200}
+
+
 async def test_ten_times_too_much_is_refused_at_once_and_leaves_nothing() -> None:
     instances = held_back(*pair())
     limits = Limits(connections=10 * MOST + 10)
-    async with cluster(*instances, keys=KEYS, limits=limits, max_in_flight=MOST) as made:
+    async with cluster(*instances, keys=KEYS, limits=limits, max_in_flight_each=MOST // 2) as made:
         before = len(asyncio.all_tasks())
         sizes = Sizes(made)
         connector = aiohttp.TCPConnector(limit=0)

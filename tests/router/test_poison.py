@@ -49,7 +49,7 @@ async def test_a_request_that_two_engines_crashed_with_is_refused() -> None:
     assert await poison.refusal(request())
     with pytest.raises(Refusal, match="2 engines crashed") as refused:
         poison.check(request())
-    assert (refused.value.status, refused.value.code) == (500, "poison_request")
+    assert (refused.value.status, refused.value.kind) == (500, "poison_request")
     for other in (request("y"), request(path="/v1/chat/completions")):
         poison.check(other)
         assert await poison.refusal(other) is None

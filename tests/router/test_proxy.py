@@ -170,9 +170,9 @@ async def test_a_full_instance_is_passed_over_and_all_full_is_503() -> None:
         made["b1"].handler = fails(503, BUSY)
         assert (await ask(made, "/v1/messages"))[1] == b'{ "by": "b2" }'
         made["b2"].handler = fails(503, BUSY)
-        status, answer, headers = await ask(made, "/v1/messages")
+        status, _, headers = await ask(made, "/v1/messages")
         assert (status, headers["Retry-After"]) == (503, "1")
-        assert json.loads(answer)["error"]["code"] == "queue_full"
+        assert headers["x-tetri-error"] == "queue_full"
 
 
 async def test_requests_at_the_same_moment_spread_over_instances() -> None:
@@ -235,6 +235,26 @@ async def test_a_client_cannot_set_our_parameters(forged: dict[str, Any]) -> Non
             seen = made["b"].calls[-1]
             assert b"evil" not in seen.raw
             assert b"token_ids" in seen.raw
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions/batch"])
+async def test_token_ids_of_the_prompt_reach_the_instance_as_in_vllm(path: str) -> None:
+    given = {"prompt_token_ids": [1, 2], "tetri": "evil"}
+    async with cluster(FakeInstance("p", Role.PREFILL, decode="d"), *named("d")) as made:
+        await ask(made, path, model="tiny", messages=[], kv_transfer_params=given)
+        seen = [each.body["kv_transfer_params"] for name in "pd" for each in made[name].calls]
+        assert len(seen) == (1 if path.endswith("batch") else 2)
+        assert all(each["prompt_token_ids"] == [1, 2] for each in seen)
+        assert "evil" not in str(seen)
+
+
+async def test_stream_options_of_what_is_no_stream_are_for_an_instance_to_refuse() -> None:
+    async with cluster(FakeInstance("p", Role.PREFILL, decode="d"), *named("d")) as made:
+        options = {"include_usage": True}
+        for more in ({}, {"stream": False}):
+            await ask(made, "/v1/completions", prompt="x", stream_options=options, **more)
+            assert made["d"].calls[-1].body["stream_options"] == options
+        assert made["p"].calls == []
 
 
 async def test_a_route_that_instances_do_not_have_says_so() -> None:

@@ -40,7 +40,7 @@ from tests.router.writers import (
 )
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.router import relay as relay_module
-from vllm_tetri.router import retry
+from vllm_tetri.router import retry, scheduler
 from vllm_tetri.types import Mode, Role
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -136,7 +136,7 @@ async def test_a_request_is_refused_after_the_second_crash() -> None:
     fakes[2].handler = writer(2)
     async with cluster(*fakes) as made:
         raw, _ = await stream_of(made, COMPLETION)
-        assert b'"code":"poison_request"' in raw
+        assert b"engines crashed while they had this request" in raw
         assert b"DONE" not in raw
         text = b"".join(
             json.loads(each[6:])["choices"][0]["text"].encode()
@@ -147,8 +147,8 @@ async def test_a_request_is_refused_after_the_second_crash() -> None:
         assert not [call for call in made["p"].calls if call[1].get("stream")]
         assert await metric(made, "tetri_poison_requests_total") == 1
 
-        status, answer, _ = await made.ask(**body_of(COMPLETION, stream=True))
-        assert (status, answer["error"]["code"]) == (500, "poison_request")
+        status, answer, headers = await made.ask(**body_of(COMPLETION, stream=True))
+        assert (status, headers["x-tetri-error"]) == (500, "poison_request")
         assert answer["error"]["type"] == "InternalServerError"
         assert await metric(made, "tetri_poison_requests_refused_total") == 1
         assert (await made.ask(prompt="another"))[0] == 200
@@ -500,6 +500,25 @@ async def test_a_death_before_the_first_byte_is_hidden(stream: bool) -> None:
             assert (await made.ask())[0] == 200
         assert await metric(made, "tetri_retries_total") == 1
         await eventually(lambda: len(made.scheduler.poison.crashes) == 0)  # it was answered
+
+
+async def test_instances_that_were_silent_and_report_again_have_not_crashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "GIVE_UP_AFTER", 1)
+
+    async def starves(fake: FakeInstance, *_: Any) -> web.StreamResponse:
+        fake.speaks.clear()
+        fake.is_healthy = False
+        asyncio.get_running_loop().call_later(1.3, fake.speaks.set)  # it is given up after 1 s
+        return await hang()
+
+    both = [FakeInstance(name, Role.BOTH) for name in "ab"]
+    both[0].handler = both[1].handler = starves
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        _, _, headers = await made.ask()
+        assert headers.get("x-tetri-error") != "poison_request"
+        assert await metric(made, "tetri_crashes_with_request_total") == 0
 
 
 async def leaves(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,49 @@ from vllm_tetri.types import InstanceId, Role
 
 D2 = InstanceId("d2")
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("ends_at_once", [False, True])
+async def test_sigterm_lets_requests_end_and_a_second_one_does_not(ends_at_once: bool) -> None:
+    control, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+    words = [sys.executable, "-P", "-m", "vllm_tetri.cli", "router", "--control", control]
+    url, one = f"http://127.0.0.1:{port}", FakeInstance("b", Role.BOTH)
+    await one.start(control)
+    one.chunk_gate.clear()
+
+    async def status() -> int:
+        try:
+            async with client.get(url + "/health") as response:
+                return response.status
+        except aiohttp.ClientConnectionError:
+            return 0
+
+    async def until_status(wanted: int) -> None:
+        async with asyncio.timeout(20):
+            while await status() != wanted:
+                await asyncio.sleep(0.02)
+
+    words += ["--port", str(port)]
+    router = await asyncio.to_thread(partial(subprocess.Popen, words, cwd=ROOT))
+    try:
+        async with aiohttp.ClientSession() as client:
+            await until_status(200)
+            body = {"model": "tiny", "prompt": "hello", "stream": True}
+            async with client.post(url + "/v1/completions", json=body) as response:
+                assert await response.content.readline() == b'data: {"index": 0}\n'
+                router.send_signal(signal.SIGTERM)
+                await until_status(0)
+                if ends_at_once:
+                    router.send_signal(signal.SIGTERM)
+                    assert await asyncio.to_thread(router.wait, 5) == -signal.SIGTERM
+                else:
+                    one.chunk_gate.set()
+                    assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
+                    assert await asyncio.to_thread(router.wait, 5) == 0
+    finally:
+        router.kill()
+        router.wait()
+        await one.close()
 
 
 @dataclass
@@ -55,7 +100,7 @@ def instances() -> list[FakeInstance]:
         FakeInstance("d2", Role.DECODE),
     ]
     for each in made:
-        each.abilities["num_routers"] = 2  # type: ignore[assignment]
+        each.abilities["num_routers"] = 2
     return made
 
 

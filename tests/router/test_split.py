@@ -93,6 +93,19 @@ async def test_what_cannot_be_split_goes_to_one_instance_unchanged(body: dict[st
         assert made["d"].calls[0][1] == {"model": "tiny", "prompt": "hello", **body}
 
 
+@pytest.mark.parametrize(("num_tokens", "is_split"), [(100, True), (125, True), (126, False)])
+async def test_a_prompt_that_no_arena_holds_is_not_split(num_tokens: int, is_split: bool) -> None:
+    """A prompt that is but a little too long is split: the prefill instance knows its length."""
+    small, large = FakeInstance("small", Role.DECODE), FakeInstance("d", Role.DECODE)
+    small.abilities["arena_tokens"], large.abilities["arena_tokens"] = 5, 100
+    async with cluster(*pair()[:1], small, large) as made:
+        _, answer, headers = await made.ask(prompt=list(range(num_tokens)))
+
+        assert bool(made["p"].calls) is is_split
+        assert (answer["kind"] == "whole") is not is_split
+        assert headers["x-tetri-decode"] in ("d", "small")
+
+
 async def test_a_single_instance_serves_the_request_whole() -> None:
     async with cluster(FakeInstance("b", Role.BOTH)) as made:
         status, answer, headers = await made.ask()

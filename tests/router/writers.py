@@ -12,6 +12,7 @@ from aiohttp import web
 from tests.router.fakes import Cluster, FakeInstance, Handler, hang, trio
 from tests.router.scripts import CHAT, PROMPT_IDS, Script
 from vllm_tetri.handover import (
+    USAGE_HEADER,
     DecodeParams,
     Prefilled,
     PrefillParams,
@@ -26,6 +27,7 @@ COMPLETION = "/v1/completions"
 PATHS = [COMPLETION, CHAT]
 TEXTS = ("Ab", " cd", "", "é", ' "x\\', "\n", "日", " end")
 PREDICTED = Prediction(1, 5, 200)
+CACHED_TOKENS = 2
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
@@ -148,9 +150,10 @@ def prefilled(
     said = Prefilled(
         TransferId(leg.transfer + attempt), InstanceId("" if is_final else decode), 3, "d1",
         1 + is_early, "why", PriorOutput(script.token_ids[:1], logprobs), is_final,
-        [] if is_final else PROMPT_IDS, PREDICTED if is_early else None,
+        [] if is_final else PROMPT_IDS, PREDICTED if is_early else None, CACHED_TOKENS,
     )  # fmt: skip
-    return web.json_response(first.whole(**to_params(said)))
+    headers = {USAGE_HEADER: "1"} if first.counts_each else None
+    return web.json_response(first.whole(**to_params(said)), headers=headers)
 
 
 def prefill(
@@ -165,7 +168,7 @@ def prefill(
             return await continuation(fake, request, body)
         if release is not None:
             assert fake.agent is not None
-            ending = PrefillEnding(leg.transfer, "d1", PROMPT_IDS)
+            ending = PrefillEnding(leg.transfer, "d1", PROMPT_IDS, CACHED_TOKENS)
             fake.agent.publish(
                 Dispatched(leg.request, leg.transfer, InstanceId("d1"), "test", PREDICTED, ending)
             )

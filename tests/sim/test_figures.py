@@ -21,7 +21,7 @@ def test_refused_requests_count_as_not_good_and_have_no_times() -> None:
 
     found = figures([], Objective(1.0, 0.1), refused)
 
-    assert (found["good"], found["goodput"]) == (0.0, 0.0)
+    assert (found["good"], found["good_per_s"]) == (0.0, 0.0)
     assert (found["refused"], found["requests"]) == (2, 2)
     assert math.isnan(found["ttft_mean_s"])
 
@@ -33,7 +33,7 @@ def test_figures_count_what_is_within_the_slo() -> None:
 
     # Times per token 1.1105, 1.11 and none; the last prompt takes 1.64 s.
     assert found["good"] == pytest.approx(1 / 3)
-    assert found["goodput"] == pytest.approx(1 / 21.64)
+    assert found["good_per_s"] == pytest.approx(1 / 21.64)
     assert found["ttft_mean_s"] == pytest.approx((1.1 + 1.1 + 1.64) / 3)
     assert found["itl_max_s"] == pytest.approx(1.111)
     assert found["itl_p50_s"] == pytest.approx(1.11)

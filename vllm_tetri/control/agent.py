@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Protocol, TypeVar, assert_never
 
 import zmq
@@ -121,12 +122,14 @@ class Agent:
         self._gone: TTLCache[str, None] = TTLCache(_MAX_GONE * max(1, len(routers)), _GONE_S)
         self._leaving, self._verdict = Leaving(self.roles.expected), Verdict.STAY
         self._outbox: deque[messages.Dispatched] = deque()
+        self._described: InstanceInfo | None = None  # not yet told
         self._views = ViewStore()
         self._logged: set[str] = set()
         self.num_flips = 0  # roles taken since the start
         self.dropped_messages = 0  # malformed frames, and messages that found their queue full
         self._load, self._seq, self._reported_s = InstanceLoad(), 0, _NEVER_S
-        self._is_polled = False
+        self._is_polled = self._was_ordered = False  # the latter: to drain, by a router
+        self._leave_by_s = inf  # goes before the deadline of a router's order
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards the life of _wake, _thread and counters
         self._wake = -1
@@ -157,6 +160,16 @@ class Agent:
             self.wake_up()
         else:
             self._count_drop()
+
+    def leave(self, deadline_s: float) -> None:
+        """Drain and leave within `deadline_s`, whatever routers order. It takes no lock, so a
+        signal handler may call it; the thread sees it within a report period."""
+        self._leave_by_s = time.monotonic() + deadline_s
+
+    def describe(self, info: InstanceInfo) -> None:
+        """Introduce the instance anew to every router: something else than its role changed."""
+        self._described = info
+        self.wake_up()
 
     def close(self) -> None:
         """Send `Goodbye` to every router and stop the thread. Idempotent."""
@@ -191,11 +204,13 @@ class Agent:
             for index, address in enumerate(self._routers):
                 self._links.append(RouterLink(context, address, self._curve, index))
             self._loop()
-            was_asked = self._verdict is not Verdict.STAY
+            is_drained = self._verdict is not Verdict.STAY
             cut_off = self._read_unfinished(Role.BOTH) if self._verdict is Verdict.CUT_OFF else ""
-            if was_asked:
+            if is_drained:
                 _log.info("%s leaves the cluster; cut off: %s", self._info.id, cut_off or "nothing")
-            self._send_all(messages.Goodbye(self._info.id, was_asked, cut_off))
+            self._send_all(
+                messages.Goodbye(self._info.id, is_drained and self._was_ordered, cut_off)
+            )
         except Exception:
             _log.exception("the control agent of %s died", self._info.id)
         finally:
@@ -215,7 +230,9 @@ class Agent:
             poller.register(link.socket, zmq.POLLIN)
             poller.register(link.events, zmq.POLLIN)
         while not self._stop.is_set() and self._verdict is Verdict.STAY:
-            since_s = time.monotonic() - self._reported_s
+            since_s = (now := time.monotonic()) - self._reported_s
+            if self._leave_by_s < inf:
+                self._leaving.ask(self._leave_by_s - now, now)
             if since_s >= (self._period_s / 2 if self._is_polled else self._late_s):
                 self._report()
                 since_s = 0.0
@@ -232,6 +249,9 @@ class Agent:
             while self._outbox:
                 if not self._send_all(self._outbox.popleft()):
                     self._count_drop()
+            if self._described is not None:
+                self._info, self._described = replace(self._described, role=self._info.role), None
+                self._send_all(messages.Hello(self._info))
             if not self.roles.is_steady:
                 self._continue_flip()
             if self._leaving.is_asked:
@@ -335,6 +355,7 @@ class Agent:
                 if not self._views.observe(link.index, message, now):
                     self._send_hello(link)  # its view got lost: a router sends one after this
             case messages.Drain(deadline_s=deadline_s):
+                self._was_ordered = True
                 self._leaving.ask(deadline_s, now)
             case messages.FlipRole():
                 self.roles.obey(message, now)

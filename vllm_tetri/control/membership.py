@@ -13,6 +13,7 @@ from vllm_tetri.control.view import GONE_AFTER_S
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.messages import Drain, Flipped, FlipRole, Goodbye, LoadReport
 from vllm_tetri.types import (
+    Adapter,
     Flip,
     FlipStage,
     InstanceId,
@@ -121,7 +122,8 @@ class Membership:
             self.names.pop(known.sender, None)
             if self.is_known(info):
                 member = known
-                member.info, member.sender, member.heard_s = info, sender, now
+                member.info = replace(info, adapters=known.info.adapters)
+                member.sender, member.heard_s = sender, now
             elif known.sender != sender:
                 replaced = known.sender
                 self.replaced[replaced] = None
@@ -218,6 +220,13 @@ class Membership:
         if self.is_known(info):
             self._members[info.id].is_ready = True
 
+    def record_adapters(self, info: InstanceInfo, adapters: dict[str, Adapter]) -> None:
+        """Record which LoRA adapters it has; ignored for a process that is no member."""
+        if self.is_known(info) and self._members[info.id].info.adapters != adapters:
+            member = self._members[info.id]
+            member.info = replace(member.info, adapters=adapters)
+            self.roster += 1
+
     def is_ready(self, info: InstanceInfo) -> bool:
         return self.is_known(info) and self._members[info.id].is_ready
 
@@ -271,6 +280,7 @@ def _check(info: InstanceInfo) -> None:
         raise ProtocolError(f"{info.id}: KV endpoint {info.kv_endpoint[:80]!r} is not HOST:PORT")
     if not 0 < info.block_size < _MOST_TOKENS or not 0 < info.max_model_len < _MOST_TOKENS:
         raise ProtocolError(f"{info.id}: blocks and models have 1 to {_MOST_TOKENS} tokens")
-    texts = [*info.models, info.version, info.device, *info.identity, *info.identity.values()]
+    texts = [*info.models, info.version, info.device, info.checkpoint]
+    texts += [*info.identity, *info.identity.values()]
     if len(texts) > _MAX_FACTS or max(map(len, texts)) > _MAX_URL:
         raise ProtocolError(f"{info.id}: its description exceeds {_MAX_FACTS} texts of {_MAX_URL}")

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from vllm_tetri import messages
-from vllm_tetri.config import control_host, require_guarded
+from vllm_tetri.config import control_host, require_guarded, require_reachable
 from vllm_tetri.control.membership import Membership
 from vllm_tetri.control.view import row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
@@ -115,10 +115,14 @@ class Monitor:
 
     def view(self) -> ClusterView:
         """Every instance that is not gone, as of now."""
-        return ClusterView(self._name, self._seq, self.members.views(time.monotonic()))
+        return ClusterView(self._name, self._seq, self.members.views(self._heard_until_s()))
 
     def view_of(self, instance: InstanceId) -> InstanceView | None:
-        return self.members.view_of(instance, time.monotonic())
+        return self.members.view_of(instance, self._heard_until_s())
+
+    def _heard_until_s(self) -> float:
+        """Return the time, or that of the overdue tick of a loop that is too busy to receive."""
+        return min(time.monotonic(), self._due_s)
 
     def order_drain(self, instance: InstanceId, deadline_s: float | None) -> None:
         """Tell a member to finish its requests and leave within `deadline_s`, or KeyError."""
@@ -201,28 +205,28 @@ class Monitor:
         for _ in range(_MAX_DRAIN):
             if self._socket is None or not is_readable(self._socket):
                 return
-            parts = self._socket.recv_multipart()
+            parts = self._socket.recv_multipart(copy=False)
             try:
                 if len(parts) != 2:
                     raise ProtocolError(f"{len(parts) - 1} parts instead of one")
-                message = messages.decode_to_router(parts[1])
+                message = messages.decode_to_router(parts[1].bytes)
             except ProtocolError as error:
                 self._drop(str(error))
             else:
-                self._take(parts[0], message)
+                self._take(parts[0].bytes, message, str(parts[1].get("Peer-Address")))
         asyncio.get_running_loop().call_soon(self._drain)
 
-    def _take(self, sender: bytes, message: messages.ToRouter) -> None:
+    def _take(self, sender: bytes, message: messages.ToRouter, peer: str) -> None:
         self.counters.received[type(message).__name__] += 1
         match message:
             case messages.Hello(info=info):
-                self._on_hello(sender, info)
+                self._on_hello(sender, info, peer)
             case messages.LoadReport():
                 self._on_report(sender, message)
             case messages.Flipped():
                 self._on_flipped(sender, message)
             case messages.Goodbye(instance=instance, cut_off=cut_off):
-                if self.members.left(sender, message) and message.was_asked:
+                if self.members.left(sender, message):
                     _log.info("%s has left; cut off: %s", instance, cut_off or "nothing")
                     if cut_off:
                         self._router.on_cut_off(instance)
@@ -232,8 +236,9 @@ class Monitor:
                 else:
                     self._ask_for_hello(sender)
 
-    def _on_hello(self, sender: bytes, info: InstanceInfo) -> None:
+    def _on_hello(self, sender: bytes, info: InstanceInfo, peer: str) -> None:
         try:
+            require_reachable(info.id, info.url, peer)
             replaced = self.members.join(sender, info, time.monotonic())
         except ProtocolError as error:
             self._drop(str(error))

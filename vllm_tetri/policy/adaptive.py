@@ -149,8 +149,12 @@ class PriceCandidates:
         spares_decode: bool = False,
     ) -> None:
         self._state, self._rng, self._all = state, rng, rows
-        self._prefill = [row for row in rows if row.role is not Role.DECODE or not spares_decode]
-        self._decode = [row for row in rows if row.role is not Role.PREFILL or not spares_prefill]
+
+        def able(spared: Role | None) -> list[InstanceRow]:
+            return [row for row in rows if row.role is not spared or row.alone]
+
+        self._prefill = able(Role.DECODE if spares_decode else None)
+        self._decode = able(Role.PREFILL if spares_prefill else None)
         if len(self._prefill) > _ALL:
             self._prefill.sort(key=lambda row: ttft_s(row, usual.prompt_tokens))
         if len(self._decode) > _ALL:

@@ -183,9 +183,9 @@ ReadRunning = Callable[[], Collection[RequestView]]
 
 class DecodeGate:
     """Decides which waiting requests enter the decode batch of one engine. `end` of a predicted
-    bucket is reserved. The first request that is refused shuts the gate for the step (`is_shut`):
-    requests after it stay in the queue, and received KV stays in the arena. Owner: the engine
-    thread."""
+    bucket is reserved, and room for `draft_tokens` after it. The first request that is refused
+    shuts the gate for the step (`is_shut`): requests after it stay in the queue, and received KV
+    stays in the arena. Owner: the engine thread."""
 
     def __init__(
         self,
@@ -195,8 +195,10 @@ class DecodeGate:
         lengths: OutputLengths,
         block_size: int,
         total_blocks: int,
+        draft_tokens: int = 0,
     ) -> None:
         self.admission = Admission(policy, block_size=block_size, total_blocks=total_blocks)
+        self._draft_tokens = draft_tokens
         self._end = end
         self._lengths = lengths
         self._block_size = block_size
@@ -249,11 +251,11 @@ class DecodeGate:
         self.admission.begin(max(0, free_blocks), snapshot)
 
     def _remaining_tokens(self, request: RequestView, has_missing: bool) -> int:
-        """Steps to the end of its output: a token each, and what is computed before."""
+        """Steps to the end of its output: a token each, what is computed before, and drafts."""
         produced_tokens = request.num_output_tokens + request.num_output_placeholders
         total = self._lengths.total_tokens(request, self._end, produced_tokens=produced_tokens)
         steps = -(-self._missing_tokens // self._tokens_per_step) if has_missing else 0
-        return total - produced_tokens + steps
+        return total - produced_tokens + steps + self._draft_tokens
 
     def admit(self, request: RequestView, missing_tokens: int) -> bool:
         """Whether the next request may enter now. Its `missing_tokens` are neither computed nor

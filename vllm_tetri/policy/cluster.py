@@ -69,6 +69,8 @@ class InstanceRow:
         self.device = info.device
         self.kv_endpoint = info.kv_endpoint
         self.block_size = max(1, info.block_size)
+        self.arena_tokens = info.arena_tokens
+        self.alone = info.alone  # why it exchanges no KV with others; its role means nothing then
         self.key = key  # a small number, equal where KV may travel
         self.cost, self.prompt_share = cost, share  # the share of its time that prompts take
         self.reported_s = now - view.age_s
@@ -132,6 +134,7 @@ class ClusterTable:
     def __init__(self, view: ClusterView, at_s: float, rows: Sequence[InstanceRow]) -> None:
         self.view, self.at_s = view, at_s
         self.by_id = {row.id: row for row in rows}
+        self.least_arena_tokens = min((row.arena_tokens for row in rows), default=0)
         self.by_model: dict[str, list[InstanceRow]] = {}
         self.devices: dict[str, list[InstanceRow]] = {}
         self._takers: dict[tuple[int, bool], Takers] = {}
@@ -139,7 +142,7 @@ class ClusterTable:
         for row in rows:
             if row.device:
                 self.devices.setdefault(row.device, []).append(row)
-            for model in row.view.info.models:
+            for model in row.view.info.names:
                 self.by_model.setdefault(model, []).append(row)
         for together in self.devices.values():
             _count_neighbours(together)

@@ -202,14 +202,16 @@ class DecodeDispatcher:
         *,
         may_wait: bool,
         anywhere: bool = False,
+        adapter: str = "",
     ) -> Dispatch | None:
-        """Choose where a request's KV goes that the `refused` instances did not take; with
-        `anywhere` by what it costs, and this instance is a choice, too. If no instance has
-        capacity and the caller retries after the next chunk (`may_wait`), returns None for up to
-        `patience_s` (paper section 3.3.4 leaves this open)."""
+        """Choose where a request's KV goes that the `refused` instances did not take, one of those
+        that have its LoRA adapter; with `anywhere` by what it costs, and this instance is a choice,
+        too. If no instance has capacity and the caller retries after the next chunk (`may_wait`),
+        returns None for up to `patience_s` (paper section 3.3.4 leaves this open)."""
         avoided = {endpoint for endpoint, until in self._avoid_until_s.items() if now < until}
         rows = self._state.table.by_id.items() if avoided else ()
         unreachable = frozenset(name for name, row in rows if row.kv_endpoint in avoided)
+        refused |= self._too_small(need) | self._without(adapter)
         dispatch = self._cheapest(need, refused | unreachable) if anywhere else None
         if dispatch is None and anywhere and not may_wait and self.me.id not in refused:
             # The prompt can stay where it is: this instance knows itself.
@@ -228,6 +230,23 @@ class DecodeDispatcher:
         if dispatch.kv_endpoint in self._avoid_until_s:  # the next ones wait for its result
             self._avoid_until_s[dispatch.kv_endpoint] = now + AVOID_S
         return dispatch
+
+    def _too_small(self, need: Need) -> frozenset[InstanceId]:
+        """Return the instances whose arena can never hold a prompt."""
+        tokens, table = need.prompt_tokens, self._state.table
+        rows = table.by_id.values() if tokens > table.least_arena_tokens else ()
+        small = {row.id for row in rows if tokens > row.arena_tokens}
+        return frozenset(small | {self.me.id} if tokens > self.me.arena_tokens else small)
+
+    def _without(self, adapter: str) -> frozenset[InstanceId]:
+        """Return the instances that do not have the adapter that this one has, which is not said
+        of itself before a view does."""
+        table = self._state.table.by_id if adapter else {}
+        found = {name: row.view.info.adapters.get(adapter) for name, row in table.items()}
+        if (own := found.get(self.me.id)) is None:
+            return frozenset()
+        digests = {name: each.digest for name, each in found.items() if each is not None}
+        return frozenset(name for name in found if digests.get(name) != own.digest)
 
     def _cheapest(self, need: Need, refused: frozenset[InstanceId]) -> Dispatch | None:
         candidates = DecodeCandidates(self._state, self.me, need, refused, self._rng, anywhere=True)

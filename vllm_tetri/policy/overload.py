@@ -25,7 +25,6 @@ from vllm_tetri.types import ClusterView, InstanceId, InstanceView
 LONGEST_S = 60  # what OpenAI's client library is willing to wait
 _KEPT = 0.9  # weight of what came before, at each prompt
 _MOST_INSTANCES = 2048
-MOST_S = 2.0  # longest wait for prompts to begin in a persistent queue
 PATIENCE_S = 5.0  # above the limit for this long, a queue counts as persistent (CoDel's interval)
 _EMPTY = 0.25  # part of the allowed wait at which a persistent queue counts as empty
 _FEW = 8  # queues of fewer prompts are never limited
@@ -117,16 +116,16 @@ SHARE = 4
 RELAX_S = 60.0
 
 
-def may_begin(own: int, taken: int, limit: int, *, num_clients: int) -> bool:
+def may_begin(own: int, taken: int, limit: float, *, num_clients: int) -> bool:
     """Whether a client that has `own` requests may have one more, if all clients together have
     `taken` of at most `limit`. A single client may have everything."""
     free = limit - taken
     return free > 0 and (num_clients <= 1 or own < SHARE * free)
 
 
-def matters_from(limit: int, *, num_clients: int) -> int:
+def matters_from(limit: float, *, num_clients: int) -> float:
     """While less than this is taken, `may_begin` is true for every client."""
-    return limit if num_clients <= 1 else -(-SHARE * limit // (SHARE + 1))
+    return limit if num_clients <= 1 else SHARE * limit / (SHARE + 1)
 
 
 def may_queue(own: int, taken: int, num_clients: int) -> bool:
@@ -149,7 +148,7 @@ class SoftLimit:
         """Whether it is too old to count."""
         return now - self.at_s >= RELAX_S
 
-    def limit(self, most: int, now: float) -> int:
+    def limit(self, most: float, now: float) -> float:
         """Return the limit, of at most `most`; it grows to twice what was there."""
         grown = self.taken * (1 + max(0.0, now - self.at_s) / RELAX_S)
         return max(1, min(most, int(grown)))

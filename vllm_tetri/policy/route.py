@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from vllm_tetri.policy.cluster import InstanceRow
-from vllm_tetri.types import ClusterView, InstanceId, InstanceState, Role
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Role
 
 _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
 
@@ -55,16 +55,17 @@ def choose_route(
 ) -> Route | AllAtLimit | None:
     """Choose the least-loaded prefill instance if two instances may share the request, else one
     instance; None when there is none. Overload never sends a request to instances of another kind,
-    where it would disturb what they do. Of the `rows` that serve the model, `excluded` ones already
-    failed this request, `refused` ones just had no capacity for it, and those `at_limit` have as
-    many requests in flight as they may."""
+    where it would disturb what they do; those that exchange KV with none serve all that is not
+    split. Of the `rows` that serve the model, `excluded` ones already failed this request,
+    `refused` ones just had no capacity for it, and those `at_limit` have as many requests in flight
+    as they may."""
     ready = [row for row in rows if row.id not in excluded]
     if not ready:
         return None
     decodes = [row for row in ready if row.role is not Role.PREFILL]
     prefills = _prefills(ready, decodes) if may_split else []
     last_resort = min(_LAST_RESORT[row.role] for row in ready)
-    kind = prefills or [row for row in ready if _LAST_RESORT[row.role] == last_resort]
+    kind = prefills or [row for row in ready if _LAST_RESORT[row.role] == last_resort or row.alone]
     able = [row for row in kind if row.id not in refused and row.id not in at_limit]
     if not able:
         who = "prefill instances" if prefills else "instances that could serve it alone"
@@ -72,6 +73,7 @@ def choose_route(
     if not prefills:
         best = min(able, key=lambda row: (row.queued_tokens, row.num_requests))
         why = "no pair to split over" if may_split else "not split"
+        why = f"{why}, since {best.alone}" if best.alone else why
         return Whole(best.id, f"{why}: {best.role} with {best.queued_tokens} tokens queued")
     if all(row.id in at_limit for row in decodes):
         return AllAtLimit(tuple(row.id for row in decodes), "decode instances")
@@ -103,7 +105,7 @@ def choose_keeper(
         (_LAST_RESORT[each.info.role], each.info.id)
         for each in view.instances
         if each.state in (InstanceState.READY, InstanceState.FLIPPING)
-        and model in each.info.models
+        and model in each.info.names
         and each.info.id not in excluded
     ]
     if not keepers:
@@ -112,6 +114,45 @@ def choose_keeper(
     if keeper in at_limit:
         return AllAtLimit((keeper,), "instances that may store the output")
     return Whole(keeper, "stores outputs")
+
+
+def apart(infos: Iterable[InstanceInfo]) -> dict[InstanceId, str]:
+    """Say of every instance that differs from most of those that serve the same model why the two
+    exchange no KV, and of one that exchanges none at all why. Instances that share no model name
+    are not compared."""
+    found: dict[InstanceId, str] = {}
+    groups: dict[str, dict[frozenset[tuple[str, str]], list[InstanceInfo]]] = {}
+    for each in sorted(infos, key=lambda info: info.id):
+        if each.alone:
+            found[each.id] = f"{each.id} exchanges no KV, since {each.alone}"
+            continue
+        for name in each.models:
+            kinds = groups.setdefault(name, {})
+            kinds.setdefault(frozenset(each.identity.items()), []).append(each)
+    for kinds in groups.values():
+        usual = max(kinds.values(), key=len)
+        others = (each for kind in kinds.values() if kind is not usual for each in kind)
+        found |= {each.id: _difference(usual[0], each) for each in others}
+    return found
+
+
+def _difference(one: InstanceInfo, other: InstanceInfo) -> str:
+    pairs = {
+        key: (one.identity.get(key, "none"), other.identity.get(key, "none"))
+        for key in sorted({*one.identity, *other.identity})
+    }
+    if "weights" in pairs:  # digests alone tell an operator nothing
+        weights = zip(pairs["weights"], (one.checkpoint, other.checkpoint), strict=True)
+        first, second = (f"{digest} ({source})" for digest, source in weights)
+        pairs["weights"] = first, second
+    words = [f"{key} {_left(a, b)} and {_left(b, a)}" for key, (a, b) in pairs.items() if a != b]
+    return f"{one.id} and {other.id} exchange no KV, since they differ in {'; '.join(words)}"
+
+
+def _left(value: str, other: str) -> str:
+    """Return the parts of a list that the other one lacks, else the value itself."""
+    parts = set(other.split("; "))
+    return "; ".join(part for part in value.split("; ") if part not in parts) or value
 
 
 class Phase(StrEnum):

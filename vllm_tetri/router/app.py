@@ -18,8 +18,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from vllm_tetri.messages import FlipRole
+from vllm_tetri.policy.route import apart
+from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.merged import Merged
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
@@ -28,13 +31,28 @@ from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, Instanc
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
 
+_CORS = web.RequestKey("cors", dict[str, str])  # headers for pages of other origins
+_PREFLIGHT = "Access-Control-Request-Method"
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+
 _json = partial(web.json_bytes_response, dumps=msgspec.json.encode)
 _log = logging.getLogger(__name__)
 
 # fmt: off
 _GENERATION = (
     "/v1/messages", "/v1/chat/completions/batch", "/v1/systemone", "/cohere/v2/chat",
-    "/generative_scoring", "/inference/v1/generate",
+    "/generative_scoring", "/inference/v1/generate", "/invocations",
 )
 _POOLING = (
     "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank",
@@ -48,6 +66,7 @@ _TEXT = (
     "/v1/messages/render", "/v1/responses/render", "/cohere/v2/chat/render",
 )
 # fmt: on
+_GETS = ("/version", "/tokenizer_info", "/server_info", "/docs", "/redoc")
 _RESPONSES = "/v1/responses"
 _RESPONSE = _RESPONSES + "/{response_id:[A-Za-z0-9._:-]{1,256}}"
 _STORED = ProxyRules(is_stored=True)
@@ -57,8 +76,7 @@ PROXIED: tuple[tuple[str, str, ProxyRules], ...] = (
     *(("POST", path, ProxyRules()) for path in (*_GENERATION, *_POOLING)),
     *(("POST", path, ProxyRules(has_json=False)) for path in _AUDIO),
     *(("POST", path, ProxyRules(generates=False)) for path in _TEXT),
-    ("GET", "/version", _NO_BODY),
-    ("GET", "/tokenizer_info", _NO_BODY),
+    *(("GET", path, _NO_BODY) for path in _GETS),
     ("POST", _RESPONSES, _STORED),
     ("GET", _RESPONSE, _STORED),
     ("POST", _RESPONSE + "/cancel", _STORED),
@@ -91,16 +109,25 @@ class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.Application:
     """Build the application around a scheduler, which it starts and closes."""
     bodies = BodyReader(limits)
-    routes = _Routes(scheduler, bodies)
-    app = web.Application(middlewares=[_guard(keys, bodies)])
+    merged = Merged(scheduler.monitor, scheduler.upstream)
+    routes = _Routes(scheduler, bodies, merged)
+    guard = _guard(keys, bodies, merged, preflight=routes.serve(_NO_BODY))
+    app = web.Application(middlewares=[guard])
+    app.on_response_prepare.append(_add_cors)
     app.add_routes([
         web.post(CHAT, routes.serve(None)),
         web.post(COMPLETIONS, routes.serve(None)),
         web.get("/v1/models", routes.models),
+        web.post(LOAD, routes.adapter),
+        web.post(UNLOAD, routes.adapter),
         web.get("/health", routes.health),
+        web.get("/readyz", routes.health),
+        web.get("/livez", routes.live),
         web.get("/ping", routes.health),
         web.post("/ping", routes.health),
         web.get("/metrics", routes.metrics),
+        web.get("/load", routes.load),
+        web.get("/openapi.json", routes.openapi),
         web.get("/tetri/v1/instances", routes.instances),
         web.post("/tetri/v1/instances/{id}/drain", routes.drain),
         web.post("/tetri/v1/instances/{id}/flip", routes.flip),
@@ -124,16 +151,19 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
 
 
 class _Routes:
-    def __init__(self, scheduler: GlobalScheduler, bodies: BodyReader) -> None:
+    def __init__(self, scheduler: GlobalScheduler, bodies: BodyReader, merged: Merged) -> None:
         self._scheduler = scheduler
         self._bodies = bodies
+        self._merged = merged
 
     def serve(self, rules: ProxyRules | None) -> Handler:
         """Return the handler of a route; with rules, of one that is never split."""
 
         async def serve(http: web.Request) -> web.StreamResponse:
             client = http[CLIENT]
-            self._scheduler.shares.check(client)  # before the body comes
+            kind = http.headers.get("Content-Type", "").partition(";")[0].lower()
+            if rules is None and kind != "application/json":  # as vLLM judges it
+                raise Refusal(400, "Unsupported Media Type: Only 'application/json' is allowed")
             raw = await self._bodies.read(http) if rules is None or rules.has_body else b""
             path = http.path if rules is None else http.rel_url.raw_path_qs
             request = parse_request(
@@ -144,39 +174,64 @@ class _Routes:
         return serve
 
     async def models(self, _: web.Request) -> web.Response:
+        now = int(time.time())
         data = [
             {
                 "id": name,
                 "object": "model",
-                "created": int(time.time()),
-                "owned_by": "vllm-tetri",
-                "root": info.models[0],
-                "parent": None,
-                "max_model_len": info.max_model_len,
+                "created": now,
+                "owned_by": "vllm",
+                "root": adapter.path if adapter else info.models[0],
+                "parent": info.models[0] if adapter else None,
+                "max_model_len": None if adapter else info.max_model_len,
+                "permission": [_PERMISSION | {"id": f"modelperm-{name}", "created": now}],
             }
-            for name, info in sorted(self._scheduler.placer.models().items())
+            for name, info in self._scheduler.placer.models().items()
+            for adapter in [info.adapters.get(name)]
         ]
         return _json({"object": "list", "data": data})
+
+    async def adapter(self, http: web.Request) -> web.StreamResponse:
+        raw = await self._bodies.read(http)
+        return await self._scheduler.adapters.order(http.path, raw, http.headers)
 
     async def health(self, _: web.Request) -> web.Response:
         if not self._scheduler.placer.models():
             raise Refusal(503, "no instance is ready")
         return web.Response()
 
+    async def live(self, _: web.Request) -> web.Response:
+        return web.Response()
+
     async def metrics(self, _: web.Request) -> web.Response:
+        of_instances = await self._merged.metrics()
         return web.Response(
-            body=self._scheduler.metrics.render(),
+            body=self._scheduler.metrics.render() + of_instances.encode(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
+
+    async def load(self, _: web.Request) -> web.Response:
+        return _json({"server_load": len(self._scheduler.table)})
+
+    async def openapi(self, http: web.Request) -> web.Response:
+        routes = {
+            (route.method, route.resource.canonical)
+            for route in http.app.router.routes()
+            if route.resource is not None
+        }
+        body = await self._merged.openapi(routes)
+        return web.Response(body=body, content_type="application/json")
 
     async def instances(self, _: web.Request) -> web.Response:
         monitor = self._scheduler.monitor
         workers = self._scheduler.table.workers
-        rows = [_plain_instance(each, workers[each.info.id]) for each in monitor.view().instances]
+        views = monitor.view().instances
+        rows = [_plain_instance(each, workers[each.info.id]) for each in views]
         return _json(
             {
                 "instances": rows,
                 "departed": dict(monitor.members.departed.items()),
+                "apart": list(apart(each.info for each in views).values()),
                 "watcher": self._scheduler.flips.explanation,
                 "mode": self._scheduler.placer.mode,
             }
@@ -222,17 +277,28 @@ class _Routes:
         return _json(self._scheduler.table.plain(time.monotonic()))
 
 
-def _guard(keys: Keys, bodies: BodyReader) -> Middleware:
+async def _add_cors(request: web.Request, response: web.StreamResponse) -> None:
+    for name, value in request.get(_CORS, {}).items():
+        response.headers.setdefault(name, value)  # proxied responses have them
+
+
+def _guard(keys: Keys, bodies: BodyReader, merged: Merged, preflight: Handler) -> Middleware:
     """Reject requests without a known key, and give errors the shape of OpenAI's."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        origin = request.headers.get("Origin")
         try:
+            if origin and request.method == "OPTIONS" and _PREFLIGHT in request.headers:
+                request[CLIENT] = ""  # needs no key, as in vLLM
+                return await preflight(request)
             client = keys.client_of(request.path, request.headers)
             if client is None:
                 words = "this API needs a known key: send the header 'Authorization: Bearer KEY'"
-                raise Refusal(401, words, code="invalid_api_key")
+                raise Refusal(401, words, kind="invalid_api_key")
             request[CLIENT] = client
+            if origin:
+                request[_CORS] = await merged.cors(origin)
             bodies.check_announced(request)
             return await handler(request)
         except Refusal as refusal:

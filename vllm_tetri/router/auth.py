@@ -13,6 +13,7 @@ import ssl
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from vllm_tetri.errors import ConfigError
@@ -22,16 +23,18 @@ KEY_VARIABLE = "VLLM_API_KEY"
 INSTANCE_KEY_VARIABLE = "TETRI_INSTANCE_API_KEY"
 # Everything else needs a key. vLLM leaves more open: all paths that do not begin with /v1, /v2,
 # /inference or /cohere, such as /tokenize, /score and /pooling.
-_OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/version"})
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/livez", "/readyz", "/ping", "/metrics", "/version", "/load", "/openapi.json"}
+) | {"/docs", "/redoc"}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a client may send, how much of it, and how slowly; what exceeds a bound is refused."""
 
-    connections: int = 8192  # at a time; the next one gets 503 and is closed
+    connections: float = inf  # at a time; the next one gets 503 and is closed
     body_bytes: int = 64 << 20  # of one request, uncompressed; 413
-    bodies_bytes: int = 1 << 30  # of all requests in the router together; 503
+    bodies_bytes: float = inf  # of all requests in the router together; 503
     url_bytes: int = 4096  # path and query; 414
     headers: int = 100  # of one request; 431
     header_bytes: int = 8192  # of the name of a header, or of its value; 431

@@ -8,24 +8,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import resource
 import signal
 import ssl
 import sys
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 
-from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE, MAX_IN_FLIGHT_EACH
+from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE, DRAIN_S
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.logs import add_log_option, configure_logging
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.policy.overload import MOST_S, PATIENCE_S
+from vllm_tetri.policy.overload import PATIENCE_S
 from vllm_tetri.policy.watcher import Watcher, WatchPolicy
 from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, keys_of, tls_of
-from vllm_tetri.security import VARIABLE, read_secret, secret_file_of
+from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode
 
-_STOP_S = 5.0
+_STOP_S = 5.0  # after Ctrl-C
 _OTHER_FILES = 256
 
 _log = logging.getLogger(__name__)
@@ -63,9 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)")
     add("--secret-file", metavar="FILE",
         help="secret that all processes of the cluster share, as `vllm-tetri secret` makes it; "
-        f"instances without it cannot join (default: the file that {VARIABLE} names, else none)")
+        f"instances without it cannot join (default: ${VARIABLE}, else the secret in "
+        f"${VALUE_VARIABLE}, else none)")
     add("--first-byte-timeout", type=positive, default=300.0, metavar="SECONDS",
-        help="time until an instance's response must begin (default: %(default)s)")
+        help="time in which an instance with requests must compute or send something, else they "
+        "get 504; time in its queue does not count (default: %(default)s)")
     add("--silent-after", type=positive, default=1.0, metavar="SECONDS",
         help="seconds without a load report before an instance is taken out of rotation "
         "(default: %(default)s)")
@@ -78,8 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how several routers agree which of them flips roles, the same for all: on one host a "
         "file in a folder that only you may write to, in Kubernetes a Lease object of the pod's "
         "namespace (default: this router decides alone)")
-    add("--max-connections", type=count, default=limits.connections, metavar="N",
-        help="client connections at a time; the next one gets 503 (default: %(default)s)")
+    add("--max-connections", type=count, metavar="N",
+        help="client connections at a time; the next one gets 503 (default: two fifths of the "
+        "hard limit of open files)")
     add("--max-body-bytes", type=count, default=limits.body_bytes, metavar="BYTES",
         help="size of a request's body; a larger one gets 413 (default: %(default)s)")
     add("--ssl-ca-certs", metavar="FILE", help="authorities of clients' certificates, PEM")
@@ -116,13 +121,15 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
     add("--flip-after", type=positive, default=60.0, metavar="SECONDS",
         help="time that an instance must have had little or nothing to do, with threshold and idle "
         "(default: %(default)s)")
-    add("--max-in-flight", type=count, default=MAX_IN_FLIGHT_EACH, metavar="N",
+    add("--max-in-flight", type=count, metavar="N",
         help="requests that one instance gets at a time; more go to another instance, or are "
-        "rejected with 503 (default: %(default)s)")
-    add("--max-queue-delay", type=_delay, default=MOST_S, metavar="SECONDS",
+        "rejected with 503 (default: no limit, they wait at the instance as with stock vLLM)")
+    add("--max-queue-delay", type=_delay, default=0.0, metavar="SECONDS",
         help="when the prompts queued at an instance have exceeded this delay for "
-        f"{PATIENCE_S:g} s, send new requests elsewhere, or reject them with 503 and Retry-After; "
-        "0 disables (default: %(default)s)")
+        f"{PATIENCE_S:g} s, send new requests elsewhere, or reject them with 503 and Retry-After "
+        "(default: 0, no limit)")
+    add("--shutdown-timeout", type=positive, default=DRAIN_S, metavar="SECONDS",
+        help="time for requests in flight to end after SIGTERM (default: %(default)g)")
     add("--api-key", nargs="+", action="extend", metavar="KEY",
         help="keys that clients may present as `Authorization: Bearer KEY`. Other users of this "
         "machine can read them in the list of processes: prefer --api-key-file, or the environment "
@@ -146,31 +153,33 @@ def run(options: argparse.Namespace) -> int:
     from vllm_tetri.router.server import listening
 
     async def serve() -> None:
-        scheduler, stop = GlobalScheduler(config), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        scheduler = GlobalScheduler(config)
+        stop = _stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: _STOP_S})
         app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
-        async with listening(app, limits, address, tls, stop_s=_STOP_S) as listener:
+        async with listening(app, limits, address, tls) as listener:
             scheme = "http" if tls is None else "https"
             instances = scheduler.monitor.address
             _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
-            await stop.wait()
-            _log.info("stopping: requests in flight have %g s to end", _STOP_S)
+            listener.stop_s = await stop
+            _log.info("stopping: requests in flight have %g s to end", listener.stop_s)
 
     try:
         configure_logging(options.log_level)
         secrets, tls, policy = keys_of(options), tls_of(options), WatchPolicy(options.flip)
         limits = Limits(
-            connections=options.max_connections,
+            connections=options.max_connections or _num_connections(),
             body_bytes=options.max_body_bytes,
-            bodies_bytes=max(Limits().bodies_bytes, 4 * options.max_body_bytes),
+            bodies_bytes=max(_memory_bytes() // 8, 4 * options.max_body_bytes),
         )
+        # The limit of open files is often 1,024, and every connection needs one.
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
         keys, is_off = Keys(secrets), policy is WatchPolicy.OFF
         config = RouterConfig(
             control=options.control,
             first_byte_s=options.first_byte_timeout,
             silent_after_s=options.silent_after,
-            max_in_flight_each=options.max_in_flight,
+            max_in_flight_each=options.max_in_flight or inf,
             num_clients=keys.num_clients,
             max_queue_delay_s=options.max_queue_delay,
             authorization=instance_key_of(secrets),
@@ -183,12 +192,27 @@ def run(options: argparse.Namespace) -> int:
             lease=lease_of(options.flip_lease),
             resumes_anywhere=options.resume_anywhere,
         )
-        _allow_files(limits.connections)
         uvloop.run(serve())
     except (ConfigError, OSError) as error:
         print(f"vllm-tetri router: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _stop_signal(times: dict[signal.Signals, float]) -> asyncio.Future[float]:
+    """Return a future that the first of these signals resolves to its time for requests to end;
+    the next signal ends this process at once."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[float] = loop.create_future()
+
+    def on_signal(seconds: float) -> None:
+        stop.set_result(seconds)
+        for number in times:
+            loop.remove_signal_handler(number)
+
+    for number, seconds in times.items():
+        loop.add_signal_handler(number, on_signal, seconds)
+    return stop
 
 
 def objective_of(options: argparse.Namespace) -> Objective:
@@ -198,12 +222,16 @@ def objective_of(options: argparse.Namespace) -> Objective:
     return Objective(options.ttft_slo, options.tpot_slo)
 
 
-def _allow_files(num_connections: int) -> None:
-    """Raise the limit of open files, often 1,024: every connection needs one, and every
-    request in flight one or two more for its instances."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3 * num_connections + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def _num_connections() -> int:
+    """Return how many clients the limit of open files allows. A connection needs one, and every
+    request in flight one for its instance, or two during a hand-over."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, 2 * (hard - _OTHER_FILES) // 5) if hard != resource.RLIM_INFINITY else sys.maxsize
+
+
+def _memory_bytes() -> int:
+    """Return the memory of this machine, or of the container."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # the file is not there, or says "max"
+        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return size

@@ -24,12 +24,11 @@ _TYPES = {
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
 }
-_TOO_LONG_PARAMS = ("input_tokens", "input_text")
-_TOO_LONG_TEXT = "maximum context length"
 # vLLM's response when a limit of its queue is reached (`GracefulHTTPError`: the type is the
 # status in words; the types of its other errors end in "Error").
 _AT_LIMIT_STATUS = 503
 _AT_LIMIT_TYPE = "Service Unavailable"
+_INTERNAL_STATUS = 500
 NOT_OFFERED = b'{"detail":"Not Found"}'  # vLLM has no such route, or not for its model
 # Beginning of an event that carries an error; cannot occur inside a JSON string.
 ERROR_EVENT = b'data: {"error":'
@@ -53,7 +52,9 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 class Refusal(Exception):
-    """A request that ends with an error of the router; `Retry-After` goes with 429 and 503."""
+    """A request that ends with an error of the router; `Retry-After` goes with 429 and 503.
+
+    As in vLLM's errors, `code` is the status; `kind` tells errors of one status apart."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class Refusal(Exception):
         message: str,
         *,
         param: str | None = None,
-        code: str | None = None,
+        kind: str = "",
         retry_after_s: int = 1,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.kind = status, param, kind
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
@@ -75,7 +76,7 @@ class Refusal(Exception):
             "message": str(self).encode(errors="replace").decode(),
             "type": _TYPES.get(self.status, "Error"),
             "param": self.param,
-            "code": self.code or self.status,
+            "code": self.status,
         }
         return msgspec.json.encode({"error": error})
 
@@ -84,10 +85,13 @@ class Refusal(Exception):
         return b"data: %b\n\n" % self.body()
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that belong to the status."""
+        """Return the headers that belong to the status and the kind of error."""
+        headers = {"x-tetri-error": self.kind} if self.kind else {}
         if self.status in (429, 503):
-            return {"Retry-After": str(self.retry_after_s)}
-        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+            headers["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
 
     def response(self, headers: dict[str, str] | None = None) -> web.Response:
         """Build the HTTP response."""
@@ -106,7 +110,7 @@ class NoCapacity(Refusal):
 class InstanceFailed(Exception):
     """An instance did not respond properly; another one may. The client gets `status` if none
     does. `is_final`: a retry would only make it wait longer. `had_it`: the instance may have begun
-    with the request, and crashed because of it."""
+    with the request, and crashed because of it. `internal`: its message with status 500."""
 
     def __init__(
         self,
@@ -116,9 +120,10 @@ class InstanceFailed(Exception):
         status: int = 502,
         is_final: bool = False,
         had_it: bool = True,
+        internal: str = "",
     ) -> None:
         super().__init__(f"instance {instance}: {reason}")
-        self.instance, self.status = instance, status
+        self.instance, self.status, self.internal = instance, status, internal
         self.is_final, self.had_it = is_final, had_it
 
 
@@ -146,13 +151,10 @@ def is_at_limit_event(chunk: bytes) -> bool:
     return chunk.startswith(ERROR_EVENT) and is_at_limit(_AT_LIMIT_STATUS, first)
 
 
-def mark_too_long(status: int, body: bytes) -> tuple[int, bytes]:
-    """Turn vLLM's 400 for a prompt that is too long (parameter `input_tokens` or
-    `input_text`) into status 413."""
-    error = _error_in(body) if status == 400 and len(body) <= 1 << 20 else {}
-    if error.get("param") in _TOO_LONG_PARAMS or _TOO_LONG_TEXT in str(error.get("message")):
-        return 413, msgspec.json.encode({"error": {**error, "code": 413}})
-    return status, body
+def internal_error_in(status: int, body: bytes) -> str:
+    """The message of vLLM's response of status 500; empty if it is something else."""
+    message = _error_in(body).get("message") if status == _INTERNAL_STATUS else None
+    return message if isinstance(message, str) else ""
 
 
 def _error_in(body: bytes) -> dict[str, Any]:

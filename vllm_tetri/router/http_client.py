@@ -18,7 +18,6 @@ from urllib.parse import SplitResult, urlsplit
 import httptools
 
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
-_CONNECT_S = 5.0
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
 # Reading pauses above twice this, so that a slow client slows its instance down.
 _MAX_UNREAD_BYTES = 1 << 17
@@ -106,11 +105,13 @@ class HttpResponse:
 class HttpClient:
     """Connections to all instances. Build it on a running event loop and close it there.
 
-    `silence_s` is the longest wait for the first or next byte of a response, in seconds.
+    `silence_s` is the longest wait for the next byte of a response, in seconds in which the
+    instance makes no progress either: `progress_s` says by label when it last did.
     """
 
     def __init__(self, silence_s: float) -> None:
         self.silence_s = silence_s
+        self.progress_s: Mapping[str, float] = {}
         self._loop = asyncio.get_running_loop()
         self.connections: set[_Connection] = set()
         self.idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by URL
@@ -132,7 +133,7 @@ class HttpClient:
         `ConnectionLost`: the connection ended before a response came.
         """
         parts, port = parts_of(url)
-        message = _message(parts, method, path, body, headers)
+        message = (_head_of(parts, method, path, body, headers), body)
         if idle := self.idle.get(url):
             connection = idle.pop()
             try:
@@ -144,6 +145,11 @@ class HttpClient:
         connection.label, connection.may_migrate = label, may_migrate
         await self._connect(connection, parts, port)
         return await connection.request(message, label, may_migrate)
+
+    def is_silent(self, label: str, since_s: float) -> bool:
+        """Whether an instance of which nothing came since a time of the event loop is silent."""
+        since_s = max(since_s, self.progress_s.get(label, 0.0))
+        return self._loop.time() - since_s >= self.silence_s
 
     def fail_requests(
         self, label: str, why: str, *, quiet_s: float = 0.0, only_migratable: bool = False
@@ -173,7 +179,9 @@ class HttpClient:
     async def _connect(self, connection: _Connection, parts: SplitResult, port: int) -> None:
         self.connections.add(connection)
         try:
-            async with asyncio.timeout(_CONNECT_S) as connection.deadline:
+            # A server with thousands of requests may be slow to take one: the kernel tries for two
+            # minutes (on Linux), unless the instance stops reporting.
+            async with asyncio.timeout(None) as connection.deadline:
                 await self._loop.create_connection(
                     lambda: connection,
                     parts.hostname or "",
@@ -181,8 +189,7 @@ class HttpClient:
                     ssl=_tls_context() if parts.scheme == "https" else None,
                 )
         except TimeoutError as error:
-            why = connection.why_dropped or f"no connection in {_CONNECT_S:g} s"
-            raise Unreachable(why) from error
+            raise Unreachable(connection.why_dropped or f"cannot connect: {error}") from error
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"cannot connect: {error}") from error
         finally:
@@ -223,7 +230,7 @@ class _Connection(asyncio.Protocol):
             self._received_s = self._loop.time()
 
     async def request(
-        self, message: bytes, label: str, may_migrate: Callable[[], bool]
+        self, message: tuple[bytes, bytes], label: str, may_migrate: Callable[[], bool]
     ) -> HttpResponse:
         """Send one request and wait for the head of its response."""
         if self.transport is None:
@@ -233,7 +240,7 @@ class _Connection(asyncio.Protocol):
         self._set_timer(self._owner.silence_s)
         head: asyncio.Future[HttpResponse] = self._loop.create_future()
         self._head = head
-        self.transport.write(message)
+        self.transport.writelines(message)
         try:
             return await head
         except asyncio.CancelledError:
@@ -353,7 +360,8 @@ class _Connection(asyncio.Protocol):
         now = self._loop.time()
         if self.transport is not None and not self.transport.is_reading():
             self._received_s = now
-        rest_s = self._received_s + limit_s - now
+        since_s = max(self._received_s, self._owner.progress_s.get(self.label, 0.0))
+        rest_s = since_s + limit_s - now
         if rest_s <= 0:
             self.drop(Silent(f"no byte for {limit_s:g} s"))
         else:
@@ -373,7 +381,7 @@ def parts_of(url: str) -> tuple[SplitResult, int]:
     return parts, port
 
 
-def _message(
+def _head_of(
     url: SplitResult, method: str, path: str, body: bytes, headers: Mapping[str, str]
 ) -> bytes:
     lines = [
@@ -386,4 +394,4 @@ def _message(
     head = "\r\n".join(lines)
     if head.count("\n") != len(lines) - 1 or head.count("\r") != len(lines) - 1:
         raise ValueError("a header contains a line break")
-    return head.encode("utf-8", "surrogateescape") + b"\r\n\r\n" + body
+    return head.encode("utf-8", "surrogateescape") + b"\r\n\r\n"

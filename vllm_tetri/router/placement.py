@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
+from math import inf
 from random import Random
 from statistics import fmean
 
+from vllm_tetri.logs import LimitLog
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterState, Need, TableMaker
 from vllm_tetri.policy.overload import Backlogs, expected_late
@@ -15,11 +17,8 @@ from vllm_tetri.policy.route import AllAtLimit, Route, Split, Whole, choose_keep
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Shares
-from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Mode
+from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Mode, Role
 
-# Limit of queued prompt tokens at any instance; vLLM's own (`--max-num-queued-tokens`) exists
-# on prefill instances only.
-_MAX_QUEUED_TOKENS = 131_072
 # Age at which a snapshot is renewed: instances report every 100 ms. Renewing takes 4 µs an
 # instance, so with many instances a snapshot is used for longer.
 _FRESH_S = 0.02
@@ -28,6 +27,10 @@ _UNKNOWN_OUTPUT_TOKENS = 200.0  # before any instance has finished an output
 _USUAL_PROMPT_TOKENS = 512
 _GRACE_S = 0.1  # an engine knows a request only some time after its bytes
 _MAX_CHOICES = 16
+# A text may have fewer tokens than its bytes let expect; the prefill instance knows them.
+_ARENA_SLACK = 1.25
+_MAX_NAMED = 5
+_PER_INSTANCE = "the limit of requests per instance (--max-in-flight, or its own)"
 LATE = "expected_late"
 
 _log = logging.getLogger(__name__)
@@ -57,16 +60,17 @@ class Placer:
         self._state = ClusterState(_GRACE_S)
         self._seen_mode: Mode | None = None  # in which the cluster was looked at last
         self.backlogs = Backlogs(max_queue_delay_s)
+        self._limit_log = LimitLog()
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
         self._candidates: dict[str, PriceCandidates] = {}
-        self._overloaded: frozenset[InstanceId] = frozenset()
+        self._arena_tokens: dict[str, float] = {}  # of the largest receive arena, by model
 
     def models(self) -> dict[str, InstanceInfo]:
         """Return every model name that a ready instance serves, and one such instance."""
         names: dict[str, InstanceInfo] = {}
         for each in self._view().instances:
             if each.state is InstanceState.READY:
-                for name in each.info.models:
+                for name in each.info.names:
                     names.setdefault(name, each.info)
         return names
 
@@ -83,11 +87,15 @@ class Placer:
         """Choose where a request goes; None when no ready instance serves the model. Raises
         `NoCapacity`: all instances that could serve it are at their limits."""
         now = time.monotonic()
+        may_split = may_split and self._fits_an_arena(request, now)
         limited: frozenset[InstanceId] = frozenset()
         if request.generates:
             limited = self._shares.at_limit(request.client)
-            if is_new:
-                limited |= self._shares.over_share(request.client, self._long_queues(now))
+            if limited:
+                self._log_limit(_PER_INSTANCE, f"{_named(limited)} cannot take more")
+            if is_new and (long := self._long_queues(now)):
+                self._log_limit("--max-queue-delay", f"prompts wait too long at {_named(long)}")
+                limited |= self._shares.over_share(request.client, long)
 
         def choose(model: str, *, may_split: bool = False) -> Route | AllAtLimit | None:
             if request.is_stored:
@@ -114,8 +122,13 @@ class Placer:
             wait_s = self.backlogs.retry_after_s(self._view(), found.instances)
             words = f"all {found.who} ({len(found.instances)}) are at their limits"
             message = f"{words}; try again in {wait_s} s"
-            raise NoCapacity(503, message, code="queue_full", retry_after_s=wait_s)
+            raise NoCapacity(503, message, kind="queue_full", retry_after_s=wait_s)
         return found
+
+    def _fits_an_arena(self, request: ApiRequest, now: float) -> bool:
+        """Whether the KV of a prompt can be handed over, as far as its length is known here."""
+        self._renew(now, request.model)
+        return request.approx_tokens <= _ARENA_SLACK * self._arena_tokens.get(request.model, inf)
 
     def record_sent(self, request: ApiRequest, route: Route) -> None:
         """A request goes where `place` said. Modes that price instances have counted it."""
@@ -132,8 +145,9 @@ class Placer:
         tokens = self._size_of(request).output_tokens
         late = expected_late(place, self._objective, tokens) if place is not None else None
         if late is not None:
+            self._limit_log.record("--refuse-late", f"{late.reason}; such requests get 429")
             message = f"{late.reason}; try again in {late.retry_after_s} s"
-            raise Refusal(429, message, code=LATE, retry_after_s=late.retry_after_s)
+            raise Refusal(429, message, kind=LATE, retry_after_s=late.retry_after_s)
 
     def record_prefill(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
         """An instance has computed a prompt that was sent at a monotonic time."""
@@ -147,17 +161,11 @@ class Placer:
         at_limit: frozenset[InstanceId],
         now: float,
     ) -> Route | AllAtLimit | None:
-        self._renew(now, request.model)  # also `_overloaded`
-        taken = {*excluded, *at_limit, *self._overloaded}
-        place = self._cheapest(request, taken, may_split, now)
+        place = self._cheapest(request, excluded | at_limit, may_split, now)
         if place is None:
             names = [row.id for row in self._state.table.by_model.get(request.model, ())]
             refused = tuple(name for name in names if name not in excluded)
-            if not refused:
-                return None
-            for instance in self._overloaded:
-                self._shares.record_at_limit(instance, is_counted=False)
-            return AllAtLimit(refused, "instances")
+            return AllAtLimit(refused, "instances") if refused else None
         after_s = place.ttft_s if place.is_split else 0.0
         size = self._size_of(request)
         self._state.record_sent(place.prefill, place.decode, size, now, decode_after_s=after_s)
@@ -179,6 +187,9 @@ class Placer:
         if not self.backlogs.is_fresh(now):
             self.backlogs.observe(self._view(), now)
         return self.backlogs.at_limit
+
+    def _log_limit(self, limit: str, words: str) -> None:
+        self._limit_log.record(limit, f"{words}; new requests go elsewhere or get 503")
 
     def _cheapest(
         self, request: ApiRequest, taken: Collection[InstanceId], may_split: bool, now: float
@@ -221,6 +232,12 @@ class Placer:
             each.load.bucket_tokens[-1] for each in view.instances if each.load.bucket_tokens
         ]
         self._output_tokens = fmean(lengths) if lengths else _UNKNOWN_OUTPUT_TOKENS
+        self._arena_tokens = {
+            model: max(
+                (row.arena_tokens for row in rows if row.role is not Role.PREFILL), default=inf
+            )
+            for model, rows in table.by_model.items()
+        }
         usual = Need(_USUAL_PROMPT_TOKENS, self._output_tokens)
         self._candidates = {
             model: PriceCandidates(
@@ -233,8 +250,8 @@ class Placer:
             )
             for model, rows in table.by_model.items()
         }
-        self._overloaded = frozenset(
-            row.id
-            for row in map(self._state.row, table.by_id.values())
-            if row.queued_tokens > _MAX_QUEUED_TOKENS
-        )
+
+
+def _named(instances: Collection[InstanceId]) -> str:
+    names, more = sorted(instances)[:_MAX_NAMED], len(instances) - _MAX_NAMED
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from vllm_tetri.handover import DecodeParams, PrefillParams
+from vllm_tetri.handover import USAGE_HEADER, DecodeParams, PrefillParams
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.route import Event, Phase, Route, Split
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
@@ -79,6 +79,7 @@ class Relay:
                 self._scheduler.record_at_limit(error.instance)
                 self._at_limit.add(error.instance)
             except InstanceFailed as error:
+                await self._refuse_bad_media(error)
                 self._output.record_break(error)
                 await self._attempts.record_failure(error)
             except _Recompute as error:
@@ -91,6 +92,16 @@ class Relay:
                 self._skipped_models.update(error.models)
             may_split = may_split and self._entry.phase is Phase.PREFILLING
             self._drop_transfer()
+
+    async def _refuse_bad_media(self, error: InstanceFailed) -> None:
+        """Raise vLLM's own error if media cannot be had: it says so with status 500. An instance
+        that reads them after another one could has failed itself."""
+        instance = self._scheduler.info(error.instance)
+        if self._first is not None or instance is None:
+            return
+        has_said_so = self._request.has_media and bool(error.internal)
+        if has_said_so and await self._scheduler.upstream.is_alive(instance):
+            raise Refusal(500, error.internal) from error
 
     async def _attempt(self, may_split: bool) -> web.StreamResponse:
         if self._entry.has_output:
@@ -148,7 +159,7 @@ class Relay:
             self._drop_transfer()
             return await self._aggregated(instance, route.reason)
         if response.status != 200:
-            return self._output.respond(response.status, response.content_type, body)
+            return self._output.respond(response, body)
         first = read_first_token(body, transfer, is_chat=request.path == CHAT)
         if first is None:
             raise _Recompute("no_transfer")
@@ -158,7 +169,7 @@ class Relay:
         entry.prompt_tokens, entry.last_chunk = prefilled.num_tokens, None
         self._scheduler.placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
         if first.is_last:
-            return await self._end_at_prefill(first, instance)
+            return await self._end_at_prefill(first, instance, response)
         if prefilled.decode:
             return await self._decode(first, last)
         _log.info("request %s: no hand-over: %s", entry.id, prefilled.reason)
@@ -166,10 +177,10 @@ class Relay:
             raise _Recompute("no_decode_instance")
         self._metrics.fallbacks.labels("no_decode_instance").inc()
         self._drop_transfer()
-        return await self._continue_elsewhere(first)
+        return await self._continue_there(first, instance)
 
     async def _end_at_prefill(
-        self, first: FirstToken, instance: InstanceInfo
+        self, first: FirstToken, instance: InstanceInfo, response: HttpResponse
     ) -> web.StreamResponse:
         """The first token is the last, so the prefill response is the output."""
         request = self._request
@@ -189,7 +200,7 @@ class Relay:
             )
             return await self._output.stream_events(events)
         self._entry.begin_output()
-        return self._output.respond(200, "application/json", first.complete_response())
+        return self._output.respond(response, first.complete_response())
 
     # Decode, which is sent early: HTTP, parsing and the way into the decode engine take
     # milliseconds that the last chunk of the prompt hides.
@@ -199,7 +210,11 @@ class Relay:
         if ending is None or instance is None or not self._request.may_decode_early:
             return None
         params = DecodeParams(
-            ending.transfer, ending.digest, predicted=message.predicted, is_early=True
+            ending.transfer,
+            ending.digest,
+            predicted=message.predicted,
+            is_early=True,
+            cached_tokens=ending.cached_tokens,
         )
         body = self._request.decode_body(params, ending.prompt_token_ids, instance)
         return await self._send(instance, body)
@@ -212,7 +227,13 @@ class Relay:
         if instance is None:
             raise InstanceFailed(prefilled.decode, "has the KV but is not in use", status=503)
         prior = None if self._request.has_choices else prefilled.prior_output
-        params = DecodeParams(prefilled.transfer, prefilled.digest, prior, prefilled.predicted)
+        params = DecodeParams(
+            prefilled.transfer,
+            prefilled.digest,
+            prior,
+            prefilled.predicted,
+            cached_tokens=prefilled.cached_tokens,
+        )
         self._writer = instance
         self._show_first(first, instance)
         sent_early = (last.ending.transfer, last.decode) if last and last.ending else None
@@ -256,6 +277,8 @@ class Relay:
     async def _resume(self) -> web.StreamResponse:
         """Another instance continues what the client has received."""
         received = self._output.received()
+        if self._first is None and self._request.has_links:
+            raise Refusal(502, "the stream broke off; its media may be others when read again")
         if received.is_over:
             return await self._output.end()
         self._metrics.fallbacks.labels("decode_failed").inc()
@@ -275,9 +298,10 @@ class Relay:
             await asyncio.sleep(_PLACE_AGAIN_S)
             self._at_limit.clear()
 
-    async def _continue_elsewhere(self, first: FirstToken) -> web.StreamResponse:
-        """Without a hand-over, an instance computes the prompt again and continues the token."""
-        _, instance = self._place(False, self._attempts.excluded())
+    async def _continue_there(
+        self, first: FirstToken, instance: InstanceInfo
+    ) -> web.StreamResponse:
+        """Without a hand-over the prefill instance continues: its prefix cache has the prompt."""
         self.route = "fallback"
         prefilled, no_transfer = first.prefilled, TransferId("")
         params = DecodeParams(
@@ -301,8 +325,22 @@ class Relay:
 
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
         self._attempts.sent_to[instance.id] = instance
-        send = self._scheduler.upstream.send
-        return await send(instance, self._request, body, self._headers, self._output.may_migrate)
+        send, request = self._scheduler.upstream.send, self._request
+        response = await send(instance, request, body, self._headers, self._output.may_migrate)
+        if response.status == 404 and await self._lacks_adapter(instance):
+            response.close()
+            words = f"the adapter {request.model!r} is not loaded there"
+            raise InstanceFailed(instance.id, words, status=404, had_it=False)
+        if USAGE_HEADER in response.headers:
+            request.wants_usage = request.wants_usage_each = True
+        return response
+
+    async def _lacks_adapter(self, instance: InstanceInfo) -> bool:
+        """Whether others have the adapter that a request names, and an instance has not."""
+        scheduler, model = self._scheduler, self._request.model
+        if model in instance.models or model not in scheduler.placer.models():
+            return False
+        return not await scheduler.adapters.has(instance, model)
 
     def _drop_early(self) -> None:
         early, self._early = self._early, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
@@ -22,12 +22,15 @@ MAX_ENTRIES = 8192  # messages, prompts, documents
 _ONE_INSTANCE = ("best_of", "use_beam_search", "echo", "prompt_logprobs", "prompt_embeds")
 # These may keep text back or turn it into something else than text.
 _STRUCTURED = ("tools", "functions", "function_call", "tool_choice")
+_UNPROVED = {"uuid", "prompt_embeds"}  # of a part of a chat message
 _SHAPED = (*_STRUCTURED, "response_format", "structured_outputs", "stop")
 # End conditions: choices draw their own first tokens, so prefill must not end with its own.
 _ENDS = {"stop", "stop_token_ids", "ignore_eos"}
 _PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
 _IDS_WANTED = {"return_token_ids": True}
-_FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate")
+_FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate",
+              "endpoint-load-metrics-format")  # fmt: skip
+LOAD_HEADER = "endpoint-load-metrics"  # of a response, if the request has the last one (ORCA)
 _BYTES_PER_TOKEN = 4
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Headers that concern a connection or the encoding of a body, not the request.
@@ -55,7 +58,7 @@ class ApiRequest:
     """A parsed request. What `__post_init__` adds follows from the rest."""
 
     path: str  # route on the router and on the instances; of a proxied request with its query
-    body: dict[str, Any]  # without `kv_transfer_params`, which only the router may set
+    body: dict[str, Any]  # its `kv_transfer_params` has at most the prompt's token ids
     raw: bytes  # the same body
     model: str  # empty when the request names none
     is_splittable: bool  # two instances may share the request as prefill and decode
@@ -91,6 +94,9 @@ class ApiRequest:
         # Decode needs only the prefill response's token.
         self.may_decode_early = self.is_plain and not (self.has_choices or self.wants_logprobs)
         self.shows_ids = get("return_token_ids") is True  # the client wants token ids
+        # Images and the like, of which the prompt's token ids tell nothing; links to them.
+        media = list(_media_of(self.body))
+        self.has_media, self.has_links = bool(media), any(map(_is_link, media))
 
     def is_parsed_by(self, instance: InstanceInfo) -> bool:
         """Whether an instance's server splits a chat output into reasoning and text."""
@@ -107,7 +113,8 @@ class ApiRequest:
         dropped = {"stream_options", *(_ENDS if self.has_choices else ())}
         body = {key: value for key, value in self.body.items() if key not in dropped}
         body |= {"n": 1, "ignore_eos": True} if self.has_choices else {}
-        return msgspec.json.encode({**body, "stream": False, FIELD: to_params(params)})
+        params_sent = {**self.body.get(FIELD, {}), **to_params(params)}
+        return msgspec.json.encode({**body, "stream": False, FIELD: params_sent})
 
     def aggregated_body(self, instance: InstanceInfo) -> bytes:
         """Encode the request for an instance that does both prefill and decode."""
@@ -119,8 +126,9 @@ class ApiRequest:
         self, params: Handover, prompt_token_ids: list[int], instance: InstanceInfo
     ) -> bytes:
         """Encode the decode request: the client's, with the place of its KV, and the prompt's
-        token ids, so that the text is not tokenised again."""
-        body, carried = self.body, to_params(params)
+        token ids, so that the text is not tokenised again; with media it must be."""
+        prompt_token_ids = [] if self.has_media else prompt_token_ids
+        body, carried = self.body, {**self.body.get(FIELD, {}), **to_params(params)}
         if self.is_recorded(instance):
             body = {**body, **_IDS_WANTED}
         if prompt_token_ids and self.path == COMPLETIONS:
@@ -149,7 +157,9 @@ def parse_request(
     holders = [each for each in (body, body.get("vllm_xargs"), extra) if isinstance(each, dict)]
     if any(FIELD in each for each in holders):
         for each in holders:
-            each.pop(FIELD, None)
+            given = each.pop(FIELD, None)
+            if each is body and isinstance(given, dict) and _PROMPT_IDS in given:
+                body[FIELD] = {_PROMPT_IDS: given[_PROMPT_IDS]}  # vLLM's, for clients
         raw = msgspec.json.encode(body)
     if rules is None:
         passed = {name: headers[name] for name in _FORWARDED if name in headers}
@@ -206,12 +216,16 @@ def decode_object(raw: bytes) -> dict[str, Any]:
 def _is_splittable(path: str, body: dict[str, Any]) -> bool:
     if any(body.get(key) for key in _ONE_INSTANCE) or body.get("prompt_logprobs") == 0:
         return False
+    if body.get("stream_options") and not body.get("stream"):
+        return False  # an instance refuses it; prefill requests have no such options
     if body.get("n") is not None and (not _is_int(body["n"]) or body["n"] < 1):
         return False
     if body.get("stream") not in (None, True, False):
         return False
     if path == CHAT:
-        return isinstance(body.get("messages"), list)
+        # Nothing proves that media which the client names are the same on another instance.
+        unnamed = (not _UNPROVED & {*part, str(part.get("type"))} for part in _media_of(body))
+        return isinstance(body.get("messages"), list) and all(unnamed)
     prompt = body.get("prompt")
     return isinstance(prompt, str) or (
         isinstance(prompt, list) and bool(prompt) and all(map(_is_int, prompt))
@@ -219,26 +233,33 @@ def _is_splittable(path: str, body: dict[str, Any]) -> bool:
 
 
 def _approx_tokens(body: dict[str, Any], raw: bytes) -> int:
-    prompt, messages = body.get("prompt"), body.get("messages")
+    prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and _is_int(prompt[0]):
         return len(prompt)
     if isinstance(prompt, str):
         return len(prompt.encode(errors="replace")) // _BYTES_PER_TOKEN
-    num_bytes = len(raw)
-    if isinstance(messages, list):  # images and the like are not text
-        num_bytes -= sum(map(_num_media_bytes, messages))
-    return num_bytes // _BYTES_PER_TOKEN
+    num_media_bytes = sum(len(msgspec.json.encode(part)) for part in _media_of(body))
+    return (len(raw) - num_media_bytes) // _BYTES_PER_TOKEN
 
 
-def _num_media_bytes(message: object) -> int:
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(parts, list):
-        return 0
-    return sum(
-        len(msgspec.json.encode(part))
-        for part in parts
-        if isinstance(part, dict) and part.get("type") not in (None, "text")
-    )
+def _media_of(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of chat messages that are not text."""
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and not _is_text(part):
+                yield part
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return part.get("type") == "text" and part.get("uuid") is None  # as vLLM decides
+
+
+def _is_link(part: dict[str, Any]) -> bool:
+    places = [value for key, value in part.items() if key.endswith("_url")]
+    urls = [each.get("url") if isinstance(each, dict) else each for each in places]
+    return any(isinstance(url, str) and not url.startswith("data:") for url in urls)
 
 
 def _is_deeper(value: Any, limit: int) -> bool:

@@ -262,7 +262,8 @@ def surely_continues(request: ApiRequest, prior: PriorOutput, instance: Instance
         and (instance.continues_seeded or not request.is_seeded)
         and (bool(prior.logprobs) or not request.wants_logprobs)
     )
-    is_plain = request.is_streamed and request.is_plain
+    # At an address there may be another medium when it is read again, and so another prompt.
+    is_plain = request.is_streamed and request.is_plain and not request.has_links
     return is_sure and is_plain and not request.is_parsed_by(instance)
 
 
@@ -273,7 +274,11 @@ def may_resume(
     it may be of another kind, so that the text may differ from here."""
     if request.is_parsed_by(instance):
         return False  # the client has received unparsed text
-    return anywhere or writer is None or instance.identity == writer.identity
+    if anywhere or writer is None:
+        return True
+    ours, theirs = (each.adapters.get(request.model) for each in (instance, writer))
+    is_same = (ours and ours.digest) == (theirs and theirs.digest)
+    return is_same and instance.identity == writer.identity
 
 
 def resume_body(

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from math import ceil, inf
 from typing import Protocol, cast
 
+from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import InstanceFailed, Refusal
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placement import Placer
@@ -86,7 +87,7 @@ class PoisonFilter:
             500,
             f"{MAX_CRASHES} engines crashed while they had this request; it is refused for "
             f"{ceil(left_s)} s: change it, or send it again after that",
-            code="poison_request",
+            kind="poison_request",
         )
 
     async def _record_crash(self, digest: bytes, instance: InstanceInfo) -> None:
@@ -117,6 +118,7 @@ class Scheduler(Protocol):
 
     placer: Placer
     metrics: Metrics
+    adapters: Adapters
     upstream: Upstream
     poison: PoisonFilter
     resumes_anywhere: bool

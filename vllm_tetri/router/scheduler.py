@@ -8,17 +8,17 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, replace
+from math import inf
 
 from aiohttp import web
 
-from vllm_tetri.config import MAX_IN_FLIGHT_EACH
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import CancelTransfer, Dispatched
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
-from vllm_tetri.policy.overload import MOST_S
 from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase
 from vllm_tetri.policy.watcher import Watcher
+from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.metrics import Metrics
@@ -31,7 +31,6 @@ from vllm_tetri.router.upstream import Liveness, Upstream
 from vllm_tetri.security import Secret
 from vllm_tetri.types import Flip, InstanceId, InstanceInfo, InstanceState, Mode, TransferId
 
-MAX_IN_FLIGHT = 4096
 # Multiple of `silent_after_s` after which the requests of a silent instance fail.
 GIVE_UP_AFTER = 3
 # States in which in-flight requests may finish.
@@ -45,13 +44,12 @@ class RouterConfig:
     """Settings of a router; times in seconds."""
 
     control: str  # address to bind for instances
-    first_byte_s: float = 300.0  # longest wait for the next byte of an instance's response
+    first_byte_s: float = 300.0  # longest wait for the next byte of an instance without progress
     period_s: float = 0.1  # between two broadcasts
     silent_after_s: float = 1.0  # without a report an instance gets no new requests after this
-    max_in_flight: int = MAX_IN_FLIGHT
-    max_in_flight_each: int = MAX_IN_FLIGHT_EACH  # at one instance
-    num_clients: int = 1  # clients (API keys) that share both limits
-    max_queue_delay_s: float = MOST_S  # longest wait in a persistent queue; 0 sets no bound
+    max_in_flight_each: float = inf  # requests at one instance
+    num_clients: int = 1  # clients (API keys) that share this limit
+    max_queue_delay_s: float = 0.0  # longest wait in a persistent queue; 0 sets no limit
     authorization: str | None = None  # header for instances; "": none, None: the client's
     watcher: Watcher | None = None  # decides flips; None leaves them to operators
     is_watcher_dry: bool = False  # only log the watcher's decisions
@@ -74,11 +72,8 @@ class GlobalScheduler:
         name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
         self.resumes_anywhere = config.resumes_anywhere
         self.table = RequestTable(name)
-        self.shares = Shares(
-            self.table,
-            limit=config.max_in_flight,
-            limit_each=config.max_in_flight_each,
-            num_clients=config.num_clients,
+        self._shares = Shares(
+            self.table, limit_each=config.max_in_flight_each, num_clients=config.num_clients
         )
         self.monitor = Monitor(
             config.control,
@@ -91,7 +86,10 @@ class GlobalScheduler:
         self.metrics = Metrics(self.monitor, self.table)
         self.upstream = Upstream(config.first_byte_s, config.authorization)
         give_up_s = GIVE_UP_AFTER * config.silent_after_s
-        self._liveness = Liveness(self.monitor, self.upstream, self.table, after_s=give_up_s)
+        self.adapters = Adapters(self.monitor, self.upstream)
+        self._liveness = Liveness(
+            self.monitor, self.upstream, self.table, self.adapters.welcome, after_s=give_up_s
+        )
         self.on_hello, self.num_reaching = self._liveness.probe, self.table.num_reaching
         self.poison = PoisonFilter(self._liveness, self.metrics)
         self.flips = Flips(
@@ -99,7 +97,7 @@ class GlobalScheduler:
         )
         self.placer = Placer(
             self.monitor.view,
-            self.shares,
+            self._shares,
             objective=config.objective,
             refuses_late=config.refuses_late,
             max_queue_delay_s=config.max_queue_delay_s,
@@ -132,9 +130,8 @@ class GlobalScheduler:
 
     async def serve(self, request: ApiRequest, http: web.Request) -> web.StreamResponse:
         """Serve a request; raises `Refusal` if it was not begun."""
-        self.shares.check(request.client)
         if request.rules is None:
-            request = self._with_model(request)
+            request = await self._with_model(request)
             self._refuse_poison_or_late(request)
         entry = self.table.enter(
             request.request_id,
@@ -176,7 +173,7 @@ class GlobalScheduler:
     def record_at_limit(self, instance: InstanceId) -> None:
         """An instance refused a request because it is at its limit."""
         self.metrics.busy.labels(instance).inc()
-        self.shares.record_at_limit(instance, is_counted=True)
+        self._shares.record_at_limit(instance)
 
     def cancel_transfer(
         self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]
@@ -207,8 +204,11 @@ class GlobalScheduler:
         if flip.problem:
             _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
 
-    def _with_model(self, request: ApiRequest) -> ApiRequest:
+    async def _with_model(self, request: ApiRequest) -> ApiRequest:
         names = self.placer.models()
+        if request.model and request.model not in names:
+            await self.adapters.look_again()
+            names = self.placer.models()
         if not names:
             raise Refusal(503, "no instance is ready; try again")
         if request.model in names:
@@ -219,7 +219,7 @@ class GlobalScheduler:
                 404,
                 f"the model {request.model!r} does not exist; there is: {known}",
                 param="model",
-                code="model_not_found",
+                kind="model_not_found",
             )
         canonical = {info.models[0] for info in names.values()}
         if len(canonical) > 1 and request.body.get("model") is None:
@@ -231,6 +231,6 @@ class GlobalScheduler:
             self.poison.check(request)
             self.placer.refuse_late(request)
         except Refusal as refusal:
-            outcome = "late" if refusal.code == LATE else "poison"
+            outcome = "late" if refusal.kind == LATE else "poison"
             self.metrics.requests.labels("none", outcome).inc()
             raise

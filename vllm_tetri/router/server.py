@@ -20,6 +20,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from vllm_tetri.logs import LimitLog
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
 
@@ -40,7 +41,7 @@ class BodyReader:
     the size of the bodies of all requests that have not ended."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self._limits, self._limit_log = limits, LimitLog()
         self.held_bytes = 0
 
     def check_announced(self, request: web.Request) -> None:
@@ -91,8 +92,9 @@ class BodyReader:
         if body_bytes > self._limits.body_bytes:
             raise Refusal(413, f"the body exceeds {self._limits.body_bytes} bytes")
         if bodies_bytes > self._limits.bodies_bytes:
-            words = "the router holds as many bytes of requests as it may; try again later"
-            raise Refusal(503, words)
+            words = "the router holds as many bytes of requests as it may"
+            self._limit_log.record("the limit of bytes of all bodies", f"{words}; new ones get 503")
+            raise Refusal(503, f"{words}; try again later")
 
 
 class Connection(web.RequestHandler):
@@ -101,7 +103,9 @@ class Connection(web.RequestHandler):
     `admitted` holds all connections that are open and not one too many.
     """
 
-    def __init__(self, server: web.Server, limits: Limits, admitted: set[Connection]) -> None:
+    def __init__(
+        self, server: web.Server, limits: Limits, admitted: set[Connection], limit_log: LimitLog
+    ) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -112,7 +116,7 @@ class Connection(web.RequestHandler):
             max_field_size=limits.header_bytes,
             max_headers=limits.headers,
         )
-        self._limits, self._admitted = limits, admitted
+        self._limits, self._admitted, self._limit_log = limits, admitted, limit_log
         self._stream: asyncio.Transport | None = None
         self._is_serving = False
         self._head_since_s: float | None = None
@@ -155,6 +159,8 @@ class Connection(web.RequestHandler):
             self._admitted.add(self)
             super().connection_made(transport)
         else:
+            words = f"{len(self._admitted)} are open; further ones get 503"
+            self._limit_log.record("the limit of client connections (--max-connections)", words)
             self.refuse(Refusal(503, "too many connections; try again later"))
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -215,12 +221,14 @@ class Connection(web.RequestHandler):
         _log.debug(*args, **kw)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Listener:
-    """The open port, its host and number, and its admitted connections that are still open."""
+    """The open port, its host and number, and its admitted connections that are still open. At the
+    end, requests may go on for `stop_s` seconds."""
 
     address: tuple[str, int]
     connections: set[Connection]
+    stop_s: float = 0.5
 
 
 @asynccontextmanager
@@ -229,13 +237,11 @@ async def listening(
     limits: Limits,
     address: tuple[str, int],
     tls: ssl.SSLContext | None = None,
-    *,
-    stop_s: float,
 ) -> AsyncIterator[Listener]:
-    """Start the application and listen; at the end, requests may go on for `stop_s` seconds.
-    Raises `OSError`: the port cannot be bound; `ConfigError`: the application cannot start."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=stop_s)
-    connections: set[Connection] = set()
+    """Start the application and listen. Raises `OSError`: the port cannot be bound; `ConfigError`:
+    the application cannot start."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    connections, limit_log = set[Connection](), LimitLog()
     await runner.setup()
     try:
         server = runner.server
@@ -243,18 +249,22 @@ async def listening(
         server.request_handler = partial(_serve, server.request_handler)
         loop = asyncio.get_running_loop()
         port = await loop.create_server(
-            lambda: Connection(server, limits, connections),
+            lambda: Connection(server, limits, connections, limit_log),
             *address,
             backlog=_BACKLOG,
             ssl=tls,
             ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
         )
         watching = loop.create_task(_watch(connections, limits))
+        listener = Listener(port.sockets[0].getsockname()[:2], connections)
         try:
-            yield Listener(port.sockets[0].getsockname()[:2], connections)
+            yield listener
         finally:
             watching.cancel()
             port.close()
+            await asyncio.sleep(0)  # requests that were accepted begin
+            server.pre_shutdown()
+            await server.shutdown(listener.stop_s)
     finally:
         await runner.cleanup()
 

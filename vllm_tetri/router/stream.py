@@ -18,11 +18,10 @@ from vllm_tetri.router.errors import (
     InstanceFailed,
     Refusal,
     is_at_limit,
-    mark_too_long,
 )
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.http_client import HttpError, HttpResponse
-from vllm_tetri.router.request import CHAT, NOT_RETURNED, ApiRequest, headers_without
+from vllm_tetri.router.request import CHAT, LOAD_HEADER, NOT_RETURNED, ApiRequest, headers_without
 from vllm_tetri.router.resume import (
     ContinuationFailed,
     ContinuationMismatch,
@@ -79,12 +78,12 @@ class Output:
         """Whether the client has a stream that another instance may be able to continue."""
         return self._record is not None
 
-    def respond(self, status: int, content_type: str, body: bytes) -> web.Response:
-        """Build a response that is not streamed."""
-        status, body = mark_too_long(status, body)
-        return web.Response(
-            body=body, status=status, content_type=content_type, headers=self._headers()
-        )
+    def respond(self, response: HttpResponse, body: bytes) -> web.Response:
+        """Build a response that is not streamed, with the head of an instance's."""
+        load = response.headers.get(LOAD_HEADER)
+        headers = self._headers() | ({} if load is None else {LOAD_HEADER: load})
+        kind = response.content_type
+        return web.Response(body=body, status=response.status, content_type=kind, headers=headers)
 
     async def receive(
         self, instance: InstanceInfo, sending: Coroutine[Any, Any, HttpResponse]
@@ -110,7 +109,7 @@ class Output:
         if ABORTED in body:
             raise InstanceFailed(instance.id, "its engine aborted the request")
         self._entry.begin_output()
-        return self.respond(response.status, response.content_type, body)
+        return self.respond(response, body)
 
     async def _head_of(self, sending: Coroutine[Any, Any, HttpResponse]) -> HttpResponse:
         first, self._unsent = self._unsent, b""

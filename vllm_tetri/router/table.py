@@ -13,7 +13,6 @@ from vllm_tetri.handover import prefix_of
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
 from vllm_tetri.policy.route import ENDED, Event, Phase, advance
-from vllm_tetri.router.errors import Refusal
 from vllm_tetri.types import InstanceId, RequestId, TransferId
 
 _NONE = InstanceId("")
@@ -224,24 +223,13 @@ class RequestTable:
 
 
 class Shares:
-    """Limits of requests in flight: in all, at one instance (`limit_each`), and of one of
-    the clients that can be told apart. Owned by the event loop."""
+    """Limits of requests in flight at one instance (`limit_each`, which may be infinite): of all,
+    and of one of the clients that can be told apart. Owned by the event loop."""
 
-    def __init__(
-        self, table: RequestTable, *, limit: int, limit_each: int, num_clients: int
-    ) -> None:
-        self._table, self._num_clients = table, num_clients
-        self._limit, self._limit_each = limit, limit_each
+    def __init__(self, table: RequestTable, *, limit_each: float, num_clients: int) -> None:
+        self._table, self._num_clients, self._limit_each = table, num_clients, limit_each
         self._matters_from = matters_from(limit_each, num_clients=num_clients)
         self._soft_limits: dict[InstanceId, SoftLimit] = {}
-
-    def check(self, client: str) -> None:
-        """Raise `Refusal` 429 if too many requests are in flight, in all or of this client."""
-        own, taken = self._table.clients[client], len(self._table)
-        if may_begin(own, taken, self._limit, num_clients=self._num_clients):
-            return
-        whose = f"{taken} requests" if taken >= self._limit else f"{own} requests of this key"
-        raise Refusal(429, f"{whose} are in flight; try again later", code="too_many_in_flight")
 
     def at_limit(self, client: str) -> frozenset[InstanceId]:
         """Return the instances that have as many requests as allowed, or as many of a client."""
@@ -266,14 +254,13 @@ class Shares:
             if not may_queue(clients[client], clients.total(), len(clients.keys() | {client}))
         )
 
-    def record_at_limit(self, instance: InstanceId, *, is_counted: bool) -> None:
-        """An instance refused a request, which the table may count there: sets a soft limit
-        for the clients there."""
+    def record_at_limit(self, instance: InstanceId) -> None:
+        """An instance refused a request, which the table counts there: sets a soft limit for
+        the clients there."""
         if self._num_clients > 1:  # a single client shares with no other
             now = time.monotonic()
             self._expire(now)
-            num_there = self._table.workers[instance] - is_counted
-            self._soft_limits[instance] = SoftLimit(num_there, now)
+            self._soft_limits[instance] = SoftLimit(self._table.workers[instance] - 1, now)
 
     def _has_capacity(self, instance: InstanceId, client: str, taken: int, now: float) -> bool:
         own = self._table.clients_at(instance)[client]

@@ -11,10 +11,12 @@ from typing import TypeVar
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.messages import TransferLost
+from vllm_tetri.policy.route import apart
 from vllm_tetri.router.errors import (
     ERROR_EVENT,
     InstanceAtLimit,
     InstanceFailed,
+    internal_error_in,
     is_at_limit,
     is_at_limit_event,
 )
@@ -47,6 +49,10 @@ _NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, e
 
 _Key = TypeVar("_Key", bound=Hashable)
 _T = TypeVar("_T")
+_APART_ADVICE = (
+    "; give instances that shall share them the same checkpoint and options, others another "
+    "--served-model-name"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +72,8 @@ def _shared(
 class Upstream:
     """Connections to all instances. Build it on a running event loop and close it there.
 
-    `first_byte_s` is the longest wait for the next byte of an instance, in seconds.
+    `first_byte_s` is the longest wait for the next byte of an instance that makes no progress, in
+    seconds.
     """
 
     def __init__(self, first_byte_s: float, authorization: str | None = None) -> None:
@@ -101,13 +108,13 @@ class Upstream:
         """Return the first bytes of a stream; empty when it ends at once. Raises `InstanceFailed`:
         the stream broke, or no byte came in time; `InstanceAtLimit`: the stream says only that the
         instance is at its limit."""
+        since_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self.http.silence_s):
+            chunk = await response.read_some()
+            while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:  # a keep-alive comment
+                if self.http.is_silent(instance.id, since_s):
+                    raise Silent
                 chunk = await response.read_some()
-                while chunk.startswith(b":") and chunk.count(b"\n\n") == 1:
-                    chunk = await response.read_some()  # a keep-alive comment
-        except TimeoutError as error:
-            raise self._failure(instance, Silent()) from error
         except HttpError as error:
             raise self._failure(instance, error) from error
         if is_at_limit_event(chunk):
@@ -140,6 +147,28 @@ class Upstream:
         response.close()
         return response.status == 200
 
+    async def ask(
+        self,
+        url: str,
+        path: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        body: bytes = b"",
+    ) -> tuple[HttpResponse, bytes] | None:
+        """Return the response to a GET, or to a POST of a body, and its body; None if they do not
+        come in time."""
+        response, headers = None, self._authorized(headers or {})
+        try:
+            async with asyncio.timeout(timeout_s):
+                method = "POST" if body else "GET"
+                response = await self.http.send(url, method, path, body, headers)
+                return response, await response.read()
+        except (HttpError, TimeoutError):
+            return None
+        finally:
+            if response is not None:
+                response.close()
+
     def close(self) -> None:
         """Close every connection. Idempotent."""
         for check in list(self._checks.values()):
@@ -155,7 +184,7 @@ class Upstream:
     def _failure(self, instance: InstanceInfo, error: HttpError) -> InstanceFailed:
         match error:
             case Silent():
-                reason = f"no byte of the response within {self.http.silence_s:g} s"
+                reason = f"computed nothing and sent no byte within {self.http.silence_s:g} s"
                 return InstanceFailed(instance.id, reason, status=504, is_final=True)
             case Unreachable():
                 return InstanceFailed(instance.id, str(error), status=503, had_it=False)
@@ -177,7 +206,9 @@ async def _read_error(
         return InstanceAtLimit(instance.id)
     status = 503 if response.status == 503 else 502
     words = text[:_MAX_ERROR_BYTES].decode(errors="replace")
-    return InstanceFailed(instance.id, f"HTTP {response.status} {words}".strip(), status=status)
+    reason = f"HTTP {response.status} {words}".strip()
+    internal = internal_error_in(response.status, text)
+    return InstanceFailed(instance.id, reason, status=status, internal=internal)
 
 
 class Liveness:
@@ -187,16 +218,26 @@ class Liveness:
     After `after_s` seconds without a report all requests of an instance fail; after half of
     it resumable streams move, which costs one prefill each, and decode instances are told that its
     KV may be lost. Time is counted in checks, so that a router that was stopped itself fails no
-    requests.
+    requests. It also says once which instances exchange no KV. A new instance is welcomed before
+    it is used.
     """
 
     def __init__(
-        self, monitor: Monitor, upstream: Upstream, table: RequestTable, *, after_s: float
+        self,
+        monitor: Monitor,
+        upstream: Upstream,
+        table: RequestTable,
+        welcome: Callable[[InstanceInfo], Coroutine[None, None, None]],
+        *,
+        after_s: float,
     ) -> None:
         self._monitor, self._upstream, self._table = monitor, upstream, table
-        self._after_s = after_s
+        self._after_s, self._welcome = after_s, welcome
+        self._roster, self._apart = 0, dict[InstanceId, str]()  # as compared last
         # Process and sequence number of the last report, and checks since then.
         self._reports: dict[InstanceId, tuple[tuple[int, int], int]] = {}
+        # Tokens that an instance has computed, and since when that number stands.
+        self._progress: dict[InstanceId, tuple[int, float]] = {}
         self._probes: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._crashes: dict[tuple[InstanceId, int], asyncio.Task[bool]] = {}
         self._task = asyncio.get_running_loop().create_task(self._watch(), name="liveness")
@@ -219,6 +260,7 @@ class Liveness:
         wait_s = _FIRST_WAIT_S
         while self._monitor.members.is_known(info):
             if await self._upstream.is_healthy(info.url, _TIMEOUT_S):
+                await self._welcome(info)
                 self._monitor.members.mark_ready(info)
                 return
             await asyncio.sleep(wait_s)
@@ -227,8 +269,9 @@ class Liveness:
     async def has_crashed(self, instance: InstanceInfo) -> bool:
         """Whether an instance that failed a request crashed or hangs.
 
-        False if it responds, if it drains or has ended in good order, and if not even its
-        host responds: a broken network or machine is not the fault of a request.
+        False if it responds, if it drains or has ended in good order, if it was silent and
+        reports again (its machine had too much to do), and if not even its host responds: a
+        broken network or machine is not the fault of a request.
         """
         process = (instance.id, instance.pid)
         check = self._check_crash(instance)
@@ -240,25 +283,48 @@ class Liveness:
         )
         if is_alive or not has_host:
             return False
-        await asyncio.sleep(_GOODBYE_S)
+        report, missed = self._reports.get(instance.id, (None, 0))
+        was_silent = missed >= _MIGRATION_CHECKS
+        await asyncio.sleep(self._after_s if was_silent else _GOODBYE_S)
         one = self._monitor.view_of(instance.id)
-        has_crashed = one is not None and one.state is not InstanceState.DRAINING
-        if has_crashed:
-            _log.error("%s (process %d) crashed or hangs", instance.id, instance.pid)
-        return has_crashed
+        if one is None or one.state is InstanceState.DRAINING:
+            return False
+        is_same = one.info.pid == instance.pid
+        if was_silent and is_same and report != (instance.pid, one.seq):
+            return False  # it reports again
+        _log.error("%s (process %d) crashed or hangs", instance.id, instance.pid)
+        return True
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._after_s / _CHECKS)
             try:
                 self._check()
+                self._compare()
             except Exception:  # or silent instances would keep their requests for ever
                 _log.exception("a look at silent instances failed")
 
+    def _compare(self) -> None:
+        if self._roster == self._monitor.members.roster:
+            return
+        self._roster, before = self._monitor.members.roster, self._apart
+        infos = {each.info.id: each.info for each in self._monitor.view().instances}
+        self._apart = apart(infos.values())
+        for instance in self._apart.keys() - before.keys():
+            advice = "" if infos[instance].alone else _APART_ADVICE
+            _log.warning(
+                "%s. Requests are served aggregated there%s.", self._apart[instance], advice
+            )
+
     def _check(self) -> None:
         known, self._reports = self._reports, {}
+        progress, self._progress = self._progress, {}
+        now = asyncio.get_running_loop().time()
         for each in self._monitor.view().instances:
             name, report = each.info.id, (each.info.pid, each.seq)
+            num_tokens = each.load.prompt_tokens_done + each.load.output_tokens_done
+            before = progress.get(name, (0, 0.0))
+            self._progress[name] = before if before[0] == num_tokens else (num_tokens, now)
             last, missed = known.get(name, (None, 0))
             missed = missed + 1 if report == last else 0
             self._reports[name] = report, missed
@@ -267,6 +333,8 @@ class Liveness:
                     self._monitor.send(decode, TransferLost(transfer))
             if missed >= _MIGRATION_CHECKS and self._table.workers[name]:
                 self._fail_requests(name, is_final=missed >= _CHECKS)
+        since = self._progress.items()
+        self._upstream.http.progress_s = {name: since_s for name, (_, since_s) in since}
 
     def _fail_requests(self, name: InstanceId, *, is_final: bool) -> None:
         quiet_s = self._after_s if is_final else self._after_s * _MIGRATION_CHECKS / _CHECKS

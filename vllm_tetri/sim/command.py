@@ -52,7 +52,7 @@ _COLUMNS = (
     ("JCT\nmean", "jct_mean_s", "ms"),
     ("JCT\np99", "jct_p99_s", "ms"),
     ("good", "good", ".1%"),
-    ("good\n/s", "goodput", ".3g"),
+    ("good\n/s", "good_per_s", ".3g"),
     ("split", "split", ".0%"),
     ("refused", "refused", "d"),
 )
@@ -249,7 +249,8 @@ def compare(options: argparse.Namespace, systems: Sequence[System]) -> int:
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         for name, config in systems:
             task = progress.add_task(f"simulating {name}", total=len(specs))
-            linked = replace(config, link=over, sends_chunks=options.send == "chunk")
+            in_chunks = config.sends_chunks and options.send == "chunk"
+            linked = replace(config, link=over, sends_chunks=in_chunks)
             outcome = simulate(linked, specs, on_end=partial(progress.advance, task))
             found = figures(outcome.served, slo, outcome.refused)
             cells = [

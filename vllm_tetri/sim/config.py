@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.lengths import End
 from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
 from vllm_tetri.types import InstanceId, InstanceInfo, Role
@@ -50,6 +51,7 @@ class EngineConfig:
     order: str = "sjf"  # name of a policy (docs/policies.md, `plugins`), as is `admission`
     sched_batch: int = 16  # prompts that are ordered together
     admission: str = "reserve-dynamic"
+    end: End = End.EXPECTED  # of a predicted bucket, which is reserved
     kv_token_bytes: int | None = None  # KV of a token, for links; None if unknown
     # From the arrival of a request until the engine has it; the longest of a cluster counts.
     front_s: float = 0.0
@@ -118,10 +120,7 @@ class ClusterConfig:
         for each in self.instances:
             needs_bytes = self.link is not None and each.engine.kind.can_hand_over
             if needs_bytes and each.engine.kv_token_bytes is None:
-                raise ConfigError(
-                    f"a link needs the KV bytes of a token of {each.id}: set kv_token_bytes in "
-                    "its configuration or profile"
-                )
+                raise ConfigError(f"a link needs the kv_token_bytes of {each.id} or of its profile")
 
 
 def make_instances(

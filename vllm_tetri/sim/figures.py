@@ -15,9 +15,9 @@ def figures(
     served: Sequence[SimRequest], slo: Objective, refused: Sequence[RefusedRequest] = ()
 ) -> dict[str, float]:
     """Sum up requests, by name: `itl` are times between two tokens of all outputs; `good` is the
-    share within the SLOs, and `goodput` those per second, from the first arrival to the last token;
-    `split` is the share that two instances served. Times are of requests that were not refused, nan
-    if there are none."""
+    share within the SLOs, and `good_per_s` those per second from the first arrival to the last
+    token; `split` is the share that two instances served. Times are of requests that were not
+    refused, nan if there are none."""
     count = len(served) + len(refused)
     ttft, jct, tpot = (
         np.array([getattr(each, name) for each in served] or [np.nan])
@@ -40,7 +40,7 @@ def figures(
         "jct_mean_s": float(jct.mean()),
         "jct_p99_s": float(np.quantile(jct, 0.99)),
         "good": good / count,
-        "goodput": good / (end_s - first_s),
+        "good_per_s": good / (end_s - first_s),
         "split": sum(each.is_split for each in served) / max(1, len(served)),
         "refused": len(refused),
     }

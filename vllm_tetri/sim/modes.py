@@ -63,7 +63,7 @@ class SplitMode(SimMode):
                 each.info,
                 load_policy("dispatch", config.dispatch),
                 lengths=self._lengths,
-                end=End.EXPECTED,
+                end=each.engine.end,
                 patience_s=config.report_period_s,
                 rng=Random(f"{config.seed} {each.id}"),
             )

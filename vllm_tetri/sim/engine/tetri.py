@@ -37,7 +37,7 @@ class TetriInstance(Instance):
         self._predicted: dict[str, Prediction | None] = {}
         self.gate = DecodeGate(
             load_policy("admission", engine.admission),
-            End.EXPECTED,
+            engine.end,
             lengths=OutputLengths(self.lengths, self._predicted.get, MAX_TOKENS),
             block_size=engine.block_size,
             total_blocks=engine.kv_blocks,

@@ -1,0 +1,68 @@
+"""LoRA adapters that are loaded while instances serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.router.fakes import Cluster, FakeInstance, cluster, pair
+from vllm_tetri.router.adapters import LOAD, UNLOAD
+from vllm_tetri.types import Role
+
+ORDER = {"lora_name": "lora-a", "lora_path": "/a"}
+
+
+async def listed(made: Cluster) -> dict[str, dict[str, Any]]:
+    return {each["id"]: each for each in (await made.get("/v1/models"))["data"]}
+
+
+async def test_an_order_goes_to_all_instances_and_the_adapter_is_split() -> None:
+    async with cluster(*pair()) as made:
+        assert (await made.ask(LOAD, **ORDER))[:2] == (200, b"loaded")
+        card = (await listed(made))["lora-a"]
+        assert (card["root"], card["parent"]) == ("/a", "tiny")
+        status, answer, headers = await made.ask(model="lora-a", prompt="x")
+        assert (status, answer["kind"], headers["x-tetri-prefill"]) == (200, "injected", "p")
+        assert [made[name].calls[-1].body["model"] for name in "pd"] == ["lora-a"] * 2
+        assert (await made.ask(UNLOAD, lora_name="lora-a"))[:2] == (200, b"unloaded")
+        assert (await made.ask(model="lora-a", prompt="x"))[0] == 404
+        assert (await made.ask(UNLOAD, lora_name="lora-a"))[0] == 404  # as vLLM says
+
+
+async def test_what_one_instance_cannot_load_no_other_keeps() -> None:
+    one, other = pair()
+    other.can_load = False
+    async with cluster(one, other) as made:
+        status, answer, _ = await made.ask(LOAD, **ORDER)
+        assert status == 502
+        assert "1 of 2" in answer["error"]["message"]
+        assert other.id in answer["error"]["message"]
+        assert one.adapters == {} == other.adapters
+        one.can_load = False
+        status, answer, _ = await made.ask(LOAD, **ORDER)
+        assert (status, answer["error"]["message"]) == (404, "no adapter is there")
+
+
+async def test_an_instance_that_joins_loads_what_the_others_have() -> None:
+    async with cluster(FakeInstance("a", Role.BOTH)) as made:
+        await made.ask(LOAD, **ORDER)
+        joins = await made.add(FakeInstance("b", Role.BOTH))
+        assert joins.adapters == made["a"].adapters
+        await made.ask(UNLOAD, lora_name="lora-a")
+        assert (await made.add(FakeInstance("c", Role.BOTH))).adapters == {}
+
+
+async def test_requests_of_an_adapter_go_where_it_is() -> None:
+    async with cluster(*(FakeInstance(name, Role.BOTH) for name in "abc")) as made:
+        made["b"].adapters["lora-b"] = ("/b", "d")  # not by this router
+        for _ in range(4):
+            status, answer, _ = await made.ask(model="lora-b", prompt="x")
+            assert (status, answer["by"]) == (200, "b")
+        made["c"].adapters["lora-b"] = made["b"].adapters.pop("lora-b")
+        made["a"].adapters["lora-a"] = ("/a", "d")
+
+        async with asyncio.timeout(10):  # it asks all once a second
+            while (await made.ask(model="lora-a", prompt="x"))[0] == 404:
+                await asyncio.sleep(0.05)
+        status, answer, _ = await made.ask(model="lora-b", prompt="x")
+        assert (status, answer["by"]) == (200, "c")

@@ -1,0 +1,174 @@
+"""Responses that the router makes from those of its instances: vLLM's metrics, the description
+of the API, and the headers that let pages of other origins read responses (CORS)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from cachetools import TTLCache
+
+from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.http_client import HttpResponse
+from vllm_tetri.router.upstream import Upstream
+from vllm_tetri.types import InstanceId, InstanceState
+
+_TIMEOUT_S = 2.0  # longest wait for one instance
+_FRESH_S = 1.0  # metrics are not scraped again before this time
+_REMEMBERED_S = 30.0  # of what follows from options of instances
+_MAX_ORIGINS = 256
+_OPENAPI = "/openapi.json"
+_VLLM = "# HELP vllm:"  # first words of a family; others are about the process
+
+
+@dataclass(slots=True)
+class Family:
+    """One family of metrics: its type, and its values by series, one for every instance."""
+
+    help: str  # whole line
+    kind: str = "untyped"
+    series: dict[str, list[float]] = field(default_factory=dict)
+
+    def combined(self, name: str) -> dict[str, float]:
+        """Return one value for each series: the sum of counters, histograms and numbers of
+        requests, the mean of percentages, else the largest value."""
+        combine: Callable[[list[float]], float] = max
+        if self.kind != "gauge" or name.startswith("vllm:num_"):
+            combine = sum
+        elif name.endswith("_perc"):
+            combine = fmean
+        return {key: combine(values) for key, values in self.series.items()}
+
+
+def read_families(text: str) -> dict[str, Family]:
+    """Parse vLLM's families in Prometheus' text format."""
+    families: dict[str, Family] = {}
+    family: Family | None = None
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            family = Family(line) if line.startswith(_VLLM) else None
+            if family is not None:
+                families[line.split(" ", 3)[2]] = family
+        elif family is not None and line.startswith("# TYPE "):
+            family.kind = line.rpartition(" ")[2]
+        elif family is not None and line:
+            key, _, value = line.rpartition(" ")
+            with suppress(ValueError):
+                family.series[key] = [float(value)]
+    return families
+
+
+def merge_families(several: Iterable[Mapping[str, Family]]) -> dict[str, Family]:
+    """Join families of several instances."""
+    merged: dict[str, Family] = {}
+    for families in several:
+        for name, family in families.items():
+            into = merged.setdefault(name, Family(family.help, family.kind))
+            for key, values in family.series.items():
+                into.series.setdefault(key, []).extend(values)
+    return merged
+
+
+def render_families(families: Mapping[str, Family]) -> str:
+    """Write families in Prometheus' text format, combined."""
+    lines = []
+    for name, family in families.items():
+        lines += [family.help, f"# TYPE {name} {family.kind}"]
+        values = family.combined(name).items()
+        lines += [f"{key} {value}" for key, value in values]
+    return "".join(line + "\n" for line in lines)
+
+
+class Merged:
+    """Asks instances and remembers what they said. Owned by the event loop."""
+
+    def __init__(self, monitor: Monitor, upstream: Upstream) -> None:
+        self._monitor, self._upstream = monitor, upstream
+        self._scrape: asyncio.Task[str] | None = None
+        self._scraped_s = 0.0
+        # The last metrics of every instance's process, and counts of those that are gone: a sum
+        # must not fall when an instance leaves.
+        self._families: dict[tuple[InstanceId, int], dict[str, Family]] = {}
+        self._gone: dict[str, Family] = {}
+        self._remembered: TTLCache[str, Any] = TTLCache(_MAX_ORIGINS, _REMEMBERED_S)
+
+    async def metrics(self) -> str:
+        """Return vLLM's metrics of all instances as one, at most a second old."""
+        now = time.monotonic()
+        if self._scrape is None or (self._scrape.done() and now - self._scraped_s > _FRESH_S):
+            self._scraped_s, self._scrape = now, asyncio.create_task(self._scrape_all())
+        return await asyncio.shield(self._scrape)
+
+    async def _scrape_all(self) -> str:
+        infos = [each.info for each in self._monitor.view().instances]
+        ask = self._upstream.ask
+        found = await asyncio.gather(*(ask(info.url, "/metrics", _TIMEOUT_S) for info in infos))
+        texts = {
+            (info.id, info.pid): each[1].decode(errors="replace")
+            for info, each in zip(infos, found, strict=True)
+            if each is not None and each[0].status == 200
+        }
+        left = self._families.keys() - {(info.id, info.pid) for info in infos}
+        left_families = [self._families.pop(each) for each in left]
+
+        def merge() -> str:  # takes milliseconds an instance
+            self._families |= {key: read_families(text) for key, text in texts.items()}
+            self._gone = merge_families([self._gone, *left_families])
+            for name, family in list(self._gone.items()):
+                family.series = {key: [sum(values)] for key, values in family.series.items()}
+                if family.kind == "gauge":
+                    del self._gone[name]
+            return render_families(merge_families([*self._families.values(), self._gone]))
+
+        return await asyncio.to_thread(merge)
+
+    async def openapi(self, routes: Collection[tuple[str, str]]) -> bytes:
+        """Return an instance's description of the API, without what is not among the routes
+        (method and path) of the router. Raises `Refusal`: no instance has one."""
+        if (known := self._remembered.get(_OPENAPI)) is None:
+            response, body = await self._ask(_OPENAPI)
+            try:
+                document = msgspec.json.decode(body, type=dict[str, Any])
+                paths = msgspec.convert(document.get("paths"), dict[str, dict[str, Any]])
+            except msgspec.MsgspecError:
+                paths = None
+            if response.status != 200 or paths is None:
+                raise Refusal(404, "the instances do not describe their API")
+            document["paths"] = {
+                path: kept
+                for path, each in paths.items()
+                if (kept := {name: each[name] for name in each if (name.upper(), path) in routes})
+            }
+            known = self._remembered[_OPENAPI] = msgspec.json.encode(document)
+        return known
+
+    async def cors(self, origin: str) -> dict[str, str]:
+        """Return the headers with which instances let pages of an origin read a response."""
+        if (known := self._remembered.get(origin)) is None:
+            try:
+                response, _ = await self._ask("/version", {"Origin": origin})
+            except Refusal:
+                return {}
+            known = self._remembered[origin] = {
+                name: value
+                for name, value in response.headers.items()
+                if name == "vary" or name.startswith("access-control-")
+            }
+        return known
+
+    async def _ask(
+        self, path: str, headers: Mapping[str, str] | None = None
+    ) -> tuple[HttpResponse, bytes]:
+        for each in self._monitor.view().instances:
+            if each.state is InstanceState.READY:
+                found = await self._upstream.ask(each.info.url, path, _TIMEOUT_S, headers)
+                if found is not None:
+                    return found
+        raise Refusal(503, "no instance is ready; try again")
