@@ -5,13 +5,17 @@ BIN = $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test test-rest test-all soak bench predictor clean
+.PHONY: help install install-suites demo check test test-rest test-all suites canary models soak bench predictor \
+	clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 install: ## set up everything into $(VENV), building the extension; fast when done before
 	@.ci/install
+
+install-suites: # and what only test-rest needs: other projects' tests and tools
+	@.ci/install suites
 
 demo: install ## a real chat through one prefill and one decode instance
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py
@@ -22,11 +26,20 @@ check: install ## style, types, layering, budgets, language: seconds
 test: install ## check, unit tests, native tests, one end-to-end pass: at most 10 minutes
 	@.ci/test quick
 
-test-rest: install ## what test-all has beyond test: faults, hosts, soak, fuzzing, sanitizers, wheel
+test-rest: install-suites ## what test-all has beyond test: faults, soak, fuzzing, sanitizers, wheel, vLLM 0.31, suites
 	@.ci/test rest
 
-test-all: install ## test and test-rest: at most 45 minutes
+test-all: install-suites ## test and test-rest: at most 45 minutes
 	@.ci/test quick rest
+
+suites: install-suites ## tests of vLLM and openai-python, schemathesis, load generators, through us
+	@$(BIN)/python -m tests.suites.run --more
+
+canary: install ## try VERSION of vLLM, by default the newest: contract and engine tests
+	@.ci/vllm "$(or $(VERSION),newest)" contract harness
+
+models: install ## a tiny model per family, through us and stock: the table of README.md; hours, or FAMILIES="..."
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m tests.models.run $(FAMILIES)
 
 soak: install ## break a cluster under load again and again, and check its guarantees
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m examples.benchmarks.soak \

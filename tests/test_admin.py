@@ -35,6 +35,20 @@ async def test_status_shows_every_instance_in_one_line(capsys: pytest.CaptureFix
     assert policy == "flip policy: off: roles change by order only"
 
 
+async def test_status_and_one_log_line_say_who_exchanges_no_kv(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+    both = [FakeInstance(*each, identity={"weights": each[0]}) for each in names.items()]
+    async with cluster(*both) as made:
+        told = "decode and prefill exchange no KV, since they differ in weights decode () and"
+        await eventually(lambda: told in caplog.text)
+        assert await made.command("status") == 0
+        assert told in capsys.readouterr().out
+        seen = [each for each in caplog.records if told in each.getMessage()]
+        assert [each.levelname for each in seen] == ["WARNING"]
+
+
 async def test_status_prints_the_response_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     async with cluster(FakeInstance("d", Role.DECODE)) as made:
         assert await made.command("status", "--json") == 0

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         SHARED | {"control", "__init__"},
         {
             "aiohttp",
+            "cachetools",
             "httptools",
             "kubernetes_asyncio",
             "msgspec",
@@ -43,7 +44,17 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "predictor": (VALUES | {"logs"}, {"msgspec", "torch", "transformers"}),
     "engine": (
         SHARED | {"control", "transport", "predictor", "__init__"},
-        {"cachetools", "msgspec", "numpy", "psutil", "starlette", "torch", "vllm", "yaml"},
+        {
+            "cachetools",
+            "huggingface_hub",
+            "msgspec",
+            "numpy",
+            "psutil",
+            "starlette",
+            "torch",
+            "vllm",
+            "yaml",
+        },
     ),
     "launch": (
         SHARED | {"__init__", "router.auth", "router.command", "transport.segments"},

@@ -37,9 +37,9 @@ class AdminError(TetriError):
     exit_status = 1
 
 
-def call(url: str, path: str, body: Row | None = None) -> Row:
-    """Return what a router responds to a GET, or to a POST of `body`; AdminError if it cannot be
-    reached, or refuses."""
+def call(url: str, path: str, body: Row | None = None, what: str = "router") -> Row:
+    """Return what a router (or an instance) responds to a GET, or to a POST of `body`; AdminError
+    if it cannot be reached, or refuses."""
     url = url.rstrip("/")
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
@@ -59,7 +59,7 @@ def call(url: str, path: str, body: Row | None = None) -> Row:
         hint = "start one with `vllm-tetri up MODEL` or give --url"
         if isinstance(reason, ssl.SSLError):
             hint = "SSL_CERT_FILE may name the certificate to trust"
-        raise AdminError(f"no router answers at {url}: {words}; {hint}") from error
+        raise AdminError(f"no {what} answers at {url}: {words}; {hint}") from error
     return content
 
 
@@ -123,7 +123,8 @@ def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_flip(options: argparse.Namespace) -> int:
     """Give an instance another role while it serves, and wait until it has it."""
-    name, role = options.instance, options.role
+    name, role = _name_of(options.instance), options.role
+    options.instance = name
     order = {"role": role, "now": options.now, "reason": "ordered by vllm-tetri flip"}
     ordered = _order(options, "flip", order)
     if not ordered["is_under_way"]:
@@ -159,7 +160,7 @@ def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_drain(options: argparse.Namespace) -> int:
     """Let an instance finish its requests and leave the cluster."""
-    name = options.instance
+    name = options.instance = _name_of(options.instance)
     _order(options, "drain", {})
     for _ in _progress(options.url, name):
         pass
@@ -197,11 +198,22 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_instance(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("instance", help="name of the instance, as `vllm-tetri status` shows it")
+    parser.add_argument(
+        "instance", help="name of the instance, as `vllm-tetri status` shows it, or its URL"
+    )
     parser.add_argument(
         "--force", action="store_true", help="even if no other instance can take over its role"
     )
     _add_url(parser)
+
+
+def _name_of(instance: str) -> str:
+    if "://" not in instance:
+        return instance
+    name = call(instance, "/tetri/v1/instance", what="instance").get("id")
+    if not isinstance(name, str):
+        raise AdminError(f"{instance} is no instance of a cluster")
+    return name
 
 
 def _order(options: argparse.Namespace, verb: str, order: Row) -> Row:
@@ -259,9 +271,8 @@ def status_of(content: dict[str, Any]) -> RenderableType:
         table.add_row(*(Text(show.format(**_extended(row))) for show in _COLUMNS.values()))
     flips = sorted((row["flip"]["age_s"], row["id"], row["flip"]) for row in rows if row["flip"])
     lines = ["", "flips:", *(f"  {name} {flip_words(flip)}" for _, name, flip in flips)]
-    return Group(
-        table, Text("\n".join([*(lines if flips else []), f"flip policy: {content['watcher']}"]))
-    )
+    lines = [*(lines if flips else []), *content["apart"], f"flip policy: {content['watcher']}"]
+    return Group(table, Text("\n".join(lines)))
 
 
 _STAGES = {  # what of a flip is said at each, as formats

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -230,7 +231,7 @@ class Child(subprocess.Popen[bytes]):
             )
 
     def __exit__(self, *error: Any) -> None:
-        self.terminate()
+        self.send_signal(signal.SIGINT)  # SIGTERM would let requests end first
         self.wait()
 
     def failure(self, problem: str) -> UnsupportedError:

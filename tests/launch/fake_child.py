@@ -3,8 +3,9 @@
 ``python fake_child.py serve|router ... --port P``. What it does besides comes
 from the folder in ``FAKE_DIR``: each start adds a line to ``NAME.starts``; with a
 file ``NAME.dies`` it ends with the status in there before it answers; with
-``NAME.stubborn`` it ignores SIGTERM. SIGUSR1 ends it with status 0; the router says
-of those with a file ``NAME.departed`` that they left in good order. An instance has a
+``NAME.stubborn`` it ignores SIGTERM and SIGINT; with ``NAME.busy`` SIGTERM makes a file
+``NAME.told``, and it ends when the first file is gone. SIGUSR1 ends it with status 0; the
+router says of those with a file ``NAME.departed`` that they left in good order. An instance has a
 child process of its own. With keys in the environment it asks for the first of them, and
 with ``--ssl-certfile`` it speaks https, as both do.
 """
@@ -15,6 +16,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -43,6 +45,19 @@ def main() -> None:
         sys.exit(int(dies.read_text()))
     if (folder / f"{name}.stubborn").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    busy = folder / f"{name}.busy"
+    if busy.exists():
+
+        def finish(*_: object) -> None:
+            (folder / f"{name}.told").touch()
+            while busy.exists():
+                time.sleep(0.01)
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, finish)
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     if name != "router":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -54,10 +54,23 @@ def test_prefill_yields_on_shared_cores_and_waiting_threads_sleep() -> None:
     assert environment["GOMP_SPINCOUNT"] == environment["KMP_BLOCKTIME"] == "0"
 
 
+def test_instances_of_several_workers_which_poll_are_equals() -> None:
+    assert [each.nice for each in place(PAIR, cpu(2), workers=2)] == [0, 0]
+
+
 def test_too_few_cores_are_shared_unless_own_cores_were_asked_for() -> None:
     assert [p.cores for p in place(PAIR, cpu(1))] == [(0,), (0,)]
-    with pytest.raises(ConfigError, match=r"2 instances need as many.*--placement shared-cores"):
+    with pytest.raises(ConfigError, match=r"2 instances need 2 cores.*--placement shared-cores"):
         place(PAIR, cpu(1), "own-cores")
+
+
+def test_every_worker_has_a_core_of_its_own_or_all_are_shared() -> None:
+    shared = place(PAIR, cpu(3), workers=2)
+    assert [p.cores for p in shared] == [(0, 1, 2)] * 2
+    assert dict(shared[0].environment)["OMP_NUM_THREADS"] == "1"
+    own = place(PAIR, cpu(8), workers=2)
+    assert [p.cores for p in own] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert dict(own[0].environment)["OMP_NUM_THREADS"] == "2"
 
 
 @given(cores=st.integers(1, 64), instances=st.integers(1, 64))
@@ -78,10 +91,10 @@ def test_gpus_are_handed_out_in_turn() -> None:
 
 
 def test_tensor_parallel_instances_get_neighbouring_gpus() -> None:
-    placements = place(PAIR, gpu("4", "5", "6", "7"), gpus_each=2)
+    placements = place(PAIR, gpu("4", "5", "6", "7"), workers=2)
     assert [dict(p.environment)["CUDA_VISIBLE_DEVICES"] for p in placements] == ["4,5", "6,7"]
     with pytest.raises(ConfigError, match="needs 2 GPUs"):
-        place(PAIR, gpu("0"), gpus_each=2)
+        place(PAIR, gpu("0"), workers=2)
 
 
 def test_gpus_have_the_numbers_of_cuda_or_the_names_that_are_visible(
@@ -107,6 +120,14 @@ def test_words_show_the_names_of_options_and_the_keys() -> None:
     assert serve_options_in(words) == ServeOptions(
         frozenset({"a-b", "c-d", "O3", "api-key"}), ("x", "y", "z")
     )
+
+
+@pytest.mark.parametrize(
+    "words", [["--tensor-parallel-size", "2"], ["--tensor_parallel_size=2"], ["-tp", "2"]]
+)
+def test_words_show_the_workers_of_an_instance(words: list[str]) -> None:
+    assert serve_options_in([*words, "--x"]).tensor_parallel_size == 2
+    assert serve_options_in([words[0].split("=")[0]]).tensor_parallel_size == 1
 
 
 def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:

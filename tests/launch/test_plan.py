@@ -38,6 +38,19 @@ def test_routers_take_the_ports_that_follow_or_say_which_is_taken() -> None:
         make_plan(options("--port=65535", "--routers=2"), CPU)
 
 
+def test_instances_take_fixed_ports_or_say_which_is_taken() -> None:
+    assert {spec.port for spec in make_plan(options(), CPU).instances} == {0}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} .* in use.*--instance-port-base"):
+            make_plan(options(f"--instance-port-base={port}"), CPU)
+    base = f"--instance-port-base={port}"
+    ports = [spec.port for spec in make_plan(options(base, "--decode=2"), CPU).instances]
+    assert ports == [port, port + 1, port + 2]
+    with pytest.raises(ConfigError, match=f"a router has port {port}; choose another"):
+        make_plan(options(base, f"--port={port}"), CPU)
+
+
 def test_cpu_instances_start_eager_with_a_stated_kv_cache() -> None:
     words = command(CPU)
     assert "--enforce-eager" in words
@@ -92,7 +105,7 @@ def test_what_up_sets_itself_is_refused(word: str) -> None:
         (("--mode=whole", "--prefill=0", "--decode=0"), "no instance to start"),
         (("--prefill=0",), "needs a prefill instance"),
         (("--decode=0",), "needs a decode instance"),
-        (("--prefill=9", "--placement=own-cores"), "need as many"),
+        (("--prefill=9", "--placement=own-cores"), "need 10 cores"),
     ],
 )
 def test_impossible_clusters_are_refused(words: tuple[str, ...], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,25 @@ def test_a_stubborn_instance_is_killed(fake_up: FakeUp, interrupts: int, status:
         process.send_signal(signal.SIGINT)
         until(lambda: not is_alive(fake_up.starts("prefill-0")[0]["pid"]), "the polite one ended")
     assert fake_up.end(signal.SIGINT if interrupts else signal.SIGTERM)[0] == status
+    fake_up.nothing_left()
+
+
+@pytest.mark.parametrize("status", [0, 130])
+def test_sigterm_lets_requests_end_before_instances_do(fake_up: FakeUp, status: int) -> None:
+    busy = fake_up.folder / "router.busy"
+    busy.touch()
+    process = fake_up.start()
+    fake_up.ready()
+    process.send_signal(signal.SIGTERM)
+    until((fake_up.folder / "router.told").exists, "the router was told")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    assert all(map(is_alive, fake_up.pids()))
+    if status:
+        process.send_signal(signal.SIGINT)
+    else:
+        busy.unlink()
+    assert fake_up.end()[0] == status
     fake_up.nothing_left()
 
 

@@ -55,12 +55,13 @@ class LocalCluster:
         self._routers: list[Keeper] = []
         self._stop = asyncio.Event()
         self._is_forced = False
+        self._drain_s = 0.0  # time for requests in flight, once that is asked for
 
     async def run(self) -> int:
         """Start everything and keep it up until a signal; the status to end with."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         async with aiohttp.ClientSession() as session:
             self._instances = [Keeper(each, self, session) for each in self._plan.instances]
             self._routers = [Keeper(each, self, session) for each in self._plan.routers]
@@ -151,6 +152,10 @@ class LocalCluster:
 
     async def _end(self) -> None:
         self.display.show_from(logging.CRITICAL + 1)  # vLLM logs many errors when it is ended
+        if self._drain_s and not self._is_forced:
+            self.display.say(f"requests in flight have {self._drain_s:g} s to end ...")
+            children = [keeper.child for keeper in self._routers if keeper.child]
+            await asyncio.gather(*(child.stop(self._drain_s) for child in children))
         if not self._is_forced:
             self.display.say("stopping ...")
         await asyncio.gather(*(keeper.child.stop() for keeper in self._keepers if keeper.child))
@@ -159,8 +164,10 @@ class LocalCluster:
         sweep_segments()
         self.display.say("stopped")
 
-    def _on_signal(self) -> None:
-        if self._stop.is_set():
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number is signal.SIGTERM and not self._stop.is_set():
+            self._drain_s = self.options.shutdown_timeout
+        elif self._stop.is_set():
             self._is_forced = True
             for keeper in self._keepers:
                 if keeper.child is not None:

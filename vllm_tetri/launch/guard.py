@@ -3,12 +3,13 @@
 It stays as a small process between `up` and an instance, because the kernel's "kill me when my
 parent dies" reaches one process only, while an instance is a tree of processes.
 
-- The guard asks the kernel for SIGTERM when its parent dies, however it dies, and looks at its
+- The guard asks the kernel for SIGINT when its parent dies, however it dies, and looks at its
   parent once a second in case that request was lost.
 - It is a subreaper: a process of the tree whose own parent died becomes a child of the guard, so
   the whole tree can always be found.
-- On SIGTERM it passes SIGTERM to the command, which is the orderly way; processes that are left
-  after the grace period are killed.
+- The first SIGTERM is passed on to the command, which takes its own time to finish its work.
+- Every other signal passes on SIGINT, which ends the command soon; processes that are left after
+  the grace period are killed.
 - Should the guard itself be killed, the kernel kills the command.
 
 It ends with the command's exit status, or 128 + signal number.
@@ -54,7 +55,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cores", default="")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     if os.getppid() != options.parent:
@@ -75,11 +77,15 @@ class _Tree:
         self._status: int | None = None
 
     def run(self) -> int:
+        passes_on = True
         while self._status is None:
             received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
             self._reap()
-            is_told = received is not None and received.si_signo in _TO_END
-            if is_told or os.getppid() != self._parent:
+            number = 0 if received is None else received.si_signo
+            if number == signal.SIGTERM and passes_on:
+                passes_on = False
+                self._signal_command(signal.SIGTERM)
+            elif number in _TO_END or os.getppid() != self._parent:
                 self._end_command()
                 break
         self._end_rest()
@@ -88,10 +94,13 @@ class _Tree:
         status = -signal.SIGKILL if self._status is None else self._status
         return status if status >= 0 else 128 - status
 
-    def _end_command(self) -> None:
+    def _signal_command(self, number: signal.Signals) -> None:
         if self._status is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._command, signal.SIGTERM)
+                os.kill(self._command, number)
+
+    def _end_command(self) -> None:
+        self._signal_command(signal.SIGINT)
         deadline = time.monotonic() + GRACE_S
         while self._status is None and time.monotonic() < deadline:
             signal.sigtimedwait({signal.SIGCHLD}, 0.1)

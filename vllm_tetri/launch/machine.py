@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata, util
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -34,6 +34,7 @@ PREFILL_NICE = 15
 MAX_KV_BYTES = 1 << 30
 _KV_PART_OF_MEMORY = 8
 _KV_GRAIN = 1 << 20
+_TENSOR_PARALLEL = ("tensor-parallel-size", "tp")
 _BINDING = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
 _PASSIVE = (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("KMP_BLOCKTIME", "0"))
 
@@ -46,7 +47,7 @@ class ServeOptions:
 
     names: frozenset[str]  # of the given options, without dashes in front and with dashes inside
     api_keys: tuple[str, ...] = ()  # values of ``--api-key``
-    tensor_parallel_size: int = 1  # GPUs per instance
+    tensor_parallel_size: int = 1  # workers per instance, each with a GPU where there are some
     num_gpus: int = 0  # that vLLM can use here
 
 
@@ -84,39 +85,40 @@ def inspect(num_gpus: int | None = None) -> Machine:
 
 
 def place(
-    roles: Sequence[Role], machine: Machine, sharing: CoreSharing | None = None, gpus_each: int = 1
+    roles: Sequence[Role], machine: Machine, sharing: CoreSharing | None = None, workers: int = 1
 ) -> list[Placement]:
-    """Place instances on a machine, one placement per role in the same order; ConfigError if it
-    has too few cores or GPUs. Without `sharing` they share cores where these are too few."""
+    """Place instances of some workers each on a machine, one placement per role in the same order;
+    ConfigError if it has too few cores or GPUs. Without `sharing` they share cores where a worker
+    could not have its own."""
     if machine.gpus:
-        return _on_gpus(len(roles), machine.gpus, gpus_each)
+        return _on_gpus(len(roles), machine.gpus, workers)
     cores, instances = machine.cores, len(roles)
-    has_enough = instances <= len(cores)
+    has_enough = instances * workers <= len(cores)
     if sharing == "shared-cores" or (sharing is None and not has_enough):
-        threads = _threads(len(cores)) + _PASSIVE
-        return [
-            Placement(cores, PREFILL_NICE if role is Role.PREFILL else 0, threads) for role in roles
-        ]
+        threads = _threads(len(cores) // workers) + _PASSIVE
+        # Several workers poll while they wait: those of decode instances would leave nothing.
+        nice = PREFILL_NICE if workers == 1 else 0
+        return [Placement(cores, nice if role is Role.PREFILL else 0, threads) for role in roles]
     if not has_enough:
         raise ConfigError(
-            f"--placement own-cores: {instances} instances need as many cores, and this machine "
-            f"has {len(cores)}; use --placement shared-cores or fewer instances"
+            f"--placement own-cores: {instances} instances need {instances * workers} cores, and "
+            f"this machine has {len(cores)}; use --placement shared-cores or fewer instances"
         )
     parts = [
         cores[len(cores) * index // instances : len(cores) * (index + 1) // instances]
         for index in range(instances)
     ]
-    return [Placement(part, environment=_threads(len(part))) for part in parts]
+    return [Placement(part, environment=_threads(len(part) // workers)) for part in parts]
 
 
-def kv_bytes_each(instances: int, machine: Machine) -> int:
-    """KV cache per instance on a CPU host: at most 1 GiB, and all at most 1/8 of the memory."""
-    part = machine.memory_bytes // (_KV_PART_OF_MEMORY * max(1, instances))
+def kv_bytes_each(workers: int, machine: Machine) -> int:
+    """KV cache per worker on a CPU host: at most 1 GiB, and all at most 1/8 of the memory."""
+    part = machine.memory_bytes // (_KV_PART_OF_MEMORY * max(1, workers))
     return max(_KV_GRAIN, min(MAX_KV_BYTES, part // _KV_GRAIN * _KV_GRAIN))
 
 
 def _threads(count: int) -> tuple[tuple[str, str], ...]:
-    return (("OMP_NUM_THREADS", str(count)), *_BINDING)
+    return (("OMP_NUM_THREADS", str(max(1, count))), *_BINDING)
 
 
 def _on_gpus(instances: int, gpus: Sequence[str], gpus_each: int) -> list[Placement]:
@@ -178,35 +180,46 @@ def read_serve_options(model: str, words: Sequence[str]) -> ServeOptions:
 
 
 def serve_options_in(words: Sequence[str]) -> ServeOptions:
-    """What can be seen in the words alone: names of options, and API keys."""
+    """What can be seen in the words alone: names of options, API keys, and workers."""
     names: set[str] = set()
     keys: list[str] = []
+    workers = 1
     for index, word in enumerate(words):
         if word.startswith("-"):
             name, _, value = word.lstrip("-").partition("=")
-            names.add(name.replace("_", "-"))
-            if name.replace("_", "-") == "api-key":
-                rest = [value] if value else words[index + 1 :]
-                keys += takewhile(lambda each: not each.startswith("-"), rest)
-    return ServeOptions(frozenset(names), tuple(keys))
+            name = name.replace("_", "-")
+            names.add(name)
+            values = [value] if value else words[index + 1 :]
+            if name == "api-key":
+                keys += takewhile(lambda each: not each.startswith("-"), values)
+            elif name in _TENSOR_PARALLEL and values and values[0].isdecimal():
+                workers = max(1, int(values[0]))  # vLLM refuses 0 itself
+    return ServeOptions(frozenset(names), tuple(keys), workers)
 
 
 def ask_vllm(words: Sequence[str] = ()) -> ServeOptions:
     """Let vLLM's own parser read options, and let vLLM count the GPUs that it can use;
     ConfigError if it refuses the options or cannot be imported."""
-    command = [sys.executable, "-P", "-m", "vllm_tetri.launch.machine", *words]
+    found = ask("vllm_tetri.launch.machine", words)
+    return ServeOptions(frozenset(found.pop("names")), tuple(found.pop("api_keys")), **found)
+
+
+def ask(module: str, words: Sequence[str]) -> Any:
+    """Run a module that imports vLLM with options for `vllm serve`, in a process of its own, and
+    return what it prints last; ConfigError if it refuses the options or fails."""
+    command = [sys.executable, "-P", "-m", module, *words]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ConfigError(f"after --: {last.partition('error: ')[2] or last}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return ServeOptions(frozenset(found.pop("names")), tuple(found.pop("api_keys")), **found)
+        prefix = "after --: " if words else ""
+        raise ConfigError(prefix + (last.partition("error: ")[2] or last))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(words: list[str]) -> None:
     """Print the `ServeOptions` of the words as the last line of the output."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -34,7 +34,8 @@ _OWN_OPTIONS = frozenset({"role", "tetri-instance", "tetri-control", "tetri-url"
                           "tetri-secret-file", "port", "ssl-keyfile", "ssl-certfile"})  # fmt: skip
 # Options that `up` hands to its routers unchanged.
 _PASSED_ON = ("mode", "max_in_flight", "max_queue_delay", "flip", "flip_after", "flip_lease",
-              "ttft_slo", "tpot_slo", "ssl_certfile", "ssl_keyfile")  # fmt: skip
+              "ttft_slo", "tpot_slo", "shutdown_timeout", "ssl_certfile",
+              "ssl_keyfile")  # fmt: skip
 _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",
                 "optimization-level", "O", "O0", "O1", "O2", "O3"}  # fmt: skip
 _GPU_MEMORY_PART = 0.9
@@ -83,19 +84,24 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
     ports = _router_ports(options)
     controls = _control_addresses(options.routers)
     of_instances, of_routers = _keys(options, serve.api_keys)
+    workers = len(roles) * serve.tensor_parallel_size
     words = [*SERVE, options.model, *options.tail]
     words += ["--tetri-control", ",".join(controls), "--host", HOST]
     names = [f"{role.value}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
+    taken = {*ports, *(int(each.rpartition(":")[2]) for each in controls)}
+    instance_ports = _instance_ports(options, len(roles), taken)
     instances = [
         ChildSpec(
             name,
-            (*words, *_memory_options(serve.names, placement, machine, len(roles)),
+            (*words, *_memory_options(serve.names, placement, machine, workers),
              "--role", role.value, "--tetri-instance", name),
             placement,
             ready_path="/health",
+            port=instance_port,
             environment=of_instances,
         )
-        for name, role, placement in zip(names, roles, placements, strict=True)
+        for name, role, placement, instance_port in zip(
+            names, roles, placements, instance_ports, strict=True)
     ]  # fmt: skip
     certificate: str | None = options.ssl_certfile if auth.has_tls(options) else None
     if certificate is not None:
@@ -137,12 +143,24 @@ def _router_ports(options: argparse.Namespace) -> list[int]:
     """The given port and those that follow it, one for every router; or free ones."""
     if not options.port:
         return _free_ports(options.routers, options.host)
-    ports = [options.port + index for index in range(options.routers)]
-    for port in ports:
-        if not 0 < port <= MAX_PORT or not is_port_free(port, options.host):
-            why = "is in use" if 0 < port <= MAX_PORT else "does not exist"
-            raise ConfigError(f"port {port} of {options.host} {why}; choose another with --port")
+    return _ports("--port", options.port, options.routers, options.host)
+
+
+def _instance_ports(options: argparse.Namespace, number: int, taken: set[int]) -> list[int]:
+    """A port per instance, none of those that routers have; 0 for any free one at every start."""
+    base = options.instance_port_base
+    ports = [0] * number if base is None else _ports("--instance-port-base", base, number, HOST)
+    for port in taken.intersection(ports):
+        raise ConfigError(f"--instance-port-base {base}: a router has port {port}; choose another")
     return ports
+
+
+def _ports(option: str, first: int, number: int, host: str) -> list[int]:
+    for port in range(first, first + number):
+        if not 0 < port <= MAX_PORT or not is_port_free(port, host):
+            why = "is in use" if 0 < port <= MAX_PORT else "does not exist"
+            raise ConfigError(f"port {port} of {host} {why}; choose another with {option}")
+    return [*range(first, first + number)]
 
 
 def _control_addresses(number: int) -> list[str]:
@@ -161,7 +179,7 @@ def _free_ports(number: int, host: str) -> list[int]:
 
 
 def _memory_options(
-    given: frozenset[str], placement: Placement, machine: Machine, instances: int
+    given: frozenset[str], placement: Placement, machine: Machine, workers: int
 ) -> list[str]:
     words: list[str] = []
     if placement.gpu_sharers > 1 and "gpu-memory-utilization" not in given:
@@ -170,7 +188,7 @@ def _memory_options(
     if machine.gpus:
         return words
     if "kv-cache-memory-bytes" not in given:
-        words += ["--kv-cache-memory-bytes", str(kv_bytes_each(instances, machine))]
+        words += ["--kv-cache-memory-bytes", str(kv_bytes_each(workers, machine))]
     # Compiling triples the start and gains nothing worth it on a CPU.
     return words if given & _COMPILATION else [*words, "--enforce-eager"]
 

@@ -72,12 +72,13 @@ class ChildProcess:
         self._pump.cancel()
         return status
 
-    async def stop(self) -> None:
-        """Ask the tree to end, and kill what is left after the grace period."""
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Ask the tree to end, after its work if that takes at most `drain_s`, and kill what is
+        left after the grace period."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGTERM if drain_s else signal.SIGINT)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), GRACE_S + _GUARD_MARGIN_S)
+            await asyncio.wait_for(self._process.wait(), drain_s + GRACE_S + _GUARD_MARGIN_S)
         self.kill()
         await self.wait()
 

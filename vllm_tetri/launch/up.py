@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import get_args
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.cluster import LocalCluster
+from vllm_tetri.launch.doctor import shared_memory
 from vllm_tetri.launch.machine import CoreSharing, inspect, read_serve_options, require_vllm
 from vllm_tetri.launch.plan import make_plan
 from vllm_tetri.logs import LEVEL_VARIABLE, configure_logging
 from vllm_tetri.router.command import add_serving_options, count, positive
-from vllm_tetri.security import VARIABLE, in_memory, share_secret
+from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, in_memory, share_secret
+
+_log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000,
         help="port of the router, 0 for a free one; further routers have the ports that follow "
         "(default: %(default)s)")
+    add("--instance-port-base", type=count, metavar="PORT",
+        help="HTTP port of the first instance; further instances have the ports that follow "
+        "(default: free ports, chosen anew at every start)")
     add("--placement", choices=get_args(CoreSharing),
         help="CPU hosts: every instance has cores of its own, or all instances share all cores "
         "with prefill at a low priority (default: own-cores, or shared-cores where there are "
@@ -42,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest time until an instance is ready (default: %(default)g)")
     add("--secret-file", metavar="FILE",
         help="secret of the cluster, see `vllm-tetri secret` "
-        f"(default: ${VARIABLE}, else a new one, whose place the ready file names)")
+        f"(default: ${VARIABLE}, else the secret in ${VALUE_VARIABLE}, else a new one, whose place "
+        "the ready file names)")
     add("--log-dir", type=Path, metavar="DIR",
         help="write everything that NAME prints to DIR/NAME.log (default: not written)")
     add("--ready-file", type=Path, metavar="FILE",
@@ -58,8 +67,8 @@ def run(options: argparse.Namespace) -> int:
     """Bring the cluster up and keep it up until a signal asks to stop.
 
     Returns:
-        0 after one Ctrl-C or SIGTERM, 130 after a second one, 1 when the cluster
-        cannot be brought up.
+        0 after one Ctrl-C, or SIGTERM, which lets requests end first; 130 after a second one; 1
+        when the cluster cannot be brought up.
     """
     if options.log_level is not None:  # children follow the same variable
         os.environ[LEVEL_VARIABLE] = options.log_level
@@ -76,6 +85,9 @@ def run(options: argparse.Namespace) -> int:
             options.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--log-dir {options.log_dir}: {error}") from error
+    memory = shared_memory()
+    level, advice = (INFO, "") if memory.is_fine else (WARNING, f"; {memory.advice}")
+    _log.log(level, "%s: %s%s", memory.subject, memory.fact, advice)
     return asyncio.run(LocalCluster(options, plan).run())
 
 
