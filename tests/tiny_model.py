@@ -7,8 +7,11 @@ Its text is nonsense, but deterministic: good for comparing token by token.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 LAYERS = 3
 HIDDEN = 128
@@ -29,16 +32,49 @@ _CORPUS = Path(__file__).parent.parent / "LICENSE"  # English text that never ch
 _MARK = "complete-1"  # a new number makes every cached copy anew
 
 
-def tiny_model(folder: Path = _DEFAULT) -> Path:
-    """The model's folder, made when it is not there yet (about two seconds)."""
+def tiny_model(folder: Path = _DEFAULT, seed: int = SEED) -> Path:
+    """The model's folder, made when it is not there yet (about two seconds). Another seed makes
+    other weights, in files of the same names and sizes."""
     if not (folder / _MARK).exists():
-        _make_tokenizer(folder)
-        _make_weights(folder)
+        make_tokenizer(folder)
+        _make_weights(folder, seed)
         (folder / _MARK).touch()
     return folder
 
 
-def _make_tokenizer(folder: Path) -> None:
+def quantized_model(folder: Path) -> Path:
+    """The same model with its layers in 8-bit integers (W8A8 of compressed-tensors), made anew."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model(), folder)
+    weights, file = {}, folder / "model.safetensors"
+    for name, weight in load_file(file).items():
+        weights[name] = weight
+        if name.endswith("proj.weight"):
+            weights[f"{name}_scale"] = scale = weight.abs().amax(1, keepdim=True) / 127
+            weights[name] = (weight / scale).round().to(torch.int8)
+    save_file(weights, file)
+    kind = {"num_bits": 8, "type": "int"}
+    # For symmetric inputs vLLM has kernels of CPUs with AMX, which want bfloat16.
+    inputs = {**kind, "strategy": "token", "symmetric": False, "dynamic": True}
+    outer = {**kind, "strategy": "channel", "symmetric": True}
+    layers = {"weights": outer, "input_activations": inputs}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"all": {"targets": ["Linear"], **layers}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_tokenizer(
+    folder: Path, template: str = CHAT_TEMPLATE, more: tuple[str, ...] = (), **named: str
+) -> None:
+    """Train a tokenizer; more special tokens follow the vocabulary, some of them with a name."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,14 +89,18 @@ def _make_tokenizer(folder: Path) -> None:
     )
     tokenizer.train([str(_CORPUS)], trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>", pad_token="<|none|>"
+        tokenizer_object=tokenizer,
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        pad_token="<|none|>",
+        extra_special_tokens=named,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.add_tokens(list(more), special_tokens=True)
+    fast.chat_template = template
     fast.save_pretrained(folder)
 
 
-def _make_weights(folder: Path) -> None:
-    import torch
+def _make_weights(folder: Path, seed: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -78,9 +118,16 @@ def _make_weights(folder: Path) -> None:
         pad_token_id=0,
         dtype="float32",
     )
+    save_random_weights(LlamaForCausalLM, config, folder, seed)
+
+
+def save_random_weights(kind: Callable[[Any], Any], config: Any, folder: Path, seed: int) -> None:
+    """Write a checkpoint of a model of this kind, whose weights follow from the seed."""
+    import torch
+
     with torch.random.fork_rng():
-        torch.manual_seed(SEED)
-        model = LlamaForCausalLM(config).to(torch.float32)
+        torch.manual_seed(seed)
+        model = kind(config).to(torch.float32)
     model.save_pretrained(folder)
     settings = folder / "generation_config.json"
     settings.write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}))

@@ -9,9 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from tests.e2e.cluster import Cluster, Stock, answers
+from tests.e2e.prompts import completion
 
 TIMEOUT = aiohttp.ClientTimeout(total=110)
 
@@ -90,9 +94,94 @@ async def ask(url: str, body: Any, answer: Answer | None = None) -> Answer:
     return answer
 
 
+async def split_once(cluster: Cluster) -> None:
+    """Wait until a prefill instance knows where decode instances are: it is told ten times a
+    second, and a router may know a moment before."""
+
+    async def is_split() -> bool:
+        answer = await ask(cluster.url, completion(1, max_tokens=2))
+        return answer.headers["x-tetri-prefill"] != answer.decode
+
+    async with asyncio.timeout(20):
+        while not await is_split():
+            await asyncio.sleep(0.05)
+
+
 async def ask_all(url: str, bodies: list[Any]) -> list[Answer]:
     """All at once."""
     return list(await asyncio.gather(*(ask(url, body) for body in bodies)))
+
+
+def stock_answers(
+    model: Path, folder: Path, bodies: list[Any], serve: tuple[str, ...] = ()
+) -> list[Answer]:
+    """What stock says, started for these requests. Seeded ones are asked alone: its CPU worker ends
+    at those of which a step computes a part."""
+
+    async def ask_stock(url: str) -> list[Answer]:
+        alone = [await ask(url, body) if "seed" in body else None for body in bodies]
+        others = iter(await ask_all(url, [body for body in bodies if "seed" not in body]))
+        return [each or next(others) for each in alone]
+
+    stock = Stock(model, folder, serve=serve)
+    try:
+        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        found = asyncio.run(ask_stock(stock.url))
+    finally:
+        stock.stop()
+    assert [each for each in found if not each.token_ids] == []
+    return found
+
+
+def assert_same(ours: list[Answer], theirs: list[Answer]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.same_as(other), f"{mine} != {other}"
+
+
+async def struck(
+    url: str, bodies: list[Any], strike: Callable[[list[Answer]], None]
+) -> list[Answer]:
+    """The answers to streamed requests, which are all well under way when something strikes."""
+    seen = [Answer() for _ in bodies]
+    asking = asyncio.gather(
+        *(ask(url, body, each) for body, each in zip(bodies, seen, strict=True))
+    )
+    await until(lambda: all(len(each.token_ids) > 20 for each in seen), "all have begun")
+    await asyncio.to_thread(strike, seen)
+    return list(await asking)
+
+
+async def order(url: str, name: str, role: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    path = f"{url}/tetri/v1/instances/{name}/flip"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(path, json={"role": role, **options}) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def instances(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    return await asyncio.to_thread(cluster.instances)
+
+
+async def flipped(cluster: Cluster, name: str, epoch: int) -> dict[str, Any]:
+    """The instance as soon as the flip has ended and all is known of it."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        row = (await instances(cluster))[name]
+        flip = row["flip"] or {"epoch": 0}
+        if flip["epoch"] >= epoch and (flip["commit_s"] or flip["stage"] == "rolled_back"):
+            return row
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{name} has not flipped: {row}")
+
+
+async def flip(cluster: Cluster, name: str, role: str) -> None:
+    """Change a role, and wait until it is changed."""
+    await until(lambda: cluster.state_of(name) == "ready", f"{name} is ready", 60)
+    status, answer = await order(cluster.url, name, role)
+    assert status == 202, answer
+    assert (await flipped(cluster, name, answer["epoch"]))["role"] == role
 
 
 async def assert_as_stock(answers: list[Answer], url: str, bodies: list[Any]) -> None:

@@ -89,6 +89,7 @@ class Stock(Process):
              "--distributed-executor-backend", UNIPROC, *serve],
             folder / "stock.log",
             VLLM_PLUGINS="none",
+            VLLM_CPU_OMP_THREADS_BIND="nobind",  # else every worker wants a core of its own
         )  # fmt: skip
 
 
@@ -102,17 +103,19 @@ class Cluster(Process):
         *,
         roles: tuple[str, ...] = (),
         serve: tuple[str, ...] = (),
-        arena_bytes: int = ARENA_BYTES,
+        arena_bytes: int | None = ARENA_BYTES,
+        within: tuple[str, ...] = (),
     ) -> None:
+        arena = [] if arena_bytes is None else ["--tetri-arena-bytes", str(arena_bytes)]
         self.ready_file = folder / "ready.json"
         self.logs = folder / "logs"
         super().__init__(
             ["vllm_tetri.cli", "up", str(model), *roles, "--port", "0", "--ready-file",
              str(self.ready_file), "--log-dir", str(self.logs), "--flip", "off",
-             "--mode", "split", "--", *SERVE, "--tetri-arena-bytes", str(arena_bytes),
-             "--tetri-chunk-size", str(CHUNK), "--tetri-transfer-timeout", "5",
-             "--enable-logging-iteration-details", *serve],
+             "--mode", "split", "--", *SERVE, *arena, "--tetri-chunk-size", str(CHUNK),
+             "--tetri-transfer-timeout", "5", "--enable-logging-iteration-details", *serve],
             folder / "up.log",
+            within=within,
         )  # fmt: skip
 
     def ready(self) -> None:
@@ -136,6 +139,14 @@ class Cluster(Process):
         """The rows of the router's table of requests."""
         found: list[dict[str, Any]] = get(f"{self.url}/tetri/v1/requests")["requests"]
         return found
+
+    def resumed(self) -> float:
+        """How many streams broke off and were continued by another instance."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith('tetri_streams_broken_total{outcome="resumed"}'):
+                    return float(line.rsplit(" ", 1)[1])
+        return 0.0
 
     def processes(self, name: str) -> list[psutil.Process]:
         """The processes of an instance, as they are now; its guard first."""
@@ -188,6 +199,44 @@ class Cluster(Process):
         if in_flight := get(f"{self.url}/tetri/v1/requests")["in_flight"]:
             found["in_flight"] = in_flight
         return found
+
+
+class ByHand(Cluster):
+    """A router, and instances that are started one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.parts = folder, dict[str, Process]()
+        self.control, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        Process.__init__(
+            self,
+            ["vllm_tetri.cli", "router", "--port", str(port), "--control", self.control,
+             "--flip", "off", "--mode", "split"],
+            folder / "router.log",
+        )  # fmt: skip
+
+    def ready(self) -> None:
+        self.wait_for(lambda: answers(f"{self.url}/tetri/v1/instances"), "the router")
+
+    def start(self, name: str, role: str, model: Path, *serve: str) -> None:
+        self.parts[name] = Process(
+            ["vllm.entrypoints.cli.main", "serve", str(model), *SERVE, "--role", role,
+             "--port", str(free_port()), "--distributed-executor-backend", UNIPROC,
+             "--tetri-instance", name, "--tetri-control", self.control,
+             "--tetri-arena-bytes", str(ARENA_BYTES), "--tetri-chunk-size", str(CHUNK), *serve],
+            self.folder / f"{name}.log",
+            VLLM_SERVER_DEV_MODE="1",
+            **PASSIVE,
+        )  # fmt: skip
+
+    def wait(self, *names: str) -> None:
+        for name in names:
+            self.parts[name].wait_for(lambda name=name: self.state_of(name) == "ready", name)
+
+    def stop(self) -> int:
+        for part in self.parts.values():
+            part.stop()
+        return super().stop()
 
 
 @contextmanager

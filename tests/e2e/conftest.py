@@ -34,26 +34,18 @@ def cluster(_started: tuple[Stock, Cluster]) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def _four(
-    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Stock, Cluster]]:
+def _four(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder, roles = tmp_path_factory.mktemp("many"), ("--prefill", "2", "--decode", "2")
-    cluster = Cluster(tiny_llama, folder, roles=roles)
-    with side_by_side(Stock(tiny_llama, folder), cluster) as both:
-        yield both
-        both[1].audit()
+    with running(Cluster(tiny_llama, folder, roles=roles)) as cluster:
+        yield cluster
+        cluster.audit()
 
 
 @pytest.fixture
-def single(_four: tuple[Stock, Cluster]) -> Stock:
-    return _four[0]
-
-
-@pytest.fixture
-def many(_four: tuple[Stock, Cluster]) -> Iterator[Cluster]:
+def many(_four: Cluster) -> Iterator[Cluster]:
     """Every test leaves it at rest."""
-    yield _four[1]
-    _four[1].rest()
+    yield _four
+    _four.rest()
 
 
 @pytest.fixture(scope="module")

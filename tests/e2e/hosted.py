@@ -10,7 +10,7 @@ from tests.faults.hosts import Hosts
 
 # Shorter than the defaults (30 s, 60 s), so that tests take seconds.
 TRANSFER_TIMEOUT_S, HOLD_TIMEOUT_S = 5, 10
-CONTROL_PORT, HTTP_PORT = 18555, 8000
+CONTROL_PORT, KV_PORT, HTTP_PORT = 18555, 18600, 8000
 INSTANCES = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
@@ -56,8 +56,8 @@ def _instance(
     return Process(
         ["vllm.entrypoints.cli.main", "serve", str(model), *SERVE, "--role", role,
          "--distributed-executor-backend", UNIPROC, "--host", address, "--port", str(HTTP_PORT),
-         "--tetri-instance", name, "--tetri-host", address, "--tetri-control", control,
-         "--tetri-url", f"http://{address}:{HTTP_PORT}", "--tetri-secret-file", str(secret),
+         "--tetri-instance", name, "--tetri-kv-port", str(KV_PORT), "--tetri-control", control,
+         "--tetri-secret-file", str(secret),
          "--tetri-link", "tcp",  # they share memory, which no cut of the network touches
          "--tetri-arena-bytes", str(ARENA_BYTES), "--tetri-chunk-size", str(CHUNK),
          "--tetri-transfer-timeout", str(TRANSFER_TIMEOUT_S),

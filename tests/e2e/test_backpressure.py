@@ -30,7 +30,8 @@ def assert_refused_well(answer: Answer) -> None:
     assert answer.status == 503
     assert 1 <= int(answer.headers["Retry-After"]) <= 60
     assert answer.error is not None
-    assert (answer.error["type"], answer.error["code"]) == ("ServiceUnavailableError", "queue_full")
+    assert (answer.error["type"], answer.error["code"]) == ("ServiceUnavailableError", 503)
+    assert answer.headers["x-tetri-error"] == "queue_full"
     assert "all prefill instances (1) are at their limits" in answer.error["message"]
 
 

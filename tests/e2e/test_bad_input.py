@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"null", b'{"a":' * 5000])
 async def test_broken_json(cluster: Cluster, raw: bytes) -> None:
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session:
         for path in ("/v1/completions", "/v1/chat/completions"):
             async with session.post(cluster.url + path, data=raw) as response:
                 assert response.status == 400

@@ -1,27 +1,21 @@
-"""Clients that people use, through the router: openai sync and async, `vllm bench serve`, curl."""
+"""Clients that people use, through the router: openai-python and curl; more in tests/suites."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import subprocess
-import sys
-import urllib.request
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.cluster import MODEL, Cluster, Stock, get
+from tests.e2e.cluster import MODEL, Cluster, Stock
 from tests.e2e.prompts import text_prompt
 from tests.e2e.shapes import TOOLS, plain_body, user
 
 pytestmark = pytest.mark.e2e
 
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0}
-BENCH_PROMPTS = 8
 
 
 def client_of(server: Stock | Cluster) -> openai.OpenAI:
@@ -99,61 +93,6 @@ def test_openai_responses(stock: Stock, cluster: Cluster) -> None:
     assert texts[0] == texts[1]
 
 
-def test_openai_errors(stock: Stock, cluster: Cluster) -> None:
-    messages: Any = user("hello")
-    for server in (stock, cluster):
-        with client_of(server) as client:
-            with pytest.raises(openai.NotFoundError):
-                client.completions.create(model="unknown", prompt="the")
-            with pytest.raises(openai.BadRequestError) as caught:
-                client.chat.completions.create(model=MODEL, messages=messages, temperature=-1)
-            assert caught.value.param == "temperature"
-            with pytest.raises(openai.NotFoundError):
-                client.embeddings.create(model=MODEL, input="the")
-
-
-async def test_openai_async_clients_at_once(stock: Stock, cluster: Cluster) -> None:
-    async def streamed(client: openai.AsyncOpenAI, num_words: int) -> str:
-        messages: Any = user(text_prompt(num_words))
-        stream = await client.chat.completions.create(**ASKED, messages=messages, stream=True)
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    texts = []
-    for server in (stock, cluster):
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            texts.append(await asyncio.gather(*(streamed(client, n) for n in (5, 30, 80, 200))))
-    assert all(texts[0])
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(
-    ("backend", "endpoint"),
-    [
-        pytest.param("openai", "/v1/completions", marks=pytest.mark.slow),
-        ("openai-chat", "/v1/chat/completions"),
-    ],
-)
-def test_vllm_bench_serve(
-    cluster: Cluster, tiny_llama: Path, tmp_path: Path, backend: str, endpoint: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve",
-         "--backend", backend, "--endpoint", endpoint, "--base-url", cluster.url,
-         "--model", MODEL, "--tokenizer", str(tiny_llama), "--dataset-name", "random",
-         "--random-input-len", "200", "--random-output-len", "12", "--ignore-eos",
-         "--num-prompts", str(BENCH_PROMPTS), "--seed", "1", "--temperature", "0",
-         "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
-         "--disable-tqdm"],
-        capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "VLLM_PLUGINS": "none"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["failed"]) == (BENCH_PROMPTS, 0)
-    assert result["total_output_tokens"] == 12 * BENCH_PROMPTS
-    assert result["mean_ttft_ms"] > 0
-
-
 def curl(url: str, *options: str) -> tuple[str, str]:
     """Status and body."""
     done = subprocess.run(
@@ -193,19 +132,3 @@ def test_curl_with_a_large_body_that_expects_to_be_told_to_go_on(cluster: Cluste
         input=body, capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout)["choices"][0]["text"]
-
-
-def test_what_operators_read(cluster: Cluster) -> None:
-    with urllib.request.urlopen(f"{cluster.url}/health", timeout=5) as answer:
-        assert answer.status == 200
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=5) as answer:
-        assert b"tetri_" in answer.read()
-    assert get(f"{cluster.url}/tetri/v1/requests") == {"in_flight": 0, "requests": []}
-    fields = {
-        "id", "url", "role", "state", "age_s", "running", "waiting", "held",
-        "queued_prefill_tokens", "blocks_used", "blocks_total", "arena_used_bytes",
-        "arena_total_bytes", "heavy", "light", "prefills_done", "decodes_done", "preemptions",
-        "flips", "cpu_s",
-    }  # fmt: skip
-    for entry in cluster.instances().values():
-        assert fields <= set(entry)

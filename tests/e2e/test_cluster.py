@@ -74,11 +74,11 @@ async def drain(cluster: Cluster, name: str, *options: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", CLASSES)
 async def test_a_class_of_load_is_answered_as_by_stock(
-    single: Stock, many: Cluster, name: str
+    stock: Stock, many: Cluster, name: str
 ) -> None:
     asked = CLASSES[name]
     ours = await ask_all(many.url, asked)
-    theirs = await ask_all(single.url, asked)
+    theirs = await ask_all(stock.url, asked)
     for mine, its, body in zip(ours, theirs, asked, strict=True):
         assert its.token_ids
         assert mine.same_as(its), f"{len(body['prompt'])}: {mine} != {its}"
@@ -96,10 +96,10 @@ async def test_every_instance_takes_part(many: Cluster) -> None:
 
 
 async def test_instances_join_and_leave_under_load(
-    single: Stock, many: Cluster, tiny_llama: Path, tmp_path: Path
+    stock: Stock, many: Cluster, tiny_llama: Path, tmp_path: Path
 ) -> None:
     mixed = CLASSES["mixed"]
-    expected = [await ask(single.url, body) for body in mixed]
+    expected = [await ask(stock.url, body) for body in mixed]
     joiner = Joiner(tiny_llama, tmp_path, many.facts)
     below = [many.processes(name) for name in ("decode-0", "prefill-1")]
     try:
@@ -127,7 +127,7 @@ async def test_instances_join_and_leave_under_load(
         assert f"{name}: ended" not in log
 
 
-async def test_the_last_of_its_kind_stays_unless_it_is_forced(single: Stock, many: Cluster) -> None:
+async def test_the_last_of_its_kind_stays_unless_it_is_forced(stock: Stock, many: Cluster) -> None:
     for name in [each for each in many.instances() if each not in ("prefill-0", "decode-1")]:
         assert (await drain(many, name))[0] == 0
     for name, problem in (
@@ -138,7 +138,7 @@ async def test_the_last_of_its_kind_stays_unless_it_is_forced(single: Stock, man
         assert (status, problem in output) == (1, True)
 
     long = completion(20, max_tokens=1500, **STREAM)
-    expected = await ask(single.url, long)
+    expected = await ask(stock.url, long)
     asking = asyncio.create_task(ask(many.url, long))
     await until(lambda: many.instances()["decode-1"]["running"], "it decodes")
     status, output = await drain(many, "decode-1", "--force", "--deadline", "0.3")

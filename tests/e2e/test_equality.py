@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import urllib.request
 from typing import Any
 
 import pytest
 
-from tests.e2e.client import Answer, ask, ask_all
+from tests.e2e.client import Answer, ask, ask_all, until
 from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import LENGTHS, STREAM, chat, completion
+from vllm_tetri.router.merged import read_families
 
 pytestmark = pytest.mark.e2e
 
 CHATS = (1, 40, 120, 400)
+COUNTED = ("prompt_tokens", "generation_tokens", "request_success")  # vLLM's counters
+OBSERVED = (  # and histograms, whose sums of tokens or whose counts are the same
+    "time_to_first_token_seconds_count e2e_request_latency_seconds_count "
+    "iteration_tokens_total_sum request_generation_tokens_sum request_prompt_tokens_sum"
+)
 
 
 def bodies(**options: Any) -> list[dict[str, Any]]:
@@ -57,6 +64,32 @@ async def test_again_with_prefix_cache_hits_on_both_sides(stock: Stock, cluster:
 async def test_streamed(stock: Stock, cluster: Cluster) -> None:
     asked = bodies(**STREAM)[::2]
     await assert_equal_one_by_one(cluster, stock, asked)
+
+
+def counts(url: str) -> dict[str, float]:
+    """vLLM's counts of requests and tokens; of requests by how they ended."""
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        series = read_families(response.read().decode())
+    names = {f"vllm:{name}_total" for name in COUNTED} | {f"vllm:{n}" for n in OBSERVED.split()}
+    return {
+        key: sum(values)
+        for family in series.values()
+        for key, values in family.series.items()
+        if key.partition("{")[0] in names
+    }
+
+
+async def test_vllms_metrics_count_a_split_request_once(stock: Stock, cluster: Cluster) -> None:
+    before = [counts(each.url) for each in (stock, cluster)]
+    asked = [completion(n, max_tokens=each) for n in (40, 700) for each in (1, 2, 9)]
+    await assert_equal_one_by_one(cluster, stock, [*asked, chat(40, **STREAM)])
+
+    def grown(url: str, since: dict[str, float]) -> dict[str, float]:
+        return {key: value - since.get(key, 0) for key, value in counts(url).items()}
+
+    theirs = grown(stock.url, before[0])
+    assert theirs
+    await until(lambda: grown(cluster.url, before[1]) == theirs, "the counts are those of stock")
 
 
 @pytest.mark.parametrize("options", [{}, STREAM], ids=["whole", "streamed"])

@@ -83,6 +83,7 @@ async def test_a_first_token_that_is_the_last_never_gets_to_decode(
 ) -> None:
     usual: Answer = await ask(stock.url, make(150, max_tokens=1, ignore_eos=True))
     token, text = usual.token_ids[0], usual.text
+    cluster.audit()  # the last reports on earlier requests have come
     before = cluster.instances()["decode-0"]
     for ending in (
         {"max_tokens": 1},

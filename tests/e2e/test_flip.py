@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from examples.benchmarks.faults import send
-from tests.e2e.client import Answer, ask, ask_all, load, until
+from tests.e2e.client import Answer, ask, ask_all, flipped, instances, load, order, until
 from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import STREAM, completion
 
@@ -36,31 +36,6 @@ BODIES = [
 ]  # fmt: skip
 
 
-async def order(url: str, name: str, role: str, **options: Any) -> tuple[int, dict[str, Any]]:
-    path = f"{url}/tetri/v1/instances/{name}/flip"
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(path, json={"role": role, **options}) as response,
-    ):
-        return response.status, await response.json()
-
-
-async def instances(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    return await asyncio.to_thread(cluster.instances)
-
-
-async def flipped(cluster: Cluster, name: str, epoch: int) -> dict[str, Any]:
-    """The instance as soon as the flip has ended and all is known of it."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        row = (await instances(cluster))[name]
-        flip = row["flip"] or {"epoch": 0}
-        if flip["epoch"] >= epoch and (flip["commit_s"] or flip["stage"] == "rolled_back"):
-            return row
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{name} has not flipped: {row}")
-
-
 def other(role: str) -> str:
     return "decode" if role == "prefill" else "prefill"
 
@@ -80,9 +55,9 @@ async def flip_one(cluster: Cluster, rng: Random, *, is_now: bool) -> dict[str, 
 
 
 async def test_a_hundred_flips_under_load_lose_nothing_and_change_nothing(
-    single: Stock, many: Cluster
+    stock: Stock, many: Cluster
 ) -> None:
-    expected = [await ask(single.url, body) for body in BODIES]
+    expected = [await ask(stock.url, body) for body in BODIES]
     assert all(answer.token_ids for answer in expected)
     rng = Random(7)
     flips: list[dict[str, Any]] = []
@@ -116,11 +91,11 @@ async def split(cluster: Cluster) -> tuple[list[str], list[str]]:
         await flipped(cluster, of[many][0], answer["epoch"])
 
 
-async def test_while_kv_is_in_the_air_for_it(single: Stock, many: Cluster) -> None:
+async def test_while_kv_is_in_the_air_for_it(stock: Stock, many: Cluster) -> None:
     """Long prompts are on their way to both decode instances when one of them flips."""
     await split(many)
     bodies = [completion(n, max_tokens=20) for n in (1500, 1400, 1300, 1200)]
-    expected = await ask_all(single.url, bodies)
+    expected = await ask_all(stock.url, bodies)
     for is_now in (False, True):
         asking, name = await until_in_the_air(many, bodies)
         status, answer = await order(many.url, name, "prefill", now=is_now)
@@ -167,9 +142,7 @@ async def test_what_is_not_done_in_time_is_rolled_back(many: Cluster) -> None:
     assert all(answer.status == 200 for answer in await asking)
 
 
-async def test_a_flip_goes_on_while_the_router_is_started_anew(
-    single: Stock, many: Cluster
-) -> None:
+async def test_a_flip_goes_on_while_the_router_is_started_anew(stock: Stock, many: Cluster) -> None:
     _, decodes = await split(many)
     asking = asyncio.create_task(ask_all(many.url, [completion(9, max_tokens=1500)] * 4))
     name = await running_on(many, decodes)
@@ -189,7 +162,7 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(
     row = (await instances(many))[name]
     assert (row["role"], row["flip"]["stage"]) == ("prefill", "done"), row["flip"]
     await until(lambda: many.are_ready(4), "all are ready", 120)
-    expected = await ask_all(single.url, BODIES)
+    expected = await ask_all(stock.url, BODIES)
     answers = await ask_all(many.url, BODIES)
     assert all(a.same_as(b) for a, b in zip(answers, expected, strict=True))
 

@@ -63,6 +63,18 @@ async def test_tokens_are_the_same_in_every_mode(stock: Stock, free: Cluster, mo
         assert not any(map(is_split, [*answers, *together]))
 
 
+@pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.ADAPTIVE])
+async def test_hundreds_at_once_wait_and_are_all_answered(
+    stock: Stock, free: Cluster, mode: Mode
+) -> None:
+    """They wait for longer than --tetri-transfer-timeout, and for an arena that is often full."""
+    set_mode(free, mode)
+    expected = [await ask(stock.url, body) for body in BODIES]
+    answers = await ask_all(free.url, BODIES * 40)
+    for answer, wanted in zip(answers, expected * 40, strict=True):
+        assert answer.same_as(wanted), f"{answer} != {wanted}"
+
+
 async def test_the_mode_changes_under_load_without_any_loss(stock: Stock, free: Cluster) -> None:
     expected = [await ask(stock.url, body) for body in BODIES]
     async with load(free.url, BODIES, expected, CLIENTS) as clients:

@@ -55,3 +55,4 @@ def test_an_overload_is_refused_and_over_at_once(tiny_llama: Path, tmp_path: Pat
     # A client that asks for little is refused less than one that asks for far too much.
     greedy, modest = rows["- greedy client"], rows["- modest client"]
     assert modest["refused"] / modest["sent"] < greedy["refused"] / greedy["sent"]
+    assert rows["after"]["served"] > rows["after"]["refused"]

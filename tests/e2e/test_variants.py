@@ -3,6 +3,7 @@ loads. The cluster is this module's own, so a test may stop it."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def test_an_instance_by_hand_leaves_nothing_behind(tiny_llama: Path, tmp_path: P
         tmp_path / "serve.log",
     )  # fmt: skip
     instance.wait_for(lambda: answers(f"http://127.0.0.1:{port}/health"), "vllm serve --role both")
-    assert get(f"http://127.0.0.1:{port}/tetri/v1/instance")["id"] == f"both-{port}"
+    name = f"both-{platform.node()}-{port}"
+    assert get(f"http://127.0.0.1:{port}/tetri/v1/instance")["id"] == name
     stop_without_trace(instance)
 
 

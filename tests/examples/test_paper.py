@@ -31,8 +31,9 @@ def test_every_case_is_there_once(every_case: dict[tuple[str, str, str], Case]) 
     "key",
     [
         ("e1", "mixed, roce", "tetri"),
+        ("e1", "mixed, roce", "tetri-paper"),
         ("e1", "lpld, nvlink, one by one", "vllm-2023"),
-        ("e5", "all at once", "reserve-static, oracle 74.9%"),
+        ("e5", "all at once", "reserve-static, oracle 74.9%, lower end"),
         ("e6", "2 decode instances", "imbalance"),
         ("e11", "mixed", "sarathi"),
         ("e13", "mixed", "splitwise"),

@@ -69,6 +69,23 @@ def test_phases_of_a_swinging_load_follow_one_another() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("slow_ms", "lost", "broken"), [(4.9, 0, 0), (5.1, 0, 1), (4.9, 1, 1), (60.0, 2, 2)]
+)
+def test_a_slow_commit_or_a_lost_request_breaks_the_verdict_of_flips(
+    slow_ms: float, lost: int, broken: int
+) -> None:
+    timing = {"load": "timing", "asked": 9, "lost": 0}
+    cells = [{**timing, "system": "drained", "commit_s": 0.001} for _ in range(100)]
+    cells += [{**timing, "system": "at once", "commit_s": slow_ms / 1e3} for _ in range(100)]
+    cells.append({"load": "swing", "system": "balance", "completed": 9.0, "failed": float(lost)})
+
+    kept = [each.is_kept for each in flip.promises(cells)]
+
+    assert len(kept) == 3
+    assert kept.count(False) == broken
+
+
 @pytest.fixture(scope="module")
 def fakes() -> Iterator[dict[str, str]]:
     command = [sys.executable, "-m", "examples.benchmarks.fake", "--input-len", "5"]
@@ -85,7 +102,8 @@ def fakes() -> Iterator[dict[str, str]]:
 async def test_fake_instances_are_timed_directly(fakes: dict[str, str]) -> None:
     aggregated = Turn(System("aggregated", "direct", fakes["aggregated"]), 5)
     pair = Turn(System("pair", "direct", fakes["prefill"], fakes["decode"]), 5)
-    for turn, least_ms in ((aggregated, 0.0), (pair, 10.0)):
+    # Timers of an event loop may be a millisecond early.
+    for turn, least_ms in ((aggregated, 0.0), (pair, 9.0)):
         times = await turn.time(3, 2, Random(0))
         assert len(times) == 2
         assert all(least_ms <= first <= second for first, second in times)
@@ -97,3 +115,23 @@ async def test_streams_flow_until_they_are_left(fakes: dict[str, str]) -> None:
     assert 20 < found["events_per_s"] <= 220
     assert "events_per_cpu_s" not in found  # there is no router to pay for
     assert (await turn.loop())["requests_per_s"] > 10
+
+
+@pytest.mark.slow
+def test_thousands_of_requests_wait_in_little_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.benchmarks.waiting", "--requests", "2000"]
+    done = subprocess.run(
+        [*command, "--input-len", "1000", "--folder", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["shape"], row["answered"]) for row in rows] == [
+        ("aggregated", 2000),
+        ("pair", 2000),
+    ]
+    for row in rows:
+        assert row["bytes_each"] < 100_000 + 4 * row["body_bytes"]

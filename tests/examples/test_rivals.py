@@ -17,6 +17,7 @@ from examples.benchmarks.rivals.modes import MooncakeMode, SplitwiseMode
 from examples.benchmarks.rivals.systems import SYSTEMS, WITH_ROLES, Parts, system_of
 from tests.sim.builders import COST, ENGINE, decode_s, engine, max_itl_s, one, pair, spec, steps
 from vllm_tetri.policy.adaptive import Objective
+from vllm_tetri.policy.lengths import End
 from vllm_tetri.sim.cluster import run, simulate
 from vllm_tetri.sim.config import (
     ClusterConfig,
@@ -64,6 +65,16 @@ def test_distserve_decodes_where_fewest_are() -> None:
     served = simulate(system_of("distserve", Parts(3, ENGINE)), specs)
     at = [each.decode for each in served]
     assert at.count(InstanceId("decode-0")) == at.count(InstanceId("decode-1")) == 6
+
+
+def test_the_papers_settings_slow_prompts_and_send_kv_once_and_reserve_the_lower_end() -> None:
+    ours, papers = (system_of(name, Parts(2, ENGINE)) for name in ("tetri", "tetri-paper"))
+    for config, ttft_s in ((ours, 1.1), (papers, 1.1 * 1.1)):
+        (served,) = simulate(config, [spec(0, 10, 3)])
+        assert served.ttft_s == pytest.approx(ttft_s)
+        assert served.jct_s - served.ttft_s == pytest.approx(0.00805 + decode_s(10, 2))
+    assert (ours.sends_chunks, papers.sends_chunks) == (True, False)
+    assert {each.engine.end for each in papers.instances} == {End.LOWER}
 
 
 # -- engines -------------------------------------------------------------------------------
@@ -216,6 +227,7 @@ def test_the_command_prints_a_row_per_system_and_writes_json(
     ("words", "message"),
     [
         (["--system", "tetri", "--instances", "1"], "at least 2"),
+        (["--system", "adaptive", "--instances", "1"], "at least 2"),
         (["--system", "tetri", "--prefill-instances", "2"], "2 of 2 instances"),
         (["--system", "vllm", "--instances", "0"], "0 instances"),
         (["--system", "orca", "--window", "0"], "window tokens: 0"),

@@ -1,0 +1,1 @@
+"""Other projects' tests, unmodified, against stock vLLM and against `vllm-tetri up`."""
