@@ -1,10 +1,11 @@
-"""Five classes of requests on several systems: latencies, and goodput at two SLOs.
+"""Five classes of requests on several systems: latencies, and requests in time at two SLOs.
 
-Stock vLLM first shows how long one request takes and how many of each class it completes when all
-come at once: SLOs and rates are parts of that, measured in the same run. Then, in every repeat,
-systems come in random order; each is started, warmed up, asked every class in random order, and
-ended. Lengths and times of requests depend on class, rate and repeat, never on the system. Results
-are lines of one file; an interrupted run goes on where it stopped.
+Stock vLLM first shows how long one request takes, and how many of each class a second it serves
+when all come at once: SLOs and rates are parts of that, measured in the same run. So what is in
+time is a number per second at fixed rates; goodput would be the highest rate that keeps SLOs. Then,
+in every repeat, systems come in random order; each is started, warmed up, asked every class in
+random order, and ended. Lengths and times of requests depend on class, rate and repeat, never on
+the system. Results are lines of one file; an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -21,7 +24,15 @@ import psutil
 
 from examples.benchmarks import client
 from examples.benchmarks.client import Client, Reply, Request, Target
-from examples.benchmarks.cluster import SYSTEMS, Site, add_site, conditions, parse, serving
+from examples.benchmarks.cluster import (
+    SYSTEMS,
+    Site,
+    add_site,
+    conditions,
+    parse,
+    post_json,
+    serving,
+)
 from examples.benchmarks.figures import Results, figures, share_in_time, tpot_s
 
 LIGHT_PROMPT, HEAVY_PROMPT = (16, 511), (512, 1536)  # tokens, log-uniform
@@ -33,15 +44,22 @@ PLAIN = {
     "hphd": (HEAVY_PROMPT, HEAVY_OUTPUT),
 }
 CLASSES = (*PLAIN, "mixed")
-RATES = {"light": 0.35, "knee": 0.7, "past": 1.1}  # parts of what stock can complete
+RATES = {"light": 0.35, "knee": 0.7, "past": 1.1}  # parts of stock's rate when all come at once
 LOOSE, STRICT = (10.0, 6.0), (4.0, 2.5)  # times the TTFT and TPOT of one request on idle stock
 AT_ONCE, WARM_UP, LONE = 48, 16, 6
 QUIET_S = 300.0
 METRICS = [
     *("completed", "failed", "ttft_mean_ms", "ttft_p99_ms", "itl_p99_ms", "tpot_mean_ms"),
-    *("jct_mean_ms", "goodput_loose_per_s", "goodput_strict_per_s", "busy_percent"),
+    *(
+        "jct_mean_ms",
+        "in_time_loose_per_s",
+        "in_time_strict_per_s",
+        "split_percent",
+        "others_percent",
+    ),
 ]
 REST_S = 1.0
+ROLES = ("prefill", "decode")
 
 
 def draw(name: str, rng: Random) -> tuple[int, int]:
@@ -61,18 +79,19 @@ def schedule(name: str, count: int, rate_per_s: float, seed: str) -> list[Reques
 
 
 def measure_stock(asked: Client, target: Target, classes: Sequence[str], seed: int) -> Any:
-    """Return the latencies of one request at a time, and requests per second by class."""
+    """Return the latencies of one request at a time, and requests per second of each class when
+    all come at once."""
     requests = schedule("hphd", LONE, 0.0, f"{seed} lone")
     lone = [asked.play(target, [each])[0] for each in requests]
-    capacities = {}
+    at_once = {}
     for name in classes:
-        replies = asked.play(target, schedule(name, AT_ONCE, 0.0, f"{seed} capacity {name}"))
-        _require(replies, f"capacity of {name}")
-        capacities[name] = round(AT_ONCE / max(each.jct_s for each in replies), 4)
+        replies = asked.play(target, schedule(name, AT_ONCE, 0.0, f"{seed} at once {name}"))
+        _require(replies, f"all {name} at once")
+        at_once[name] = round(AT_ONCE / max(each.jct_s for each in replies), 4)
     return {
         "ttft_s": round(median(each.ttft_s for each in lone), 5),
         "tpot_s": round(median(tpot_s(each) for each in lone), 6),
-        "capacities": capacities,
+        "at_once_per_s": at_once,
     }
 
 
@@ -82,20 +101,33 @@ def measure_cell(
     """Play one schedule and return its figures and one short row per request."""
     time.sleep(REST_S)
     psutil.cpu_percent(None)  # starts the interval
+    begun_s, own_s = time.monotonic(), _own_cpu_s()
     replies = asked.play(target, requests)
-    busy = psutil.cpu_percent(None)
+    busy, seconds = psutil.cpu_percent(None), time.monotonic() - begun_s
+    own = 100 * (_own_cpu_s() - own_s) / seconds / (psutil.cpu_count() or 1)
+    split = [len({each.headers.get(f"x-tetri-{role}") for role in ROLES}) > 1 for each in replies]
     took_s = max(each.at_s + reply.jct_s for each, reply in zip(requests, replies, strict=True))
-    cell: dict[str, Any] = {"took_s": round(took_s, 4), "busy_percent": busy, **figures(replies)}
+    cell: dict[str, Any] = {"took_s": round(took_s, 4), **figures(replies)}
+    cell |= {"split_percent": 100 * sum(split) / len(split), "others_percent": round(busy - own, 1)}
     for name, (ttft, tpot) in (("loose", LOOSE), ("strict", STRICT)):
         share = share_in_time(replies, ttft * stock["ttft_s"], tpot * stock["tpot_s"])
         cell[f"share_{name}"] = round(share, 4)
-        cell[f"goodput_{name}_per_s"] = round(share * len(replies) / took_s, 4)
+        cell[f"in_time_{name}_per_s"] = round(share * len(replies) / took_s, 4)
     cell["requests"] = [
-        [round(request.at_s, 3), len(request.prompt), reply.num_tokens, reply.ttft_s, reply.jct_s]
-        for request, reply in zip(requests, replies, strict=True)
+        [round(at.at_s, 3), len(at.prompt), reply.num_tokens, reply.ttft_s, reply.jct_s, is_split]
+        for at, reply, is_split in zip(requests, replies, split, strict=True)
     ]
     cell["errors"] = [each.error for each in replies if each.error][:3]
     return cell
+
+
+def _own_cpu_s() -> float:
+    """CPU time of this process and of all that it started; the rest of the machine is others'."""
+    own, seconds = psutil.Process(), 0.0
+    for each in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(each.cpu_times()[:2])
+    return seconds
 
 
 def _require(replies: Sequence[Reply], title: str) -> None:
@@ -104,33 +136,75 @@ def _require(replies: Sequence[Reply], title: str) -> None:
         raise RuntimeError(f"{title}: {len(errors)} requests failed, the first with: {errors[0]}")
 
 
+def measure_load(
+    asked: Client,
+    target: Target,
+    key: Mapping[str, Any],
+    options: argparse.Namespace,
+    results: Results,
+) -> None:
+    """Measure the cell of this system, repeat, name and rate, unless it is there."""
+    if results.has(**key):
+        return
+    name, rate, stock = key["name"], key["rate"], results.head["stock"]
+    rate_per_s = RATES[rate] * stock["at_once_per_s"][name]
+    seed = f"{options.seed} {name} {rate} {key['repeat']}"
+    requests = schedule(name, options.num_prompts, rate_per_s, seed)
+    cell = measure_cell(asked, target, requests, stock)
+    results.add(**key, rate_per_s=round(rate_per_s, 4), **cell)
+    shown = {each: round(cell.get(each, 0)) for each in ("completed", "ttft_mean_ms")}
+    print(f"repeat {key['repeat']}, {key['system']}, {name} {rate}: {shown}", flush=True)
+
+
+def warm_up(asked: Client, target: Target, options: argparse.Namespace) -> None:
+    """Ask for a few requests of all kinds that do not count."""
+    requests = schedule("mixed", WARM_UP, 0.0, f"{options.seed} warm-up")
+    _require(asked.play(target, requests), f"warming up {target.url}")
+
+
 def measure_system(
     system: str, repeat: int, site: Site, options: argparse.Namespace, results: Results
 ) -> None:
     """Start one system and measure every cell of a repeat that is missing, in random order."""
-    loads = [(name, rate) for name in options.classes for rate in options.rates]
+    loads = [{"name": name, "rate": rate} for name in options.classes for rate in options.rates]
     key = {"system": system, "repeat": repeat}
-    left = [(n, r) for n, r in loads if not results.has(**key, name=n, rate=r)]
+    left = [each for each in loads if not results.has(**key, **each)]
     if not left:
         return
     Random(f"{options.seed} {system} {repeat}").shuffle(left)
     stock = results.head["stock"]
-    up = ["--max-queue-delay", "0"]  # like the other systems, ours lets queues grow
-    if system == "adaptive-slo":
+    up = []
+    if system == "both-slo":
         up += ["--ttft-slo", f"{STRICT[0] * stock['ttft_s']:.4f}"]
         up += ["--tpot-slo", f"{STRICT[1] * stock['tpot_s']:.5f}"]
     with serving(system, site, up=up) as url, client.client(site.cores) as asked:
         target = Target(url, site.name, QUIET_S)
-        warm = asked.play(target, schedule("mixed", WARM_UP, 0.0, f"{options.seed} warm-up"))
-        _require(warm, f"warming up {system}")
-        for name, rate in left:
-            rate_per_s = RATES[rate] * stock["capacities"][name]
-            seed = f"{options.seed} {name} {rate} {repeat}"
-            requests = schedule(name, options.num_prompts, rate_per_s, seed)
-            cell = measure_cell(asked, target, requests, stock)
-            results.add(**key, name=name, rate=rate, rate_per_s=round(rate_per_s, 4), **cell)
-            shown = {each: round(cell.get(each, 0)) for each in ("completed", "ttft_mean_ms")}
-            print(f"repeat {repeat}, {system}, {name} {rate}: {shown}", flush=True)
+        warm_up(asked, target, options)
+        for each in left:
+            measure_load(asked, target, {**key, **each}, options, results)
+
+
+def measure_in_turns(site: Site, options: argparse.Namespace, results: Results) -> None:
+    """Start all systems at once and let them take turns in random order, cell by cell, so that
+    what else the machine does meets all alike. Systems that only differ in the mode of the router
+    share their instances."""
+    with ExitStack() as stack, client.client(site.cores) as asked:
+        targets: dict[tuple[str, ...], Target] = {}
+        layouts = {name: SYSTEMS[name].up[2:] or (name,) for name in options.systems}
+        for name, layout in layouts.items():
+            if layout not in targets:
+                url = stack.enter_context(serving(name, site))
+                targets[layout] = Target(url, site.name, QUIET_S)
+                warm_up(asked, targets[layout], options)
+        for repeat, name, rate in product(range(options.repeats), options.classes, options.rates):
+            key = {"repeat": repeat, "name": name, "rate": rate}
+            order = Random(f"{options.seed} {key}").sample(options.systems, len(options.systems))
+            for system in order:
+                target = targets[layouts[system]]
+                if SYSTEMS[system].up:
+                    mode = {"mode": SYSTEMS[system].up[1]}
+                    post_json(f"{target.url}/tetri/v1/mode", mode)
+                measure_load(asked, target, {"system": system, **key}, options, results)
 
 
 def main() -> None:
@@ -141,26 +215,31 @@ def main() -> None:
         parser.add_argument(
             f"--{name}",
             type=lambda text: text.split(","),
-            default=list(default or ("stock", "stock-256", "split", "adaptive")),
+            default=list(default or ("stock", "stock-256", "split", "both")),
             help=f"NAME,NAME of {', '.join(known)}",
         )
     parser.add_argument("--num-prompts", type=int, default=48, help="requests in a cell; 48")
+    turns = "run all systems at the same time, in turns, instead of one after the other"
+    parser.add_argument("--in-turns", action="store_true", help=turns)
     parser.add_argument("--repeats", type=int, default=3, help="with other requests each; 3")
     parser.add_argument("--output", type=Path, default=Path("classes.jsonl"), help="result file")
     options, site = parse(parser)
     head = {
         "by": ["name", "rate", "system"],
         "metrics": METRICS,
-        "conditions": conditions(site, num_prompts=options.num_prompts),
+        "conditions": conditions(site, num_prompts=options.num_prompts, in_turns=options.in_turns),
     }
     results = Results(options.output, head)
-    known = results.head.get("stock", {}).get("capacities", {})
+    known = results.head.get("stock", {}).get("at_once_per_s", {})
     if not set(options.classes) <= set(known):
         with serving("stock", site) as url, client.client(site.cores) as asked:
             target = Target(url, site.name, QUIET_S)
             _require(asked.play(target, schedule("mixed", WARM_UP, 0.0, "warm")), "warming up")
             results.head["stock"] = measure_stock(asked, target, options.classes, options.seed)
         results.rewrite()
+    if options.in_turns:
+        measure_in_turns(site, options, results)
+        return
     for repeat in range(options.repeats):
         order = list(options.systems)
         Random(f"{options.seed} {repeat}").shuffle(order)

@@ -50,17 +50,21 @@ class System:
     up: tuple[str, ...] = ()
 
 
+VLLM_ROUTER = str(Path(sys.executable).with_name("vllm-router"))  # of the extra `bench`
 SYSTEMS = {
     "stock": System(),
     "stock-128": System(serve=("--max-num-batched-tokens", "128")),
     "stock-256": System(serve=("--max-num-batched-tokens", "256")),
     "replicas": System(engines=2),
     "nixl": System(engines=2),
+    # One instance has nothing to decide in mode adaptive, so these two are named by its role.
+    "both": System(up=("--mode", "adaptive", "--both", "1")),
+    "both-slo": System(up=("--mode", "adaptive", "--both", "1", "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
-    "adaptive": System(up=("--mode", "adaptive")),
-    "adaptive-slo": System(up=("--mode", "adaptive", "--refuse-late")),
-    "whole": System(up=("--mode", "whole")),
-    "tbt-slo": System(up=("--mode", "whole"), serve=("--tetri-tbt-slo", "0.25")),
+    "adaptive-1p1d": System(2, up=("--mode", "adaptive", "--prefill", "1", "--decode", "1")),
+    "whole-2": System(2, up=("--mode", "whole", "--both", "2")),
+    "adaptive-2": System(2, up=("--mode", "adaptive", "--both", "2")),
+    "tbt-slo": System(up=("--mode", "whole", "--both", "1"), serve=("--tetri-tbt-slo", "0.25")),
 }
 
 
@@ -190,7 +194,7 @@ def stock(
 
 @contextmanager
 def our_cluster(
-    site: Site, up: Sequence[str], name: str = "ours", system: System = SYSTEMS["whole"]
+    site: Site, up: Sequence[str], name: str = "ours", system: System = SYSTEMS["both"]
 ) -> Iterator[dict[str, Any]]:
     """Run `vllm-tetri up` and yield what its ready file says."""
     ready = site.folder / f"{name}.ready"
@@ -211,7 +215,7 @@ def vllm_router(
 ) -> Iterator[str]:
     """Run vllm-router in front of instances; it serves before it knows them."""
     port = free_port()
-    command = ["vllm-router", *words, "--policy", "power_of_two", "--log-level", "warning"]
+    command = [VLLM_ROUTER, *words, "--policy", "power_of_two", "--log-level", "warning"]
     command += ["--max-concurrent-requests", "4096", "--port", str(port)]
     command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]
     url = f"http://127.0.0.1:{port}"

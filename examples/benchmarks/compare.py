@@ -2,7 +2,8 @@
 
     order         order of waiting prompts (paper, Figure 16): mean TTFT of a full queue
     saturation    prompt tokens per second by tokens of a step
-    interference  a light prompt with heavy ones at the same time (paper, Figure 3)
+    interference  a light prompt with heavy ones at the same time (paper, Figure 3). Figures 4 and
+                  5, with decodes, are not measured: they follow from fitted step costs
     tbt           a bound on the time between tokens, against fixed token budgets
     predictor     what predicting output lengths costs: off, parallel, sequential
     admission     decode admission with little KV memory (paper, Figure 18), on modelled step times
@@ -214,7 +215,7 @@ def run_variant(
         site = replace(site, serve=(*paced, *site.serve), environment=environment)
     system = System(1, variant.serve)
     loads = experiment.loads(options, Random(f"{options.seed} {repeat}"))
-    up = [*variant.up, "--max-queue-delay", "0"]
+    up = [*variant.up]
     if experiment.is_paced:
         up += ["--placement", "shared-cores"]
     label = name.replace(" ", "-")

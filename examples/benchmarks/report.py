@@ -28,7 +28,26 @@ SYSTEMS = {
     "stock-256": "stock, budget 256",
     "replicas": "2 replicas, vllm-router",
     "split": "split",
-    "adaptive": "adaptive",
+    "both": "one `both` instance",
+}
+TWO_INSTANCES = {
+    "stock": "stock",
+    "replicas": "2 replicas, vllm-router",
+    "split": "split",
+    "adaptive-1p1d": "adaptive, 1 prefill + 1 decode",
+    "adaptive-2": "adaptive, 2 `both`",
+}
+PAPER_STATES = {
+    "lpld": "−44 · −40 · ≈0",
+    "lphd": "−97 · −47 · −38",
+    "hpld": "−9 · −23 · +43",
+    "hphd": "– · −19 · +7",
+    "mixed": "−85 · −50 · −21",
+}
+PAPER_SYSTEMS = {
+    "here, our settings": "tetri",
+    "here, the paper's settings": "tetri-paper",
+    "today's vLLM on as many cards": "vllm on all cards",
 }
 
 
@@ -94,9 +113,9 @@ def table(name: str) -> pd.DataFrame:
 
 
 def five_classes() -> str:
-    """Mean TTFT, ITL p99, mean JCT and strict goodput at the knee; the best of each in bold."""
+    """Mean TTFT, ITL p99, mean JCT and requests a second in time (strict); the best in bold."""
     cells = table("classes").query("rate == 'knee'")
-    columns = ("ttft_mean_ms", "itl_p99_ms", "jct_mean_s", "goodput_strict_per_s")
+    columns = ("ttft_mean_ms", "itl_p99_ms", "jct_mean_s", "in_time_strict_per_s")
     formats, rows = ("{:.0f}", "{:.0f}", "{:.2f}", "{:.2f}"), []
     for system, title in SYSTEMS.items():
         row = {"system": title}
@@ -105,10 +124,47 @@ def five_classes() -> str:
             parts = []
             for column, pattern in zip(columns, formats, strict=True):
                 value, others = of_class.loc[system, column], of_class[column]
-                best = others.max() if column.startswith("goodput") else others.min()
+                best = others.max() if column.startswith("in_time") else others.min()
                 shown = pattern.format(value)
                 parts.append(f"**{shown}**" if value == best else shown)
             row[name] = " · ".join(parts)
+        rows.append(row)
+    return markdown(rows)
+
+
+def two_instances() -> str:
+    """Means over repeats: TTFT, ITL p99, JCT, requests a second in time (strict), % split."""
+    _, cells = load(RESULTS / "adaptive.jsonl.gz")
+    cells["jct_mean_s"] = cells["jct_mean_ms"] / 1000
+    columns = {
+        "ttft_mean_ms": "{:.0f}",
+        "itl_p99_ms": "{:.0f}",
+        "jct_mean_s": "{:.1f}",
+        "in_time_strict_per_s": "{:.2f}",
+        "split_percent": "{:.0f}",
+    }
+    means = cells.groupby(["system", "name"])[list(columns)].mean()
+    rows = []
+    for system, title in TWO_INSTANCES.items():
+        row = {"system": title}
+        for name in ("mixed", "hpld"):
+            found = means.loc[(system, name)]
+            row[name] = " · ".join(pattern.format(found[each]) for each, pattern in columns.items())
+        rows.append(row)
+    return markdown(rows)
+
+
+def paper_classes() -> str:
+    """Changes of mean TTFT, mean JCT and resource time against a vLLM of 2023, in %, simulated."""
+    cells = table("paper").query("experiment == 'e1'")
+    metrics, rows = ["ttft_mean_s", "jct_mean_s", "resource_s"], []
+    for name, stated in PAPER_STATES.items():
+        means = cells[cells["group"] == f"{name}, roce"].groupby("system")[metrics].mean()
+        changes = 100 * (means / means.loc["vllm-2023"] - 1)
+        row = {"class": name, "the paper": stated}
+        for title, system in PAPER_SYSTEMS.items():
+            parts = [f"{round(value):+d}" for value in changes.loc[system]]
+            row[title] = " · ".join(parts).replace("-", "−")
         rows.append(row)
     return markdown(rows)
 
@@ -147,14 +203,16 @@ def as_kept(name: str, columns: Iterable[str] = ()) -> Callable[[], str]:
 
 DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Five classes on two cores": ("benchmarks.md", five_classes),
+    "Adaptive over two instances": ("benchmarks.md", two_instances),
     "First token and hand-over": ("benchmarks.md", as_kept("handover")),
     "Router": ("benchmarks.md", as_kept("router")),
     "KV transport": ("benchmarks.md", as_kept("transfer")),
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
+    "The papers' experiments": ("simulator.md", paper_classes),
     "What decisions cost": ("policies.md", decisions),
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
 }
-"""Title, page and derivation of every measured table of the documentation."""
+"""Title, page and derivation of every table of the documentation that has raw results."""
 
 
 def missing(derived: str, page: str) -> list[str]:

@@ -28,7 +28,7 @@ import psutil
 import uvloop
 
 from examples.benchmarks.client import Stream
-from examples.benchmarks.cluster import Site, conditions, get_json
+from examples.benchmarks.cluster import VLLM_ROUTER, Site, conditions, get_json
 from examples.benchmarks.fake import DIRECT, MODEL
 from examples.benchmarks.figures import Results
 from vllm_tetri import handover
@@ -204,11 +204,11 @@ def systems(folder: Path, routers: set[int], others: set[int], input_len: int) -
 def commands(urls: dict[str, str], controls: list[str]) -> Iterator[tuple[str, str, list[str]]]:
     """Return shape, name and command of every router."""
     for shape, control in zip(("aggregated", "pair"), controls, strict=True):
-        words = [*TETRI, "router", "--control", control, "--max-in-flight", "4096"]
+        words = [*TETRI, "router", "--control", control]
         yield shape, "ours", [*words, "--mode", "split", "--silent-after", "10"]
     pair = ["--vllm-pd-disaggregation", "--prefill", urls["prefill"], "--decode", urls["decode"]]
     for shape, workers in (("aggregated", ["--worker-urls", urls["aggregated"]]), ("pair", pair)):
-        words = ["vllm-router", *workers, "--policy", "round_robin", "--log-level", "error"]
+        words = [VLLM_ROUTER, *workers, "--policy", "round_robin", "--log-level", "error"]
         words += ["--max-concurrent-requests", "4096", "--prometheus-port", str(free_port())]
         yield shape, "vllm-router", words
 

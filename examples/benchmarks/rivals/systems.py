@@ -4,7 +4,7 @@ requests find them. A new one is a function and a line in `SYSTEMS`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.cluster import InstanceRow, Need
 from vllm_tetri.policy.dispatch import DecodeCandidates
+from vllm_tetri.policy.lengths import End
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, EngineKind, Stock, make_instances
 from vllm_tetri.types import Role
 
@@ -28,6 +29,9 @@ SPLITWISE_BATCH_TOKENS = 2048
 # Mooncake: chunks of more than 1000 tokens saturate the device. Those of its decode instances
 # are for prompts that disturb no decode; the paper names no number.
 MOONCAKE_CHUNK_TOKENS, MOONCAKE_INLINE_TOKENS = 1024, 128
+# TetriInfer, section 5.2.2: right predictions with buckets of 200 tokens, and by how much longer
+# prompts take beside the predictor.
+PAPER_ACCURACY, PAPER_PREDICTOR_COST = 0.749, 1.1
 _USUAL = EngineConfig()
 
 
@@ -144,6 +148,35 @@ def _tetri(parts: Parts) -> ClusterConfig:
     )
 
 
+def _paper(parts: Parts) -> ClusterConfig:
+    """TetriInfer with its paper's own settings instead of ours. Requests should be predicted with
+    `PAPER_ACCURACY`. The padding of chunks is left out."""
+    ours = _tetri(parts)
+    cost = parts.engine.cost
+    slower = {
+        each.name: PAPER_PREDICTOR_COST * getattr(cost, each.name)
+        for each in fields(cost)
+        if each.name.endswith("_s")
+    }
+    instances = tuple(
+        replace(
+            place,
+            engine=replace(
+                place.engine,
+                end=End.LOWER,
+                cost=replace(cost, **slower) if place.role is Role.PREFILL else cost,
+            ),
+        )
+        for place in ours.instances
+    )
+    return replace(ours, instances=instances, sends_chunks=False, dispatch="power-of-two-ratio")
+
+
+def _adaptive(parts: Parts) -> ClusterConfig:
+    parts.divided()  # one instance has nothing to decide
+    return _mode("adaptive")(parts)
+
+
 def _mode(name: str) -> Callable[[Parts], ClusterConfig]:
     return lambda parts: ClusterConfig(
         make_instances(both=parts.instances, engine=parts.engine), name, parts.seed
@@ -179,10 +212,11 @@ SYSTEMS: dict[str, System] = {
     "splitwise": System("the same, and a mixed pool for what is too much", _splitwise),
     "mooncake": System("refuses late requests, short prompts on decode instances", _mooncake),
     "tetri": System("TetriInfer: chunks, shortest first, expected output lengths", _tetri),
-    "adaptive": System("split or aggregated, the one with the lower cost", _mode("adaptive")),
+    "tetri-paper": System("the same with the settings of its paper", _paper),
+    "adaptive": System("split or aggregated, the one with the lower cost", _adaptive),
     "whole": System("one instance per request, the one with the lowest delay", _mode("whole")),
 }
-WITH_ROLES = ("distserve", "splitwise", "mooncake", "tetri")
+WITH_ROLES = ("distserve", "splitwise", "mooncake", "tetri", "tetri-paper")
 
 
 def system_of(name: str, parts: Parts) -> ClusterConfig:
