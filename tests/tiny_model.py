@@ -20,6 +20,7 @@ KV_HEADS = 2
 VOCAB = 1024
 MAX_TOKENS = 4096
 SEED = 20240117
+ADAPTER_RANK = 8
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"
@@ -131,6 +132,34 @@ def save_random_weights(kind: Callable[[Any], Any], config: Any, folder: Path, s
     model.save_pretrained(folder)
     settings = folder / "generation_config.json"
     settings.write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}))
+
+
+def make_adapter(
+    model: Path, folder: Path, modules: list[str], *, scale: float, seed: int = SEED
+) -> Path:
+    """Make a LoRA adapter for these modules of a checkpoint, with random weights: the larger their
+    `scale`, the more they change what the model says."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    made = torch.Generator().manual_seed(seed)
+    parts = {}
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        for key in weights.keys():  # noqa: SIM118
+            name = key.removesuffix(".weight")
+            if name.rpartition(".")[2] in modules:
+                rows, columns = weights.get_tensor(key).shape
+                for part, shape in (("A", (ADAPTER_RANK, columns)), ("B", (rows, ADAPTER_RANK))):
+                    parts[f"base_model.model.{name}.lora_{part}.weight"] = scale * torch.randn(
+                        shape, generator=made
+                    )
+    folder.mkdir(exist_ok=True)
+    save_file(parts, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "bias": "none",
+        "lora_alpha": ADAPTER_RANK, "target_modules": modules}))  # fmt: skip
+    return folder
 
 
 if __name__ == "__main__":

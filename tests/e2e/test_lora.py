@@ -4,7 +4,6 @@ while a cluster serves."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,39 +14,23 @@ from tests.e2e.client import ask, ask_all, split_once
 from tests.e2e.cluster import MODEL, Cluster, Stock, get, side_by_side
 from tests.e2e.compare import ask_raw
 from tests.e2e.prompts import STREAM, completion
-from tests.tiny_model import HIDDEN, LAYERS
+from tests.tiny_model import ADAPTER_RANK, make_adapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STATIC, LATER, RANK = "tuned", "later", 8
+STATIC, LATER = "tuned", "later"
 LENGTHS = (5, 64, 200, 700)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
-def make_adapter(folder: Path, seed: int) -> Path:
-    """A LoRA adapter of the tiny model with random weights, so large that they change outputs."""
-    import torch
-    from safetensors.torch import save_file
-
-    made = torch.Generator().manual_seed(seed)
-    weights = {
-        f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_{part}.weight": torch.randn(
-            shape, generator=made
-        )
-        for layer in range(LAYERS)
-        for part, shape in (("A", (RANK, HIDDEN)), ("B", (HIDDEN, RANK)))
-    }
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    return make_adapter(folder / "one", 1), make_adapter(folder / "other", 2)
+    one, other = (
+        make_adapter(tiny_llama, folder / str(seed), ["o_proj"], scale=1.0, seed=seed)
+        for seed in (1, 2)
+    )
+    return one, other
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +39,7 @@ def both(
 ) -> Iterator[tuple[Stock, Cluster]]:
     folder = tmp_path_factory.mktemp("lora")
     serve = (
-        "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2",
+        "--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", "2",
         "--lora-modules", f"{STATIC}={adapters[0]}",
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

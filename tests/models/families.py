@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from tests.tiny_model import CHAT_TEMPLATE, SEED, VOCAB, make_tokenizer
+from tests.tiny_model import CHAT_TEMPLATE, SEED, VOCAB, make_adapter, make_tokenizer
 
 _FOLDER = Path(__file__).parents[2] / ".cache" / "models"
 ADAPTER = "adapter"
@@ -136,27 +136,8 @@ class Family:
 
     def make_adapter(self) -> Path:
         """The folder of a LoRA adapter for its queries and outputs of attention, made anew."""
-        import torch
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
         model = self.make()
-        parts = {}
-        with safe_open(model / "model.safetensors", "pt") as weights, torch.random.fork_rng():
-            torch.manual_seed(SEED)
-            for key in weights.keys():  # noqa: SIM118
-                name, kind = key.removesuffix(".weight"), key.split(".")[-2]
-                if kind in _ADAPTED:
-                    rows, columns = weights.get_tensor(key).shape
-                    parts[f"base_model.model.{name}.lora_A.weight"] = torch.randn(8, columns) / 8
-                    parts[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, 8) / 8
-        folder = model / ADAPTER
-        folder.mkdir(exist_ok=True)
-        save_file(parts, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps({
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16,
-            "target_modules": _ADAPTED, "bias": "none"}))  # fmt: skip
-        return folder
+        return make_adapter(model, model / ADAPTER, _ADAPTED, scale=0.2)
 
 
 _ALL = (

@@ -18,24 +18,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import re
 import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import aiohttp
-from PIL import Image
 
 from tests.e2e.cluster import Cluster, Stock, answers, side_by_side
 from tests.e2e.compare import Reply, ask_raw, difference, merged
 from tests.e2e.prompts import chat, completion, token_prompt
 from tests.models.families import ADAPTER, FAMILIES, Family
+from tests.tiny_vision import picture
 
 RESULTS = Path(__file__).parent / "results.json"
 README = Path(__file__).parents[2] / "README.md"
@@ -62,20 +59,11 @@ Asked = tuple[dict[str, Any], Reply, Reply]  # a request; what the cluster and s
 Verdict = dict[str, Any]
 
 
-def picture(seed: int) -> dict[str, Any]:
-    """A part of a message: an image of coloured squares."""
-    squares = Image.frombytes("RGB", (4, 3), Random(seed).randbytes(36))
-    file = io.BytesIO()
-    squares.resize((224, 168), Image.Resampling.NEAREST).save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-
-
 def look(num_words: int, *images: int) -> dict[str, Any]:
     """A request with images, after text."""
     body = chat(num_words, logprobs=True, top_logprobs=3)
     text = {"type": "text", "text": body["messages"][0]["content"]}
-    body["messages"][0]["content"] = [text, *map(picture, images)]
+    body["messages"][0]["content"] = [text, *(picture(each, 8, 6) for each in images)]
     return body
 
 

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from examples.smollm2 import prepare
+from tests.tiny_model import make_adapter
 
 REVISION = "0" * 40
 # Their tests count the token with which this model begins every prompt.
@@ -43,7 +44,6 @@ TOKENS = {
     "<issue_closed>": "</tool_call>",
 }
 WINDOW = 18432  # tests ask for up to 18192 tokens; what is said there does not matter
-_RANK = 8
 
 
 def make_hub(folder: Path) -> Path:
@@ -62,8 +62,7 @@ def make_hub(folder: Path) -> Path:
     config = json.loads((model / "config.json").read_text())
     config["max_position_embeddings"] = WINDOW
     (model / "config.json").write_text(json.dumps(config))
-    adapter = folder / "adapter"
-    _make_adapter(model, adapter)
+    adapter = make_adapter(model, folder / "adapter", ["q_proj"], scale=0.01)
     begins = folder / "begins"
     shutil.copytree(model, begins, copy_function=os.link)
     _begin_with_bos(begins / "tokenizer.json")
@@ -95,22 +94,3 @@ def _link(entry: Path, target: Path) -> None:
     (entry / "refs" / "main").write_text(REVISION)
     for path in target.iterdir():
         (snapshot / path.name).symlink_to(path.resolve())
-
-
-def _make_adapter(model: Path, folder: Path) -> None:
-    """A LoRA adapter of the model with small random weights."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((model / "config.json").read_text())
-    hidden, width = config["hidden_size"], config["head_dim"] * config["num_attention_heads"]
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        for part, shape in (("A", (_RANK, hidden)), ("B", (width, _RANK))):
-            weights[f"{name}.lora_{part}.weight"] = 0.01 * torch.randn(shape, generator=generator)
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    facts = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(facts))
