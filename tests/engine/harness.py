@@ -19,6 +19,7 @@ from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -136,6 +137,7 @@ class Engine:
         self.finished: dict[str, Any] = {}  # request id → kv_transfer_params
         self.outputs: dict[str, list[int]] = {}
         self.counted: dict[str, Any] = {}  # request id → vLLM's PrefillStats
+        self.media: dict[str, list[MultiModalFeatureSpec]] = {}  # as the runner was sent them
         self.encoded: list[str] = []  # names of media
 
     def make_worker(self, rank: int) -> KVWorker:
@@ -216,6 +218,7 @@ class Engine:
     def begin(self) -> tuple[Any, KVConnectorOutput]:
         """A step until its results are there, of which the scheduler does not know yet."""
         output = self.scheduler.schedule()
+        self.media |= {each.req_id: each.mm_features for each in output.scheduled_new_reqs}
         meta = output.kv_connector_metadata
         assert isinstance(meta, StepMeta)
         for rank, worker in enumerate(self.workers):
@@ -257,7 +260,8 @@ class Engine:
     def _forward(self, output: Any) -> None:
         """Write a mark for every token computed in this step, and encode its media."""
         for request_id, numbers in output.scheduled_encoder_inputs.items():
-            media = self.scheduler.requests[request_id].mm_features
+            media = self.media[request_id]
+            assert all(media[number].data is not None for number in numbers)
             self.encoded += [media[number].identifier for number in numbers]
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from tests.engine.harness import Engine
@@ -21,7 +21,8 @@ TOKENS = [5] * 30 + [99] * IMAGE_TOKENS + [6] * 30 + [99] * IMAGE_TOKENS + [7] *
 
 
 def image(name: str, offset: int, length: int = IMAGE_TOKENS) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length), name)
+    data = MultiModalKwargsItem.dummy()
+    return MultiModalFeatureSpec(data, "image", name, PlaceholderRange(offset, length), name)
 
 
 def images(first: str, second: str) -> list[MultiModalFeatureSpec]:
@@ -80,6 +81,19 @@ def test_only_the_prefill_instance_encodes(pair: Pair, is_early: bool) -> None:
     assert (pair.prefill.encoded, pair.decode.encoded) == (["a", "b"], [])
     pair.end("x")
     assert pair.decode.encoded == []
+
+
+def test_a_preempted_decode_encodes_its_media_again(pair: Pair) -> None:
+    """Though it came with computed media, which vLLM leaves out for the runner."""
+    media = images("a", "b")
+    prefilled = pair.sent("x", TOKENS, media=media)
+    request = receive(pair, media, prefilled.digest, prefilled.prior_output)
+    pair.decode.run_until(lambda: request.num_output_tokens >= 2)
+    scheduler = pair.decode.scheduler
+    scheduler._preempt_request(scheduler.running.pop(), 0.0)
+    assert scheduler.reset_prefix_cache()
+    pair.end("x")
+    assert pair.decode.encoded == ["a", "b"]
 
 
 @pytest.mark.parametrize("is_early", [False, True])
