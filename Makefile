@@ -38,7 +38,8 @@ suites: install-suites ## tests of vLLM and openai-python, schemathesis, load ge
 canary: install ## try VERSION of vLLM, by default the newest: contract and engine tests
 	@.ci/vllm "$(or $(VERSION),newest)" contract harness
 
-models: install ## a tiny model per family, through us and stock: the table of README.md; hours, or FAMILIES="..."
+models: ## a tiny model per family, through us and stock: the table of README.md; hours, or FAMILIES="..."
+	@.ci/install models
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m tests.models.run $(FAMILIES)
 
 soak: install ## break a cluster under load again and again, and check its guarantees

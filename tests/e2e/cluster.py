@@ -204,14 +204,14 @@ class Cluster(Process):
 class ByHand(Cluster):
     """A router, and instances that are started one by one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *router: str) -> None:
         self.folder, self.parts = folder, dict[str, Process]()
         self.control, port = f"tcp://127.0.0.1:{free_port()}", free_port()
         self.url = f"http://127.0.0.1:{port}"
         Process.__init__(
             self,
             ["vllm_tetri.cli", "router", "--port", str(port), "--control", self.control,
-             "--flip", "off", "--mode", "split"],
+             "--flip", "off", "--mode", "split", *router],
             folder / "router.log",
         )  # fmt: skip
 

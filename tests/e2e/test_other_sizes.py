@@ -23,7 +23,7 @@ LENGTHS = (3, 64, 129, 200, 513, 1025)
 @contextmanager
 def sizes(model: Path, folder: Path) -> Iterator[ByHand]:
     """An instance of one worker for prefill, and one of two for decode; ready when waited for."""
-    with running(ByHand(folder)) as cluster:
+    with running(ByHand(folder, "--silent-after", "10")) as cluster:
         cluster.start("one", "prefill", model)
         cluster.start("two", "decode", model, *WORKERS)
         yield cluster

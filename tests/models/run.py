@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import tempfile
 import time
@@ -35,7 +36,9 @@ from tests.models.families import ADAPTER, FAMILIES, Family
 from tests.tiny_vision import picture
 
 RESULTS = Path(__file__).parent / "results.json"
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+VISION = ROOT / ".cache" / "torchvision"  # `make models` puts it there
 BEGIN, END = "<!--models-->\n", "<!--end-->\n"
 COLUMNS = {
     "split": "split", "prefix": "prefix cache", "tp2": "TP 2", "lora": "LoRA", "spec": "n-gram",
@@ -92,6 +95,9 @@ def bodies(run: str, sees: bool = False) -> dict[str, list[dict[str, Any]]]:
             body["model"] = ADAPTER
         if run == "spec" and "prompt" in body:  # its last tokens have come before: drafts
             body["prompt"] = (body["prompt"][:50] * 40)[: len(body["prompt"])]
+            for sampled in ("seed", "temperature", "top_p"):  # then stock does not repeat itself
+                body.pop(sampled, None)
+            body["temperature"] = 0
     return groups
 
 
@@ -104,7 +110,10 @@ async def judge(family: Family, run: str, folder: Path) -> dict[str, Verdict]:
         *family.serve, *SERVE[run], *adapter,
     )  # fmt: skip
     stock = Stock(model, folder, serve=serve)
-    cluster = Cluster(model, folder, serve=(*serve, "--tetri-decode-policy", "greedy"))
+    # Workers of two instances that share two cores may come too late for a report.
+    roles = ("--silent-after", "10") if run == "tp2" else ()
+    serve = (*serve, "--tetri-decode-policy", "greedy", "--tetri-transfer-timeout", "30")
+    cluster = Cluster(model, folder, roles=roles, serve=serve)
     try:
         with side_by_side(stock, cluster):
             try:
@@ -225,6 +234,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.families) - set(FAMILIES):
         parser.error(f"no family has the name {', '.join(sorted(unknown))}: {', '.join(FAMILIES)}")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(VISION), os.environ.get("PYTHONPATH", "")])
     for name in [] if options.write else options.families or FAMILIES:
         for run in options.only or SERVE:
             began = time.monotonic()
