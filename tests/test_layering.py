@@ -251,6 +251,7 @@ PRIVATE_ACCESSES = {
     "tests/engine/test_continuation.py": 1,
     "tests/engine/test_contract.py": 1,
     "tests/engine/test_handover.py": 2,
+    "tests/engine/test_media.py": 1,
     "tests/engine/test_robustness.py": 4,
     "tests/engine/test_roles.py": 3,
 }

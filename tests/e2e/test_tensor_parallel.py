@@ -53,9 +53,8 @@ def started(
 ) -> Iterator[Cluster]:
     # Four workers that poll share two cores, on which torch compiles for the first requests, and
     # one that slept may miss a step's message for 5 s: vLLM's SHM_READER_RECHECK_INTERVAL_MS.
-    roles, serve = ("--silent-after", "10"), (*WORKERS, "--tetri-transfer-timeout", "30")
-    folder = tmp_path_factory.mktemp("tp")
-    with running(Cluster(tiny_llama, folder, roles=roles, serve=serve)) as cluster:
+    serve = (*WORKERS, "--tetri-transfer-timeout", "30")
+    with running(Cluster(tiny_llama, tmp_path_factory.mktemp("tp"), serve=serve)) as cluster:
         yield cluster
 
 

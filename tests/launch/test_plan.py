@@ -156,3 +156,10 @@ def test_mode_counts_and_devices_say_which_instances_start(
 def test_an_instance_takes_as_many_devices_as_its_tensor_parallel_size() -> None:
     plan = make_plan(options("--mode=whole"), GPUS, gpus_each=2)
     assert [spec.name for spec in plan.instances] == ["both-0", "both-1"]
+
+
+def test_tensor_parallel_workers_that_share_cores_may_be_late() -> None:
+    given = ("--prefill=1", "--decode=1")
+    for machine, gpus_each, is_late in ((CPU, 1, False), (CPU, 4, True), (GPUS, 2, False)):
+        words = make_plan(options(*given), machine, gpus_each=gpus_each).routers[-1].command(1)
+        assert ("--silent-after" in words) is is_late

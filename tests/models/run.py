@@ -110,10 +110,8 @@ async def judge(family: Family, run: str, folder: Path) -> dict[str, Verdict]:
         *family.serve, *SERVE[run], *adapter,
     )  # fmt: skip
     stock = Stock(model, folder, serve=serve)
-    # Workers of two instances that share two cores may come too late for a report.
-    roles = ("--silent-after", "10") if run == "tp2" else ()
     serve = (*serve, "--tetri-decode-policy", "greedy", "--tetri-transfer-timeout", "30")
-    cluster = Cluster(model, folder, roles=roles, serve=serve)
+    cluster = Cluster(model, folder, serve=serve)
     try:
         with side_by_side(stock, cluster):
             try:

@@ -247,14 +247,15 @@ class Continuations:
             )
 
     def prepare(self, new_requests: list[NewRequestData], requests: dict[str, Request]) -> None:
-        """Mark for the V1 runner which end of a prompt is output."""
-        if self._is_v2_runner or not self.entries:
+        """Mark for the V1 runner which end of a prompt is output, and give it all media: vLLM 0.32
+        leaves computed ones out, and its runner ends when a preempted request needs them again."""
+        if self._is_v2_runner:
             return
         for data in new_requests:
-            entry = self.entries.get(data.req_id)
+            request, entry = requests[data.req_id], self.entries.get(data.req_id)
+            data.mm_features = request.mm_features
             if entry is not None:
-                token_ids = requests[data.req_id].all_token_ids
-                data.prompt_token_ids = ContinuedPrompt(token_ids, len(entry.token_ids))
+                data.prompt_token_ids = ContinuedPrompt(request.all_token_ids, len(entry.token_ids))
 
     def show(self, outputs: list[EngineCoreOutput]) -> None:
         """Put prior output in front of the first tokens sampled here."""

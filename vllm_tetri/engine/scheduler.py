@@ -202,10 +202,6 @@ class TetriScheduler(Scheduler):
         was_running = bool(self.running)
         output = super().schedule(throttle_prefills)
         self.continuations.prepare(output.scheduled_new_reqs, self.requests)
-        for each in output.scheduled_new_reqs:
-            if each.mm_features:  # vLLM left out what is computed: its runner ends without, once
-                # such a request is preempted and computes its media again (0.32)
-                each.mm_features = self.requests[each.req_id].mm_features
         self._after_schedule(output)
         if output.total_num_scheduled_tokens:
             self.clock.begin(output, time.monotonic(), was_running=was_running)

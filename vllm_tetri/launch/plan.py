@@ -39,6 +39,8 @@ _PASSED_ON = ("mode", "max_in_flight", "max_queue_delay", "flip", "flip_after", 
 _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",
                 "optimization-level", "O", "O0", "O1", "O2", "O3"}  # fmt: skip
 _GPU_MEMORY_PART = 0.9
+# Tensor-parallel workers poll; where they share cores, reports come seconds late.
+_SHARED_SILENT_AFTER = ("--silent-after", "10")
 
 Environment = tuple[tuple[str, str], ...]
 
@@ -106,10 +108,12 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
     certificate: str | None = options.ssl_certfile if auth.has_tls(options) else None
     if certificate is not None:
         auth.fingerprint_of(certificate)  # there is one
+    shares = serve.tensor_parallel_size > 1 and not machine.gpus and workers > len(machine.cores)
+    silent_after = _SHARED_SILENT_AFTER if shares else ()
     routers = [
         ChildSpec(
             f"{ROUTER_NAME}-{index}" if options.routers > 1 else ROUTER_NAME,
-            (*ROUTER, *_router_options(options), "--control", control),
+            (*ROUTER, *_router_options(options), *silent_after, "--control", control),
             Placement(),
             ready_path="/tetri/v1/instances",
             host=options.host,
