@@ -1,0 +1,180 @@
+"""What a GPU runs by default, on a CPU: vLLM's V2 model runner and asynchronous scheduling, each
+with and without the other (`tests/runners`). All four are equal to stock, also when clients
+leave, when requests are preempted, and when an instance is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.benchmarks.faults import send
+from tests.e2e.client import Answer, ask_all, assert_same, struck, until
+from tests.e2e.cluster import Cluster, Stock, answers, running
+from tests.e2e.compare import Reply, ask_raw, difference, merged
+from tests.e2e.prompts import STREAM, chat, completion
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+RUNNERS = Path(__file__).parents[1] / "runners"
+NUM_BLOCKS = 32
+BLOCK_BYTES = 48 << 10  # of 32 tokens
+SERVE = ("--max-model-len", "768", "--block-size", "32",
+         "--kv-cache-memory-bytes", str(NUM_BLOCKS * BLOCK_BYTES))  # fmt: skip
+SEEDED = {"temperature": 0.8, "seed": 11}
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 3},
+    {"max_tokens": 1},
+    {"max_tokens": 2, "logprobs": 0},
+    SEEDED,
+    {**SEEDED, "top_p": 0.9, "top_k": 20, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.3, "frequency_penalty": 1.2, "logprobs": 1},
+    {"min_tokens": 10, "ignore_eos": False, "logit_bias": {"2": 90}},
+    {"structured_outputs": {"regex": "[a-f]{9}[0-9]{5}"}, "ignore_eos": False},
+    {"prompt_logprobs": 1},
+    {"n": 2, **SEEDED},
+]
+ASKED = [
+    completion(length, max_tokens=12, **shape, **(STREAM if at % 2 else {}))
+    for at, shape in enumerate(SHAPES)
+    for length in (63 + at, 200 - 7 * at)
+] + [chat(30, max_tokens=12, logprobs=True, top_logprobs=2, **STREAM)]  # fmt: skip
+# More than fit together into the KV caches of two decode instances.
+LONG = [
+    completion(50 + 9 * at, max_tokens=120, **STREAM, **(SEEDED if at % 2 else {}))
+    for at in range(14)
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    runner: str
+    scheduling: str
+
+    def chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let processes that are started now compute so."""
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(RUNNERS), *_paths()]))
+        monkeypatch.setenv("ANY_RUNNER_SCHEDULING", self.scheduling)
+        if self.runner == "v1":  # else it is vLLM's default, as on a GPU
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
+def _paths() -> list[str]:
+    found = os.environ.get("PYTHONPATH")
+    return [found] if found else []
+
+
+@cache
+def stock_answers(runner: str, model: Path, folder: Path) -> tuple[list[Reply], list[Answer]]:
+    """What a stock instance says to ASKED and LONG with this model runner."""
+
+    async def ask_stock(url: str) -> tuple[list[Reply], list[Answer]]:
+        return await replies(url), await ask_all(url, LONG)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        Cell(runner, "async" if runner == "v2" else "sync").chosen(monkeypatch)
+        stock = Stock(model, folder, serve=SERVE)
+    try:
+        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        return asyncio.run(ask_stock(stock.url))
+    finally:
+        stock.stop()
+
+
+async def replies(url: str) -> list[Reply]:
+    kinds = ["chat" if "messages" in body else "completion" for body in ASKED]
+    asking = (ask_raw(url, kind, body) for kind, body in zip(kinds, ASKED, strict=True))
+    return list(await asyncio.gather(*asking))
+
+
+@pytest.fixture(scope="module", params=["v2-async", "v2-sync", "v1-async", "v1-sync"])
+def cell(request: pytest.FixtureRequest) -> Cell:
+    return Cell(*request.param.split("-"))
+
+
+@pytest.fixture(scope="module")
+def expected(
+    cell: Cell, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Reply], list[Answer]]:
+    return stock_answers(cell.runner, tiny_llama, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def started(
+    cell: Cell, expected: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    folder, roles = tmp_path_factory.mktemp("cell"), ("--prefill", "1", "--decode", "2")
+    serve = (*SERVE, "--tetri-decode-policy", "greedy")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cell.chosen(monkeypatch)
+        made = Cluster(tiny_llama, folder, roles=roles, serve=serve)
+    with running(made) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(started: Cluster) -> Iterator[Cluster]:
+    """Every test leaves it at rest."""
+    yield started
+    started.rest(5.0)
+
+
+def test_the_instances_compute_so(cell: Cell, cluster: Cluster) -> None:
+    kind = "TetriAsyncScheduler" if cell.scheduling == "async" else "TetriScheduler"
+    for name in cluster.instances():
+        log = (cluster.logs / f"{name}.log").read_text()
+        assert re.findall("any_runner: .*", log) == [f"any_runner: {kind} on {cell.runner}"]
+
+
+async def test_equal(cell: Cell, cluster: Cluster, expected: Any) -> None:
+    for body, ours, theirs in zip(ASKED, await replies(cluster.url), expected[0], strict=True):
+        assert theirs.status == ours.status == 200, (body, ours.raw, theirs.raw)
+        assert not difference(merged(ours), merged(theirs)), (body, ours.raw, theirs.raw)
+    rows = cluster.instances()
+    decodes = [row for name, row in rows.items() if name.startswith("decode")]
+    assert [row["kv_loads_failed"] for row in decodes] == [0, 0]
+    # Whoever cannot continue samples the first token again.
+    can_continue = cell != Cell("v1", "async")
+    assert (sum(row["continued"] for row in decodes) > 0) == can_continue
+    assert rows["prefill-0"]["kv_bytes_sent"] > 0
+
+
+async def test_clients_that_leave(cluster: Cluster) -> None:
+    async def leave_when(is_time: Any) -> None:
+        asking = asyncio.gather(*(ask_all(cluster.url, [body]) for body in LONG))
+        await until(is_time, "the moment came")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.to_thread(cluster.rest, 5.0)
+
+    def phases() -> list[str]:
+        return [row["phase"] for row in cluster.requests()]
+
+    await leave_when(lambda: "prefilling" in phases())
+    await leave_when(lambda: cluster.instances()["decode-0"]["running"] > 2)
+
+
+async def test_preempted_requests(cluster: Cluster, expected: Any) -> None:
+    assert_same(await ask_all(cluster.url, LONG), expected[1])
+    rows = cluster.instances()
+    assert rows["decode-0"]["preemptions"] + rows["decode-1"]["preemptions"] > 0
+
+
+async def test_a_decode_instance_is_killed(cluster: Cluster, expected: Any) -> None:
+    before = cluster.resumed()
+
+    def kill(seen: list[Answer]) -> None:
+        send(cluster.processes(seen[0].decode), signal.SIGKILL)
+
+    assert_same(await struck(cluster.url, LONG[:6], kill), expected[1][:6])
+    assert cluster.resumed() > before
+    await until(lambda: cluster.are_ready(3), "all are ready again", 120)
