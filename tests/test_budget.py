@@ -24,6 +24,7 @@ PACKAGE = ROOT / "vllm_tetri"
 # tests (tiny checkpoints of many families, each compared with stock; quantised weights and KV;
 # every difference of two identities). Instances of other tensor-parallel sizes added 130 lines to
 # the transport (parts of slots, and what is read of them), adapters 250 to router and engine.
+# Model runners and scheduling as on a GPU added 300 to the tests.
 FOLDERS = {
     "vllm_tetri": 22_700,
     "vllm_tetri/policy": 3_250,
@@ -37,7 +38,7 @@ FOLDERS = {
     "examples/benchmarks": 6_000,
     "examples/predictor": 900,
     "csrc": 8_000,
-    "tests": 33_300,
+    "tests": 33_600,
 }
 MODULES = {"vllm_tetri/router": 21, "vllm_tetri/engine": 21, "vllm_tetri/policy": 14}
 FILE_LINES = 400

@@ -8,7 +8,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,7 @@ SHAPES: list[dict[str, Any]] = [
     {"n": 2, **SEEDED},
 ]
 ASKED = [
-    completion(length, max_tokens=12, **shape, **(STREAM if at % 2 else {}))
+    completion(length, **{"max_tokens": 12, **shape}, **(STREAM if at % 2 else {}))
     for at, shape in enumerate(SHAPES)
     for length in (63 + at, 200 - 7 * at)
 ] + [chat(30, max_tokens=12, logprobs=True, top_logprobs=2, **STREAM)]  # fmt: skip
@@ -62,15 +62,10 @@ class Cell:
 
     def chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let processes that are started now compute so."""
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(RUNNERS), *_paths()]))
+        monkeypatch.setenv("PYTHONPATH", str(RUNNERS), prepend=os.pathsep)
         monkeypatch.setenv("ANY_RUNNER_SCHEDULING", self.scheduling)
         if self.runner == "v1":  # else it is vLLM's default, as on a GPU
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-
-
-def _paths() -> list[str]:
-    found = os.environ.get("PYTHONPATH")
-    return [found] if found else []
 
 
 @cache
@@ -149,7 +144,7 @@ async def test_equal(cell: Cell, cluster: Cluster, expected: Any) -> None:
 
 
 async def test_clients_that_leave(cluster: Cluster) -> None:
-    async def leave_when(is_time: Any) -> None:
+    async def leave_when(is_time: Callable[[], bool]) -> None:
         asking = asyncio.gather(*(ask_all(cluster.url, [body]) for body in LONG))
         await until(is_time, "the moment came")
         asking.cancel()

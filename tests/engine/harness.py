@@ -3,17 +3,20 @@
 Each `Engine` is vLLM's scheduler with our mixin and connector over host tensors
 that stand for the KV cache. `step` does what EngineCore and a worker do in one
 step, except for the forward pass: that writes a mark derived from the token
-into the cache, and "samples" a token. KV bytes really travel.
+into the cache, and "samples" a token. KV bytes really travel. `as_on_gpu` makes the
+scheduler that of a GPU's default: asynchronous, for the V2 model runner.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
@@ -90,10 +93,16 @@ class Engine:
         knows_heads: bool = True,
         identity: dict[str, str] = IDENTITY,
         args: dict[str, Any] | None = None,
+        as_on_gpu: bool = False,
         **options: Any,
     ) -> None:
         self.identity = identity
         self.config = vllm_config(folder, role, args=args, **options)
+        self._ahead: deque[tuple[Any, KVConnectorOutput]] | None = None
+        if as_on_gpu:  # vLLM's platform of CPUs turns it off
+            self.config.scheduler_config.async_scheduling = True
+            self._ahead = deque()
+        self._samples: dict[int, set[str]] = {}  # step, by identity → requests that get a token
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
         )
@@ -111,7 +120,9 @@ class Engine:
         pages = head_pages(self.caches[0], num_blocks, shape[1])
         self.shards = Shards(num_ranks, parts, heads * knows_heads, pages)
         self.config.cache_config.num_gpu_blocks = num_blocks
-        with set_current_vllm_config(self.config):
+        with set_current_vllm_config(self.config), pytest.MonkeyPatch.context() as monkeypatch:
+            if as_on_gpu:
+                monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
             self.scheduler = make_scheduler(
                 vllm_config=self.config,
                 kv_cache_config=self.cache_config,
@@ -210,15 +221,26 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> Any:
-        """One engine step; returns the scheduler output."""
+        """One engine step; returns the scheduler output. With asynchronous scheduling, a step with
+        tokens is known to the scheduler when the next one is scheduled."""
         output, kv_output = self.begin()
-        self.update(output, kv_output)
+        if self._ahead is None:
+            self.update(output, kv_output)
+            return output
+        self._ahead.append((output, kv_output))
+        while self._ahead and (len(self._ahead) > 1 or not output.total_num_scheduled_tokens):
+            self.update(*self._ahead.popleft())
         return output
 
     def begin(self) -> tuple[Any, KVConnectorOutput]:
         """A step until its results are there, of which the scheduler does not know yet."""
         output = self.scheduler.schedule()
         self.media |= {each.req_id: each.mm_features for each in output.scheduled_new_reqs}
+        self._samples[id(output)] = {
+            each
+            for each in output.num_scheduled_tokens
+            if not self.scheduler.requests[each].is_prefill_chunk
+        }
         meta = output.kv_connector_metadata
         assert isinstance(meta, StepMeta)
         for rank, worker in enumerate(self.workers):
@@ -271,7 +293,9 @@ class Engine:
     def write(self, request: Request, start: int, end: int) -> None:
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         for position in range(start, end):
-            token = request.all_token_ids[position]
+            # With asynchronous scheduling, only the runner knows the last one.
+            is_known = position < request.num_tokens
+            token = request.all_token_ids[position] if is_known else self.sample(request)
             for layer, cache in self.layers():
                 cache[block_ids[position // BLOCK], position % BLOCK] = mark(token, position, layer)
 
@@ -305,10 +329,11 @@ class Engine:
         """Tell the scheduler the results of a step."""
         sampled = []
         ids = list(output.num_scheduled_tokens)
+        samples = self._samples.pop(id(output))
         for request_id in ids:
-            request = self.scheduler.requests[request_id]
-            is_complete = request.num_computed_tokens >= request.num_tokens
-            sampled.append([self.sample(request)] if is_complete else [])
+            request = self.scheduler.requests.get(request_id)
+            is_due = request is not None and request_id in samples
+            sampled.append([self.sample(request)] if is_due else [])
         runner_output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},

@@ -24,9 +24,10 @@ from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params,
 from vllm_tetri.types import TransferId
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path, num_blocks=80, arena_bytes=1 << 20, transfer_timeout_s=5.0)
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    options = {"num_blocks": 80, "arena_bytes": 1 << 20, "transfer_timeout_s": 5.0}
+    pair = Pair(tmp_path, as_on_gpu=request.param == "as on a GPU", **options)
     yield pair
     pair.close()
 

@@ -244,13 +244,15 @@ def test_a_prompt_that_is_computed_again_keeps_its_blocks_until_they_are_sent(pa
     assert len(sends) == 1
 
 
+@pytest.mark.parametrize("as_on_gpu", [False, True])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_preempted_and_aborted_requests_leave_a_right_cache_and_nothing_else(
-    tmp_path: Path, seed: int
+    tmp_path: Path, seed: int, as_on_gpu: bool
 ) -> None:
     rng = Random(seed)
     # Twenty blocks, and vLLM's own admission: what is admitted grows too large.
-    engine = Engine(tmp_path, Role.BOTH, num_blocks=21, decode_policy="greedy")
+    pool = {"num_blocks": 21, "decode_policy": "greedy"}
+    engine = Engine(tmp_path, Role.BOTH, as_on_gpu=as_on_gpu, **pool)
     scheduler, wanted, aborted = engine.scheduler, {}, set()
     for turn in range(150):
         if rng.random() < 0.1:

@@ -41,16 +41,16 @@ class AnyRunnerPlatform(CpuPlatform):
 
 def patch() -> None:
     """Replace the one kernel that the interpreter cannot run (it takes a loop's int for a tensor),
-    and tell in the log what runs."""
-    from vllm.v1.core.sched.scheduler import Scheduler
+    and let engines tell in the log what they run."""
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
-    stock = Scheduler.__init__
+    stock = EngineCore.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        runner = "v2" if self.use_v2_model_runner else "v1"
-        print(f"any_runner: {type(self).__name__} on {runner}", flush=True)
+        runner = "v2" if self.scheduler.use_v2_model_runner else "v1"
+        print(f"any_runner: {type(self.scheduler).__name__} on {runner}", flush=True)
 
-    Scheduler.__init__ = __init__
+    EngineCore.__init__ = __init__
