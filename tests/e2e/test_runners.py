@@ -1,6 +1,6 @@
 """What a GPU runs by default, on a CPU: vLLM's V2 model runner and asynchronous scheduling, each
-with and without the other (`tests/runners`). All four are equal to stock, also when clients
-leave, when requests are preempted, and when an instance is killed."""
+with and without the other (`tests/runners`; all other tests have neither). They are equal to stock,
+also when clients leave, when requests are preempted, and when an instance is killed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ SHAPES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "frequency_penalty": 1.2, "logprobs": 1},
     {"min_tokens": 10, "ignore_eos": False, "logit_bias": {"2": 90}},
     {"structured_outputs": {"regex": "[a-f]{9}[0-9]{5}"}, "ignore_eos": False},
-    {"prompt_logprobs": 1},
     {"n": 2, **SEEDED},
+    {"prompt_logprobs": 1},  # not streamed
 ]
 ASKED = [
     completion(length, **{"max_tokens": 12, **shape}, **(STREAM if at % 2 else {}))
@@ -91,7 +91,7 @@ async def replies(url: str) -> list[Reply]:
     return list(await asyncio.gather(*asking))
 
 
-@pytest.fixture(scope="module", params=["v2-async", "v2-sync", "v1-async", "v1-sync"])
+@pytest.fixture(scope="module", params=["v2-async", "v2-sync", "v1-async"])
 def cell(request: pytest.FixtureRequest) -> Cell:
     return Cell(*request.param.split("-"))
 

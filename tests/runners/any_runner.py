@@ -12,6 +12,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's language is imported
 
+import torch
 import triton.backends
 from vllm.platforms.cpu import CpuPlatform
 
@@ -39,18 +40,47 @@ class AnyRunnerPlatform(CpuPlatform):
         vllm_config.scheduler_config.async_scheduling = is_async and wanted
 
 
+class _GrammarMask:
+    """`_apply_grammar_bitmask_kernel` in torch: forbids what a grammar does not allow."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.apply
+
+    @staticmethod
+    def apply(
+        logits: torch.Tensor,
+        _logits_stride: int,
+        indices: torch.Tensor,
+        first_logits: torch.Tensor,
+        masks: torch.Tensor,
+        _mask_stride: int,
+        vocabulary: int,
+        *,
+        MASK_STRIDE: int,
+        BLOCK_SIZE: int,
+    ) -> None:
+        for index, mask in zip(indices.tolist(), masks, strict=True):
+            request, position = divmod(index, MASK_STRIDE)
+            begin, end = first_logits[request : request + 2].tolist()
+            if begin + position < end:
+                is_allowed = (mask[:, None] >> torch.arange(32)) & 1
+                logits[begin + position, is_allowed.flatten()[:vocabulary] == 0] = -torch.inf
+
+
 def patch() -> None:
-    """Replace the one kernel that the interpreter cannot run (it takes a loop's int for a tensor),
-    and let engines tell in the log what they run."""
-    from vllm.v1.engine.core import EngineCore
+    """Replace the two kernels that the interpreter cannot run (one takes a loop's int for a tensor,
+    the other masks a store by a scalar), and tell in the log what runs."""
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu import structured_outputs
 
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
-    stock = EngineCore.__init__
+    structured_outputs._apply_grammar_bitmask_kernel = _GrammarMask()
+    stock = EngineCoreProc.run_busy_loop
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        runner = "v2" if self.scheduler.use_v2_model_runner else "v1"
-        print(f"any_runner: {type(self.scheduler).__name__} on {runner}", flush=True)
+    def run_busy_loop(core: Any) -> None:
+        runner = "v2" if core.scheduler.use_v2_model_runner else "v1"
+        print(f"any_runner: {type(core.scheduler).__name__} on {runner}", flush=True)
+        stock(core)
 
-    EngineCore.__init__ = __init__
+    EngineCoreProc.run_busy_loop = run_busy_loop
