@@ -29,7 +29,7 @@ test: install ## check, unit tests, native tests, one end-to-end pass: at most 1
 test-rest: install-suites ## what test-all has beyond test: faults, soak, fuzzing, sanitizers, wheel, vLLM 0.31, suites
 	@.ci/test rest
 
-test-all: install-suites ## test and test-rest: at most 45 minutes
+test-all: install-suites ## test and test-rest: about an hour on two cores
 	@.ci/test quick rest
 
 suites: install-suites ## tests of vLLM and openai-python, schemathesis, load generators, through us

@@ -254,6 +254,7 @@ PRIVATE_ACCESSES = {
     "tests/engine/test_media.py": 1,
     "tests/engine/test_robustness.py": 4,
     "tests/engine/test_roles.py": 3,
+    "tests/runners/any_runner.py": 1,
 }
 
 
