@@ -193,9 +193,13 @@ async def judged(asked: list[Asked], stock: Stock) -> Verdict:
 
 
 def said(reply: Reply) -> Any:
-    """What is compared: all but how many tokens were found in a cache."""
+    """What is compared: all but how many tokens were found in a cache, and the order of the most
+    likely tokens, where some are equally likely."""
     whole = merged(reply)
     whole["usage"].pop("prompt_tokens_details", None)
+    for choice in whole["choices"]:
+        tops = choice["logprobs"].get("top_logprobs") or []
+        choice["logprobs"]["top_logprobs"] = [dict(sorted(each.items())) for each in tops]
     return whole
 
 
