@@ -44,7 +44,7 @@ def tiny_model(folder: Path = _DEFAULT, seed: int = SEED) -> Path:
 
 
 def quantized_model(folder: Path) -> Path:
-    """The same model with its layers in 8-bit integers (W8A8 of compressed-tensors), made anew."""
+    """A copy with layers in 8-bit integers (W8A8 of compressed-tensors), made anew."""
     import torch
     from safetensors.torch import load_file, save_file
 

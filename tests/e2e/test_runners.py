@@ -138,7 +138,7 @@ async def test_equal(cell: Cell, cluster: Cluster, expected: Any) -> None:
     rows = cluster.instances()
     decodes = [row for name, row in rows.items() if name.startswith("decode")]
     assert [row["kv_loads_failed"] for row in decodes] == [0, 0]
-    # Whoever cannot continue samples the first token again.
+    # An instance that cannot continue samples the first token again.
     can_continue = cell != Cell("v1", "async")
     assert (sum(row["continued"] for row in decodes) > 0) == can_continue
     assert rows["prefill-0"]["kv_bytes_sent"] > 0

@@ -236,7 +236,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.families) - set(FAMILIES):
         parser.error(f"no family has the name {', '.join(sorted(unknown))}: {', '.join(FAMILIES)}")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(VISION), os.environ.get("PYTHONPATH", "")])
+    paths = filter(None, (str(VISION), os.environ.get("PYTHONPATH")))
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     for name in [] if options.write else options.families or FAMILIES:
         for run in options.only or SERVE:
             began = time.monotonic()
