@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-suites demo check test test-rest test-all suites canary models soak bench predictor \
+.PHONY: help install install-suites demo check test test-rest test-all suites canary models soak bench gpu predictor \
 	clean
 
 help: ## show this
@@ -49,6 +49,10 @@ soak: install ## break a cluster under load again and again, and check its guara
 bench: install ## this package and a stock server under the same load, with the demo's model
 	@HF_HUB_OFFLINE=1 $(BIN)/vllm-tetri bench "$$($(BIN)/python examples/smollm2.py --dtype float32)" \
 		-- --dtype float32 --max-model-len 2048
+
+gpu: install ## prove it on a GPU: STAGES="A B C", GPU=INDEX; DEVICE=cpu checks the steps on a CPU
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m tests.gpu.run $(STAGES) --device $(or $(DEVICE),cuda) \
+		$(if $(GPU),--gpu $(GPU)) $(if $(OUTPUT),--output $(OUTPUT))
 
 predictor: install ## a length predictor for the demo's model, from PROMPTS="FILES": hours
 	@PROMPTS="$(PROMPTS)" examples/predictor/recipe.sh

@@ -6,8 +6,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <optional>
-#include <thread>
+#include <utility>
 
 #include "tetri/arena.h"
 #include "tetri/receiver.h"
@@ -43,13 +44,24 @@ auto to_vector(const Array& array) {
   return std::vector<typename Array::value_type>(array.data(), array.data() + array.size());
 }
 
+template <typename Number>
+py::array_t<Number> words(const std::vector<Number>& values) {
+  return py::array_t<Number>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
 struct PyLayout {
   PyLayout(const Words& bases, const Words& strides, const Words& pages, uint64_t num_blocks,
-           py::object owner, const std::optional<Words>& starts, uint64_t wire_bytes)
+           py::object owner, const std::optional<Words>& starts, uint64_t wire_bytes,
+           bool is_device)
       : core(std::make_shared<const tetri::Layout>(
             to_vector(bases), to_vector(strides), to_vector(pages), num_blocks,
-            starts ? to_vector(*starts) : std::vector<uint64_t>(), wire_bytes)),
+            starts ? to_vector(*starts) : std::vector<uint64_t>(), wire_bytes, is_device)),
         owner(std::move(owner)) {}
+  PyLayout(tetri::LayoutPtr core, py::object owner)
+      : core(std::move(core)), owner(std::move(owner)) {}
+  PyLayout part(size_t first_page, size_t num_pages) const {
+    return {std::make_shared<const tetri::Layout>(core->part(first_page, num_pages)), owner};
+  }
   tetri::LayoutPtr core;
   py::object owner;
 };
@@ -63,6 +75,13 @@ class Sources {
       if (kept == transfer && source.is(layout)) return;
     }
     kept_.emplace_back(transfer, std::move(layout));
+  }
+  // The caller's own object, or one like it when the transfer is over.
+  py::object find(const tetri::Transfer* transfer, const tetri::LayoutPtr& layout) const {
+    for (const auto& [kept, source] : kept_) {
+      if (kept.get() == transfer && source.cast<const PyLayout&>().core == layout) return source;
+    }
+    return py::cast(PyLayout(layout, py::none()));
   }
   void prune() {
     std::vector<std::pair<tetri::TransferPtr, py::object>> busy;
@@ -80,12 +99,12 @@ struct PyTransfer {
   tetri::TransferPtr core;
   std::shared_ptr<Sources> sources;
 
-  Status write(py::object layout, uint64_t first_block, const Ids& ids) {
+  Status write(py::object layout, uint64_t first_block, const Ids& ids, uint64_t tag) {
     const tetri::LayoutPtr source = layout.cast<const PyLayout&>().core;
     std::vector<int32_t> copied = to_vector(ids);
     sources->keep(core, std::move(layout));
     const NoGil unlocked;
-    return core->write(source, first_block, std::move(copied));
+    return core->write(source, first_block, std::move(copied), tag);
   }
   Status read(const PyLayout& layout, uint64_t first_block, const Ids& ids, double timeout_s) {
     std::vector<int32_t> copied = to_vector(ids);
@@ -94,11 +113,24 @@ struct PyTransfer {
   }
 };
 
-tetri::LinkWish link_wish(const std::string& name) {
-  if (name == "auto") return tetri::LinkWish::kAuto;
-  if (name == "shm") return tetri::LinkWish::kShm;
-  if (name == "tcp") return tetri::LinkWish::kTcp;
-  throw std::invalid_argument("link is 'auto', 'shm' or 'tcp', not '" + name + "'");
+struct PyOrder {
+  tetri::OrderPtr core;
+  std::shared_ptr<Sources> sources;
+
+  void staged(py::object layout) {
+    const tetri::LayoutPtr source = layout.cast<const PyLayout&>().core;
+    core->staged(source);
+    sources->keep(core->op().transfer, std::move(layout));
+  }
+};
+
+using Blobs = std::map<std::string, py::bytes>;
+
+tetri::Offers to_offers(const Blobs& blobs) { return {blobs.begin(), blobs.end()}; }
+
+std::optional<tetri::Emulated> to_emulated(const std::optional<std::pair<double, double>>& link) {
+  if (!link) return std::nullopt;
+  return tetri::Emulated{link->first, tetri::from_seconds(link->second)};
 }
 
 struct PySender {
@@ -112,6 +144,15 @@ struct PySender {
     sources->prune();
     const NoGil unlocked;
     return {core.open(endpoint, transfer, num_blocks, block_bytes), sources};
+  }
+  std::optional<PyOrder> take_order(double timeout_s) {
+    tetri::OrderPtr order;
+    {
+      const NoGil unlocked;
+      order = core.take_order(tetri::from_seconds(timeout_s));
+    }
+    if (!order) return std::nullopt;
+    return PyOrder{std::move(order), sources};
   }
   void close() {
     {
@@ -153,13 +194,21 @@ void bind_enums(py::module_& module) {
 void bind_layout(py::module_& module) {
   py::class_<PyLayout>(module, "Layout")
       .def(py::init<const Words&, const Words&, const Words&, uint64_t, py::object,
-                    const std::optional<Words>&, uint64_t>(),
+                    const std::optional<Words>&, uint64_t, bool>(),
            "bases"_a, "block_strides"_a, "page_bytes"_a, "num_blocks"_a, "owner"_a,
-           "starts"_a = py::none(), "wire_bytes"_a = 0)
+           "starts"_a = py::none(), "wire_bytes"_a = 0, "is_device"_a = false)
+      .def("part", &PyLayout::part, "first_page"_a, "num_pages"_a)
       .def_property_readonly("num_layers", [](const PyLayout& it) { return it.core->num_layers(); })
       .def_property_readonly("num_blocks", [](const PyLayout& it) { return it.core->num_blocks(); })
       .def_property_readonly("block_bytes",
-                             [](const PyLayout& it) { return it.core->block_bytes(); });
+                             [](const PyLayout& it) { return it.core->block_bytes(); })
+      .def_property_readonly("is_device", [](const PyLayout& it) { return it.core->is_device(); })
+      .def_property_readonly("bases", [](const PyLayout& it) { return words(it.core->bases()); })
+      .def_property_readonly("block_strides",
+                             [](const PyLayout& it) { return words(it.core->strides()); })
+      .def_property_readonly("page_bytes",
+                             [](const PyLayout& it) { return words(it.core->page_bytes()); })
+      .def_property_readonly("starts", [](const PyLayout& it) { return words(it.core->starts()); });
   py::class_<tetri::Arena>(module, "Arena")
       .def(py::init<const std::string&>(), "segment"_a, Unlocked())
       .def(
@@ -171,6 +220,10 @@ void bind_layout(py::module_& module) {
             arena.load(offset, first_block, *layout.core, blocks, threads);
           },
           "slot_offset"_a, "first_block"_a, "layout"_a, "block_ids"_a, "threads"_a = 1)
+      .def_property_readonly("address", &tetri::Arena::address)
+      .def_property_readonly("num_bytes", &tetri::Arena::num_bytes)
+      .def("hold", &tetri::Arena::hold, "control"_a, "generation"_a)
+      .def("let_go", &tetri::Arena::let_go, "control"_a)
       .def("close", &tetri::Arena::close, Unlocked());
 }
 
@@ -208,17 +261,27 @@ void bind_receiver(py::module_& module) {
   py::class_<Receiver>(module, "Receiver")
       .def(py::init([](uint64_t arena_bytes, const std::string& host, int port,
                        const tetri::Identity& identity, double fill_timeout_s,
-                       double hold_timeout_s, uint32_t max_connections, const py::bytes& key) {
+                       double hold_timeout_s, uint32_t max_connections, const py::bytes& key,
+                       const Blobs& offers, bool has_host_memory) {
              const std::string copied = key;
+             const tetri::Offers made = to_offers(offers);
              const NoGil unlocked;
              return std::make_unique<Receiver>(tetri::ReceiverOptions{
                  arena_bytes, host, port, identity, tetri::from_seconds(fill_timeout_s),
-                 tetri::from_seconds(hold_timeout_s), max_connections, copied});
+                 tetri::from_seconds(hold_timeout_s), max_connections, copied, made,
+                 has_host_memory});
            }),
            py::kw_only(), "arena_bytes"_a, "host"_a, "port"_a, "identity"_a, "fill_timeout_s"_a,
-           "hold_timeout_s"_a, "max_connections"_a = 256, "key"_a = py::bytes())
+           "hold_timeout_s"_a, "max_connections"_a = 256, "key"_a = py::bytes(),
+           "offers"_a = Blobs(), "has_host_memory"_a = true)
       .def_property_readonly("endpoint", &Receiver::endpoint)
       .def_property_readonly("segment", &Receiver::segment)
+      .def(
+          "offer",
+          [](Receiver& it, const std::string& kind, const py::bytes& blob) {
+            it.offer(kind, blob);
+          },
+          "kind"_a, "blob"_a)
       .def("find", &Receiver::find, "transfer"_a, Unlocked())
       .def(
           "wait", [](Receiver& it, double s) { return it.wait(tetri::from_seconds(s)); },
@@ -254,11 +317,36 @@ void bind_sender(py::module_& module) {
       .def_property_readonly("bytes_sent",
                              [](const PyTransfer& it) { return it.core->bytes_sent(); })
       .def_property_readonly("quiesced", [](const PyTransfer& it) { return it.core->quiesced(); })
-      .def("write", &PyTransfer::write, "layout"_a, "first_block"_a, "block_ids"_a)
+      .def("write", &PyTransfer::write, "layout"_a, "first_block"_a, "block_ids"_a, "tag"_a = 0)
       .def("read", &PyTransfer::read, "layout"_a, "first_block"_a, "block_ids"_a, "timeout_s"_a)
       .def(
           "finish", [](PyTransfer& it) { it.core->finish(); }, Unlocked())
       .def("cancel", [](PyTransfer& it) { it.core->cancel(); }, Unlocked());
+  py::class_<PyOrder>(module, "Order")
+      .def_property_readonly("transfer",
+                             [](const PyOrder& it) { return it.core->op().transfer->name(); })
+      .def_property_readonly("endpoint", [](const PyOrder& it) { return it.core->endpoint(); })
+      .def_property_readonly("kind", [](const PyOrder& it) { return it.core->kind(); })
+      .def_property_readonly("offer", [](const PyOrder& it) { return py::bytes(it.core->offer()); })
+      .def_property_readonly("offset", [](const PyOrder& it) { return it.core->offset(); })
+      .def_property_readonly("layout",
+                             [](const PyOrder& it) {
+                               const tetri::WriteOp& op = it.core->op();
+                               return it.sources->find(op.transfer.get(), op.layout);
+                             })
+      .def_property_readonly("block_ids",
+                             [](const PyOrder& it) { return words(it.core->op().ids); })
+      .def_property_readonly("generation", [](const PyOrder& it) { return it.core->generation(); })
+      .def_property_readonly("control", [](const PyOrder& it) { return it.core->control(); })
+      .def_property_readonly("tag", [](const PyOrder& it) { return it.core->op().tag; })
+      .def_property_readonly("num_bytes", [](const PyOrder& it) { return it.core->op().bytes(); })
+      .def("begin", [](PyOrder& it) { return it.core->begin(); })
+      .def("live", [](const PyOrder& it) { return it.core->live(); })
+      .def("placed", [](PyOrder& it) { it.core->placed(); })
+      .def(
+          "failed", [](PyOrder& it, const std::string& text) { it.core->failed(text); }, "text"_a)
+      .def("staged", &PyOrder::staged, "layout"_a)
+      .def("is_done", [](const PyOrder& it) { return it.core->is_done(); });
   py::class_<SenderStats>(module, "SenderStats")
       .def_readonly("transfers", &SenderStats::transfers)
       .def_readonly("peers", &SenderStats::peers)
@@ -269,16 +357,19 @@ void bind_sender(py::module_& module) {
       .def_readonly("bytes_sent", &SenderStats::bytes_sent);
   py::class_<PySender>(module, "Sender")
       .def(py::init([](const tetri::Identity& identity, uint32_t rank, uint32_t num_ranks,
-                       const std::string& link, uint32_t streams, double open_timeout_s,
-                       double io_timeout_s, uint64_t max_queued_blocks, const py::bytes& key) {
-             return std::make_unique<PySender>(
-                 tetri::SenderOptions{identity, rank, num_ranks, link_wish(link), streams,
-                                      tetri::from_seconds(open_timeout_s),
-                                      tetri::from_seconds(io_timeout_s), max_queued_blocks, key});
+                       const std::vector<std::string>& links, uint32_t streams,
+                       double open_timeout_s, double io_timeout_s, uint64_t max_queued_blocks,
+                       const py::bytes& key,
+                       const std::optional<std::pair<double, double>>& emulate) {
+             return std::make_unique<PySender>(tetri::SenderOptions{
+                 identity, rank, num_ranks, links, streams, tetri::from_seconds(open_timeout_s),
+                 tetri::from_seconds(io_timeout_s), max_queued_blocks, to_emulated(emulate), key});
            }),
-           py::kw_only(), "identity"_a, "rank"_a = 0, "num_ranks"_a = 1, "link"_a = "auto",
-           "streams"_a = 2, "open_timeout_s"_a = 5.0, "io_timeout_s"_a = 30.0,
-           "max_queued_blocks"_a = uint64_t{1} << 20, "key"_a = py::bytes())
+           py::kw_only(), "identity"_a, "rank"_a = 0, "num_ranks"_a = 1,
+           "links"_a = std::vector<std::string>{"shm", "tcp"}, "streams"_a = 2,
+           "open_timeout_s"_a = 5.0, "io_timeout_s"_a = 30.0,
+           "max_queued_blocks"_a = uint64_t{1} << 20, "key"_a = py::bytes(),
+           "emulate"_a = py::none())
       .def("open", &PySender::open, "endpoint"_a, "transfer"_a, "num_blocks"_a, "block_bytes"_a)
       .def(
           "send",
@@ -292,6 +383,13 @@ void bind_sender(py::module_& module) {
       .def(
           "wait", [](PySender& it, double s) { return it.core.wait(tetri::from_seconds(s)); },
           "timeout_s"_a, Unlocked())
+      .def("take_order", &PySender::take_order, "timeout_s"_a)
+      .def(
+          "exclude",
+          [](PySender& it, const std::string& endpoint, const std::string& kind) {
+            it.core.exclude(endpoint, kind);
+          },
+          "endpoint"_a, "kind"_a, Unlocked())
       .def(
           "stats", [](PySender& it) { return it.core.stats(); }, Unlocked())
       .def("close", &PySender::close);
@@ -300,7 +398,7 @@ void bind_sender(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "KV transport: receive arena, sender, shm and tcp links.";
+  module.doc() = "KV transport: receive arena, sender, links.";
   bind_enums(module);
   bind_layout(module);
   bind_receiver(module);

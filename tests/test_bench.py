@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.needed import needed
 from vllm_tetri import bench, bench_transfer
 from vllm_tetri.errors import UnsupportedError
 
@@ -31,6 +33,30 @@ def test_the_verdict_names_what_is_better() -> None:
     assert "TTFT mean" in words
     assert "ITL" not in words
     assert "throughput" not in words
+
+
+@pytest.mark.parametrize(
+    ("words", "num_gpus", "replicas"),  # 0: the option is not needed
+    [
+        ("--mode split", 1, 0),  # both instances of ours share the GPU
+        ("--mode split", 2, 2),
+        ("--mode split --prefill 1 --decode 3", 8, 4),
+        ("--mode split --prefill 2 --decode 2 -- -tp 2", 4, 2),
+        ("--mode split --prefill 1 --decode 1 -- -tp 2", 2, 0),
+        ("--both 2 -- --data-parallel-size 4", 8, 0),
+        ("--both 2 -- -dp=4", 8, 0),
+    ],
+)
+def test_stock_has_as_many_replicas_as_our_instances_have_gpus(
+    words: str, num_gpus: int, replicas: int
+) -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    before, _, after = words.partition(" -- ")
+    options = parser.parse_args(["model", *before.split()])
+    options.tail = after.split()
+    expected = ["--data-parallel-size", str(replicas)] if replicas else []
+    assert bench.replica_options(options, num_gpus) == expected
 
 
 def test_a_child_ends_with_its_descendants_when_the_block_is_left(tmp_path: Path) -> None:
@@ -73,7 +99,10 @@ def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(
 def test_bench_transfer_moves_pages_by_every_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    needed("nixl")
     options = argparse.Namespace(total_mib=4, repeats=1, streams=1, json=tmp_path / "rows.json")
     assert bench_transfer.run(options) == 0
     assert "memcpy" in capsys.readouterr().out
-    assert '"page_bytes": 16384' in options.json.read_text()
+    first, *_ = json.loads(options.json.read_text())["rows"]
+    assert first["page_bytes"] == 16384
+    assert first["nixl"] > 0

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "types": (set(), set()),
     "errors": (set(), set()),
     "plugins": (VALUES | {"policy"}, set()),
-    "config": (VALUES | {"plugins", "policy"}, {"msgspec", "vllm"}),
+    "config": (VALUES | {"plugins", "policy", "transport.links"}, {"msgspec", "vllm"}),
     "security": (VALUES, {"zmq"}),
     "messages": (VALUES, {"msgspec"}),
     "handover": (VALUES, {"msgspec"}),

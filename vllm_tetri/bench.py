@@ -27,7 +27,13 @@ from rich.table import Table
 
 from vllm_tetri.errors import UnsupportedError
 from vllm_tetri.launch.guard import guarded
-from vllm_tetri.launch.machine import free_port, inspect, is_cpu_build, require_vllm
+from vllm_tetri.launch.machine import (
+    free_port,
+    inspect,
+    is_cpu_build,
+    require_vllm,
+    serve_options_in,
+)
 from vllm_tetri.types import Mode
 
 KV_BYTES = 1 << 30
@@ -123,8 +129,8 @@ def stock_server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     if is_cpu_build():
         environment["OMP_NUM_THREADS"] = str(len(machine.cores))
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    elif _num_instances(options) > 1 and not _has(options, "--data-parallel-size"):
-        words += ["--data-parallel-size", str(_num_instances(options))]
+    else:
+        words += replica_options(options, len(machine.gpus))
     url = f"http://127.0.0.1:{port}"
     with Child(words, folder / "stock.log", environment, machine.cores) as process:
         process.wait_until(lambda: responds(f"{url}/health"), options.start_timeout)
@@ -187,6 +193,16 @@ def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]
 def _num_instances(options: argparse.Namespace) -> int:
     given: int = sum(number or 0 for number in (options.prefill, options.decode, options.both))
     return given or (2 if options.mode == Mode.SPLIT.value else max(1, len(inspect().gpus)))
+
+
+def replica_options(options: argparse.Namespace, num_gpus: int) -> list[str]:
+    """Return what gives stock as many replicas as there are GPUs for our instances, which share
+    GPUs where there are fewer; nothing for one replica, or if the number is given."""
+    given = serve_options_in(options.tail)
+    replicas = min(_num_instances(options), num_gpus // given.num_workers)
+    if replicas < 2 or given.names & {"data-parallel-size", "dp"}:
+        return []
+    return ["--data-parallel-size", str(replicas)]
 
 
 def _serve_options(options: argparse.Namespace, instances: int) -> list[str]:

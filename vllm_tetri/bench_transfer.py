@@ -1,7 +1,8 @@
 """`vllm-tetri bench transfer`: how fast KV blocks move, compared with what the machine can do.
 
 Every way of moving the same bytes takes its turn within each repeat, so that a disturbance hits
-all of them; figures are medians. Sender and receiver are two processes.
+all of them; figures are medians. Sender and receiver are two processes. NIXL takes part where it is
+installed; UCX_TLS=tcp in the environment keeps it from shared memory.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from rich.table import Table
 
 from vllm_tetri.errors import TransferError
 from vllm_tetri.transport.native import Layout, Receiver, Sender, TransferState, open_receiver
+from vllm_tetri.transport.nixl import NixlWire, has_nixl, offer_nixl
+from vllm_tetri.transport.push import Push
 
 PAGE_BYTES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_LAYERS = 4
 NUM_GROUPS = 4  # of KV cache blocks, where a way has several
 NUM_PARTS = 2
+EMULATED = 25e9, 5e-6  # bytes/s and seconds for each write: 200 Gbit/s
 IDENTITY = {"bench": "transfer"}
 TIMEOUT_S = 60.0
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -106,13 +110,17 @@ def _ways(pages: Pages, stack: ExitStack, push: Callable[..., None], port: int) 
             raise TransferError("the receiving process closed the plain socket; see its messages")
 
     ways: Ways = {"memcpy": pages.memcpy, "raw socket": raw_socket}
-    senders = {link: Sender(identity=IDENTITY, link=link) for link in ("shm", "tcp")}
+    senders = {link: Sender(identity=IDENTITY, links=[link]) for link in ("shm", "tcp")}
+    senders["emulated"] = Sender(identity=IDENTITY, links=["shm"], emulate=EMULATED)
+    if has_nixl():
+        senders["nixl"] = sender = Sender(identity=IDENTITY, links=["nixl"])
+        stack.callback(Push(sender, {"nixl": NixlWire(TIMEOUT_S)}, TIMEOUT_S).close)
     ranks = [
-        Sender(identity=IDENTITY, link="shm", rank=rank, num_ranks=NUM_PARTS)
+        Sender(identity=IDENTITY, links=["shm"], rank=rank, num_ranks=NUM_PARTS)
         for rank in range(NUM_PARTS)
     ]
     for sender in (*senders.values(), *ranks):
-        stack.callback(sender.close)
+        stack.callback(sender.close)  # before the thread of its orders
     for link, sender in senders.items():
         ways[link] = partial(push, [(sender, pages.layout)], pages, 1)
     whole = [(senders["shm"], pages.layout)]
@@ -186,9 +194,12 @@ def _receive_tetri(parent: Connection, total_bytes: int) -> None:
     _tune(raw)  # inherited by accepted connections
     threading.Thread(target=_drain, args=(raw,), daemon=True).start()
     receiver = open_receiver(arena_bytes=4 * total_bytes, identity=IDENTITY)
+    nixl = offer_nixl(receiver, "nixl", "127.0.0.1") if has_nixl() else None
     threading.Thread(target=_release, args=(receiver,), daemon=True).start()
     parent.send((receiver.endpoint, raw.getsockname()[1]))
     parent.poll(None)
+    if nixl is not None:
+        nixl.close()
     receiver.close()
 
 

@@ -24,6 +24,7 @@ import msgspec
 from vllm_tetri.errors import ConfigError, ProtocolError
 from vllm_tetri.plugins import Kind, load_policy
 from vllm_tetri.policy.lengths import End
+from vllm_tetri.transport.links import parse_link
 from vllm_tetri.types import Mode, Role
 
 # Which kind of policy a field names.
@@ -66,7 +67,6 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     role: Role
     pad: Literal["off", "on"] = "off"  # fill up a chunk that is not full
-    push: Literal["chunk", "request"] = "chunk"  # send KV per chunk, or once per request
     reserve_end: End = End.EXPECTED  # which end of a predicted bucket is reserved
     drain_s: Seconds = DRAIN_S  # to finish requests after SIGTERM: vLLM's --shutdown-timeout
 
@@ -121,20 +121,28 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # One step.
     chunk_size: Annotated[Positive | Literal["auto"], _option(
         "prompt tokens per step (paper section 3.3.3), or auto: measured at start",
-        "TOKENS|auto", "512, on CPU 256")] = 512
+        "TOKENS|auto", "auto, with --tetri-tbt-slo 2048; on CPU 256")] = 512
     tbt_slo_s: Annotated[Seconds | None, _option(
         "target for the longest time between two output tokens; it limits the prompt tokens "
         "that share a step with decodes", default="no target")] = None
-    load_budget_bytes: Annotated[Positive, _option(
-        "KV loads above this size run outside of decode steps")] = 64 << 20
+    load_budget_bytes: Annotated[Positive | None, _option(
+        "KV loads above this size run outside of decode steps",
+        default="32M for each distinct shard of the KV, on CPU 64M")] = None
 
     # Transfer of KV.
-    link: Annotated[Literal["auto", "shm", "tcp"], _option(
-        "how KV travels: shared memory, TCP, or the best that reaches the peer")] = "auto"
+    link: Annotated[str, _option(
+        "how KV travels: auto (the best that reaches the peer), shm (shared memory), tcp, nixl "
+        "(where it is installed), dma, ipc or nccl (from a GPU; dma, ipc on one host; ipc, nccl "
+        "into GPU memory, set on all instances); emulate:25GB/s,5us[,KIND] delays as such a link "
+        "would",
+        "LINK")] = "auto"
     arena_bytes: Annotated[Positive | None, _option(
         "size of the receive arena",
         default="two prompts of --max-model-len, at least 256M (CUDA: 1G); at most 1/4 of the "
         "free /dev/shm and 1/8 of the memory")] = None
+    push: Annotated[Literal["chunk", "layer", "auto", "request"], _option(
+        "when KV leaves: after its chunk; of a last chunk also layer by layer while it is computed "
+        "(from host memory only), or so where that pays (auto); or once per request")] = "chunk"
     streams: Annotated[int, msgspec.Meta(ge=1, le=16), _option(
         "TCP connections per peer that carry KV", "N")] = 2
     transfer_timeout_s: Annotated[Seconds, _option(
@@ -151,6 +159,7 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"--tetri-host {self.host}: other instances cannot dial this address; give the "
                 "address of this machine that they reach"
             )
+        parse_link(self.link)
         for name, kind in POLICY_KINDS.items():
             try:
                 load_policy(kind, getattr(self, name))

@@ -7,6 +7,7 @@ that is not streamed. Its key ``"tetri"`` holds one of these structs; only this 
 from __future__ import annotations
 
 import base64
+import signal
 import struct
 from array import array
 from collections.abc import Sequence
@@ -23,23 +24,36 @@ KEY = "tetri"
 # Header of an instance's responses if all its streams count tokens (--enable-force-include-usage).
 USAGE_HEADER = "x-tetri-usage"
 INSTANCE_PATH = "/tetri/v1/instance"  # where an instance tells who it is, and its adapters
+# Header of requests that says which data-parallel rank serves them (vLLM's
+# `GenerateBaseServing._get_data_parallel_rank`).
+RANK_HEADER = "X-data-parallel-rank"
+# A rank that has drained tells its API server. Signals of this kind are queued, so all are counted.
+RANK_DRAINED = signal.SIGRTMIN
 
 # A prefill instance may try a hand-over again; every attempt has its own name.
 MAX_ATTEMPTS = 4
+MAX_HOLDERS = 16  # of a prompt's prefix that a prefill instance is told of
+MAX_MARKS = 32  # of it
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
+NumTokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PrefillParams(msgspec.Struct, frozen=True, tag="prefill"):
     """Router → prefill instance: compute the prompt, hand its KV over.
 
     With ``anywhere`` the cheapest instance decodes, this one included (`policy.adaptive`); else
-    one whose role it is.
+    one whose role it is. ``held`` are the prompt tokens whose KV an instance is believed to have in
+    its prefix cache: it is not sent there. A wrong number costs time, nothing else. ``marks`` name
+    blocks of what they hold (`policy.residency.Chain.marks`), by which the prefill instance sees
+    how much of it is this prompt.
     """
 
     transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=128)]
     request: Annotated[RequestId, msgspec.Meta(max_length=128)]
     anywhere: bool = False
+    held: Annotated[dict[InstanceId, NumTokens], msgspec.Meta(max_length=MAX_HOLDERS)] = {}
+    marks: Annotated[list[tuple[NumTokens, int]], msgspec.Meta(max_length=MAX_MARKS)] = []
 
 
 class PriorOutput(msgspec.Struct, frozen=True):
@@ -58,7 +72,8 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
     ``decode`` is empty when no decode instance took the KV, and ``reason`` says why; then any
     instance may compute the prompt again. ``transfer`` names the attempt that counts, ``digest``
-    the prompt. ``is_final`` means that the first token was also the last.
+    the prompt. ``is_final`` means that the first token was also the last. The transfer begins
+    behind ``held_tokens`` of the prompt, which the decode instance is believed to hold.
     """
 
     transfer: TransferId
@@ -72,6 +87,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     prompt_token_ids: list[TokenId] = []
     predicted: Prediction | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    held_tokens: NumTokens = 0
 
 
 class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
@@ -88,7 +104,8 @@ class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
     prior_output: PriorOutput | None = None
     predicted: Prediction | None = None
     is_early: bool = False
-    cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # as the prefill instance counted them
+    cached_tokens: NumTokens = 0  # as the prefill instance counted them
+    held_tokens: NumTokens = 0  # of the prompt, that the transfer leaves out
 
 
 Handover = PrefillParams | Prefilled | DecodeParams

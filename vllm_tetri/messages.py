@@ -28,11 +28,13 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 5
+VERSION = 6
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_BUCKETS = 1 << 18  # of predicted lengths
 _MOST_WORDS = 4096  # characters of a reason
+NAME_BYTES = 8  # of a prefix block's name
+MAX_CACHE_NAMES = 1 << 19  # of prefix blocks that one instance reports
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]  # numbers orders to flip of one instance
 Words = Annotated[str, msgspec.Meta(max_length=_MOST_WORDS)]
@@ -67,6 +69,7 @@ class PrefillEnding(msgspec.Struct, frozen=True):
     digest: str
     prompt_token_ids: list[int]
     cached_tokens: int = 0  # of the prompt, found in the prefix cache of the prefill instance
+    held_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST)] = 0  # that the transfer leaves out
 
 
 class Dispatched(msgspec.Struct, frozen=True, tag=True):
@@ -81,6 +84,28 @@ class Dispatched(msgspec.Struct, frozen=True, tag=True):
     reason: str
     predicted: Prediction | None = None
     ending: PrefillEnding | None = None
+
+
+class RequestChain(msgspec.Struct, frozen=True, array_like=True):
+    """The prefix blocks of a request that ended, prompt and output, from its first token on."""
+
+    request: Annotated[str, msgspec.Meta(max_length=512)]  # vLLM's name of it
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+    names: bytes
+
+
+class CacheReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Instance → router: which prefix blocks came and went since the report before this one, or
+    with `is_all` which are there, and the chains of requests that ended. `added`, `removed` and
+    chains hold names of 8 bytes (`policy.residency`). A router that misses one asks for all."""
+
+    instance: InstanceId
+    seq: Epoch
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+    is_all: bool = False
+    added: bytes = b""
+    removed: bytes = b""
+    chains: list[RequestChain] = []
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
@@ -104,6 +129,10 @@ class WhoAreYou(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: I do not know you (yet); send `Hello`."""
 
     router: str
+
+
+class SendCache(msgspec.Struct, frozen=True, tag=True):
+    """Router → instance: a `CacheReport` is missing here; send all."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -190,9 +219,17 @@ class TransferLost(msgspec.Struct, frozen=True, tag=True):
     transfer: TransferId
 
 
-ToRouter = Hello | LoadReport | Dispatched | Flipped | Goodbye
+ToRouter = Hello | LoadReport | CacheReport | Dispatched | Flipped | Goodbye
 ToInstance = (
-    WhoAreYou | Refused | Poll | Drain | FlipRole | RoleCommitted | CancelTransfer | TransferLost
+    WhoAreYou
+    | SendCache
+    | Refused
+    | Poll
+    | Drain
+    | FlipRole
+    | RoleCommitted
+    | CancelTransfer
+    | TransferLost
 )
 
 Message = TypeVar("Message")
@@ -213,6 +250,10 @@ def decode_to_router(frame: bytes) -> ToRouter:
     message = _decode(_to_router, frame)
     if isinstance(message, LoadReport):
         _require_sound(message.load, message.flip)
+    elif isinstance(message, CacheReport):
+        packed = message.added, message.removed, *(each.names for each in message.chains)
+        if any(len(names) % NAME_BYTES for names in packed):
+            raise ProtocolError(f"names of blocks that are not {NAME_BYTES} bytes long")
     return message
 
 

@@ -5,6 +5,7 @@ Units are suffixes: `_tokens`, `_blocks`, `_bytes`, `_s` (seconds as float).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -13,6 +14,19 @@ from typing import Annotated, Literal, NamedTuple, NewType
 InstanceId = NewType("InstanceId", str)
 TransferId = NewType("TransferId", str)
 RequestId = NewType("RequestId", str)
+
+
+_RANK = re.compile(r"-dp\d+$")
+
+
+def rank_name(server: str, rank: int) -> str:
+    """Return the name of an instance that is one rank of a data-parallel server."""
+    return f"{server}-dp{rank}"
+
+
+def server_name(instance: str) -> str:
+    """Return the name of the server of an instance: without the rank, if it has one."""
+    return _RANK.sub("", instance)
 
 
 class Role(StrEnum):
@@ -154,6 +168,8 @@ class InstanceInfo:
     device: str = ""  # shared by instances with equal names; an unnamed one is not shared
     checkpoint: str = ""  # where its weights come from, for people; `identity` names them
     alone: str = ""  # why it exchanges KV with no other instance, in words; empty if it may
+    # Of several engines behind one URL (data parallelism), which one; requests for it name it.
+    rank: int | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict)  # of LoRA, by name
 
     @property
@@ -218,6 +234,8 @@ class InstanceLoad:
     kv_bytes_sent: Annotated[int, _counter("KV bytes sent.", "bytes")] = 0
     kv_bytes_received: Annotated[int, _counter("KV bytes loaded from the arena.", "bytes")] = 0
     kv_loads_failed: Annotated[int, _counter("Loads of KV that failed.", "loads")] = 0
+    kv_bytes_kept: Annotated[int, _counter("KV bytes not sent: held by the receiver.", "bytes")] = 0
+    kv_gone: Annotated[int, _counter("Hand-overs whose held prefix was gone.", "requests")] = 0
     continued: Annotated[int, _counter("Requests continued after prior output.", "requests")] = 0
     recomputed: Annotated[int, _counter("Requests whose prior output was unfit.", "requests")] = 0
     dropped_messages: Annotated[int, _counter("Dropped control messages.", "messages")] = 0

@@ -34,6 +34,7 @@ void Arena::load(uint64_t slot_offset, uint64_t first_block, const Layout& layou
     throw std::invalid_argument("threads must be between 1 and " + std::to_string(kMaxThreads));
   }
   layout.check_ids(ids);
+  if (layout.is_device()) throw std::invalid_argument("the layout describes memory of a device");
   const std::shared_lock lock(mutex_);
   const uint8_t* source = blocks_at(slot_offset, first_block, layout, ids.size());
   const auto copy = [&](size_t from, size_t to) {
@@ -50,6 +51,23 @@ void Arena::load(uint64_t slot_offset, uint64_t first_block, const Layout& layou
   }
   copy(0, ids.size() / workers);
   for (std::thread& thread : pool) thread.join();
+}
+
+uint64_t Arena::address() {
+  const std::shared_lock lock(mutex_);
+  return segment_ ? reinterpret_cast<uint64_t>(segment_->data()) : 0;
+}
+
+uint64_t Arena::num_bytes() {
+  const std::shared_lock lock(mutex_);
+  return segment_ ? segment_->size() : 0;
+}
+
+ControlWord& Arena::word(uint32_t control) {
+  const std::shared_lock lock(mutex_);
+  if (!segment_) throw std::invalid_argument("the arena is closed");
+  if (control >= kMaxSlots) throw std::invalid_argument("no slot has such a control word");
+  return segment_->control()[control];
 }
 
 void Arena::close() {

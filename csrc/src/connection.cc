@@ -5,12 +5,16 @@
 #include <cstring>
 #include <utility>
 
+#include "tetri/sha256.h"
+
 namespace tetri {
 
 namespace {
 
 constexpr auto kHandshakeTime = std::chrono::seconds(5);
 constexpr auto kStallTime = std::chrono::seconds(30);
+// A remote writer that was told to stop is not believed to write longer than this.
+constexpr auto kRemoteWriteTime = std::chrono::seconds(15);
 constexpr size_t kMaxQueuedOut = 1 << 20;
 constexpr size_t kMaxReads = 1024;
 constexpr size_t kMaxMessages = 1024;
@@ -39,7 +43,7 @@ TimePoint Connection::deadline() const {
     return handshake_deadline_;
   }
   if (phase_ == Phase::kDraining) {
-    return writer_.shared ? TimePoint::max() : handshake_deadline_;
+    return is_immortal() ? TimePoint::max() : handshake_deadline_;
   }
   TimePoint deadline = TimePoint::max();
   if (!out_.empty()) deadline = std::min(deadline, last_out_ + kStallTime);
@@ -75,6 +79,7 @@ void Connection::read_proof(TimePoint now) {
     const std::string answer = authenticator_->take(got);
     if (!answer.empty()) send(answer, now);
   }
+  proven_ = authenticator_->proven();
   authenticator_.reset();
   phase_ = Phase::kNew;
 }
@@ -95,13 +100,7 @@ void Connection::read_control(TimePoint now) {
 
 void Connection::handle(const Frame& frame, TimePoint now) {
   if (phase_ == Phase::kControl) return handle_control(frame, now);
-  if (phase_ == Phase::kAgreed) {
-    const auto choice = decode<LinkChoice>(frame);
-    writer_.shared = choice.shm != 0;
-    tune(fd_.get(), false, !writer_.shared);
-    phase_ = Phase::kControl;
-    return;
-  }
+  if (phase_ == Phase::kAgreed) return handle_choice(frame);
   if (frame.type == Type::kChallenge) {
     throw FrameError(
         "this receiver was given no secret to prove; start it with the --tetri-secret-file of the "
@@ -128,13 +127,42 @@ void Connection::handle_hello(const Frame& frame, TimePoint now) {
   writer_.num_ranks = hello.num_ranks;
   Welcome welcome;
   welcome.session = session_ = random_u64();
-  if (hello.wants_shm != 0 && hello.boot_id == boot_id()) {
+  welcome.has_host_memory = state_.options.has_host_memory ? 1 : 0;
+  {
+    const std::lock_guard lock(state_.mutex);
+    welcome.offers = state_.offers;
+  }
+  if (hello.boot_id == boot_id()) {
     const Nonce nonce = state_.segment.nonce();
     welcome.segment = state_.segment.path();
     welcome.nonce.assign(reinterpret_cast<const char*>(nonce.data()), nonce.size());
   }
+  agreed_ = frame.body + body_of(welcome);
+  welcome.mac = mac_of(proven_, Side::kReceiver, agreed_);
+  offered_ = welcome.offers;
+  is_same_host_ = !welcome.segment.empty();
   phase_ = Phase::kAgreed;
-  send(encode(welcome), now);
+  send(encode(std::move(welcome)), now);
+}
+
+void Connection::handle_choice(const Frame& frame) {
+  auto choice = decode<LinkChoice>(frame);
+  const std::string mac = std::exchange(choice.mac, "");
+  if (!equal_in_constant_time(mac, mac_of(proven_, Side::kSender, agreed_ + body_of(choice)))) {
+    throw FrameError("frames of the handshake were changed on their way");
+  }
+  const std::string& kind = choice.kind;
+  const bool is_offered =
+      needs_host_memory(kind) ? state_.options.has_host_memory : offered_.count(kind) != 0;
+  if (!is_offered || (tetri::is_same_host(kind) && !is_same_host_)) {
+    throw FrameError("choice of a link that was not offered: " + printable(kind));
+  }
+  writer_.shared = kind != "tcp";
+  is_same_host_ = tetri::is_same_host(kind);
+  tune(fd_.get(), false, !is_same_host_);
+  agreed_.clear();
+  offered_.clear();
+  phase_ = Phase::kControl;
 }
 
 void Connection::join(uint64_t session, TimePoint now) {
@@ -154,6 +182,7 @@ void Connection::handle_control(const Frame& frame, TimePoint now) {
     case Type::kMessage:
       return handle_message(decode<Message>(frame), now);
     case Type::kRead: {
+      if (writer_.shared) throw FrameError("only a writer over TCP reads by frames");
       if (reads_.size() >= kMaxReads) throw FrameError("too many reads at once");
       const auto read = decode<Read>(frame);
       if (read.length == 0) throw FrameError("empty read");
@@ -171,6 +200,8 @@ void Connection::handle_control(const Frame& frame, TimePoint now) {
       return state_.table.cancelled_by_sender(decode<Cancel>(frame), writer_, now);
     case Type::kStopped:
       return state_.table.stopped(decode<Stopped>(frame).generation, writer_);
+    case Type::kProgress:
+      return state_.table.received(decode<Progress>(frame).generation, writer_, 0, now);
     default:
       throw FrameError("unexpected frame type " + std::to_string(static_cast<int>(frame.type)));
   }
@@ -345,11 +376,12 @@ void Connection::flush(TimePoint now) {
 void Connection::refuse(const std::string& reason, TimePoint now) {
   if (phase_ == Phase::kDraining) return;
   send(encode(Refused{reason}), now);
-  handshake_deadline_ = now + kHandshakeTime;
-  drain();
+  drain(now);
 }
 
-void Connection::drain() {
+void Connection::drain(TimePoint now) {
+  if (phase_ == Phase::kDraining) return;
+  handshake_deadline_ = now + (writer_.shared ? kRemoteWriteTime : kHandshakeTime);
   phase_ = Phase::kDraining;
   reads_.clear();
   if (out_.empty()) ::shutdown(fd_.get(), SHUT_WR);

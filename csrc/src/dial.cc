@@ -1,102 +1,184 @@
-// The sender's half of the handshake.
-#include <fcntl.h>
+// The sender's half of the handshake, and the choice of the link.
 
+#include <algorithm>
 #include <cstring>
 
 #include "tetri/peer.h"
 #include "tetri/proof.h"
 #include "tetri/sender.h"
+#include "tetri/sha256.h"
 
 namespace tetri {
 
 namespace {
 
-Welcome introduce(ControlChannel& control, const SenderOptions& options, TimePoint deadline,
-                  int cancel_fd) {
-  Hello hello;
-  hello.identity = options.identity;
-  hello.rank = options.rank;
-  hello.num_ranks = options.num_ranks;
-  hello.boot_id = boot_id();
-  hello.pid = static_cast<uint64_t>(::getpid());
-  hello.wants_shm = options.link == LinkWish::kTcp ? 0 : 1;
-  control.send(encode(hello));
-  return decode<Welcome>(control.expect(deadline, cancel_fd));
+// A link that the caller moves: all writes are orders, and there is nothing to do here.
+class MovedLink : public Link {
+ public:
+  void write(const Grant&, WriteOpPtr op) override {
+    op->transfer->fail(Status::kInvalid, "the caller moves the writes of this link");
+    completed_.push_back(std::move(op));
+  }
+  void read(const Grant&, ReadOpPtr op, uint64_t) override { op->settle(Status::kInvalid); }
+  void cancel(const Transfer&) override {}
+  bool pump() override { return false; }
+  std::vector<WriteOpPtr> take_completed() override { return std::exchange(completed_, {}); }
+  void watch(std::vector<pollfd>*) const override {}
+  void ready(const pollfd&) override {}
+  void read_data(ReadData) override {}
+
+ private:
+  std::vector<WriteOpPtr> completed_;
+};
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text.empty() ? "nothing" : text;
 }
 
-// The receiver's arena, if this process can reach it and it is the one that was offered.
-std::optional<Segment> shared_arena(const Welcome& welcome, std::string* why_not) {
-  if (welcome.segment.empty()) {
-    *why_not = "the receiver runs on another host or has no arena";
-    return std::nullopt;
-  }
-  try {
-    Segment segment = Segment::attach(welcome.segment);
-    const Nonce nonce = segment.nonce();
-    if (welcome.nonce.size() == nonce.size() &&
-        std::memcmp(nonce.data(), welcome.nonce.data(), nonce.size()) == 0) {
-      return segment;
-    }
-    *why_not = "the arena at " + welcome.segment + " is not the receiver's";
-  } catch (const std::runtime_error& error) {
-    *why_not = error.what();
-  }
-  return std::nullopt;
-}
+// One attempt to reach a receiver.
+class Dial {
+ public:
+  Dial(SenderShared& shared, const Endpoint& endpoint, const std::string& name, TimePoint deadline,
+       int cancel_fd, std::shared_ptr<const Segment>* segment)
+      : shared_(shared),
+        options_(shared.options),
+        endpoint_(endpoint),
+        name_(name),
+        deadline_(deadline),
+        cancel_fd_(cancel_fd),
+        segment_(*segment) {}
 
-Fd join(const SenderOptions& options, const Endpoint& endpoint, uint64_t session,
-        TimePoint deadline, int cancel_fd) {
-  Fd fd = connect_to(endpoint, deadline, cancel_fd);
-  tune(fd.get(), true, true);
-  const int raw = ::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0);
-  if (raw < 0) throw LinkError(Status::kPeerLost, "out of file descriptors");
-  ControlChannel channel{Fd(raw)};
-  prove(channel, options.key, endpoint, deadline, cancel_fd);
-  channel.send(encode(Join{session}));
-  decode<Joined>(channel.expect(deadline, cancel_fd));
-  return fd;
-}
+  Session handshake() {
+    Session session;
+    session.control = connect(false);
+    ControlChannel& control = *session.control;
+    const Proven proven = prove(control, options_.key, endpoint_, deadline_, cancel_fd_);
+    const std::string hello = introduce(control);
+    Welcome welcome = decode<Welcome>(control.expect(deadline_, cancel_fd_));
+    const std::string mac = std::exchange(welcome.mac, "");
+    const std::string agreed = hello + body_of(welcome);
+    if (!equal_in_constant_time(mac, mac_of(proven, Side::kReceiver, agreed))) {
+      throw LinkError(Status::kRefused,
+                      name_ + ": frames of the handshake were changed on their way");
+    }
+    LinkChoice choice;
+    choice.kind = choose(welcome);
+    choice.mac = mac_of(proven, Side::kSender, agreed + body_of(choice));
+    control.send(encode(choice));
+    session.route = std::make_shared<const Route>(route(choice.kind, welcome));
+    if (choice.kind == "shm") {
+      session.link = make_shm_link(segment_);
+    } else if (choice.kind == "tcp") {
+      session.link = make_tcp_link(join(welcome.session), control);
+    } else {
+      session.link = std::make_unique<MovedLink>();
+    }
+    return session;
+  }
 
-Session handshake(const SenderOptions& options, const Endpoint& endpoint, TimePoint deadline,
-                  int cancel_fd) {
-  Session session;
-  session.control = std::make_unique<ControlChannel>(connect_to(endpoint, deadline, cancel_fd));
-  ControlChannel& control = *session.control;
-  tune(control.fd(), false, true);
-  prove(control, options.key, endpoint, deadline, cancel_fd);
-  const Welcome welcome = introduce(control, options, deadline, cancel_fd);
-  if (options.link != LinkWish::kTcp) {
-    std::string why_not;
-    auto segment = shared_arena(welcome, &why_not);
-    if (segment) {
-      control.send(encode(LinkChoice{1}));
-      session.link = make_shm_link(std::move(*segment));
-      return session;
-    }
-    if (options.link == LinkWish::kShm) {
-      throw LinkError(Status::kRefused, "no shared memory link to " + endpoint.host + ":" +
-                                            endpoint.port + ": " + why_not +
-                                            "; use link 'auto' or 'tcp'");
-    }
+ private:
+  std::unique_ptr<ControlChannel> connect(bool for_data) const {
+    auto channel = std::make_unique<ControlChannel>(connect_to(endpoint_, deadline_, cancel_fd_));
+    tune(channel->fd(), for_data, true);
+    return channel;
   }
-  control.send(encode(LinkChoice{0}));
-  std::vector<Fd> streams;
-  for (uint32_t index = 0; index < options.streams; ++index) {
-    streams.push_back(join(options, endpoint, welcome.session, deadline, cancel_fd));
+
+  std::string introduce(ControlChannel& control) const {
+    Hello hello;
+    hello.identity = options_.identity;
+    hello.rank = options_.rank;
+    hello.num_ranks = options_.num_ranks;
+    hello.boot_id = boot_id();
+    control.send(encode(hello));
+    return body_of(hello);
   }
-  session.link = make_tcp_link(std::move(streams), control);
-  return session;
-}
+
+  std::string choose(const Welcome& welcome) {
+    std::vector<std::string> able;
+    for (const std::string& kind : options_.links) {
+      if (shared_.is_excluded(name_, kind)) continue;
+      able.push_back(kind);
+      const bool is_there =
+          needs_host_memory(kind) ? welcome.has_host_memory != 0 : welcome.offers.count(kind) != 0;
+      if (is_there && (!is_same_host(kind) || attach(welcome))) return kind;
+    }
+    std::vector<std::string> there;
+    if (welcome.has_host_memory != 0) there = {"tcp"};
+    if (welcome.has_host_memory != 0 && !welcome.segment.empty()) there = {"shm", "dma", "tcp"};
+    for (const auto& offer : welcome.offers) there.push_back(printable(offer.first));
+    throw LinkError(Status::kRefused, "no link to " + name_ + ": this side can use " +
+                                          joined(able) + "; the receiver offers " + joined(there) +
+                                          (why_not_.empty() ? "" : ", but " + why_not_) +
+                                          "; set --tetri-link auto on both");
+  }
+
+  // Whether the receiver's segment is mapped here, and is the one that was offered.
+  bool attach(const Welcome& welcome) {
+    if (welcome.segment.empty()) {
+      why_not_ = "it runs on another host or has no arena";
+      return false;
+    }
+    const auto is_offered = [&](const Segment& segment) {
+      const Nonce nonce = segment.nonce();
+      return segment.path() == welcome.segment && welcome.nonce.size() == nonce.size() &&
+             std::memcmp(nonce.data(), welcome.nonce.data(), nonce.size()) == 0;
+    };
+    if (segment_ && is_offered(*segment_)) return true;
+    segment_.reset();
+    try {
+      auto segment = std::make_shared<const Segment>(Segment::attach(welcome.segment));
+      if (is_offered(*segment)) segment_ = std::move(segment);
+      why_not_ = "the arena at " + welcome.segment + " is not the receiver's";
+    } catch (const std::runtime_error& error) {
+      why_not_ = error.what();
+    }
+    return segment_ != nullptr;
+  }
+
+  Route route(const std::string& kind, const Welcome& welcome) const {
+    Route route{name_, kind, "", nullptr};
+    if (is_same_host(kind)) route.segment = segment_;
+    const auto offer = welcome.offers.find(kind);
+    if (!needs_host_memory(kind)) {
+      route.offer = offer->second;
+    } else if (route.segment) {
+      route.offer = welcome.segment;
+    }
+    return route;
+  }
+
+  std::vector<Fd> join(uint64_t session) const {
+    std::vector<Fd> streams;
+    for (uint32_t index = 0; index < options_.streams; ++index) {
+      const auto channel = connect(true);
+      prove(*channel, options_.key, endpoint_, deadline_, cancel_fd_);
+      channel->send(encode(Join{session}));
+      decode<Joined>(channel->expect(deadline_, cancel_fd_));
+      streams.push_back(channel->take());
+    }
+    return streams;
+  }
+
+  SenderShared& shared_;
+  const SenderOptions& options_;
+  const Endpoint& endpoint_;
+  const std::string& name_;
+  const TimePoint deadline_;
+  const int cancel_fd_;
+  std::shared_ptr<const Segment>& segment_;
+  std::string why_not_;
+};
 
 }  // namespace
 
-Session dial(const SenderShared& shared, const Endpoint& endpoint, TimePoint deadline,
-             int cancel_fd) {
+Session dial(SenderShared& shared, const Endpoint& endpoint, const std::string& name,
+             TimePoint deadline, int cancel_fd, std::shared_ptr<const Segment>* segment) {
   try {
-    return handshake(shared.options, endpoint, deadline, cancel_fd);
+    return Dial(shared, endpoint, name, deadline, cancel_fd, segment).handshake();
   } catch (const FrameError& error) {
-    throw LinkError(Status::kInvalid, endpoint.host + ":" + endpoint.port +
-                                          " does not speak this protocol: " + error.what());
+    throw LinkError(Status::kInvalid, name + " does not speak this protocol: " + error.what());
   }
 }
 

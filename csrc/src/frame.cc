@@ -18,6 +18,8 @@ uint32_t longest_body(Type type) {
   switch (type) {
     case Type::kData:
       return kDataChunkBytes + uint32_t{kDataPrefixBytes + kDataSumBytes};
+    case Type::kWelcome:
+      return kMaxControlBytes + uint32_t{kMaxOffers * kMaxOfferBytes};
     case Type::kChallenge:
     case Type::kProof:
       return kProofBodyBytes;
@@ -42,7 +44,7 @@ Header parse_header(const uint8_t* bytes) {
                        std::to_string(kVersion) + "; install the same vllm-tetri on both sides");
   }
   if (header.type < static_cast<uint16_t>(Type::kHello) ||
-      header.type > static_cast<uint16_t>(Type::kProof)) {
+      header.type > static_cast<uint16_t>(Type::kProgress)) {
     throw FrameError("unknown frame type " + std::to_string(header.type));
   }
   const auto type = static_cast<Type>(header.type);

@@ -12,15 +12,16 @@ constexpr uint64_t kMaxBlockBytes = uint64_t{1} << 40;
 
 Layout::Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
                std::vector<uint64_t> page_bytes, uint64_t num_blocks, std::vector<uint64_t> starts,
-               uint64_t wire_bytes)
+               uint64_t wire_bytes, bool is_device)
     : bases_(std::move(bases)),
       strides_(std::move(strides)),
       page_bytes_(std::move(page_bytes)),
       starts_(std::move(starts)),
       num_blocks_(num_blocks),
-      is_dense_(starts_.empty()) {
+      is_device_(is_device) {
+  const bool is_dense = starts_.empty();
   if (bases_.empty() || bases_.size() != strides_.size() || bases_.size() != page_bytes_.size() ||
-      (!is_dense_ && bases_.size() != starts_.size())) {
+      (!is_dense && bases_.size() != starts_.size())) {
     throw std::invalid_argument(
         "a layout needs one base, one stride and one page size for each of at least one layer");
   }
@@ -39,18 +40,33 @@ Layout::Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
                                   std::to_string(page_bytes_[layer]) + " bytes, stride " +
                                   std::to_string(strides_[layer]) + " do not describe blocks");
     }
-    if (is_dense_) starts_.push_back(block_bytes_);
+    if (is_dense) starts_.push_back(block_bytes_);
     if (starts_[layer] < block_bytes_ || starts_[layer] > kMaxBlockBytes - page_bytes_[layer]) {
       throw std::invalid_argument("blocks are too large, or their pieces overlap");
     }
     block_bytes_ = starts_[layer] + page_bytes_[layer];
+    payload_bytes_ += page_bytes_[layer];
   }
-  if (is_dense_) return;
+  if (is_dense) return;
   if (wire_bytes < block_bytes_ || wire_bytes > kMaxBlockBytes) {
     throw std::invalid_argument("blocks of " + std::to_string(wire_bytes) +
                                 " bytes do not hold their pieces");
   }
   block_bytes_ = wire_bytes;
+}
+
+Layout Layout::part(size_t first, size_t count) const {
+  if (count == 0 || first > bases_.size() || count > bases_.size() - first) {
+    throw std::invalid_argument("pages " + std::to_string(first) + " to " +
+                                std::to_string(first + count) + " of a layout with " +
+                                std::to_string(bases_.size()) + " pages");
+  }
+  const auto cut = [&](const std::vector<uint64_t>& all) {
+    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first);
+    return std::vector<uint64_t>(begin, begin + static_cast<std::ptrdiff_t>(count));
+  };
+  return Layout(cut(bases_), cut(strides_), cut(page_bytes_), num_blocks_, cut(starts_),
+                block_bytes_, is_device_);
 }
 
 size_t Layout::layer_at(uint64_t within) const {

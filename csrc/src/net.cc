@@ -173,6 +173,15 @@ bool wait_for(int fd, short events, TimePoint deadline, int cancel_fd) {
   }
 }
 
+void wait_until(std::vector<pollfd>* fds, TimePoint deadline) {
+  timespec left{};
+  if (deadline != TimePoint::min()) {
+    const auto wanted = std::max(deadline - Clock::now(), Duration::zero()).count();
+    left = {wanted / 1'000'000'000, wanted % 1'000'000'000};
+  }
+  ::ppoll(fds->data(), fds->size(), deadline == TimePoint::max() ? nullptr : &left, nullptr);
+}
+
 int poll_timeout_ms(TimePoint deadline) {
   if (deadline == TimePoint::max()) return -1;
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();

@@ -12,6 +12,22 @@ namespace {
 constexpr char kSenderRole[] = "vllm-tetri KV sender";
 constexpr char kReceiverRole[] = "vllm-tetri KV receiver";
 
+constexpr char kSenderFrames[] = "vllm-tetri KV frames of the sender";
+constexpr char kReceiverFrames[] = "vllm-tetri KV frames of the receiver";
+
+// The role, then what makes this connection different from all others.
+std::string signed_text(const char* role, const std::string& sender_nonce,
+                        const std::string& receiver_nonce, const std::string& receiver_address) {
+  std::string text = role;
+  text += '\0';
+  text += sender_nonce;
+  text += receiver_nonce;
+  text += static_cast<char>(kVersion & 0xff);
+  text += static_cast<char>(kVersion >> 8);
+  text += receiver_address;
+  return text;
+}
+
 static_assert(kNonceBytes == kDigestBytes, "challenges and proofs are frames of the same length");
 
 }  // namespace
@@ -34,19 +50,21 @@ std::string make_nonce() {
 
 std::string proof_of(const std::string& key, Side side, const std::string& sender_nonce,
                      const std::string& receiver_nonce, const std::string& receiver_address) {
-  std::string text = side == Side::kSender ? kSenderRole : kReceiverRole;
-  text += '\0';
-  text += sender_nonce;
-  text += receiver_nonce;
-  text += static_cast<char>(kVersion & 0xff);
-  text += static_cast<char>(kVersion >> 8);
-  text += receiver_address;
-  return hmac_sha256(key, text);
+  const char* role = side == Side::kSender ? kSenderRole : kReceiverRole;
+  return hmac_sha256(key, signed_text(role, sender_nonce, receiver_nonce, receiver_address));
 }
 
-void prove(ControlChannel& control, const std::string& key, const Endpoint& endpoint,
-           TimePoint deadline, int cancel_fd) {
-  if (key.empty()) return;
+std::string mac_of(const Proven& proven, Side side, const std::string& frames) {
+  if (proven.key.empty()) return "";
+  const char* role = side == Side::kSender ? kSenderFrames : kReceiverFrames;
+  return hmac_sha256(proven.key, signed_text(role, proven.sender_nonce, proven.receiver_nonce,
+                                             proven.receiver_address) +
+                                     '\0' + frames);
+}
+
+Proven prove(ControlChannel& control, const std::string& key, const Endpoint& endpoint,
+             TimePoint deadline, int cancel_fd) {
+  if (key.empty()) return {};
   const std::string mine = make_nonce();
   const std::string address = remote_endpoint(control.fd());
   control.send(encode(Challenge{mine}));
@@ -58,6 +76,7 @@ void prove(ControlChannel& control, const std::string& key, const Endpoint& endp
     throw LinkError(Status::kRefused,
                     endpoint.host + ":" + endpoint.port + " does not hold this cluster's secret");
   }
+  return {key, mine, theirs, address};
 }
 
 std::string Authenticator::take(size_t bytes) {

@@ -7,11 +7,33 @@ namespace tetri {
 
 namespace {
 
+void check_offers(const Offers& offers) {
+  if (offers.size() > kMaxOffers) {
+    throw std::invalid_argument("a receiver makes at most " + std::to_string(kMaxOffers) +
+                                " offers, not " + std::to_string(offers.size()));
+  }
+  for (const auto& [kind, bytes] : offers) {
+    if (kind.empty() || kind.size() > kMaxKindBytes || kind != printable(kind) ||
+        needs_host_memory(kind)) {
+      throw std::invalid_argument("'" + printable(kind) +
+                                  "' is no kind of link to make an offer of");
+    }
+    if (bytes.size() > kMaxOfferBytes) {
+      throw std::invalid_argument("an offer has at most " + std::to_string(kMaxOfferBytes) +
+                                  " bytes, not " + std::to_string(bytes.size()));
+    }
+  }
+}
+
 const ReceiverOptions& checked(const ReceiverOptions& options) {
   if (options.port < 0 || options.port > 65535) {
     throw std::invalid_argument("port must be between 0 and 65535");
   }
   checked_key(options.key);
+  check_offers(options.offers);
+  if (!options.has_host_memory && options.arena_bytes == 0) {
+    throw std::invalid_argument("arena_bytes is the size of the caller's memory, not 0");
+  }
   if (options.max_connections == 0) throw std::invalid_argument("max_connections must be positive");
   if (options.fill_timeout <= Duration::zero() || options.hold_timeout <= Duration::zero()) {
     throw std::invalid_argument("fill_timeout_s and hold_timeout_s must be positive");
@@ -28,6 +50,14 @@ Receiver::Receiver(const ReceiverOptions& options)
       endpoint_(service_->endpoint()) {}
 
 Receiver::~Receiver() { close(); }
+
+void Receiver::offer(const std::string& kind, const std::string& bytes) {
+  const std::lock_guard lock(state_.mutex);
+  Offers offers = state_.offers;
+  offers[kind] = bytes;
+  check_offers(offers);
+  state_.offers = std::move(offers);
+}
 
 std::optional<Slot> Receiver::find(const std::string& transfer) {
   const std::lock_guard lock(state_.mutex);
@@ -52,7 +82,9 @@ std::optional<Slot> Receiver::take(const std::string& transfer) {
 
 void Receiver::release(const std::string& transfer) {
   const std::lock_guard lock(state_.mutex);
-  if (!state_.closing) state_.table.release(transfer);
+  if (state_.closing) return;
+  state_.table.release(transfer);
+  if (state_.table.next_deadline() == TimePoint{}) signal_event(state_.wake.get());  // it is held
 }
 
 void Receiver::cancel(const std::string& transfer) {

@@ -36,7 +36,7 @@ namespace {
 constexpr char kDirectory[] = "/dev/shm/";
 constexpr char kPrefix[] = "tetri-";
 constexpr size_t kNameDigits = 32;
-constexpr uint64_t kMagic = 0x31304d4849525454;  // "TTRIHM01"
+constexpr uint64_t kMagic = 0x32304d4849525454;  // "TTRIHM02"
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHugePage = 2 << 20;
 constexpr auto kCollapseTime = std::chrono::seconds(2);
@@ -156,6 +156,14 @@ struct Segment::Toucher {
   std::thread thread;
 };
 
+// The owner stores `live` before it looks at `holders`: one of both sees the other.
+bool ControlWord::hold(uint64_t generation) {
+  holders.fetch_add(1, std::memory_order_seq_cst);
+  if (generation != 0 && live.load(std::memory_order_seq_cst) == generation) return true;
+  let_go();
+  return false;
+}
+
 uint64_t random_u64() {
   uint64_t value = 0;
   while (::getrandom(&value, sizeof(value), 0) != static_cast<ssize_t>(sizeof(value))) {
@@ -184,15 +192,15 @@ Segment::Segment(Segment&& other) noexcept
 
 Segment::~Segment() { close(); }
 
-Segment Segment::create(uint64_t arena_bytes) {
+Segment Segment::create(uint64_t arena_bytes, bool is_shared) {
   if (arena_bytes > (uint64_t{1} << 46)) {
     throw std::invalid_argument("arena_bytes must be at most 2^46, not " +
                                 std::to_string(arena_bytes));
   }
   const uint64_t size = kHeaderBytes + (arena_bytes + kPage - 1) / kPage * kPage;
   std::string path;
-  Fd fd = arena_bytes == 0 ? Fd(::memfd_create("tetri", MFD_CLOEXEC)) : create_file(&path);
-  if (!fd) fail("cannot create a segment without an arena", errno);
+  Fd fd = is_shared ? create_file(&path) : Fd(::memfd_create("tetri", MFD_CLOEXEC));
+  if (!fd) fail("cannot create a segment of its own", errno);
   Segment segment(path, std::move(fd), size, true);
   if (::ftruncate(segment.fd_.get(), static_cast<off_t>(size)) != 0) {
     fail("cannot size the receive arena", errno);
@@ -205,7 +213,7 @@ Segment Segment::create(uint64_t arena_bytes) {
              " bytes; lower arena_bytes or enlarge /dev/shm",
          error);
   }
-  segment.begin_touching();
+  segment.begin_touching(kTouchedAtOnce);
   auto* header = new (segment.data_) Header{};
   header->magic = kMagic;
   header->arena_bytes = size - kHeaderBytes;
@@ -227,7 +235,7 @@ Segment Segment::attach(const std::string& path) {
   struct stat info{};
   if (::fstat(fd.get(), &info) != 0) fail("cannot inspect the receive arena " + path, errno);
   const auto size = static_cast<uint64_t>(info.st_size);
-  if (!S_ISREG(info.st_mode) || size <= kHeaderBytes || size % kPage != 0) {
+  if (!S_ISREG(info.st_mode) || size < kHeaderBytes || size % kPage != 0) {
     throw std::runtime_error("not a receive arena: " + path);
   }
   // A process that shortens the file ends this one by SIGBUS; only processes of this user can.
@@ -236,7 +244,7 @@ Segment Segment::attach(const std::string& path) {
   }
   Segment segment(path, std::move(fd), size, false);
   segment.map();
-  segment.begin_touching();
+  segment.begin_touching(0);
   const auto* header = reinterpret_cast<const Header*>(segment.data_);
   if (header->magic != kMagic || header->arena_bytes != segment.arena_bytes()) {
     throw std::runtime_error("not a receive arena of this version: " + path);
@@ -273,11 +281,9 @@ void Segment::use_huge_pages() const {
 }
 
 // Touching may take seconds a gigabyte, for which neither a start nor a dial shall wait.
-void Segment::begin_touching() {
-  touch(data_, std::min(size_, kTouchedAtOnce));
-  if (size_ > kTouchedAtOnce) {
-    toucher_ = std::make_unique<Toucher>(data_ + kTouchedAtOnce, size_ - kTouchedAtOnce);
-  }
+void Segment::begin_touching(uint64_t at_once) {
+  touch(data_, std::min(size_, at_once));
+  if (size_ > at_once) toucher_ = std::make_unique<Toucher>(data_ + at_once, size_ - at_once);
 }
 
 Nonce Segment::nonce() const { return reinterpret_cast<const Header*>(data_)->nonce; }

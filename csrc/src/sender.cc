@@ -8,6 +8,7 @@ namespace tetri {
 
 namespace {
 
+constexpr size_t kMaxExcluded = 4096;
 constexpr uint64_t kMaxTransferBytes = uint64_t{1} << 46;
 
 SenderOptions checked(SenderOptions options) {
@@ -17,11 +18,20 @@ SenderOptions checked(SenderOptions options) {
                                 std::to_string(kMaxRanks));
   }
   checked_key(options.key);
+  if (options.links.empty()) throw std::invalid_argument("links names at least one kind of link");
+  for (const std::string& kind : options.links) {
+    if (kind.empty() || kind.size() > kMaxKindBytes || kind != printable(kind)) {
+      throw std::invalid_argument("'" + printable(kind) + "' is no kind of link");
+    }
+  }
   if (options.streams == 0 || options.streams > 16) {
     throw std::invalid_argument("streams must be between 1 and 16");
   }
   if (options.open_timeout <= Duration::zero() || options.io_timeout <= Duration::zero()) {
     throw std::invalid_argument("open_timeout_s and io_timeout_s must be positive");
+  }
+  if (options.emulated && !(options.emulated->bytes_per_s > 0)) {
+    throw std::invalid_argument("an emulated link needs more than 0 bytes/s");
   }
   if (options.max_queued_blocks == 0) {
     throw std::invalid_argument("max_queued_blocks must be positive");
@@ -89,8 +99,22 @@ std::shared_ptr<Peer> Sender::peer(const std::string& endpoint) {
   const Endpoint parsed = parse_endpoint(endpoint);
   if (closed_) return nullptr;
   std::shared_ptr<Peer>& found = peers_[endpoint];
-  if (!found) found = std::make_shared<Peer>(shared_, parsed);
+  if (!found) found = std::make_shared<Peer>(shared_, endpoint, parsed);
   return found;
+}
+
+OrderPtr Sender::take_order(Duration timeout) { return shared_->orders.take(timeout); }
+
+void Sender::exclude(const std::string& endpoint, const std::string& kind) {
+  const std::lock_guard lock(mutex_);
+  {
+    const std::lock_guard sharing(shared_->mutex);
+    if (shared_->excluded.size() >= kMaxExcluded) shared_->excluded.clear();
+    shared_->excluded.emplace(endpoint, kind);
+  }
+  const auto found = peers_.find(endpoint);
+  if (found == peers_.end()) return;
+  found->second->post({Command::Kind::kExclude, nullptr, nullptr, nullptr, nullptr});
 }
 
 bool Sender::wait(Duration timeout) {
@@ -125,6 +149,8 @@ void Sender::close() {
     shared_->closed = true;
     shared_->changed.notify_all();
   }
+  shared_->orders.close();
+  for (auto& entry : peers_) entry.second->end();  // all at once: each may wait for its orders
   for (auto& entry : peers_) entry.second->stop();
   peers_.clear();
 }

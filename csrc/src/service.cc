@@ -162,7 +162,7 @@ void Service::broke_protocol(Connection& connection, const std::string& reason, 
 }
 
 void Service::drop(Connection& connection, const std::string& reason, TimePoint now) {
-  connection.drain();
+  connection.drain(now);
   {
     const std::lock_guard lock(state_.mutex);
     state_.table.connection_dropped(connection.writer(), reason, now);
@@ -253,7 +253,7 @@ void Service::end_overdue(TimePoint now) {
   for (const uint64_t id : overdue) {
     Connection& connection = *connections_.at(id);
     const std::string reason = "it stalled in the middle of a frame or of the handshake";
-    if (connection.writes_shared()) {
+    if (connection.writes_shared() && !connection.draining()) {
       drop(connection, reason, now);
     } else {
       remove(id, reason, now);  // nothing but this connection could write for it

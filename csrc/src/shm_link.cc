@@ -14,9 +14,7 @@ constexpr uint64_t kBytesPerPump = 4 << 20;  // then the control channel gets a 
 
 class ShmLink : public Link {
  public:
-  explicit ShmLink(Segment segment) : segment_(std::move(segment)) {}
-
-  const char* name() const override { return "shm"; }
+  explicit ShmLink(std::shared_ptr<const Segment> segment) : segment_(std::move(segment)) {}
 
   void write(const Grant& grant, WriteOpPtr op) override {
     jobs_.push_back({grant, std::move(op), nullptr, 0});
@@ -43,7 +41,7 @@ class ShmLink : public Link {
       const uint64_t before = job.next_block;
       const bool through = job.write ? copy_out(job, budget) : copy_back(job);
       const uint64_t block_bytes =
-          (job.write ? job.write->layout : job.read->layout)->block_bytes();
+          (job.write ? job.write->layout : job.read->layout)->payload_bytes();
       const uint64_t copied = (job.next_block - before) * block_bytes;
       budget -= std::min(budget, std::max<uint64_t>(copied, 1));
       if (through) jobs_.pop_front();
@@ -65,7 +63,7 @@ class ShmLink : public Link {
   };
 
   bool live(const Grant& grant) const {
-    const ControlWord& word = segment_.control()[grant.control];
+    const ControlWord& word = segment_->control()[grant.control];
     return word.live.load(std::memory_order_seq_cst) == grant.generation;
   }
 
@@ -74,24 +72,18 @@ class ShmLink : public Link {
     if (job.read) job.read->settle(status);
   }
 
-  bool inside(const Grant& grant, uint64_t begin, uint64_t bytes) const {
-    return grant.control < kMaxSlots && grant.offset >= kHeaderBytes &&
-           grant.offset <= segment_.size() && begin <= segment_.size() - grant.offset &&
-           bytes <= segment_.size() - grant.offset - begin;
-  }
-
   // True when the job is through, or has nothing left to do because its slot or transfer is over.
   bool copy_out(Job& job, uint64_t budget) {
     const WriteOp& op = *job.write;
-    const bool fits = inside(job.grant, op.begin(), op.bytes());
+    const bool fits = is_inside(*segment_, job.grant, op.begin(), op.span());
     if (!fits) op.transfer->fail(Status::kInvalid, "the receiver granted a slot outside its arena");
     if (!fits || !op.transfer->begin_copy()) {
       finish(job, Status::kOk);
       return true;
     }
-    std::atomic<uint64_t>& progress = segment_.control()[job.grant.control].progress;
+    std::atomic<uint64_t>& progress = segment_->control()[job.grant.control].progress;
     const uint64_t block_bytes = op.layout->block_bytes();
-    uint8_t* target = segment_.data() + job.grant.offset + op.begin();
+    uint8_t* target = segment_->data() + job.grant.offset + op.begin();
     uint64_t copied = 0;
     bool ended = false;
     while (job.next_block < op.ids.size() && copied < budget) {
@@ -100,7 +92,7 @@ class ShmLink : public Link {
       op.layout->gather_block(static_cast<uint64_t>(op.ids[job.next_block]),
                               target + job.next_block * block_bytes);
       progress.fetch_add(1, std::memory_order_release);
-      copied += block_bytes;
+      copied += op.layout->payload_bytes();
       ++job.next_block;
     }
     op.transfer->end_copy(copied);
@@ -112,10 +104,10 @@ class ShmLink : public Link {
   bool copy_back(Job& job) {
     ReadOp& op = *job.read;
     Status result = Status::kStale;
-    if (inside(job.grant, op.begin(), op.bytes()) && live(job.grant)) {
+    if (is_inside(*segment_, job.grant, op.begin(), op.bytes()) && live(job.grant)) {
       const std::lock_guard lock(op.mutex);
       if (!op.abandoned) {
-        op.layout->scatter_range(op.ids, 0, segment_.data() + job.grant.offset + op.begin(),
+        op.layout->scatter_range(op.ids, 0, segment_->data() + job.grant.offset + op.begin(),
                                  op.bytes());
       }
       if (live(job.grant)) result = Status::kOk;
@@ -125,14 +117,20 @@ class ShmLink : public Link {
     return true;
   }
 
-  Segment segment_;
+  const std::shared_ptr<const Segment> segment_;
   std::deque<Job> jobs_;
   std::vector<WriteOpPtr> completed_;
 };
 
 }  // namespace
 
-std::unique_ptr<Link> make_shm_link(Segment segment) {
+bool is_inside(const Segment& segment, const Grant& grant, uint64_t begin, uint64_t bytes) {
+  return grant.control < kMaxSlots && grant.offset >= kHeaderBytes &&
+         grant.offset <= segment.size() && begin <= segment.size() - grant.offset &&
+         bytes <= segment.size() - grant.offset - begin;
+}
+
+std::unique_ptr<Link> make_shm_link(std::shared_ptr<const Segment> segment) {
   return std::make_unique<ShmLink>(std::move(segment));
 }
 

@@ -9,6 +9,7 @@ namespace {
 constexpr size_t kMaxNotes = 4096;
 constexpr size_t kMaxUnwanted = 65536;
 constexpr size_t kMaxNameBytes = 1024;
+constexpr Duration kHeldPoll = std::chrono::milliseconds(1);
 
 // Never the same twice in a process, and never what another process used a moment ago.
 uint64_t next_generation() {
@@ -33,9 +34,10 @@ Opened answer(const Open& wanted, Status status, std::string error) {
 
 }  // namespace
 
-SlotTable::SlotTable(uint64_t arena_bytes, ControlWord* control, Duration fill_timeout,
-                     Duration hold_timeout)
+SlotTable::SlotTable(uint64_t arena_bytes, uint64_t origin, ControlWord* control,
+                     Duration fill_timeout, Duration hold_timeout)
     : allocator_(arena_bytes),
+      origin_(origin),
       control_(control),
       fill_timeout_(fill_timeout),
       hold_timeout_(hold_timeout) {
@@ -128,7 +130,7 @@ SlotTable::Record* SlotTable::create(const std::string& name, uint64_t num_block
   if (!place) return nullptr;
   Record record;
   record.slot.transfer = name;
-  record.slot.offset = kHeaderBytes + *place;
+  record.slot.offset = origin_ + *place;
   record.slot.num_blocks = num_blocks;
   record.slot.rank_bytes = rank_bytes;
   record.slot.num_ranks = num_ranks;
@@ -297,7 +299,7 @@ void SlotTable::release(const std::string& transfer) {
   const auto named = names_.find(transfer);
   if (named == names_.end()) return;
   const uint64_t generation = named->second;
-  if (slots_.at(generation).slot.state == SlotState::kTaken) forget(generation);
+  if (slots_.at(generation).slot.state == SlotState::kTaken) end(generation, Status::kOk, "", {});
 }
 
 void SlotTable::cancel(const std::string& transfer, TimePoint now) {
@@ -352,7 +354,9 @@ TimePoint SlotTable::expire(TimePoint now) {
   if (now < next_deadline_) return next_deadline_;
   next_deadline_ = expire_notes(now);
   std::vector<uint64_t> overdue;
+  std::vector<uint64_t> quarantined;
   for (auto& [generation, record] : slots_) {
+    if (record.quarantined) quarantined.push_back(generation);
     if (record.quarantined || record.slot.state == SlotState::kTaken) continue;
     if (record.deadline <= now && !extended_by_writer(record, now)) {
       overdue.push_back(generation);
@@ -368,6 +372,8 @@ TimePoint SlotTable::expire(TimePoint now) {
                 : "arrived but not taken for " + seconds_text(hold_timeout_),
         now);
   }
+  for (const uint64_t generation : quarantined) free_if_stopped(generation);
+  if (next_deadline_ == TimePoint{}) next_deadline_ = now + kHeldPoll;
   return next_deadline_;
 }
 
@@ -425,6 +431,9 @@ void SlotTable::free_if_stopped(uint64_t generation) {
   if (found == slots_.end() || !found->second.quarantined) return;
   for (const Writer& writer : found->second.writers) {
     if (writer.state == WriterState::kWriting) return;
+  }
+  if (control_[found->second.control].holders.load(std::memory_order_seq_cst) != 0) {
+    return schedule(TimePoint{});  // `expire` looks again
   }
   quarantined_bytes_ -= found->second.bytes;
   forget(generation);

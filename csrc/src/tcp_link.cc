@@ -22,7 +22,7 @@ constexpr size_t kMaxPieces = 256;
 constexpr size_t kJobsPerStream = 8;
 constexpr uint64_t kBytesPerTurn = 2 << 20;
 
-// Bytes [begin, end) of a write, counted from the start of the write.
+// Bytes [begin, end) of a write, counted from the start of its blocks.
 struct Job {
   Grant grant;
   WriteOpPtr op;
@@ -52,11 +52,14 @@ class TcpLink : public Link {
     }
   }
 
-  const char* name() const override { return "tcp"; }
-
   void write(const Grant& grant, WriteOpPtr op) override {
     left_[op.get()] = op->bytes();
-    queue_.push_back({grant, op, 0, op->bytes()});
+    if (op->layout->is_whole()) return queue_.push_back({grant, op, 0, op->bytes()});
+    for (uint64_t block = 0; block < op->span(); block += op->layout->block_bytes()) {
+      op->layout->ranges([&](uint64_t begin, uint64_t end) {
+        queue_.push_back({grant, op, block + begin, block + end});
+      });
+    }
   }
 
   void read(const Grant& grant, ReadOpPtr op, uint64_t written) override {

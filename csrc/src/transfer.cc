@@ -1,5 +1,8 @@
 #include "tetri/transfer.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include "tetri/peer.h"
 #include "tetri/sender.h"
 
@@ -30,13 +33,17 @@ Status Ticket::wait(Duration timeout) {
 }
 
 WriteOp::WriteOp(TransferPtr transfer, LayoutPtr layout, uint64_t first_block,
-                 std::vector<int32_t> ids)
+                 std::vector<int32_t> ids, uint64_t tag)
     : transfer(std::move(transfer)),
       layout(std::move(layout)),
       first_block(first_block),
-      ids(std::move(ids)) {}
+      ids(std::move(ids)),
+      tag(tag) {}
 
-WriteOp::~WriteOp() { transfer->release_room(ids.size()); }
+WriteOp::~WriteOp() {
+  transfer->release_room(ids.size());
+  if (unread) unread->store(true, std::memory_order_release);
+}
 
 Transfer::Transfer(std::shared_ptr<SenderShared> shared, std::shared_ptr<Peer> peer,
                    std::string name, uint64_t num_blocks, uint64_t block_bytes)
@@ -46,7 +53,7 @@ Transfer::Transfer(std::shared_ptr<SenderShared> shared, std::shared_ptr<Peer> p
       num_blocks_(num_blocks),
       block_bytes_(block_bytes),
       open_deadline_(Clock::now() + shared_->options.open_timeout),
-      covered_(num_blocks) {}
+      missing_(num_blocks, block_bytes) {}
 
 Transfer::~Transfer() = default;
 
@@ -72,16 +79,13 @@ std::string Transfer::link() const {
 
 bool Transfer::quiesced() const {
   const std::lock_guard lock(mutex_);
-  return is_over(state_) && !copying_;
+  return is_over(state_) && copies_ == 0;
 }
 
 bool Transfer::post(Command command) const { return peer_ && peer_->post(std::move(command)); }
 
 void Transfer::check(const Layout& layout, uint64_t first_block,
                      const std::vector<int32_t>& ids) const {
-  if (!layout.is_dense()) {
-    throw std::invalid_argument("a layout that skips bytes of a slot's blocks cannot be sent");
-  }
   if (layout.block_bytes() != block_bytes_) {
     throw std::invalid_argument("transfer " + name_ + " was opened with blocks of " +
                                 std::to_string(block_bytes_) + " bytes, the layout has " +
@@ -95,7 +99,8 @@ void Transfer::check(const Layout& layout, uint64_t first_block,
   layout.check_ids(ids);
 }
 
-Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids) {
+Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
+                       uint64_t tag) {
   check(*layout, first_block, ids);
   const uint64_t count = ids.size();
   std::unique_lock lock(mutex_);
@@ -111,9 +116,12 @@ Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32
     post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
     return Status::kFull;
   }
-  for (uint64_t index = 0; index < count; ++index) covered_[first_block + index] = true;
-  auto op =
-      std::make_shared<WriteOp>(shared_from_this(), std::move(layout), first_block, std::move(ids));
+  const uint64_t bytes = layout->payload_bytes();
+  for (uint64_t block = first_block; block < first_block + count; ++block) {
+    missing_[block] -= std::min(missing_[block], bytes);
+  }
+  auto op = std::make_shared<WriteOp>(shared_from_this(), std::move(layout), first_block,
+                                      std::move(ids), tag);
   // Posted under the lock, so that a write never overtakes another one or its finish.
   const bool posted = post({Command::Kind::kWrite, op->transfer, op, nullptr, nullptr});
   return posted ? Status::kOk : Status::kClosed;
@@ -122,6 +130,9 @@ Status Transfer::write(LayoutPtr layout, uint64_t first_block, std::vector<int32
 Status Transfer::read(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
                       Duration timeout) {
   check(*layout, first_block, ids);
+  if (!layout->is_whole() || layout->is_device()) {
+    throw std::invalid_argument("blocks are read back to whole pages of host memory only");
+  }
   auto op = std::make_shared<ReadOp>();
   {
     const std::lock_guard lock(mutex_);
@@ -144,10 +155,10 @@ void Transfer::finish() {
   if (is_over(state_) || finishing_) return;
   finishing_ = true;
   for (uint64_t block = 0; block < num_blocks_; ++block) {
-    if (covered_[block]) continue;
+    if (missing_[block] == 0) continue;
     settle(TransferState::kFailed, Status::kInvalid,
            "finished although block " + std::to_string(block) + " of " +
-               std::to_string(num_blocks_) + " was never written");
+               std::to_string(num_blocks_) + " was never written, or not all of it");
     lock.unlock();
     post({Command::Kind::kCancel, shared_from_this(), nullptr, nullptr, nullptr});
     return;
@@ -167,7 +178,7 @@ void Transfer::cancel() {
 bool Transfer::begin_copy() {
   const std::lock_guard lock(mutex_);
   if (is_over(state_)) return false;
-  copying_ = true;
+  ++copies_;
   return true;
 }
 
@@ -175,7 +186,28 @@ void Transfer::end_copy(uint64_t bytes) {
   bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
   shared_->bytes_sent.fetch_add(bytes, std::memory_order_relaxed);
   const std::lock_guard lock(mutex_);
-  copying_ = false;
+  --copies_;
+}
+
+bool Transfer::is_copying() const {
+  const std::lock_guard lock(mutex_);
+  return copies_ > 0;
+}
+
+void Transfer::order_ended(WriteOpPtr op) {
+  post({Command::Kind::kOrderEnded, shared_from_this(), std::move(op), nullptr, nullptr});
+}
+
+std::shared_ptr<std::atomic<bool>> Transfer::order_staged(const WriteOp& op, LayoutPtr layout) {
+  std::vector<int32_t> rows(op.ids.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  layout->check_ids(rows);
+  shared_->queued_blocks.fetch_add(rows.size());  // given back with the write
+  auto staged = std::make_shared<WriteOp>(shared_from_this(), std::move(layout), op.first_block,
+                                          std::move(rows));
+  const auto unread = staged->unread = std::make_shared<std::atomic<bool>>(false);
+  post({Command::Kind::kStaged, shared_from_this(), std::move(staged), nullptr, nullptr});
+  return unread;
 }
 
 void Transfer::granted(const std::string& link) {

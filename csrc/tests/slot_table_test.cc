@@ -1,6 +1,8 @@
 #include "tetri/slot_table.h"
 
+#include <atomic>
 #include <memory>
+#include <thread>
 
 #include "check.h"
 
@@ -13,7 +15,7 @@ constexpr uint64_t kPage = 4096;
 
 struct Fixture {
   std::unique_ptr<ControlWord[]> words{new ControlWord[kMaxSlots]{}};
-  SlotTable table{8 * kPage, words.get(), seconds(10), seconds(20)};
+  SlotTable table{8 * kPage, kHeaderBytes, words.get(), seconds(10), seconds(20)};
   TimePoint now = Clock::now();
 
   Opened open(const std::string& name, const WriterId& writer, uint64_t blocks = 2) {
@@ -140,6 +142,66 @@ TEST(slot_progress_in_shared_memory_counts) {
   f.table.expire(f.now + seconds(22));
   CHECK(f.table.find("t")->state == SlotState::kFailed);
   CHECK(f.table.counters().expired == 1);
+}
+
+TEST(slot_that_is_held_is_not_another_ones) {
+  Fixture f;
+  const Opened opened = f.open("t", writer(1, true), 8);
+  ControlWord& word = f.words[opened.control];
+  CHECK(word.hold(opened.generation) && word.hold(opened.generation));
+  f.table.cancel("t", f.now);
+  f.table.stopped(opened.generation, writer(1, true));
+  CHECK(f.table.quarantined_bytes() == 8 * kPage);
+  CHECK(!word.hold(opened.generation) && !word.hold(0));
+  word.let_go();
+  CHECK(f.table.next_deadline() <= f.now);
+  CHECK(f.table.expire(f.now) <= f.now + seconds(1));
+  CHECK(f.table.quarantined_bytes() == 8 * kPage);
+  word.let_go();
+  f.table.expire(f.now + seconds(1));
+  CHECK(f.table.quarantined_bytes() == 0 && f.table.used_bytes() == 0);
+  CHECK(f.table.expire(f.now + seconds(1)) > f.now + seconds(2));
+  CHECK(!word.hold(opened.generation));
+}
+
+TEST(slot_that_is_held_when_it_is_released_waits) {
+  Fixture f;
+  const Opened opened = f.open("t", writer(1, true));
+  ControlWord& word = f.words[opened.control];
+  CHECK(word.hold(opened.generation));
+  f.table.done({opened.generation, 2 * kPage}, writer(1, true), f.now);
+  CHECK(f.table.take("t"));
+  f.table.release("t");
+  CHECK(!f.table.find("t") && f.table.used_bytes() == 2 * kPage);
+  word.let_go();
+  f.table.expire(f.now);
+  CHECK(f.table.used_bytes() == 0);
+}
+
+TEST(slot_is_held_or_freed_and_never_both) {
+  Fixture f;
+  int memory = 0;  // of the slot: an unordered write to it is a race
+  for (int round = 0; round < 500; ++round) {
+    const Opened opened = f.open("t" + std::to_string(round), writer(1, true), 8);
+    ControlWord& word = f.words[opened.control];
+    std::atomic<bool> begins{false};
+    std::atomic<int> held{0};
+    std::thread holder([&] {
+      begins = true;
+      while (word.hold(opened.generation)) {
+        memory = ++held;
+        word.let_go();
+      }
+    });
+    while (!begins || (round % 2 != 0 && held == 0)) std::this_thread::yield();
+    f.table.cancel("t" + std::to_string(round), f.now);
+    f.table.stopped(opened.generation, writer(1, true));
+    while (f.table.used_bytes() != 0) f.table.expire(f.now += seconds(1));
+    memory = -1;  // another transfer's
+    CHECK(!word.hold(opened.generation));
+    holder.join();
+    CHECK(memory == -1);
+  }
 }
 
 TEST(slot_notes_and_refusals_end) {

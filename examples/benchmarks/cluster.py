@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from vllm_tetri.bench import TETRI, VLLM, Child, responds
-from vllm_tetri.launch.machine import cpu_facts, free_port, vllm_version
+from vllm_tetri.launch.machine import cpu_facts, free_port, is_cpu_build, vllm_version
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 KV_BYTES = 1 << 30
@@ -55,6 +55,9 @@ SYSTEMS = {
     "stock": System(),
     "stock-128": System(serve=("--max-num-batched-tokens", "128")),
     "stock-256": System(serve=("--max-num-batched-tokens", "256")),
+    # What vLLM's guide to optimization advises on a GPU: few tokens for ITL, many for throughput.
+    "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
+    "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
     "replicas": System(engines=2),
     "nixl": System(engines=2),
     # One instance has nothing to decide in mode adaptive, so these two are named by its role.
@@ -62,6 +65,8 @@ SYSTEMS = {
     "both-slo": System(up=("--mode", "adaptive", "--both", "1", "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
     "adaptive-1p1d": System(2, up=("--mode", "adaptive", "--prefill", "1", "--decode", "1")),
+    "split-2p1d": System(3, up=("--mode", "split", "--prefill", "2", "--decode", "1")),
+    "adaptive-2p1d": System(3, up=("--mode", "adaptive", "--prefill", "2", "--decode", "1")),
     "whole-2": System(2, up=("--mode", "whole", "--both", "2")),
     "adaptive-2": System(2, up=("--mode", "adaptive", "--both", "2")),
     "tbt-slo": System(up=("--mode", "whole", "--both", "1"), serve=("--tetri-tbt-slo", "0.25")),
@@ -76,6 +81,7 @@ class Site:
         serve: Further options of `vllm serve` for every system.
         folder: For logs.
         environment: Further variables for every system.
+        kv_bytes: KV memory of all instances of a system together.
     """
 
     model: str
@@ -83,6 +89,7 @@ class Site:
     folder: Path
     serve: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    kv_bytes: int = KV_BYTES
 
     @property
     def name(self) -> str:
@@ -95,6 +102,7 @@ def add_site(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model name or folder; float32 for comparisons")
     parser.add_argument("--cores", type=int, default=2, help="how many CPU cores to use; 2")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests and orders; 0")
+    parser.add_argument("--kv-bytes", type=int, default=KV_BYTES, help="of a system; 1 GiB")
     parser.add_argument("--folder", type=Path, default=Path("bench"), help="for logs; bench")
     parser.epilog = "What follows -- are options of vllm serve for every system."
 
@@ -107,7 +115,8 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Site]:
     options.folder.mkdir(parents=True, exist_ok=True)
     cores = tuple(sorted(os.sched_getaffinity(0)))[: options.cores]
     folder = options.folder.resolve()
-    return options, Site(options.model, cores, folder, tuple(words[cut + 1 :]))
+    serve = tuple(words[cut + 1 :])
+    return options, Site(options.model, cores, folder, serve, kv_bytes=options.kv_bytes)
 
 
 def conditions(site: Site, **more: Any) -> dict[str, Any]:
@@ -153,11 +162,11 @@ def serving(name: str, site: Site, *, up: Sequence[str] = ()) -> Iterator[str]:
 def serve_options(site: Site, system: System) -> list[str]:
     """Return what every engine of a system gets after `vllm serve MODEL`."""
     return [
-        *("--enforce-eager", "--no-enable-prefix-caching"),
+        "--enforce-eager",
         *("--distributed-executor-backend", UNIPROC),
         *("--served-model-name", site.name, "--max-model-len", str(WINDOW_TOKENS)),
         *("--max-num-seqs", str(MAX_NUM_SEQS // system.engines)),
-        *("--kv-cache-memory-bytes", str(KV_BYTES // system.engines)),
+        *("--kv-cache-memory-bytes", str(site.kv_bytes // system.engines)),
         *system.serve,
         *site.serve,
     ]
@@ -174,9 +183,9 @@ def stock(
 ) -> Iterator[str]:
     """Run one stock `vllm serve` on these cores."""
     port = free_port()
+    threads = {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment = {
-        "OMP_NUM_THREADS": str(len(cores)),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **(threads if is_cpu_build() else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "none",
         **site.environment,

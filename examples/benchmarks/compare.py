@@ -5,6 +5,8 @@
     interference  a light prompt with heavy ones at the same time (paper, Figure 3). Figures 4 and
                   5, with decodes, are not measured: they follow from fitted step costs
     tbt           a bound on the time between tokens, against fixed token budgets
+    chunks        prompt tokens of a prefill step, split
+    loads         KV that may be loaded within a decode step, split
     predictor     what predicting output lengths costs: off, parallel, sequential
     admission     decode admission with little KV memory (paper, Figure 18), on modelled step times
     dispatch      choice among four decode instances (paper, Figure 19), on modelled step times
@@ -40,6 +42,7 @@ from examples.benchmarks.figures import Results, figures
 ROOT = Path(__file__).parents[2]
 POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128")
 WHOLE = ("--mode", "whole", "--both", "1")
+LATENCIES = ["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"]
 PREDICTORS = ("none", "parallel", "sequential")
 
 
@@ -123,6 +126,11 @@ def _budget(tokens: int) -> Variant:
     return Variant(("--max-num-batched-tokens", str(tokens)))
 
 
+def _at_least(tokens: int) -> tuple[str, ...]:
+    """Let a step have so many tokens."""
+    return ("--max-num-batched-tokens", str(max(tokens, 2048)))
+
+
 def _split(decodes: int, *serve: str) -> Variant:
     up = ("--mode", "split", "--prefill", "1", "--decode", str(decodes), "--flip", "off")
     return Variant(serve, up)
@@ -143,7 +151,23 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
             two
             | {f"tbt {slo}": Variant(("--tetri-tbt-slo", str(slo)), WHOLE) for slo in (0.15, 0.25)},
             mixed_stream,
-            metrics=["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"],
+            metrics=LATENCIES,
+        ),
+        "chunks": Experiment(
+            {
+                f"chunk {tokens}": _split(1, "--tetri-chunk-size", str(tokens), *_at_least(tokens))
+                for tokens in (512, 1024, 2048, 4096, 8192)
+            },
+            mixed_stream,
+            metrics=LATENCIES,
+        ),
+        "loads": Experiment(
+            {
+                f"load {size}": _split(1, "--tetri-load-budget-bytes", size)
+                for size in ("1", "1M", "16M", "64M")
+            },
+            mixed_stream,
+            metrics=LATENCIES,
         ),
         "predictor": Experiment(
             {

@@ -74,6 +74,8 @@ class Fake:
     def read_load(self) -> InstanceLoad:
         return InstanceLoad(blocks_total=1 << 20, arena_total_bytes=1 << 40)
 
+    def read_cache(self, seq: int, *, is_all: bool) -> None: ...
+
     def unfinished(self, role: Role) -> str:
         return ""
 

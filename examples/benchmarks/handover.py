@@ -2,7 +2,9 @@
 
 Stock vLLM with its default token budget, stock with our chunk as its budget, and a cluster of one
 prefill and one decode instance run at the same time and take turns in random order, one request at
-a time. Stock shares the prefill instance's core, which is idle then. All get the same prompt.
+a time. All get the same prompt. On a CPU host stock shares the prefill instance's core, which is
+idle then; GPUs are shared as `--gpu-memory-utilization` says. The head of the result file has what
+the prefill instance found of its hand-overs.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from examples.benchmarks.cluster import (
     System,
     add_site,
     conditions,
+    get_json,
     our_cluster,
     parse,
     stock,
 )
 from examples.benchmarks.figures import Results
+from vllm_tetri.launch.machine import is_cpu_build
 
 TOKENS = 16
 SPLIT = ("--mode", "split", "--prefill", "1", "--decode", "1", "--flip", "off")
@@ -62,6 +66,19 @@ def measure_all(
                 results.add(prompt=length, system=name, repeat=repeat, **cell)
 
 
+def sent(url: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return bytes of KV that all prompts had, how long after a prompt KV is there (a part that is
+    the same for all, and one per token), and GB/s of the longest prompt's last chunk."""
+    rows = get_json(f"{url}/tetri/v1/instances")["instances"]
+    (row,) = (each for each in rows if each["role"] == "prefill")
+    found = {name: row[name] for name in ("kv_bytes_sent", "handover_s", "handover_token_s")}
+    asked_tokens = (options.num_prompts + 1) * sum(options.input_lens)
+    last_tokens = min(max(options.input_lens), options.chunk)
+    seconds = found["handover_s"] + last_tokens * found["handover_token_s"]
+    num_bytes = last_tokens * found["kv_bytes_sent"] / asked_tokens
+    return {**found, "GB_per_s": num_bytes / seconds / 1e9}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_site(parser)
@@ -82,7 +99,8 @@ def main() -> None:
     }
     results = Results(options.output, head)
     chunked = ("--max-num-batched-tokens", str(options.chunk))
-    first, chunk = site.cores[:1], ("--tetri-chunk-size", str(options.chunk))
+    first = site.cores[:1] if is_cpu_build() else site.cores
+    chunk = ("--tetri-chunk-size", str(options.chunk))
     with ExitStack() as stack:
         urls = {
             "stock": stack.enter_context(stock(site, "stock", System(4), first, (), PASSIVE)),
@@ -93,6 +111,8 @@ def main() -> None:
         cluster = our_cluster(site, SPLIT, system=System(4, chunk))
         urls["ours"] = stack.enter_context(cluster)["url"]
         measure_all(urls, site.name, options, results)
+        results.head["handover"] = sent(urls["ours"], options)
+    results.rewrite()
 
 
 if __name__ == "__main__":

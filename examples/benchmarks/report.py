@@ -201,12 +201,29 @@ def as_kept(name: str, columns: Iterable[str] = ()) -> Callable[[], str]:
     return derive
 
 
+def transfers() -> str:
+    """GB/s of every way to move KV, and ms of one block alone, by size of a block."""
+    ways = {"memcpy": "memcpy", "shm": "shm", "emulated": "emulated", "4 groups": "shm, 4 groups",
+            "2 parts": "shm, 2 parts", "plain socket": "raw socket", "tcp": "tcp",
+            "NIXL": "nixl"}  # fmt: skip
+    lines = gzip.decompress((RESULTS / "transfer.jsonl.gz").read_bytes()).splitlines()
+    rows = []
+    for cell in map(json.loads, lines):
+        kib = cell["page_bytes"] >> 10
+        figures = {
+            title: f"{cell[way] / 1e9:.1f}, {1e3 * cell[f'{way}, one block']:.2f}"
+            for title, way in ways.items()
+        }
+        rows.append({"block": f"{kib} KiB" if kib < 1024 else f"{kib >> 10} MiB", **figures})
+    return markdown(rows)
+
+
 DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Five classes on two cores": ("benchmarks.md", five_classes),
     "Adaptive over two instances": ("benchmarks.md", two_instances),
     "First token and hand-over": ("benchmarks.md", as_kept("handover")),
     "Router": ("benchmarks.md", as_kept("router")),
-    "KV transport": ("benchmarks.md", as_kept("transfer")),
+    "KV transport": ("benchmarks.md", transfers),
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
     "The papers' experiments": ("simulator.md", paper_classes),
     "What decisions cost": ("policies.md", decisions),

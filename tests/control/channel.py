@@ -55,6 +55,8 @@ class FakeEngine:
     def read_load(self) -> InstanceLoad:
         return InstanceLoad(running=1)
 
+    def read_cache(self, seq: int, *, is_all: bool) -> None: ...
+
     def unfinished(self, role: Role) -> str:
         return ""
 

@@ -191,6 +191,17 @@ async def assert_as_stock(answers: list[Answer], url: str, bodies: list[Any]) ->
         assert answer.same_as(expected), f"{body}: {answer} != {expected}"
 
 
+async def assert_handed_over_as_stock(stock: Stock, cluster: Cluster, bodies: list[Any]) -> None:
+    """Answers are those of one stock instance, to bodies one by one and to all at once, and KV was
+    handed over for them."""
+    alone = [await ask(cluster.url, body) for body in bodies]
+    together = await ask_all(cluster.url, bodies)
+    await assert_as_stock([*alone, *together], stock.url, bodies * 2)
+    moved = cluster.instances()
+    assert moved["prefill-0"]["kv_bytes_sent"] > 0
+    assert moved["decode-0"]["kv_loads_failed"] == 0
+
+
 async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> float:
     """Wait for a condition, which may block; the seconds that it took."""
     begin_s = time.monotonic()

@@ -88,7 +88,7 @@ class Stock(Process):
             ["vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port), *SERVE,
              "--distributed-executor-backend", UNIPROC, *serve],
             folder / "stock.log",
-            VLLM_PLUGINS="any_runner",  # none of ours
+            VLLM_PLUGINS="any_runner,forked",  # none of ours
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # else every worker wants a core of its own
         )  # fmt: skip
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.cluster import Cluster, Stock, running, side_by_side
+
+FORKED = Path(__file__).parents[1] / "forked"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked() -> Iterator[None]:
+    """Servers fork their engine processes; those of `test_smollm2` spawn them."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PYTHONPATH", str(FORKED), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(scope="session")

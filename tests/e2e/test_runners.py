@@ -65,6 +65,7 @@ class Cell:
         """Let processes that are started now compute so."""
         monkeypatch.setenv("PYTHONPATH", str(RUNNERS), prepend=os.pathsep)
         monkeypatch.setenv("ANY_RUNNER_SCHEDULING", self.scheduling)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # a forked engine has imported Triton before
         if self.runner == "v1":  # else it is vLLM's default, as on a GPU
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 

@@ -33,8 +33,10 @@ def model() -> Path:
 @pytest.fixture(scope="module")
 def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Cluster]]:
     folder = tmp_path_factory.mktemp("smollm2")
-    stock = Stock(model, folder, serve=SERVE[:2])
-    cluster = Cluster(model, folder, serve=SERVE, arena_bytes=1 << 29)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delenv("PYTHONPATH")  # as users start servers, without tests/forked
+        stock = Stock(model, folder, serve=SERVE[:2])
+        cluster = Cluster(model, folder, serve=SERVE, arena_bytes=1 << 29)
     with side_by_side(stock, cluster) as pair:
         yield pair
 

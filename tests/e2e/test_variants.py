@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.client import ask, ask_all, assert_as_stock
+from tests.e2e.client import assert_handed_over_as_stock
 from tests.e2e.cluster import SERVE, Cluster, Process, Stock, answers, free_port, get
 from tests.e2e.prompts import chat, completion
 
@@ -24,12 +24,7 @@ OWN = {
 
 async def test_equal_over_tcp_alone_and_together(stock: Stock, own: Cluster) -> None:
     asked = [completion(n) for n in (3, 127, 128, 129, 513, 1025, 1500)] + [chat(100)]
-    ours = [await ask(own.url, body) for body in asked]
-    together = await ask_all(own.url, asked)
-    await assert_as_stock([*ours, *together], stock.url, asked * 2)
-    moved = own.instances()
-    assert moved["prefill-0"]["kv_bytes_sent"] > 0
-    assert moved["decode-0"]["kv_loads_failed"] == 0
+    await assert_handed_over_as_stock(stock, own, asked)
 
 
 def test_stopping_leaves_nothing_behind(own_started: Cluster) -> None:

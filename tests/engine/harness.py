@@ -3,18 +3,20 @@
 Each `Engine` is vLLM's scheduler with our mixin and connector over host tensors
 that stand for the KV cache. `step` does what EngineCore and a worker do in one
 step, except for the forward pass: that writes a mark derived from the token
-into the cache, and "samples" a token. KV bytes really travel. `as_on_gpu` makes the
-scheduler that of a GPU's default: asynchronous, for the V2 model runner.
+into the cache, and "samples" a token. KV bytes really travel. `Engine.cell` says for which
+model runner the scheduler works, and whether it schedules ahead of results.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.engine.llama import LLAMA
+from tests.transport.fake_device import FakeDevice
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.view import Snapshot
@@ -42,14 +45,18 @@ from vllm_tetri.engine.load import SHARED_LEAKS
 from vllm_tetri.engine.scheduler import make_scheduler
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
-from vllm_tetri.transport.blocks import HostMover
+from vllm_tetri.transport.blocks import BlockMover, DeviceMover, HostMover
 from vllm_tetri.transport.shards import Shards, head_pages
 from vllm_tetri.types import ClusterView, InstanceInfo, InstanceState, InstanceView, Role
 
 BLOCK = 16
-LAYERS = 2
+LAYERS = 2  # of each group of the KV cache
 IDENTITY = {"model": "harness"}
 PAGE = 64  # bytes that stand for one token of one layer
+SHAPE: dict[str, Any] = {
+    "block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32
+}  # fmt: skip
+FULL = FullAttentionSpec(**SHAPE)
 
 
 def vllm_config(
@@ -78,8 +85,26 @@ def vllm_config(
     ).create_engine_config()
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the matrix {V1, V2 model runner} × {synchronous, asynchronous scheduling}."""
+
+    runner: str = "v1"
+    scheduling: str = "sync"
+
+    def __str__(self) -> str:
+        return f"{self.runner}-{self.scheduling}"
+
+    @property
+    def is_async(self) -> bool:
+        return self.scheduling == "async"
+
+
 class Engine:
     """One instance without a model. `close` it."""
+
+    cell: ClassVar[Cell] = Cell()  # what vLLM's CPU build runs
+    on_device: ClassVar[bool] = False  # KV is in the memory of a fake device
 
     def __init__(
         self,
@@ -91,38 +116,41 @@ class Engine:
         num_ranks: int = 1,
         num_heads: int | None = None,
         knows_heads: bool = True,
+        specs: Sequence[Any] = (FULL,),
         identity: dict[str, str] = IDENTITY,
         args: dict[str, Any] | None = None,
-        as_on_gpu: bool = False,
         **options: Any,
     ) -> None:
         self.identity = identity
         self.config = vllm_config(folder, role, args=args, **options)
         self._ahead: deque[tuple[Any, KVConnectorOutput]] | None = None
-        if as_on_gpu:  # vLLM's platform of CPUs turns it off
+        if self.cell.is_async:  # vLLM's platform of CPUs turns it off
             self.config.scheduler_config.async_scheduling = True
             self._ahead = deque()
-        self._samples: dict[int, set[str]] = {}  # step, by identity → requests that get a token
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32
-        )
+        self._samples: dict[int, dict[str, int]] = {}  # step, by identity → tokens by request
+        self._newest: dict[str, int] = {}  # request id → its newest token, known to the runner
         self.cache_config = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([f"layer{i}" for i in range(LAYERS)], spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer{group * LAYERS + i}" for i in range(LAYERS)], spec)
+                for group, spec in enumerate(specs)
+            ],
         )
         heads = num_heads or num_ranks
         parts = min(num_ranks, heads)
         shape = num_blocks, heads // parts, BLOCK, page
+        self.device = FakeDevice(seed=num_blocks) if self.on_device else None
+        zeros = self.device.zeros if self.device else partial(torch.zeros, dtype=torch.uint8)
         self.caches = [  # by rank and layer
-            [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(num_ranks)
+            [zeros(*shape) for _ in range(LAYERS)] for _ in range(num_ranks)
         ]
         pages = head_pages(self.caches[0], num_blocks, shape[1])
         self.shards = Shards(num_ranks, parts, heads * knows_heads, pages)
         self.config.cache_config.num_gpu_blocks = num_blocks
         with set_current_vllm_config(self.config), pytest.MonkeyPatch.context() as monkeypatch:
-            if as_on_gpu:
-                monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+            # Not before: the config of V2 wants Triton.
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "01"[self.cell.runner == "v2"])
             self.scheduler = make_scheduler(
                 vllm_config=self.config,
                 kv_cache_config=self.cache_config,
@@ -140,13 +168,17 @@ class Engine:
         self.aggregator = KVOutputAggregator(num_ranks)
         self.drafts = False  # by a model
         self.before_rank: Callable[[int], object] = lambda rank: None  # executes a step
-        layout = KVLayout(self.mover.block_bytes * parts, self.shards)
+        is_device = self.device is not None
+        layout = KVLayout(self.mover.layout.block_bytes * parts, self.shards, is_device)
         shape = WorkerShape(identity, layout, why_alone(self.config, self.cache_config))
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): shape})
+        self.workers[0].shape = shape
+        metadata = self.workers[0].get_handshake_metadata()
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         init_none_hash(get_hash_fn_by_name("sha256"))
         self.hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
         self.finished: dict[str, Any] = {}  # request id → kv_transfer_params
         self.outputs: dict[str, list[int]] = {}
+        self.computed = Counter[str]()  # request id → tokens of all steps
         self.counted: dict[str, Any] = {}  # request id → vLLM's PrefillStats
         self.media: dict[str, list[MultiModalFeatureSpec]] = {}  # as the runner was sent them
         self.encoded: list[str] = []  # names of media
@@ -154,12 +186,16 @@ class Engine:
     def make_worker(self, rank: int) -> KVWorker:
         """The part of a worker that is ours."""
         caches, tetri = self.caches[rank], self.endpoint.config
-        mover = HostMover(caches, len(caches[0]))
+        mover: BlockMover = HostMover(caches, len(caches[0]))
+        if self.device is not None:
+            mover = DeviceMover(self.device, caches, len(caches[0]))
         if rank == 0:
             self.mover = mover
-        return KVWorker(
+        worker = KVWorker(
             config=tetri, identity=self.identity, mover=mover, rank=rank, shards=self.shards
         )
+        worker.track_layers({f"layer{i}": each for i, each in enumerate(caches)})
+        return worker
 
     @property
     def kv_worker(self) -> KVWorker:
@@ -227,20 +263,28 @@ class Engine:
         if self._ahead is None:
             self.update(output, kv_output)
             return output
-        self._ahead.append((output, kv_output))
-        while self._ahead and (len(self._ahead) > 1 or not output.total_num_scheduled_tokens):
+        if self._ahead:
             self.update(*self._ahead.popleft())
+        self._ahead.append((output, kv_output))
+        if not output.total_num_scheduled_tokens:
+            self.finish_steps()
         return output
+
+    def finish_steps(self) -> None:
+        """Tell the scheduler the results of steps under way, as before vLLM pauses."""
+        while self._ahead:
+            self.update(*self._ahead.popleft())
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is under way, whose results the scheduler does not know."""
+        return bool(self._ahead)
 
     def begin(self) -> tuple[Any, KVConnectorOutput]:
         """A step until its results are there, of which the scheduler does not know yet."""
         output = self.scheduler.schedule()
+        self.computed.update(output.num_scheduled_tokens)
         self.media |= {each.req_id: each.mm_features for each in output.scheduled_new_reqs}
-        self._samples[id(output)] = {
-            each
-            for each in output.num_scheduled_tokens
-            if not self.scheduler.requests[each].is_prefill_chunk
-        }
         meta = output.kv_connector_metadata
         assert isinstance(meta, StepMeta)
         for rank, worker in enumerate(self.workers):
@@ -274,6 +318,11 @@ class Engine:
             self._forward(output)
             for worker in self.workers:
                 worker.wait_for_save()
+        due = (self.scheduler.requests[each] for each in output.num_scheduled_tokens)
+        self._samples[id(output)] = sampled = {
+            each.request_id: self.sample(each) for each in due if not each.is_prefill_chunk
+        }
+        self._newest |= sampled
         together = self.aggregator.aggregate(outputs)
         assert together is not None
         assert together.kv_connector_output is not None
@@ -285,19 +334,31 @@ class Engine:
             media = self.media[request_id]
             assert all(media[number].data is not None for number in numbers)
             self.encoded += [media[number].identifier for number in numbers]
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
-            end = request.num_computed_tokens
-            self.write(request, end - num_tokens, end)
+        for layer in range(LAYERS):
+            for request_id, num_tokens in output.num_scheduled_tokens.items():
+                request = self.scheduler.requests[request_id]
+                end = request.num_computed_tokens
+                self.write(request, end - num_tokens, end, layer)
+            for worker in self.workers:
+                worker.save_kv_layer(f"layer{layer}", None, None)
 
-    def write(self, request: Request, start: int, end: int) -> None:
-        block_ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    def write(self, request: Request, start: int, end: int, layer: int) -> None:
+        caches = [each for each in self.layers() if each[0] % LAYERS == layer]
+        groups = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        marks: list[tuple[torch.Tensor, int]] = []  # a token's place, what it holds
         for position in range(start, end):
             # With asynchronous scheduling, only the runner knows the last one.
             is_known = position < request.num_tokens
-            token = request.all_token_ids[position] if is_known else self.sample(request)
-            for layer, cache in self.layers():
-                cache[block_ids[position // BLOCK], position % BLOCK] = mark(token, position, layer)
+            name = request.request_id
+            token = request.all_token_ids[position] if is_known else self._newest[name]
+            for group, block_ids in enumerate(groups):
+                for number, cache in caches:
+                    place = cache[block_ids[position // BLOCK], position % BLOCK]
+                    marks.append((place, mark(token, position, number, group)))
+        if self.device is None:
+            fill(marks)
+        else:
+            self.device.run(partial(fill, marks))
 
     def layers(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The cache of every head of every layer of every rank, numbered by layer and head."""
@@ -309,35 +370,35 @@ class Engine:
 
     def holds(self, request: Request, num_tokens: int) -> bool:
         """Whether the cache of a running request is right for its first tokens."""
-        block_ids = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        if self.device is not None:
+            self.device.synchronize()
+            assert not self.device.faults
+        groups = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        spans = self.scheduler.blocks.spans(request.num_computed_tokens)
         return all(
             bool(
                 (
                     cache[block_ids[position // BLOCK], position % BLOCK]
-                    == mark(request.all_token_ids[position], position, layer)
+                    == mark(request.all_token_ids[position], position, layer, group)
                 ).all()
             )
-            for position in range(num_tokens)
+            for group, block_ids in enumerate(groups)
+            for position in range(spans[group].start * BLOCK, num_tokens)
             for layer, cache in self.layers()
         )
 
     def sample(self, request: Request) -> int:
-        """The next token of a request."""
+        """The token that a step which computes all known ones of a request samples."""
         return 7
 
     def update(self, output: Any, kv_output: KVConnectorOutput) -> None:
         """Tell the scheduler the results of a step."""
-        sampled = []
         ids = list(output.num_scheduled_tokens)
         samples = self._samples.pop(id(output))
-        for request_id in ids:
-            request = self.scheduler.requests.get(request_id)
-            is_due = request is not None and request_id in samples
-            sampled.append([self.sample(request)] if is_due else [])
         runner_output = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=[[samples[each]] if each in samples else [] for each in ids],
             kv_connector_output=None if kv_output.is_empty() else kv_output,
         )
         for outputs in self.scheduler.update_from_output(output, runner_output).values():
@@ -376,7 +437,15 @@ class Engine:
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.shutdown()
+        if self.device is not None:
+            self.device.close()
+            assert not self.device.faults
 
 
-def mark(token: int, position: int, layer: int) -> int:
-    return (token * 31 + position * 7 + layer * 101 + 1) % 251
+def fill(marks: list[tuple[torch.Tensor, int]]) -> None:
+    for place, value in marks:
+        place.fill_(value)
+
+
+def mark(token: int, position: int, layer: int, group: int = 0) -> int:
+    return (token * 31 + position * 7 + layer * 101 + group * 53 + 1) % 251

@@ -34,11 +34,14 @@ class Pair:
         ranks = num_ranks if isinstance(num_ranks, tuple) else (num_ranks, num_ranks)
         own = {"chunk_size": CHUNK, "num_ranks": ranks[0]}
         self.prefill = Engine(folder, Role.PREFILL, **{**own, **options})
-        self.decode = Engine(folder, Role.DECODE, num_ranks=ranks[1], **options, **(decode or {}))
+        options = {"num_ranks": ranks[1], **options, **(decode or {})}
+        self.decode = Engine(folder, Role.DECODE, **options)
         self.prefill.sees(self.prefill, self.decode)
 
-    def send(self, name: str, tokens: list[int], **options: Any) -> None:
-        params = PrefillParams(TransferId(f"t-{name}"), RequestId(name))
+    def send(self, name: str, tokens: list[int], *, held: int = 0, **options: Any) -> None:
+        """The decode instance is believed to hold the first `held` tokens."""
+        at_decode = {self.decode.info.id: held} if held else {}
+        params = PrefillParams(TransferId(f"t-{name}"), RequestId(name), held=at_decode)
         self.prefill.add(name, tokens, params=to_params(params), **options)
 
     def prefilled(self, name: str) -> Prefilled:
@@ -57,11 +60,17 @@ class Pair:
         prior_output: PriorOutput | None = None,
         is_early: bool = False,
         cached_tokens: int = 0,
+        held_tokens: int = 0,
         **options: Any,
     ) -> Any:
         name_of_it, digest = transfer or TransferId(f"t-{name}"), digest or digest_of(tokens)
         params = DecodeParams(
-            name_of_it, digest, prior_output, is_early=is_early, cached_tokens=cached_tokens
+            name_of_it,
+            digest,
+            prior_output,
+            is_early=is_early,
+            cached_tokens=cached_tokens,
+            held_tokens=held_tokens,
         )
         return self.decode.add(name, tokens, params=to_params(params), **options)
 

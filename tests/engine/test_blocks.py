@@ -9,20 +9,15 @@ import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
 
+from tests.engine.harness import BLOCK, FULL, SHAPE
 from vllm_tetri.engine.blocks import PromptBlocks
 
-BLOCK = 16
-SHAPE: dict[str, Any] = {
-    "block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32
-}  # fmt: skip
-FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 CHUNK = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 STATE = MambaSpec(block_size=1024, shapes=((2048,),), dtypes=(torch.float32,))

@@ -16,14 +16,16 @@ from vllm_tetri.types import Role
 
 
 class Device(Engine):
-    """An engine whose steps take 5 ms and 0.6 ms a token, `slower` times; no other time passes."""
+    """An engine whose steps take 5 ms and 0.6 ms a token, `slower` times; no other time passes,
+    none in a step without tokens."""
 
     now = 1000.0
     slower = 1.0
 
     def _forward(self, output: Any) -> None:
         self.steps.append(list(output.num_scheduled_tokens))
-        self.now += self.slower * (0.005 + 0.0006 * output.total_num_scheduled_tokens)
+        if tokens := output.total_num_scheduled_tokens:
+            self.now += self.slower * (0.005 + 0.0006 * tokens)
 
     def probe(self) -> None:
         self.run_until(lambda: not self.scheduler.has_requests())

@@ -24,10 +24,9 @@ from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params,
 from vllm_tetri.types import TransferId
 
 
-@pytest.fixture(params=["as on a CPU", "as on a GPU"])
-def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    options = {"num_blocks": 80, "arena_bytes": 1 << 20, "transfer_timeout_s": 5.0}
-    pair = Pair(tmp_path, as_on_gpu=request.param == "as on a GPU", **options)
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path, num_blocks=80, arena_bytes=1 << 20, transfer_timeout_s=5.0)
     yield pair
     pair.close()
 
@@ -126,6 +125,7 @@ def test_wrong_logprobs_are_noticed(text: str) -> None:
 # -- decode side --------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("continues")
 @pytest.mark.parametrize("num_tokens", [2 * CHUNK + 5, 4 * BLOCK])  # the latter fills its blocks
 def test_a_prior_token_is_shown_first_and_only_the_next_is_computed(
     pair: Pair, num_tokens: int
@@ -143,6 +143,7 @@ def test_a_prior_token_is_shown_first_and_only_the_next_is_computed(
     pair.settle()
 
 
+@pytest.mark.usefixtures("continues")
 def test_lost_kv_costs_a_recomputation_and_no_token(pair: Pair) -> None:
     tokens = list(range(90))
     pair.decode.endpoint.receives._timeout_s = 0.0
@@ -225,6 +226,7 @@ def test_what_is_not_exact_is_computed_again_and_counted(
     assert not asked.entries
 
 
+@pytest.mark.usefixtures("continues")
 def test_many_prior_tokens_that_the_cache_knows_do_not_end_the_engine(pair: Pair) -> None:
     tokens, prior_output = list(range(30)), PriorOutput(list(range(40)))
     for name in ("a", "b"):

@@ -91,6 +91,7 @@ def test_a_preempted_decode_encodes_its_media_again(pair: Pair) -> None:
     pair.decode.run_until(lambda: request.num_output_tokens >= 2)
     scheduler = pair.decode.scheduler
     scheduler._preempt_request(scheduler.running.pop(), 0.0)
+    pair.decode.finish_steps()
     assert scheduler.reset_prefix_cache()
     pair.end("x")
     assert pair.decode.encoded == ["a", "b"]
@@ -109,6 +110,7 @@ def test_another_image_of_the_same_size_is_another_prompt(pair: Pair, is_early: 
     assert pair.decode.endpoint.receives.loads_failed == 1
 
 
+@pytest.mark.usefixtures("continues")
 def test_prior_output_of_another_image_is_not_continued(pair: Pair) -> None:
     """A stream that broke goes on here, and its image has changed meanwhile."""
     digest, prior_output = digest_of(TOKENS, [("a", 30, IMAGE_TOKENS)]), PriorOutput([42, 43])

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 
 from vllm_tetri.engine.middleware import drain_on_sigterm
+from vllm_tetri.handover import RANK_DRAINED
 
 ENGINE = "trap 'exit 9' USR1; echo begun; while :; do sleep 0.02; done"
 
@@ -57,6 +58,21 @@ async def test_an_engine_that_does_not_drain_is_ended_at_the_deadline(
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(ended.wait(), 5)
     assert server.force_exit
+
+
+async def test_a_server_ends_when_its_last_rank_has_drained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = [SimpleNamespace(name=f"EngineCore_DP{number}", pid=number) for number in (1, 2, 3)]
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: ranks)
+    server, ended = handle_sigterm(60.0)
+    for _ in range(2):  # at the same moment: none is lost
+        os.kill(os.getpid(), RANK_DRAINED)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ended.wait(), 0.3)
+    os.kill(os.getpid(), RANK_DRAINED)
+    await asyncio.wait_for(ended.wait(), 5)
+    assert not server.force_exit  # clients that still read a response may finish
 
 
 async def test_without_an_engine_it_ends_at_once() -> None:

@@ -66,8 +66,8 @@ def used_bytes(engine: Engine) -> int:
 
 def open_slot(pair: Pair, name: str, tokens: list[int], link: str) -> tuple[Any, Any]:
     """A sender that begins to fill a slot of the decode instance, and its transfer."""
-    num_bytes = pair.decode.mover.block_bytes
-    sender = native.Sender(identity={"model": "harness"}, link=link)
+    num_bytes = pair.decode.mover.layout.block_bytes
+    sender = native.Sender(identity={"model": "harness"}, links=[link])
     num_blocks = -(-len(tokens) // 16)
     transfer = sender.open(pair.decode.info.kv_endpoint, name, num_blocks, num_bytes)
     while transfer.state is native.TransferState.OPENING:
@@ -154,7 +154,8 @@ def test_a_router_dies_and_requests_that_have_begun_stay(pair: Pair) -> None:
 
 def test_a_router_dies_while_the_arena_is_full(pair: Pair) -> None:
     blocks = (
-        pair.decode.endpoint.receiver.stats().arena_total_bytes // pair.decode.mover.block_bytes
+        pair.decode.endpoint.receiver.stats().arena_total_bytes
+        // pair.decode.mover.layout.block_bytes
     )
     sender, _ = open_slot(pair, "full", [0] * (16 * blocks), pair.prefill.endpoint.config.link)
     pair.send("r/a", prompt(100))

@@ -96,19 +96,20 @@ def test_a_rank_that_fails_when_the_other_is_done_keeps_no_blocks(ranks: Pair) -
 
     def collect_after_a_cut() -> None:
         """The slot has arrived, and the connection ends before this rank is told so."""
-        for name, sending in worker.sending.items():
-            if sending.transfer.state is TransferState.DONE and not lost:
-                lost.append(name)
-                sending.transfer = cast(
-                    Transfer,
-                    SimpleNamespace(
-                        state=TransferState.FAILED,
-                        status=Status.PEER_LOST,
-                        error="cut",
-                        quiesced=True,
-                        cancel=lambda: None,
-                    ),
-                )
+        for name, sending in worker.sending.items() if not lost else ():
+            if sending.transfer.state is not TransferState.DONE:
+                return  # collected now, it could be done a moment later without the cut
+            lost.append(name)
+            sending.transfer = cast(
+                Transfer,
+                SimpleNamespace(
+                    state=TransferState.FAILED,
+                    status=Status.PEER_LOST,
+                    error="cut",
+                    quiesced=True,
+                    cancel=lambda: None,
+                ),
+            )
         collect()
 
     worker.collect_sent = collect_after_a_cut  # type: ignore[method-assign]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -240,35 +242,50 @@ def test_a_prompt_that_is_computed_again_keeps_its_blocks_until_they_are_sent(pa
     output = SimpleNamespace(preempted_req_ids=["a"], num_scheduled_tokens={})
     sends.fill(StepMeta(), output)  # what was sent belongs to an earlier attempt
     pair.prefill.step()
+    pair.prefill.finish_steps()
     assert "a" in pair.prefill.finished
     assert len(sends) == 1
 
 
-@pytest.mark.parametrize("as_on_gpu", [False, True])
+class Seeded(Engine):
+    """All its requests have seeds: V1's runner draws once per sampled token, V2's hashes seed and
+    position. The token that comes n-th on stock vLLM is n."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.draws = Counter[str]()
+
+    def sample(self, request: Any) -> int:
+        self.draws[request.request_id] += 1
+        if self.cell.runner == "v1":
+            return self.draws[request.request_id] - 1
+        return int(request.num_computed_tokens) - request.num_prompt_tokens
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_preempted_and_aborted_requests_leave_a_right_cache_and_nothing_else(
-    tmp_path: Path, seed: int, as_on_gpu: bool
+    tmp_path: Path, seed: int
 ) -> None:
+    """And write what they would without preemption: none has a token under way, which vLLM drops on
+    instances that hand KV over, and V1's runner would draw for twice."""
     rng = Random(seed)
     # Twenty blocks, and vLLM's own admission: what is admitted grows too large.
     pool = {"num_blocks": 21, "decode_policy": "greedy"}
-    engine = Engine(tmp_path, Role.BOTH, as_on_gpu=as_on_gpu, **pool)
+    engine = Seeded(tmp_path, Role.BOTH, **pool)
     scheduler, wanted, aborted = engine.scheduler, {}, set()
     for turn in range(150):
-        if rng.random() < 0.1:
+        if rng.random() < 0.2:
             wanted[f"r{turn}"] = rng.randint(1, 120)
             tokens = prompt(rng.randint(1, 90), seed=turn + 1)
             engine.add(f"r{turn}", tokens, max_tokens=wanted[f"r{turn}"])
         if rng.random() < 0.05 and scheduler.requests:
             aborted.add(name := rng.choice(list(scheduler.requests)))
             engine.abort(name)
-        if rng.random() < 0.1 and scheduler.running:
-            scheduler._preempt_request(scheduler.running.pop(), 0.0)
         engine.step()
         for request in scheduler.running:
             assert engine.holds(request, min(request.num_computed_tokens, request.num_tokens))
     engine.run_until(lambda: engine.is_at_rest)
     assert engine.endpoint.read_load().preemptions > 0
     for name in wanted.keys() - aborted:
-        assert len(engine.outputs[name]) == wanted[name]
+        assert engine.outputs[name] == list(range(wanted[name]))
     engine.close()

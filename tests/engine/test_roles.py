@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,13 +185,11 @@ def test_a_users_conflicting_option_is_refused_with_both_names(
     for option, value in (
         ("--scheduler-cls", "a.b"),
         ("--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'),
-        ("--data-parallel-size", "2"),
         ("--kv-offloading-size", "1"),
     ):
         text = refusal(capsys, "--role", "decode", option, value)
         assert option in text
         assert "--role decode" in text
-    assert parse("--role", "decode", "--data-parallel-size", "1").role == "decode"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +211,53 @@ def test_what_stock_serves_is_served_with_a_role(words: tuple[str, ...]) -> None
 def test_several_workers_need_an_executor_for_them() -> None:
     for option in ("--tensor-parallel-size", "--pipeline-parallel-size"):
         assert parse("--role", "both", option, "2").distributed_executor_backend is None
+
+
+def test_data_parallel_ranks_have_one_api_server(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse("--role", "both").api_server_count is None
+    assert parse("--role", "both", "--data-parallel-size", "2").api_server_count == 1
+    assert not caplog.records
+    several = ("--data-parallel-size", "2", "--api-server-count", "2")
+    assert parse("--role", "both", *several).api_server_count == 1
+    assert "one API server" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("balances", "rank"),
+    [
+        ({}, 5),
+        ({"data_parallel_hybrid_lb": True}, 1),  # its own server counts its ranks from 0
+        ({"data_parallel_external_lb": True}, None),  # has a server of its own
+    ],
+)
+def test_a_rank_is_named_as_its_server_counts(balances: dict[str, Any], rank: int | None) -> None:
+    transfer = parse("--role", "both", "--tetri-instance", "a").kv_transfer_config
+    parallel = {
+        "data_parallel_index": 5,
+        "data_parallel_rank_local": 1,
+        "data_parallel_hybrid_lb": False,
+        "data_parallel_external_lb": False,
+    }
+    parallel_config = SimpleNamespace(**parallel | balances)
+    engine = SimpleNamespace(parallel_config=parallel_config, kv_transfer_config=transfer)
+    assert roles.rank_of(engine) is None  # an engine of its own, whatever vLLM's defaults say
+    transfer.engine_id += "_dp5"
+    assert roles.rank_of(engine) == rank
+
+
+def test_ranks_have_names_and_kv_ports_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    one = config(parse("--role", "decode", "--tetri-instance", "d", "--tetri-kv-port", "0"))
+    assert roles.config_of_rank(one, None) is one
+    second = roles.config_of_rank(one, 1)
+    assert (second.instance, second.kv_port) == ("d-dp1", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ("--role", "decode", "--tetri-kv-port", str(port - 1))
+        third = roles.config_of_rank(config(parse(*words)), 2)
+        assert third.kv_port == port + 1
+        text = refusal(capsys, *words, "--data-parallel-size", "2")
+    assert f"--tetri-kv-port {port}" in text
+    assert "rank" in text
 
 
 def names(namespace: Namespace) -> list[str]:
@@ -333,7 +379,9 @@ def test_the_default_chunk_is_that_of_the_device_in_every_role(
     assert chunk("--role", role) == roles.CPU_CHUNK_TOKENS
     assert chunk("--role", role, "--tetri-chunk-size", "auto") == "auto"
     monkeypatch.setattr(roles, "is_cpu", lambda: False)
-    assert chunk("--role", role) == 512
+    assert chunk("--role", role) == "auto"
+    assert chunk("--role", role, "--tetri-tbt-slo", "0.05") == roles.OBJECTIVE_CHUNK_TOKENS
+    assert chunk("--role", role, "--tetri-tbt-slo", "0.05", "--tetri-chunk-size", "64") == 64
 
 
 @pytest.mark.parametrize("role", [role.value for role in Role])
@@ -358,7 +406,7 @@ def test_help_lists_every_option_of_ours(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_field_is_an_option_or_follows_from_the_preset_or_the_role() -> None:
     others = set(TetriConfig.__struct_fields__) - set(options())
-    assert others == {"role", "pad", "push", "reserve_end", "drain_s"}
+    assert others == {"role", "pad", "reserve_end", "drain_s"}
 
 
 def test_a_release_that_was_not_tested_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -406,3 +454,14 @@ def resolved(model: Path, plugins: str) -> dict[str, Any]:
     line = next(line for line in run.stdout.splitlines() if line.startswith("DUMP"))
     found: dict[str, Any] = json.loads(line.removeprefix("DUMP"))
     return found
+
+
+@pytest.mark.parametrize("push", ["layer", "auto"])
+def test_layers_leave_from_host_memory_only(
+    push: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config(parse("--role", "prefill", "--tetri-push", push)).push == push
+    monkeypatch.setattr(roles, "is_cpu", lambda: False)
+    assert "full CUDA graphs; use chunk" in refusal(
+        capsys, "--role", "prefill", "--tetri-push", push
+    )

@@ -36,7 +36,7 @@ def test_every_case_is_there_once(every_case: dict[tuple[str, str, str], Case]) 
         ("e5", "all at once", "reserve-static, oracle 74.9%, lower end"),
         ("e6", "2 decode instances", "imbalance"),
         ("e11", "mixed", "sarathi"),
-        ("e13", "mixed", "splitwise"),
+        pytest.param(("e13", "mixed", "splitwise"), marks=pytest.mark.slow),
     ],
 )
 def test_a_seed_determines_the_figures(

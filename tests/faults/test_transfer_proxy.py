@@ -23,7 +23,8 @@ CONTROL, STREAM = 0, 1  # connections of a sender with one stream
 JOIN_BYTES = 20  # before the first block on a stream
 IN_HELLO = 60
 # On the control connection, when all that follows is that the transfer is done.
-OPENED_BYTES = len(wire.hello(IDENTITY)) + (12 + 4) + (12 + 8 + 4 + len("broken") + 16)
+LINK_FRAME = wire.frame(wire.LINK, wire.text("tcp") + wire.text(b""))
+OPENED_BYTES = len(wire.hello(IDENTITY) + LINK_FRAME + wire.open_frame("broken", 0, 0))
 
 
 @pytest.fixture

@@ -27,5 +27,5 @@ def parsed(*words: str, tail: tuple[str, ...] = ()) -> argparse.Namespace:
 
 
 def make_plan(given: argparse.Namespace, machine: Machine, gpus_each: int = 1) -> plan.LaunchPlan:
-    serve = replace(serve_options_in(given.tail), tensor_parallel_size=gpus_each)
+    serve = replace(serve_options_in(given.tail), num_workers=gpus_each)
     return plan.make_plan(given, machine, serve)

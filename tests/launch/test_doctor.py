@@ -12,7 +12,7 @@ from vllm_tetri import TESTED_VLLM
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch import doctor, machine
 from vllm_tetri.launch.doctor import Diagnosis, examine
-from vllm_tetri.launch.machine import Machine, ServeOptions
+from vllm_tetri.launch.machine import ServeOptions
 
 
 def diagnosis(subject: str) -> Diagnosis:
@@ -70,9 +70,18 @@ def test_port_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vllm_counts_the_gpus_of_a_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
     monkeypatch.setattr(machine, "vllm_version", lambda: TESTED_VLLM[0])
-    for gpus in (("2", "10"), ()):
-        monkeypatch.setattr(machine, "inspect", lambda gpus=gpus: Machine((0,), gpus, 1))
-        assert diagnosis("gpus").is_fine == bool(gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,10")
+    for platform, num_gpus, is_fine, words in (
+        ("cuda", 2, True, "2, 10 (cuda)"),
+        ("rocm", 2, False, "every instance serves alone"),
+        ("xpu", 2, False, "every instance serves alone"),
+        ("cuda", 1, False, "CUDA_VISIBLE_DEVICES=2,10 names 2 GPUs, and vLLM can use 1"),
+    ):
+        answer = ServeOptions(frozenset(), num_gpus=num_gpus, platform=platform)
+        monkeypatch.setattr(machine, "ask_vllm", lambda answer=answer: answer)
+        found = diagnosis("gpus")
+        assert found.is_fine == is_fine
+        assert words in (found.fact if is_fine else found.advice)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.launch import machine
 from vllm_tetri.launch.machine import (
     MAX_KV_BYTES,
     PREFILL_NICE,
@@ -100,11 +104,64 @@ def test_tensor_parallel_instances_get_neighbouring_gpus() -> None:
 def test_gpus_have_the_numbers_of_cuda_or_the_names_that_are_visible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    found = ServeOptions(frozenset(), num_gpus=2, platform="cuda")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert inspect(2).gpus == ("0", "1")
+    assert inspect(found).gpus == ("0", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1f")
-    assert inspect(2).gpus == ("3", "GPU-1f")
-    assert inspect(0).gpus == ()
+    assert inspect(found).gpus == ("3", "GPU-1f")
+    assert inspect(replace(found, num_gpus=0)).gpus == ()  # by the CPU build of vLLM
+
+
+class Platform(SimpleNamespace):
+    """What `up` and `doctor` ask vLLM's platform."""
+
+    device_type = "xpu"
+    device_name = "xpu"
+    device_control_env_var = "ZE_AFFINITY_MASK"
+
+    def is_cpu(self) -> bool:
+        return self.device_type == "cpu"
+
+    def device_count(self) -> int:
+        return 2
+
+
+def options_on(platform: Any) -> ServeOptions:
+    return ServeOptions(frozenset(), **machine.gpus_of(platform))
+
+
+def test_gpus_of_other_makers_are_named_as_vllm_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("ZE_AFFINITY_MASK", "2,3")
+    placements = place(PAIR, inspect(options_on(Platform())))
+    assert [p.environment for p in placements] == [
+        (("ZE_AFFINITY_MASK", "2"),), (("ZE_AFFINITY_MASK", "3"),)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("visible", "named"), [("9", 1), ("0,9", 2), ("-1", 1)])
+def test_a_gpu_that_does_not_exist_is_named(
+    monkeypatch: pytest.MonkeyPatch, visible: str, named: int
+) -> None:
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = ServeOptions(frozenset(), num_gpus=named - 1, platform="cuda")
+    with pytest.raises(
+        ConfigError, match=f"CUDA_VISIBLE_DEVICES={visible} names {named} GPUs"
+    ) as e:
+        inspect(found)
+    assert f"can use {named - 1} of them" in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_gpu_build_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "is_cpu_build", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="finds no GPU: check the driver"):
+        inspect(options_on(Platform(device_type="")))
+    # vLLM computes on the CPU with any build if it is told so.
+    assert inspect(options_on(Platform(device_type="cpu"))).gpus == ()
 
 
 @pytest.mark.parametrize(
@@ -123,18 +180,25 @@ def test_words_show_the_names_of_options_and_the_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--tensor-parallel-size", "2"], ["--tensor_parallel_size=2"], ["-tp", "2"]]
+    "words",
+    [
+        ["--tensor-parallel-size", "2"],
+        ["--tensor_parallel_size=2"],
+        ["--data-parallel-size=2"],
+        ["-dp", "2"],
+        ["-tp", "2"],
+    ],
 )
 def test_words_show_the_workers_of_an_instance(words: list[str]) -> None:
-    assert serve_options_in([*words, "--x"]).tensor_parallel_size == 2
-    assert serve_options_in([words[0].split("=")[0]]).tensor_parallel_size == 1
+    assert serve_options_in([*words, "--x"]).num_workers == 2
+    assert serve_options_in([words[0].split("=")[0]]).num_workers == 1
 
 
 def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "vllm.yaml"
     path.write_text("tensor-parallel-size: 2\napi_key: [a, b]\nkv_cache_memory_bytes: 5M\nuds: x\n")
     found = ask_vllm(["--model", "m", "--config", str(path), "--tetri-streams", "3"])
-    assert found.tensor_parallel_size == 2
+    assert found.num_workers == 2
     assert found.api_keys == ("a", "b")
     assert {"kv-cache-memory-bytes", "api-key", "tetri-streams"} <= found.names
     assert found.names & {"port", "role", "host", "uds"} == {"uds"}

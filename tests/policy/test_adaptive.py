@@ -189,6 +189,59 @@ def test_what_was_sent_since_the_last_report_spreads_requests() -> None:
     assert sent == {"a": 5, "b": 5, "c": 5, "d": 5}
 
 
+# -- prefix caches ---------------------------------------------------------------------
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+    cluster = [serving(name) for name in "abc"]
+    held = {InstanceId("b"): 900, InstanceId("c"): 500}
+    place = chosen(*cluster, prompt=1000, cached=held)
+    assert (place.prefill, place.decode) == ("b", "b")
+    assert place.ttft_s < 0.3 * chosen(*cluster, prompt=1000).ttft_s
+    assert "900 tokens of 1000 cached" in place.reason
+
+
+@given(st.integers(2, 4000), st.integers(1, 4000), st.integers(0, 20_000))
+def test_a_cache_is_worth_exactly_what_it_saves(prompt: int, held: int, queued: int) -> None:
+    """Without a cache elsewhere, the one with it is taken iff that is the cheaper place."""
+    busy, idle = serving("a", queued_prefill_tokens=queued), serving("b")
+    cached = {InstanceId("a"): held}
+    place = chosen(busy, idle, prompt=prompt, cached=cached, may_split=False)
+    costs = {
+        name: chosen(one, prompt=prompt, cached=cached, may_split=False).ttft_s
+        for name, one in (("a", busy), ("b", idle))
+    }
+    assert costs[place.prefill] <= min(costs.values()) * (1 + 1e-9)
+
+
+def test_decodes_are_left_alone_if_what_is_not_cached_disturbs_them_more() -> None:
+    busy = serving("d", "decode", decodes=40)
+    assert where(PREFILL, busy, prompt=4000, cached={InstanceId("d"): 3990}) == ("d", "d")
+    assert where(PREFILL, busy, prompt=4000, cached={InstanceId("d"): 500}) == ("p", "d")
+
+
+def test_of_equal_decode_instances_the_one_that_holds_the_prompt_gets_it() -> None:
+    slow = {"handover_s": 0.01, "handover_token_s": 1e-4}
+    prefill = serving("p", "prefill", **slow)
+    decodes = [serving(name, "decode", decodes=30) for name in ("d1", "d2", "d3")]
+    for name in ("d1", "d2", "d3"):
+        cached = {InstanceId(name): 400, InstanceId("p"): 3000}
+        assert where(prefill, *decodes, prompt=4000, cached=cached) == ("p", name)
+        rows = rows_of(prefill, *decodes)
+        found = price_decode(rows[1:], Need(4000, 100), at=None, cached=cached)
+        assert found is not None
+        assert found[0] in ("d1", "d2", "d3")
+
+
+def test_holders_are_found_among_many() -> None:
+    many = [serving(f"i{at}") for at in range(60)]
+    assert where(*many, prompt=1000, cached={InstanceId("i59"): 900}) == ("i59", "i59")
+    assert where(*many, prompt=1000, cached={InstanceId("gone"): 900}) is not None
+    taken = where(*many, prompt=1000, cached={InstanceId("i59"): 900}, taken=["i59"])
+    assert taken is not None
+    assert "i59" not in taken
+
+
 # -- what was promised ----------------------------------------------------------------
 
 
@@ -366,7 +419,11 @@ def _whole_s(many: list[InstanceView], name: str, ask: Need, objective: Objectiv
         0, tpot_s - objective.tpot_s
     )
     missing_tokens = max(0, ask.prompt_tokens + tokens - site.free_tokens)
-    return cost_s + min(missing_tokens, site.left_tokens) * tpot_s
+    used_tokens = max(1, site.block_size * site.view.load.blocks_total - site.free_tokens)
+    steps = max(
+        min(missing_tokens, site.left_tokens), 2 * site.left_tokens * missing_tokens / used_tokens
+    )
+    return cost_s + (1 + weight) * steps * tpot_s
 
 
 @given(clusters, asks, st.sets(st.sampled_from([f"i{n}" for n in range(8)])), st.booleans())

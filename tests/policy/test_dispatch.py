@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -48,6 +49,7 @@ def choose(
     own: Own | None = None,
     policy: str = "power-of-two",
     seed: int = 0,
+    cached: Mapping[str, int] | None = None,
 ) -> Dispatch | None:
     made = Known(GRACE_S)
     for name, sent_need, at_s in own or ():
@@ -55,7 +57,8 @@ def choose(
     made.renew(cluster, NOW)
     them = frozenset(map(InstanceId, refused))
     candidates = DecodeCandidates(made.state, me, need, them, Random(seed))
-    return choose_decode(candidates, need, DISPATCHES[policy])
+    held = {InstanceId(name): tokens for name, tokens in (cached or {}).items()}
+    return choose_decode(candidates, need, DISPATCHES[policy], held)
 
 
 def chosen(*instances: InstanceView, **options) -> str | None:
@@ -279,3 +282,34 @@ def test_the_choice_has_capacity_whenever_anybody_has_and_none_only_if_nobody_is
     assert dispatch is not None
     assert dispatch.has_capacity == bool(roomy)
     assert dispatch.instance in (roomy or able)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_holds_the_prompt_takes_it_unless_it_has_more_decodes(seed: int) -> None:
+    room = {"blocks_total": 100, "arena_total_bytes": 5000}
+    equal = [instance(f"d{at}", "decode", light=3, **room) for at in range(5)]
+    found = choose(view(*equal), seed=seed, cached={"d3": 64, "d1": 32})
+    assert found is not None
+    assert found.instance == "d3"
+    found = choose(view(*equal[:4], instance("d9", "decode", light=4, **room)), seed=seed,
+                   cached={"d9": 64})  # fmt: skip
+    assert found is not None
+    assert found.instance != "d9"
+    full = instance("d9", "decode", light=0, blocks_total=2, arena_total_bytes=5000)
+    found = choose(view(*equal, full), seed=seed, cached={"d9": 64, "gone": 3})
+    assert found is not None
+    assert found.instance != "d9"
+
+
+def test_a_cache_is_not_relied_on_where_requests_wait_for_its_memory() -> None:
+    def keeps(waiting: int, free_blocks: int) -> bool:
+        one = instance("d", "decode", waiting=waiting, blocks_total=free_blocks,
+                       arena_total_bytes=5000)  # fmt: skip
+        found = choose(view(one), need=need(160), cached={"d": 64})
+        assert found is not None
+        return found.keeps_cache
+
+    assert keeps(0, 10)
+    assert not keeps(1, 10)
+    assert keeps(1, 20)
+    assert not keeps(0, 9)  # nor is there room for it

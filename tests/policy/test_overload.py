@@ -176,6 +176,7 @@ def test_one_that_is_gone_is_forgotten() -> None:
     assert not queue.is_full(60.0)
 
 
+@pytest.mark.slow
 @given(st.floats(1.5, 20.0))
 def test_a_crowd_leaves_a_queue_of_the_wait_that_is_allowed(times: float) -> None:
     queue, wait_s = Queue(), 0.0

@@ -249,3 +249,14 @@ def test_it_is_never_less_than_what_a_request_needs_to_go_on(seen: list[tuple[in
         assert fit.token_s >= 0
         assert fit.base_s > 0.005
         assert expected_s(fit, 100_000) < 100_000
+
+
+def test_layers_leave_one_by_one_where_the_last_chunk_takes_long_to_send() -> None:
+    fit = handed_over([100, 500, 2000] * 30)
+    longest = max(tokens for tokens in range(100_000) if not fit.pays_by_layer(tokens))
+    assert 0 < longest < 100_000
+    assert fit.pays_by_layer(longest + 1)
+    slower = HandoverFit()
+    for tokens in (100, 500, 2000) * 30:
+        slower.learn(tokens, 0.01 + 1e-4 * tokens)
+    assert slower.pays_by_layer(longest)

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
+from msgspec.structs import replace as replace_struct
 
+from tests.policy.builders import COST
 from vllm_tetri import cli, handover
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
-from vllm_tetri.messages import Dispatched
+from vllm_tetri.messages import CacheReport, Dispatched
 from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.app import build_app
@@ -34,6 +36,14 @@ Handler = Callable[["FakeInstance", web.Request, dict[str, Any]], Awaitable[web.
 
 PERIOD_S = 0.05
 PROMPT_TOKENS = 7
+FREE = InstanceLoad(
+    blocks_total=100_000,
+    arena_total_bytes=1 << 20,
+    chunk_tokens=512,
+    handover_s=0.011,
+    handover_token_s=1e-6,
+    cost=COST,
+)
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
@@ -77,6 +87,12 @@ class FakeEngine:
     def read_load(self) -> InstanceLoad:
         self._fake.speaks.wait(10)  # an engine that is stuck reports nothing
         return self._fake.load
+
+    def read_cache(self, seq: int, *, is_all: bool) -> CacheReport | None:
+        if is_all:
+            return CacheReport(self._fake.id, seq, 16, is_all=True, added=self._fake.cached)
+        report, self._fake.cache_report = self._fake.cache_report, None
+        return replace_struct(report, seq=seq + report.seq) if report is not None else None
 
     def unfinished(self, role: Role) -> str:
         return self._fake.unfinished
@@ -124,6 +140,8 @@ class FakeInstance:
         self.num_probes = 0
         self.metrics = ""
         self.adapters: dict[str, tuple[str, str]] = {}  # path and digest by name
+        self.cached = b""  # names of all blocks in the prefix cache
+        self.cache_report: CacheReport | None = None  # sent once, that many reports too late
         self.can_load = True
         self.chunk_gate = asyncio.Event()
         self.chunk_gate.set()
@@ -194,6 +212,8 @@ class FakeInstance:
         order = await request.json()
         if not self.can_load:
             return Refusal(404, "no adapter is there").response()
+        if order["lora_name"] in self.adapters:
+            return Refusal(400, "it has already been loaded").response()
         self.adapters[order["lora_name"]] = (order["lora_path"], "d")
         return web.Response(text="loaded")
 
@@ -255,6 +275,27 @@ class FakeInstance:
             await self.chunk_gate.wait()
         await answer.write(b"data: [DONE]\n\n")
         return answer
+
+
+class Rank(FakeInstance):
+    """A rank other than the first: its requests go to the first one's server."""
+
+    first: FakeInstance
+
+    async def start(self, *controls: str) -> None:
+        self.url = self.first.url
+        self.join(*controls)
+
+
+def ranks(*roles: Role) -> list[FakeInstance]:
+    """Ranks of one server; the first one of several hands over to the last one."""
+    first = FakeInstance("s-dp0", roles[0], decode=f"s-dp{len(roles) - 1}")
+    found = [first, *(Rank(f"s-dp{at}", role) for at, role in enumerate(roles) if at)]
+    for number, each in enumerate(found):
+        each.abilities["rank"] = number
+        if isinstance(each, Rank):
+            each.first = first
+    return found
 
 
 @dataclass
@@ -460,6 +501,13 @@ async def refused(made: Cluster, who: str, path: str = "/v1/completions", **body
     assert headers["x-tetri-error"] == "queue_full"
     assert f"all {who} are at their limits" in answer["error"]["message"]
     assert 1 <= int(headers["Retry-After"]) <= 60
+
+
+async def until_reported(made: Cluster) -> None:
+    """The router has the current report of every instance."""
+    await eventually(made.is_reported)
+    # It looks at a picture for a moment.
+    made.scheduler.set_mode(made.scheduler.placer.mode)
 
 
 async def metric(made: Cluster, line: str) -> float:

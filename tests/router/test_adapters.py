@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, pair
+from tests.router.fakes import Cluster, FakeInstance, cluster, pair, ranks
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.types import Role
 
@@ -66,3 +66,11 @@ async def test_requests_of_an_adapter_go_where_it_is() -> None:
                 await asyncio.sleep(0.05)
         status, answer, _ = await made.ask(model="lora-b", prompt="x")
         assert (status, answer["by"]) == (200, "c")
+
+
+async def test_a_server_loads_once_for_all_its_ranks() -> None:
+    async with cluster(*ranks(Role.BOTH, Role.BOTH)) as made:
+        for _ in range(2):
+            assert (await made.ask(LOAD, **ORDER))[0] == 200
+            assert (await made.ask(model="lora-a", prompt="x"))[0] == 200
+            assert (await made.ask(UNLOAD, lora_name="lora-a"))[0] == 200

@@ -15,6 +15,7 @@ from tests.router.writers import (
     CACHED_TOKENS,
     CHAT,
     COMPLETION,
+    HELD_TOKENS,
     PATHS,
     PREDICTED,
     TEXTS,
@@ -65,7 +66,7 @@ async def test_the_second_leg_is_open_before_the_first_answers(path: str, stream
         assert leg.is_early
         assert leg.prior_output is None
         assert leg.predicted == PREDICTED
-        assert leg.cached_tokens == CACHED_TOKENS
+        assert (leg.cached_tokens, leg.held_tokens) == (CACHED_TOKENS, HELD_TOKENS)
         release.set()
         if stream:
             assert await text_of(asking) == "".join(TEXTS)

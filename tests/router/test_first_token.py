@@ -24,6 +24,7 @@ from tests.router.writers import (
     CACHED_TOKENS,
     CHAT,
     COMPLETION,
+    HELD_TOKENS,
     PATHS,
     TEXTS,
     begin_stream,
@@ -104,7 +105,7 @@ async def test_the_second_leg_carries_token_and_prompt_ids(path: str) -> None:
         leg = made["d1"].leg()
         assert isinstance(leg, DecodeParams)
         assert leg.prior_output == PriorOutput([100])
-        assert leg.cached_tokens == CACHED_TOKENS
+        assert (leg.cached_tokens, leg.held_tokens) == (CACHED_TOKENS, HELD_TOKENS)
         if path == CHAT:
             assert body["kv_transfer_params"]["prompt_token_ids"] == [5, 6, 7]
             assert body["messages"] == body_of(path)["messages"]

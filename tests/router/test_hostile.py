@@ -131,6 +131,7 @@ async def test_unauthenticated_peers_are_dropped(count: int) -> None:
         assert set(made.scheduler.monitor.counters.received) <= {
             "Hello",
             "LoadReport",
+            "CacheReport",
             "Dispatched",
         }
 

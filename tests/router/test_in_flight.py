@@ -121,7 +121,8 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
     async with cluster(*pair(), mode=mode, max_queue_delay_s=2.0) as made:
         for name in ("p", "d"):
             made.scheduler.placer.backlogs.record_prompt(made[name].id, 1000, sent_s=0.0, now=1.0)
-            await made.report(name, queued_prefill_tokens=9000, waiting=20)
+            room = {"blocks_total": 1 << 20}  # whatever is sent before the next report
+            await made.report(name, queued_prefill_tokens=9000, waiting=20, **room)
         (status, _, _), since_s = await made.ask(), time.monotonic()
         assert status == 200  # it may be a burst
         while (found := await made.ask())[0] == 200:

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, held_back, let_go
+from tests.router.fakes import Cluster, FakeInstance, cluster, eventually, held_back, let_go, ranks
 from vllm_tetri.router import merged
 from vllm_tetri.types import Role
 
@@ -66,6 +66,15 @@ async def test_vllms_metrics_of_all_instances_are_one() -> None:
     assert found["vllm:e2e_request_latency_seconds_sum"] == 7
     assert "python_info" not in found
     assert found["tetri_requests_in_flight"] == 0
+
+
+async def test_ranks_of_a_server_are_counted_once() -> None:
+    found = ranks(Role.BOTH, Role.BOTH)
+    found[0].metrics = metrics_of(3, 0.5, 40)
+    async with cluster(*found) as made:
+        merged = await samples(made)
+        assert merged["vllm:prompt_tokens_total"] == 40
+        assert merged["vllm:num_requests_running"] == 3
 
 
 async def test_counts_stay_when_an_instance_leaves_and_gauges_do_not(monkeypatch: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.policy.builders import COST
 from tests.router.fakes import (
+    FREE,
     Cluster,
     FakeInstance,
     Watching,
@@ -22,6 +22,7 @@ from tests.router.fakes import (
     let_go,
     metric,
     refused,
+    until_reported,
 )
 from vllm_tetri import cli
 from vllm_tetri.handover import PrefillParams
@@ -30,14 +31,6 @@ from vllm_tetri.router import command
 from vllm_tetri.types import InstanceLoad, Mode, Role
 
 LONG = [1] * 4000
-FREE = InstanceLoad(
-    blocks_total=100_000,
-    arena_total_bytes=1 << 20,
-    chunk_tokens=512,
-    handover_s=0.011,
-    handover_token_s=1e-6,
-    cost=COST,
-)
 BUSY = replace(FREE, light=40, remaining_tokens=40 * 100, context_tokens=40 * 300)
 OVERLOADED = replace(FREE, queued_prefill_tokens=200_000)
 NEARLY_OVERLOADED = replace(FREE, queued_prefill_tokens=100_000)
@@ -48,13 +41,6 @@ def pair(prefill: InstanceLoad = FREE, decode: InstanceLoad = FREE) -> tuple[Fak
     d = FakeInstance("d", Role.DECODE, decode="d")
     p.load, d.load = prefill, decode
     return p, d
-
-
-async def until_reported(made: Cluster) -> None:
-    """The router has the current report of every instance."""
-    await eventually(made.is_reported)
-    # It looks at a picture for a moment.
-    made.scheduler.set_mode(made.scheduler.placer.mode)
 
 
 async def where(made: Cluster, **body: Any) -> tuple[str, str]:

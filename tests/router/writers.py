@@ -27,7 +27,7 @@ COMPLETION = "/v1/completions"
 PATHS = [COMPLETION, CHAT]
 TEXTS = ("Ab", " cd", "", "é", ' "x\\', "\n", "日", " end")
 PREDICTED = Prediction(1, 5, 200)
-CACHED_TOKENS = 2
+CACHED_TOKENS, HELD_TOKENS = 2, 1
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
@@ -151,6 +151,7 @@ def prefilled(
         TransferId(leg.transfer + attempt), InstanceId("" if is_final else decode), 3, "d1",
         1 + is_early, "why", PriorOutput(script.token_ids[:1], logprobs), is_final,
         [] if is_final else PROMPT_IDS, PREDICTED if is_early else None, CACHED_TOKENS,
+        HELD_TOKENS,
     )  # fmt: skip
     headers = {USAGE_HEADER: "1"} if first.counts_each else None
     return web.json_response(first.whole(**to_params(said)), headers=headers)
@@ -168,7 +169,7 @@ def prefill(
             return await continuation(fake, request, body)
         if release is not None:
             assert fake.agent is not None
-            ending = PrefillEnding(leg.transfer, "d1", PROMPT_IDS, CACHED_TOKENS)
+            ending = PrefillEnding(leg.transfer, "d1", PROMPT_IDS, CACHED_TOKENS, HELD_TOKENS)
             fake.agent.publish(
                 Dispatched(leg.request, leg.transfer, InstanceId("d1"), "test", PREDICTED, ending)
             )

@@ -70,7 +70,7 @@ class Backend:
         return receiver
 
     def sender(self, **options: Any) -> Any:
-        sender = native.Sender(**({"identity": IDENTITY, "link": self.link} | options))
+        sender = native.Sender(**({"identity": IDENTITY, "links": [self.link]} | options))
         self.closing.append(sender)
         return sender
 

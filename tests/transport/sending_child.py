@@ -15,7 +15,7 @@ def main(endpoint: str, link: str, key: str = "") -> None:
     one = np.ones(1, np.uint64)
     layout = Layout(pages.ctypes.data * one, 65536 * one, 65536 * one, 64, pages)
     identity = {"model": "tiny", "block_size": "16"}
-    sender = Sender(identity=identity, link=link, key=bytes.fromhex(key))
+    sender = Sender(identity=identity, links=[link], key=bytes.fromhex(key))
     transfer = sender.open(endpoint, "child", 64, 65536)
     ids = np.arange(32, dtype=np.int32)
     transfer.write(layout, 0, ids)

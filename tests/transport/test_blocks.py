@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.transport.conftest import Backend, ended
-from vllm_tetri.transport.blocks import BlockMover, block_pages, distinct
+from vllm_tetri.transport.blocks import PAGE_GROUPS, HostMover, block_pages, distinct
 from vllm_tetri.transport.cuda import mover_for
-from vllm_tetri.transport.native import Arena, Transfer, TransferState
+from vllm_tetri.transport.native import Arena, Layout, TransferState
 
 NUM_BLOCKS = 12
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,30 +33,21 @@ def test_blocks_arrive_where_they_belong(device: str, shm: Backend) -> None:
     receiver = shm.receiver()
     source, target = caches(device, fill=True), caches(device, fill=False)
     out, into = mover_for(source, NUM_BLOCKS), mover_for(target, NUM_BLOCKS)
-    transfer = shm.sender().open(receiver.endpoint, "t", 5, out.block_bytes)
-    sent = [send(out, transfer, 0, [3, 1]), send(out, transfer, 2, [7, 11, 0])]
+    transfer = shm.sender().open(receiver.endpoint, "t", 5, out.layout.block_bytes)
+    transfer.write(out.layout, 0, np.asarray([3, 1], dtype=np.int32))
+    transfer.write(out.layout, 2, np.asarray([7, 11, 0], dtype=np.int32))
     transfer.finish()
     assert ended(transfer) is TransferState.DONE, transfer.error
     slot = receiver.take("t")
     assert slot is not None
     arena = Arena(receiver.segment)
-    into.scatter(arena, [(slot.offset, None)], 1, np.asarray([4, 9, 2, 8], dtype=np.int32))
-    into.settle()
+    into.scatter(arena, [(slot.offset, None)], 1, np.asarray([4, 9, 2, 8], dtype=np.int32), None)
     for mine, theirs in zip(target, source, strict=True):
         assert torch.equal(mine[[4, 9, 2, 8]], theirs[[1, 7, 11, 0]])
         untouched = [0, 1, 3, 5, 6, 7, 10, 11]
         assert not mine[untouched].any()
     receiver.release("t")
     arena.close()
-    assert sent
-
-
-def send(mover: BlockMover, transfer: Transfer, first: int, ids: list[int]) -> object:
-    gathered = mover.gather(np.asarray(ids, dtype=np.int32))
-    while not gathered.is_ready():
-        pass
-    transfer.write(gathered.layout, first, gathered.block_ids)
-    return gathered
 
 
 def test_a_block_may_be_several_rows() -> None:
@@ -99,3 +90,41 @@ def test_layers_that_share_memory_are_moved_once() -> None:
     overlapping = memory.view(-1)[32:-32].view(-1, 64)
     with pytest.raises(ValueError, match="overlap"):
         distinct([memory[0], overlapping[:NUM_BLOCKS]], NUM_BLOCKS)
+
+
+def pages_of(part: Layout | None) -> int:
+    """Number of pages that a part gives out."""
+    return 0 if part is None else len(part.starts)
+
+
+def test_pages_are_given_out_in_order_as_their_layers_are_done() -> None:
+    layers = {f"layer{i}": torch.zeros(NUM_BLOCKS, 8) for i in range(4)}
+    progress = HostMover(list(layers.values()), NUM_BLOCKS).progress(layers)
+    for _ in range(2):  # forward passes
+        progress.begin()
+        assert pages_of(progress.record("layer0")) == 1
+        assert pages_of(progress.record("layer2")) == 0  # page 1 is missing
+        assert pages_of(progress.record("unknown")) == 0
+        assert pages_of(progress.record("layer1")) == 2
+        assert progress.num_given == 3
+        assert pages_of(progress.record(None)) == 1
+        assert pages_of(progress.record(None)) == 0
+
+
+def test_a_page_that_layers_share_waits_for_all_of_them() -> None:
+    shared, other = torch.zeros(NUM_BLOCKS, 8), torch.zeros(NUM_BLOCKS, 8)
+    layers = {"full": shared, "sliding": shared, "last": other}
+    progress = HostMover(list(layers.values()), NUM_BLOCKS).progress(layers)
+    assert pages_of(progress.record("full")) == 0
+    assert pages_of(progress.record("sliding")) == 1
+    assert pages_of(progress.record("full")) == 0  # more often than expected
+    assert pages_of(progress.record("last")) == 0
+    assert pages_of(progress.record(None)) == 1
+
+
+def test_many_pages_leave_in_few_parts() -> None:
+    layers = {f"layer{i}": torch.zeros(NUM_BLOCKS, 8) for i in range(80)}
+    progress = HostMover(list(layers.values()), NUM_BLOCKS).progress(layers)
+    parts = [pages_of(progress.record(name)) for name in layers]
+    assert sum(parts) == 80
+    assert len([each for each in parts if each]) == PAGE_GROUPS

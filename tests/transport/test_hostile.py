@@ -28,7 +28,16 @@ def peer_frame(rng: Random, known: list[int]) -> bytes:
     names = ("a", "b", "", "x" * 2000, b"\xff\xfe")
     several = (number(rng, known) for _ in iter(int, 1))
     kind = rng.choice(
-        (wire.OPEN, wire.DONE, wire.CANCEL, wire.STOPPED, wire.READ, wire.MESSAGE, wire.HELLO)
+        (
+            wire.OPEN,
+            wire.DONE,
+            wire.CANCEL,
+            wire.STOPPED,
+            wire.READ,
+            wire.MESSAGE,
+            wire.HELLO,
+            wire.PROGRESS,
+        )
     )
     match kind:
         case wire.OPEN:
@@ -134,7 +143,7 @@ def test_data_that_is_not_what_it_says(tcp: Backend, count: int) -> None:
 def false_answers(rng: Random, kind: int, body: bytes) -> bytes | None:
     """What a receiver may say to a frame, with something wrong in it."""
     answers = {
-        wire.HELLO: wire.frame(wire.WELCOME, struct.pack("<Q", 1) + wire.text("") + wire.text("")),
+        wire.HELLO: wire.welcome(),
         wire.JOIN: wire.frame(wire.JOINED),
         wire.MESSAGE: wire.frame(wire.MESSAGE_ACK, body[:8] + struct.pack("<I", 0)),
         wire.OPEN: wire.frame(
@@ -161,7 +170,7 @@ def test_a_receiver_that_says_strange_things(tcp: Backend, count: int) -> None:
     """Whatever it says, transfers end, in words, and the sender goes on."""
     rng = Random(4)
     false = FalseReceiver(lambda kind, body: false_answers(rng, kind, body))
-    sender = tcp.sender(open_timeout_s=0.5, io_timeout_s=0.2, streams=1, link="auto")
+    sender = tcp.sender(open_timeout_s=0.5, io_timeout_s=0.2, streams=1, links=["shm", "tcp"])
     cache = tcp.cache(1, 4, 4096, seed=1)
     try:
         for index in range(count // 50):
@@ -189,10 +198,9 @@ def test_words_of_a_peer_are_fit_for_python(tcp: Backend) -> None:
 
 
 def test_a_place_of_a_peer_is_fit_for_python(shm: Backend) -> None:
-    path = wire.text(b"/dev/shm/\xff\n") + wire.text(bytes(16))
-    welcome = wire.frame(wire.WELCOME, struct.pack("<Q", 1) + path)
+    welcome = wire.welcome(b"/dev/shm/\xff\n", bytes(16))
     false = FalseReceiver(lambda kind, _: welcome if kind == wire.HELLO else None)
-    sender = shm.sender(link="shm")
+    sender = shm.sender(links=["shm"])
     try:
         transfer = sender.open(false.endpoint, "t", 1, 4096)
         assert ended(transfer) == TransferState.FAILED
@@ -211,7 +219,7 @@ def test_an_arena_that_others_may_open_is_not_attached(shm: Backend) -> None:
     path.chmod(0o660)
     with pytest.raises(RuntimeError, match="not this user's alone"):
         Arena(receiver.segment)
-    transfer = shm.sender(link="shm").open(receiver.endpoint, "t", 1, 4096)
+    transfer = shm.sender(links=["shm"]).open(receiver.endpoint, "t", 1, 4096)
     fails(transfer, Status.REFUSED, "not this user's alone")
     path.chmod(0o600)
     shm.still_works(receiver, "later")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.transport.conftest import Backend, ended
-from vllm_tetri.transport.blocks import BlockMover
-from vllm_tetri.transport.cuda import mover_for, staged_rows
+from tests.transport.fake_device import FakeDevice
+from vllm_tetri.transport.blocks import BlockMover, DeviceMover
+from vllm_tetri.transport.cuda import mover_for
 from vllm_tetri.transport.native import Arena, Layout, TransferState
 from vllm_tetri.transport.shards import Shards, head_pages
 
@@ -82,14 +83,13 @@ class Instance:
             if self.shards.sends(rank):
                 part, count = self.shards.part_of(rank), self.shards.num_parts
                 sender = core.sender(rank=part, num_ranks=count)
-                transfer = sender.open(receiver.endpoint, "t", len(SOURCE), mover.block_bytes)
-                gathered = mover.gather(np.asarray(SOURCE, dtype=np.int32))
-                while not gathered.is_ready():
-                    pass
-                transfer.write(gathered.layout, 0, gathered.block_ids)
+                transfer = sender.open(
+                    receiver.endpoint, "t", len(SOURCE), mover.layout.block_bytes
+                )
+                transfer.write(mover.layout, 0, np.asarray(SOURCE, dtype=np.int32))
                 transfer.finish()
-                found.append((transfer, gathered))
-        for transfer, _ in found:
+                found.append(transfer)
+        for transfer in found:
             assert ended(transfer) is TransferState.DONE, transfer.error
 
     def load(self, arena: Arena, slot: Any) -> None:
@@ -98,8 +98,9 @@ class Instance:
             parts = self.shards.sources(rank, slot.num_ranks)
             sources = [(slot.offset + part * slot.rank_bytes, cut) for part, cut in parts]
             for first, last in ((1, 3), (0, 1)):
-                mover.scatter(arena, sources, first, np.asarray(TARGET[first:last], dtype=np.int32))
-            mover.settle()
+                mover.scatter(
+                    arena, sources, first, np.asarray(TARGET[first:last], dtype=np.int32), None
+                )
 
 
 def hand_over(core: Backend, sender: Instance, target: Instance) -> Any:
@@ -157,23 +158,27 @@ def test_one_run_per_head_range_where_heads_are_outermost() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (4, 2)])
-def test_parts_are_staged_as_one_block_for_a_device(
+def test_a_device_copies_its_heads_from_parts(
     shm: Backend, prefill: int, decode: int, layout: str
 ) -> None:
-    full, receiver = model(), shm.receiver()
+    full, receiver, device = model(), shm.receiver(), FakeDevice()
     Instance(prefill, layout, full=full).send(shm, receiver)
-    slot, arena = receiver.take("t"), Arena(receiver.segment)
-    order, shards = LAYOUTS[layout][0], Instance(decode, layout).shards
-    heads = HEADS // decode
-    sizes = [heads * TOKENS * content for content in CONTENTS]
-    for rank in range(decode):
-        buffer = torch.zeros((len(SOURCE), sum(sizes)), dtype=torch.uint8)
-        for part, cut in shards.sources(rank, slot.num_ranks):
-            arena.load(slot.offset + part * slot.rank_bytes, 0, *staged_rows(buffer, sizes, cut))
-        for page, whole in zip(buffer.split(sizes, dim=1), full, strict=True):
-            mine = whole[SOURCE][:, rank * heads : (rank + 1) * heads]
-            assert torch.equal(page, mine.permute(order).flatten(1))
-    arena.close()
+    target = Instance(decode, layout)
+    for tensors in target.ranks:
+        device.own(*tensors)
+    target.movers = [DeviceMover(device, tensors, BLOCKS) for tensors in target.ranks]
+    slot, arenas = receiver.take("t"), [Arena(receiver.segment) for _ in target.ranks]
+    for rank, (mover, mapping) in enumerate(zip(target.movers, arenas, strict=True)):
+        parts = target.shards.sources(rank, slot.num_ranks)
+        sources = [(slot.offset + part * slot.rank_bytes, cut) for part, cut in parts]
+        mover.scatter(mapping, sources, 0, np.asarray(TARGET, dtype=np.int32), device.mark())
+        mover.close()
+        for tensor, whole in zip(target.ranks[rank], full, strict=True):
+            mine = content_of(tensor)[TARGET]
+            assert torch.equal(mine, whole[SOURCE][:, target.heads(rank)])
+        mapping.close()
+    device.close()
+    assert device.faults == []
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4)])
@@ -184,14 +189,14 @@ def test_one_rank_sends_what_all_have(shm: Backend, prefill: int, decode: int) -
     shards, others = (Shards(count, num_parts=1, num_heads=1) for count in (prefill, decode))
     assert [shards.sends(rank) for rank in range(prefill)] == [True] + [False] * (prefill - 1)
     out, into = mover_for(given, BLOCKS), mover_for(empty, BLOCKS)
-    transfer = shm.sender().open(receiver.endpoint, "t", len(SOURCE), out.block_bytes)
-    transfer.write(out.gather(np.asarray(SOURCE, dtype=np.int32)).layout, 0, np.int32(SOURCE))
+    transfer = shm.sender().open(receiver.endpoint, "t", len(SOURCE), out.layout.block_bytes)
+    transfer.write(out.layout, 0, np.int32(SOURCE))
     transfer.finish()
     assert ended(transfer) is TransferState.DONE, transfer.error
     slot, arena = receiver.take("t"), Arena(receiver.segment)
     for rank in range(decode):
         assert others.sources(rank, slot.num_ranks) == [(0, None)]
-    into.scatter(arena, [(slot.offset, None)], 0, np.asarray(TARGET, dtype=np.int32))
+    into.scatter(arena, [(slot.offset, None)], 0, np.asarray(TARGET, dtype=np.int32), None)
     for mine, whole in zip(empty, full, strict=True):
         assert torch.equal(mine[TARGET], whole[SOURCE])
     arena.close()
@@ -236,15 +241,3 @@ def test_pieces_that_overlap_or_lie_outside_are_refused(starts: list[int], wire_
     sizes = np.asarray([64, 64], dtype=np.uint64)
     with pytest.raises(ValueError, match=r"pieces|layout"):
         Layout(two, sizes, sizes, 4, memory, np.asarray(starts, dtype=np.uint64), wire_bytes)
-
-
-def test_a_layout_with_gaps_cannot_be_sent(core: Backend) -> None:
-    memory = np.zeros(1024, dtype=np.uint8)
-    one = np.asarray([memory.ctypes.data], dtype=np.uint64)
-    size = np.asarray([64], dtype=np.uint64)
-    layout = Layout(one, size, size, 4, memory, np.asarray([32], dtype=np.uint64), 128)
-    assert layout.block_bytes == 128
-    transfer = core.sender().open(core.receiver().endpoint, "t", 1, 128)
-    with pytest.raises(ValueError, match="skips"):
-        transfer.write(layout, 0, np.zeros(1, dtype=np.int32))
-    transfer.cancel()

@@ -222,7 +222,7 @@ def test_malformed_endpoints_are_refused(core: Backend, endpoint: str) -> None:
     [
         ("sender", "rank", 1),
         ("sender", "streams", 0),
-        ("sender", "link", "rdma"),
+        ("sender", "links", []),
         ("sender", "io_timeout_s", 0.0),
         ("receiver", "arena_bytes", 1 << 47),
         ("receiver", "port", 70000),

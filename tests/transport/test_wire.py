@@ -23,7 +23,7 @@ def test_another_protocol_version_is_refused_in_words(tcp: Backend) -> None:
         rogue.send(wire.frame(wire.HELLO, b"", version=7))
         kind, body = rogue.receive()
         assert kind == wire.REFUSED
-        assert b"protocol version: here 7, there 2" in body
+        assert b"protocol version: here 7, there 3" in body
         assert rogue.at_end()
     assert receiver.stats().bad_frames == 1
 
@@ -153,12 +153,12 @@ def test_auto_link_falls_back_to_tcp_when_the_segment_cannot_be_opened(shm: Back
     receiver = shm.receiver()
     cache = shm.cache(seed=1)
     Path(receiver.segment).unlink()
-    transfer = shm.pushed(shm.sender(link="auto"), receiver, "t", cache, [1])
+    transfer = shm.pushed(shm.sender(links=["shm", "tcp"]), receiver, "t", cache, [1])
     assert transfer.link == "tcp"
-    refused = shm.push(shm.sender(link="shm"), receiver, "u", cache, [1])
+    refused = shm.push(shm.sender(links=["shm"]), receiver, "u", cache, [1])
     assert ended(refused) == TransferState.FAILED
-    assert "no shared memory link" in refused.error
-    assert "'tcp'" in refused.error
+    assert "this side can use shm; the receiver offers shm, dma, tcp, but" in refused.error
+    assert "set --tetri-link auto on both" in refused.error
 
 
 def test_an_arena_larger_than_dev_shm_is_an_error_of_this_package() -> None:

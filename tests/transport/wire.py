@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = 0x564B5454
-VERSION = 2
+VERSION = 3
 HELLO, WELCOME, REFUSED, LINK, JOIN, JOINED, OPEN, OPENED, DATA, DONE = range(1, 11)
 CONFIRM, CANCEL, STOP, STOPPED, READ, READ_DATA, MESSAGE, MESSAGE_ACK = range(11, 19)
+PROGRESS = 21
 
 
 def frame(kind: int, body: bytes = b"", version: int = VERSION) -> bytes:
@@ -22,11 +23,32 @@ def text(value: str | bytes) -> bytes:
     return struct.pack("<I", len(raw)) + raw
 
 
-def hello(identity: dict[str, str], rank: int = 0, num_ranks: int = 1, shm: bool = True) -> bytes:
-    pairs = b"".join(text(k) + text(v) for k, v in sorted(identity.items()))
+def pairs(values: dict[str, Any]) -> bytes:
+    each = b"".join(text(key) + text(value) for key, value in sorted(values.items()))
+    return struct.pack("<I", len(values)) + each
+
+
+def hello(identity: dict[str, str], rank: int = 0, num_ranks: int = 1) -> bytes:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    body = struct.pack("<I", len(identity)) + pairs + struct.pack("<II", rank, num_ranks)
-    return frame(HELLO, body + text(boot) + struct.pack("<QI", 1, shm))
+    body = pairs(identity) + struct.pack("<II", rank, num_ranks)
+    return frame(HELLO, body + text(boot))
+
+
+def welcome(
+    segment: str | bytes = "",
+    nonce: bytes = b"",
+    offers: dict[str, bytes] | None = None,
+    mac: bytes = b"",
+    has_host_memory: bool = True,
+) -> bytes:
+    body = struct.pack("<Q", 1) + text(segment) + text(nonce)
+    body += struct.pack("<I", has_host_memory) + pairs(offers or {})
+    return frame(WELCOME, body + text(mac))
+
+
+def open_frame(name: str, num_blocks: int, block_bytes: int) -> bytes:
+    body = struct.pack("<Q", 1) + text(name) + struct.pack("<QQ", num_blocks, block_bytes)
+    return frame(OPEN, body)
 
 
 class Rogue:
@@ -62,13 +84,22 @@ class Rogue:
             pass
         return True
 
-    def greet(self, identity: dict[str, str], shm: bool = True) -> None:
-        self.send(hello(identity, shm=shm))
+    def greet(self, identity: dict[str, str], shm: bool = True, link: str = "") -> None:
+        first = hello(identity)
+        self.send(first)
         kind, body = self.receive()
         assert kind == WELCOME, body
         (self.session, length) = struct.unpack_from("<QI", body)
         self.segment = body[12 : 12 + length].decode()
-        self.send(frame(LINK, struct.pack("<I", shm)))
+        agreed = first[12:] + body[: -len(self.mac(b"receiver", b""))] + text(b"")
+        assert body.endswith(self.mac(b"receiver", agreed))
+        choice = text(link or ("shm" if shm else "tcp"))
+        self.send(frame(LINK, choice + self.mac(b"sender", agreed + choice + text(b""))))
+
+    def mac(self, role: bytes, frames: bytes) -> bytes:
+        """The signature of frames of the handshake, as text: none without a key."""
+        del role, frames
+        return text(b"")
 
     def join(self, control: Rogue) -> None:
         """Become a stream of another connection's session."""
@@ -77,8 +108,7 @@ class Rogue:
 
     def open(self, name: str, num_blocks: int, block_bytes: int) -> tuple[int, int, int, int]:
         """Status, generation, offset and control index."""
-        body = struct.pack("<Q", 1) + text(name) + struct.pack("<QQ", num_blocks, block_bytes)
-        self.send(frame(OPEN, body))
+        self.send(open_frame(name, num_blocks, block_bytes))
         kind, answer = self.receive()
         assert kind == OPENED
         _, status, generation, offset, control = struct.unpack_from("<QIQQI", answer)

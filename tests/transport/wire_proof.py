@@ -22,8 +22,18 @@ def proof_of(
     key: bytes, role: bytes, sender_nonce: bytes, receiver_nonce: bytes, address: str
 ) -> bytes:
     """What the end with this role must say; `address` is the receiver's."""
-    text = b"vllm-tetri KV " + role + b"\0" + sender_nonce + receiver_nonce
-    text += struct.pack("<H", wire.VERSION) + address.encode()
+    text = b"vllm-tetri KV " + role + b"\0" + context_of(sender_nonce, receiver_nonce, address)
+    return hmac.new(key, text, hashlib.sha256).digest()
+
+
+def context_of(sender_nonce: bytes, receiver_nonce: bytes, address: str) -> bytes:
+    """What proofs and signatures of one connection have in common."""
+    return sender_nonce + receiver_nonce + struct.pack("<H", wire.VERSION) + address.encode()
+
+
+def mac_of(key: bytes, role: bytes, context: bytes, frames: bytes) -> bytes:
+    """How the end with this role signs frames of the handshake."""
+    text = b"vllm-tetri KV frames of the " + role + b"\0" + context + b"\0" + frames
     return hmac.new(key, text, hashlib.sha256).digest()
 
 
@@ -44,6 +54,9 @@ def nonce_of(kind: int, body: bytes) -> bytes:
 class Prover(Rogue):
     """A sender that knows the key, or pretends to."""
 
+    key = b""
+    context = b""
+
     def exchange(self) -> tuple[bytes, bytes]:
         """Both nonces: its own and the receiver's."""
         mine = os.urandom(NONCE_BYTES)
@@ -58,6 +71,13 @@ class Prover(Rogue):
         kind, body = self.receive()
         assert kind == PROOF, body
         assert body[4:] == proof_of(key, b"receiver", mine, theirs, address)
+        self.key = key
+        self.context = context_of(mine, theirs, address)
+
+    def mac(self, role: bytes, frames: bytes) -> bytes:
+        if not self.key:
+            return super().mac(role, frames)
+        return wire.text(mac_of(self.key, role, self.context, frames))
 
 
 class FalseReceiver(socketserver.ThreadingTCPServer):

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Protocol, TypeVar, assert_never
 
@@ -43,6 +44,8 @@ class EngineSide(Protocol):
     """What an agent needs of its engine, on the agent's thread and within microseconds."""
 
     def read_load(self) -> InstanceLoad: ...  # the numbers of the next report
+    # What changed in the prefix cache since the last call, or all that is there.
+    def read_cache(self, seq: int, *, is_all: bool) -> messages.CacheReport | None: ...
     def unfinished(self, role: Role) -> str: ...  # a role's work that is left, in words
     def is_idle(self) -> bool: ...  # it takes a new role before anything else that it does
     def cancel(self, transfer: TransferId) -> None: ...  # its request was cancelled
@@ -128,6 +131,7 @@ class Agent:
         self.num_flips = 0  # roles taken since the start
         self.dropped_messages = 0  # malformed frames, and messages that found their queue full
         self._load, self._seq, self._reported_s = InstanceLoad(), 0, _NEVER_S
+        self._cache_seq = 0  # of the newest report of the prefix cache
         self._is_polled = self._was_ordered = False  # the latter: to drain, by a router
         self._leave_by_s = inf  # goes before the deadline of a router's order
         self._stop = threading.Event()
@@ -300,6 +304,10 @@ class Agent:
         is_draining, flip = self._leaving.is_asked, self.roles.newest(self._reported_s)
         what = self._info.id, self._seq, load, is_draining, self.roles.epoch, flip
         self._send_all(messages.LoadReport(*what))
+        read = partial(self._engine.read_cache, self._cache_seq + 1, is_all=False)
+        if (changes := self._ask("reading the prefix cache", None, read)) is not None:
+            self._cache_seq += 1
+            self._send_all(changes)
 
     def _ask(self, what: str, otherwise: T, call: Callable[..., T], *args: object) -> T:
         """Call the engine: an error there must not make the instance look dead."""
@@ -324,6 +332,12 @@ class Agent:
 
     def _send_hello(self, link: RouterLink) -> None:
         link.send(messages.encode(messages.Hello(self._info)))
+        self._send_cache(link)
+
+    def _send_cache(self, link: RouterLink) -> None:
+        read = partial(self._engine.read_cache, self._cache_seq, is_all=True)
+        if (cache := self._ask("reading the prefix cache", None, read)) is not None:
+            link.send(messages.encode(cache))
 
     def _send_all(self, message: messages.ToRouter) -> bool:
         """Send to every router; False if none can be reached."""
@@ -365,6 +379,8 @@ class Agent:
                     self._reported_s = _NEVER_S
             case messages.WhoAreYou():
                 self._send_hello(link)
+            case messages.SendCache():
+                self._send_cache(link)
             case messages.CancelTransfer(transfer=transfer):
                 self._ask("cancelling a transfer", None, self._engine.cancel, transfer)
             case messages.TransferLost(transfer=transfer):

@@ -36,6 +36,7 @@ class RouterSide(Protocol):
 
     def on_hello(self, info: InstanceInfo) -> None: ...  # it is not known to be ready
     def on_dispatched(self, message: messages.Dispatched) -> None: ...
+    def on_cache(self, report: messages.CacheReport) -> bool: ...  # False: one is missing
     def on_cut_off(self, instance: InstanceId) -> None: ...  # it left before it had finished
     def on_flip(self, instance: InstanceId, flip: Flip) -> None: ...  # done or rolled back
     def num_reaching(self, instance: InstanceId) -> int: ...  # requests it has or may still get
@@ -235,6 +236,10 @@ class Monitor:
                     self._router.on_dispatched(message)
                 else:
                     self._ask_for_hello(sender)
+            case messages.CacheReport(instance=instance):
+                is_known = self.members.names.get(sender) == instance  # a report asks for hello
+                if is_known and not self._router.on_cache(message):
+                    self._send(sender, messages.SendCache())
 
     def _on_hello(self, sender: bytes, info: InstanceInfo, peer: str) -> None:
         try:

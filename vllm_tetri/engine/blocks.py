@@ -3,16 +3,19 @@
 vLLM keeps KV by groups of layers. A group of full attention keeps every block of a prompt, one
 of sliding windows or chunks only those that later tokens attend to, and a recurrent one keeps
 its state in one block. All groups take blocks from one pool, so a block has the same bytes in
-each. A slot holds, group after group, the blocks that the token after the prompt needs.
+each. A slot holds, group after group, the blocks that the token after the prompt needs, less
+those before its `first` token, which the receiver has in its prefix cache.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from math import lcm
 
 import numpy as np
 
-from vllm_tetri.engine.compat import KVCacheManager, MambaSpec
+from vllm_tetri.engine.compat import KVCacheBlock, KVCacheManager, MambaSpec, Request
 from vllm_tetri.transport.blocks import BlockIds
 
 # Neighbours in a slot: the first one's position, and the paged blocks that are copied there.
@@ -30,22 +33,35 @@ class PromptBlocks:
         self._has_state = any(isinstance(each.kv_cache_spec, MambaSpec) for each in self._groups)
         growing = [each for each in self._groups if not each.get_num_skipped_tokens(_MANY_TOKENS)]
         self.num_growing = len(growing)
-        self.block_tokens = min((each.block_size for each in growing or self._groups), default=1)
+        sizes = [each.block_size for each in growing or self._groups]
+        self.block_tokens = min(sizes, default=1)
+        # A prefix hit ends with a block of every group; for EAGLE and MTP vLLM takes back one.
+        self._hit_tokens, self._num_taken_back = lcm(*sizes), int(kv_cache.use_eagle)
         self.num_groups = len(self._groups)
+        # A group that holds whole prefixes, and how many tokens its blocks have: one that grows.
+        prefix = growing[0] if growing else self._groups[0]
+        self.prefix_group = self._groups.index(prefix), prefix.block_size
 
-    def spans(self, tokens: int) -> list[range]:
-        """Return by group which of a request's blocks the token after `tokens` ones needs."""
+    def spans(self, tokens: int, first: int = 0) -> list[range]:
+        """Return by group which of a request's blocks the token after `tokens` ones needs, less
+        those before the `first` token. A state is one of them in any case."""
         return [
             range(
-                each.get_num_skipped_tokens(tokens) // each.block_size,
+                max(each.get_num_skipped_tokens(tokens), first) // each.block_size,
                 -(-tokens // each.block_size),
             )
             for each in self._groups
         ]
 
-    def count(self, tokens: int) -> int:
+    def count(self, tokens: int, first: int = 0) -> int:
         """Return how many blocks a slot has for a prompt of so many tokens."""
-        return sum(map(len, self.spans(tokens)))
+        return sum(map(len, self.spans(tokens, first)))
+
+    def hit_tokens(self, tokens: int, held: int) -> int:
+        """Return how many tokens of a prompt an instance that holds so many has a prefix hit on,
+        such that its last block is left to be sent in any case."""
+        num_hits = min(held, tokens - 1) // self._hit_tokens - self._num_taken_back
+        return max(0, num_hits) * self._hit_tokens
 
     def most_tokens(self, num_blocks: int) -> int:
         """Return the longest prompt whose KV so many blocks hold, as a multiple of whole blocks
@@ -63,18 +79,75 @@ class PromptBlocks:
         return not self._has_state and all(needed.start >= held.start for needed, held in both)
 
     def runs(
-        self, prompt_tokens: int, block_ids: IdsByGroup, *, since: int = 0, until: int | None = None
+        self,
+        prompt_tokens: int,
+        block_ids: IdsByGroup,
+        *,
+        first: int = 0,
+        since: int = 0,
+        until: int | None = None,
     ) -> list[Run]:
-        """Return the slot's blocks that are complete once `until` tokens are computed (None: all of
-        the prompt) and were not when `since` were. `block_ids` has a request's blocks by group."""
-        found, first = [], 0
+        """Return the blocks of a slot, which begins at the `first` token, that are complete once
+        `until` tokens are computed (None: all of the prompt) and were not when `since` were.
+        `block_ids` has a request's blocks by group."""
+        found, num_before = [], 0
         for group, span, ids in zip(
-            self._groups, self.spans(prompt_tokens), block_ids, strict=True
+            self._groups, self.spans(prompt_tokens, first), block_ids, strict=True
         ):
             start = max(span.start, since // group.block_size)
             stop = span.stop if until is None else min(span.stop, until // group.block_size)
             if start < stop:
-                position = first + start - span.start
+                position = num_before + start - span.start
                 found.append((position, np.asarray(ids[start:stop], dtype=np.int32)))
-            first += len(span)
+            num_before += len(span)
         return found
+
+
+class Pins:
+    """Blocks of a prefix cache that are kept for requests on whose prompts they are, until these
+    have them by themselves. vLLM counts them as used, so they go as soon as anything else lacks
+    room; then they are evicted last. Owner: the engine thread."""
+
+    def __init__(self, kv_cache: KVCacheManager, blocks: PromptBlocks) -> None:
+        self._cache, self._blocks, self._pool = kv_cache, blocks, kv_cache.block_pool
+        self._groups: dict[str, tuple[Sequence[KVCacheBlock], ...]] = {}  # by request
+        self._asking: set[str] = set()
+
+    def hold(self, request: Request) -> None:
+        """Keep what is cached of a request that waits."""
+        groups = self._groups[request.request_id] = self._cache.get_computed_blocks(request)[
+            0
+        ].blocks
+        for blocks in groups:
+            self._pool.touch(blocks)
+
+    def release(self, request_id: str) -> None:
+        """Let the blocks of a request go, if any; the end of its prompt is evicted first."""
+        self._asking.discard(request_id)
+        for blocks in self._groups.pop(request_id, ()):
+            self._pool.free_blocks(reversed(blocks))
+
+    def release_all(self) -> None:
+        """Let all blocks go."""
+        for request_id in list(self._groups):
+            self.release(request_id)
+
+    def leave_room(self, started: Iterable[Request]) -> None:
+        """Let all blocks go if these requests may lack them: none is preempted for a pin."""
+        if not self._groups:
+            return
+        size = self._blocks.block_tokens
+        due = (each.num_tokens_with_spec - each.num_computed_tokens for each in started)
+        num_blocks = self._blocks.num_groups * sum(1 + max(0, tokens) // size for tokens in due)
+        if num_blocks > self._pool.get_num_free_blocks():
+            self.release_all()
+
+    def ask(self, request_id: str) -> None:
+        """Record that a request may be admitted in this step; `release` says that it was."""
+        self._asking.add(request_id)
+
+    def end_step(self) -> None:
+        """Let all blocks go if a request was not admitted: it may have lacked them."""
+        if self._asking:
+            self._asking.clear()
+            self.release_all()

@@ -105,10 +105,12 @@ def cuts_freely(vllm_config: VllmConfig) -> bool:
 def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig:
     """Return the configuration with the longest prompt as its chunk unless vLLM `cuts_freely`: it
     would never start what has to be in one step and has more tokens than a chunk. Models that take
-    or return something else than text get no dummy requests."""
+    or return something else than text get no dummy requests. Neither do data-parallel ranks that
+    step together (MoE): a step of one waits for all others, which may have ended their probe."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     most = min(scheduler.max_num_batched_tokens, model.max_model_len)
-    if model.runner_type == "pooling" or model.is_multimodal_model or model.is_diffusion:
+    is_text = not (model.runner_type == "pooling" or model.is_multimodal_model)
+    if not is_text or model.is_diffusion or vllm_config.parallel_config.data_parallel_size > 1:
         chunk_size = most if config.chunk_size == "auto" else config.chunk_size
         config = msgspec.structs.replace(config, chunk_size=chunk_size, pad="off")
     if cuts_freely(vllm_config):

@@ -8,14 +8,17 @@ is installed when an instance starts; `tests/engine/test_contract.py` also reads
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import vllm
 
 from vllm_tetri import TESTED_VLLM
-from vllm_tetri.errors import UnsupportedError
+from vllm_tetri.errors import ConfigError, UnsupportedError
+from vllm_tetri.transport.cuda import CopyBatch
 
 
 def misfit(what: str, version: str = vllm.__version__) -> UnsupportedError:
@@ -30,6 +33,12 @@ def misfit(what: str, version: str = vllm.__version__) -> UnsupportedError:
 
 try:
     from vllm import SamplingParams
+    from vllm.distributed.kv_events import (
+        AllBlocksCleared,
+        BlockRemoved,
+        BlockStored,
+        EventPublisher,
+    )
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -45,10 +54,11 @@ try:
     from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
     from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.attention.backends import utils as backend_utils
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -76,6 +86,50 @@ def is_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def memory_node(gpu: int) -> int | None:
+    """Return the memory node next to a GPU; None if vLLM does not tell."""
+    if not current_platform.is_cuda():  # that of CPUs has no such method, and says so in the log
+        return None
+    ask = getattr(current_platform, "get_device_numa_node", None)
+    node: int | None = ask(gpu) if ask is not None else None
+    return node
+
+
+def has_kv_layout(name: str) -> bool:
+    """Whether this vLLM has a KV cache layout of that name for its device; CPUs keep theirs."""
+    layouts: Any = getattr(backend_utils, "KVCacheLayout", None)
+    return not is_cpu() and layouts is not None and hasattr(layouts, name)
+
+
+def copy_batch() -> CopyBatch | None:
+    """Return vLLM's copy of many runs of bytes at once (``vllm._custom_ops.swap_blocks_batch``) on
+    the current stream, or None where this build of vLLM does not have it."""
+    if is_cpu():
+        return None
+    from vllm import _custom_ops  # it loads the extension
+
+    if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        return None
+    found: CopyBatch | None = getattr(_custom_ops, "swap_blocks_batch", None)
+    return found
+
+
+def load_nccl() -> Any:
+    """Return vLLM's calls of NCCL's library. ConfigError if it cannot be loaded: vLLM's own
+    message has several lines."""
+    from vllm.distributed.device_communicators import pynccl_wrapper
+
+    try:
+        path = pynccl_wrapper.find_nccl_library()
+        ctypes.CDLL(path)
+        return pynccl_wrapper.NCCLLibrary(path)
+    except (ValueError, OSError, AttributeError) as error:
+        raise ConfigError(
+            f"--tetri-link nccl: vLLM cannot load NCCL ({error}). Install nvidia-nccl-cu12 (or "
+            "cu13), set VLLM_NCCL_SO_PATH to the library's file, or use --tetri-link auto"
+        ) from None
+
+
 # Functions and methods of vLLM that are called, also from what overrides them, and the
 # parameters beside `self` that we know: others may follow if they are optional.
 SIGNATURES = {
@@ -87,6 +141,7 @@ SIGNATURES = {
     "Scheduler.add_request": "request",
     "Scheduler.finish_requests": "request_ids finished_status",
     "Scheduler.set_pause_state": "pause_state",
+    "Scheduler.reset_prefix_cache": "reset_running_requests reset_connector",
     "Scheduler._reserve_prefill_lookahead": "request num_computed_tokens num_new_tokens",
     "Scheduler._handle_blocked_waiting_request": "request",
     "StructuredOutputManager.accept_tokens": "request new_token_ids",
@@ -95,6 +150,9 @@ SIGNATURES = {
     "KVCacheManager.get_computed_blocks": "request",
     "KVCacheManager.get_block_ids": "request_id",
     "BlockPool.get_num_free_blocks": "",
+    "EventPublisher.publish": "events",
+    "BlockPool.touch": "blocks",
+    "BlockPool.free_blocks": "ordered_blocks",
     "SingleTypeKVCacheManager.get_num_skipped_tokens": "num_computed_tokens",
     "get_request_block_hasher": "hash_block_size caching_hash_fn",
     "get_hash_fn_by_name": "hash_fn_name",
@@ -107,8 +165,11 @@ SIGNATURES = {
     "engine_core_timestamp iteration_stats",
     "OutputProcessor._update_stats_from_finished": "req_state finish_reason iteration_stats",
 }
-# Methods of ours that vLLM calls since the release after the oldest tested one.
-NOT_EVERYWHERE = {"KVConnectorBase_V1.get_loaded_kv_cache_group_ids"}
+# Methods of ours that not every tested release calls.
+NOT_EVERYWHERE = {
+    "KVConnectorBase_V1.get_loaded_kv_cache_group_ids",  # not in 0.31
+    "KVConnectorBase_V1.unregister_kv_caches",  # from 0.33 on
+}
 # Attributes that we read (R) or set (W).
 ATTRIBUTES = {
     "Scheduler": (
@@ -124,6 +185,7 @@ ATTRIBUTES = {
         "connector_prefix_cache_stats",  # W: for these
         "log_stats",  # R
         "kv_cache_config",  # R: .kv_cache_groups
+        "kv_event_publisher",  # R, W: ours before it
         "kv_cache_manager",  # R: .block_pool.num_gpu_blocks, .block_pool.get_num_free_blocks(),
         # .get_computed_blocks(request), .coordinator
         "max_num_scheduled_tokens",  # R, W: per-step token budget
@@ -140,7 +202,7 @@ ATTRIBUTES = {
         "kv_transfer_params",  # R
         "priority",  # R
         "is_prefill_chunk",  # R
-        "max_tokens",  # W: 1 on the prefill side
+        "max_tokens",  # R, W: 1 on the prefill side
         "num_prompt_tokens",  # R
         "prompt_token_ids",  # R
         "num_computed_tokens",  # R
@@ -151,6 +213,7 @@ ATTRIBUTES = {
         "lora_request",  # R: None without an adapter
         "num_tokens_with_spec",  # R: with drafts
         "all_token_ids",  # R
+        "block_hashes",  # R: of its full blocks of hash_block_size tokens
         "append_output_token_ids",  # R: prior output, before the request is queued
         "sampling_params",  # R
         "structured_output_request",  # R: .grammar, None until it is compiled
@@ -159,7 +222,12 @@ ATTRIBUTES = {
         "prefill_stats",  # R, W: .num_cached_tokens of a prompt whose KV came
         "status",  # R
     ),
+    "BlockPool": (
+        "enable_caching",  # R: whether there is a prefix cache
+        "enable_kv_cache_events",  # R, W: switched on for routers
+    ),
     "KVConnectorBase_V1": ("_vllm_config",),  # R
+    "KVCacheManager": ("block_pool", "use_eagle"),  # R
     "KVCacheCoordinator": ("single_type_managers",),  # R: .block_size, .kv_cache_spec
     "OutputProcessor": ("lora_states",),  # R: told of a request that another instance ends
     "IterationStats": (

@@ -27,14 +27,16 @@ from vllm_tetri.engine.compat import (
     Request,
     SchedulerOutput,
     SupportsHMA,
+    copy_batch,
     get_kv_transfer_group,
     get_tp_group,
+    has_kv_layout,
     has_kv_transfer_group,
 )
 from vllm_tetri.engine.continuation import teach_v1_runner
 from vllm_tetri.engine.endpoint import Endpoint
 from vllm_tetri.engine.identity import alone_identity, identity_of, shards_of, why_alone
-from vllm_tetri.engine.roles import CONFIG_KEY
+from vllm_tetri.engine.roles import CONFIG_KEY, config_of_rank, rank_of
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.errors import ProtocolError
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BLOCK_OUTERMOST = "BLHNC"  # vLLM's name of a KV cache layout
+
 
 class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     """Pushes prefilled KV to decode instances and loads KV that was pushed here."""
@@ -60,12 +64,19 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._alone = why_alone(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._tetri = decode_config(extra[CONFIG_KEY])
+        self._tetri = config_of_rank(decode_config(extra[CONFIG_KEY]), rank_of(vllm_config))
         self._cache_config = kv_cache_config
         self.worker: KVWorker | None = None  # executes the orders of steps
-        self._shape: WorkerShape | None = None
+        self.shape: WorkerShape | None = None  # of the worker, once it has KV
         if role is KVConnectorRole.SCHEDULER:
             self.endpoint = Endpoint(fit_to_chunking(self._tetri, vllm_config), vllm_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for blocks that have all layers in one run of bytes, so that a GPU copies each at
+        once. vLLM 0.32 takes it as a wish and warns where the attention backend has no such layout;
+        the user's VLLM_KV_CACHE_LAYOUT goes first."""
+        return BLOCK_OUTERMOST if has_kv_layout(BLOCK_OUTERMOST) else None
 
     # -- worker half --------------------------------------------------------
 
@@ -74,17 +85,20 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         tensors, alone = list(kv_caches.values()), self._alone
         group = get_tp_group()
         try:
-            mover = None if alone else mover_for(tensors, self._cache_config.num_blocks)
+            mover = (
+                None if alone else mover_for(tensors, self._cache_config.num_blocks, copy_batch())
+            )
         except ValueError as error:
             mover, alone = None, str(error)
         if mover is None:
             identity = alone_identity(self._vllm_config)
-            self._shape = WorkerShape(identity, KVLayout(1, Shards()), alone)
+            self.shape = WorkerShape(identity, KVLayout(1, Shards()), alone)
             return
         shards = shards_of(self._vllm_config, self._cache_config, tensors)
         identity = identity_of(self._vllm_config, self._cache_config, tensors, shards)
-        layout = KVLayout(mover.block_bytes * shards.num_parts, shards)
-        self._shape = WorkerShape(identity, layout)
+        block_bytes = mover.layout.block_bytes * shards.num_parts
+        layout = KVLayout(block_bytes, shards, mover.device is not None)
+        self.shape = WorkerShape(identity, layout)
         self.worker = KVWorker(
             config=self._tetri,
             identity=identity,
@@ -92,9 +106,21 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             rank=group.rank_in_group,
             shards=shards,
         )
+        self.worker.track_layers(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Let no copy touch KV any more: vLLM 0.33 calls this before it unmaps KV (sleep mode)."""
+        if self.worker is not None:
+            self.worker.settle()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._shape
+        """Describe the worker, whose graphs are captured and whose device has its memory: what is
+        free now stays free. No pool of sleep mode takes what is allocated here."""
+        if self.worker is not None and self.shape is not None:
+            max_len = self._vllm_config.model_config.max_model_len
+            sizes = [each.kv_cache_spec.block_size for each in self._cache_config.kv_cache_groups]
+            self.shape.arena = self.worker.open_arena(sum(-(-max_len // each) for each in sizes))
+        return self.shape
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self.worker is not None:
@@ -115,7 +141,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks are sent by chunk, not by layer."""
+        """Push a layer of what leaves layer by layer (`--tetri-push`)."""
+        if self.worker is not None:
+            self.worker.record_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Push the ends of prompts: the forward pass is over, and so is that of a draft model. Any
@@ -154,6 +182,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if num_tokens is None:
             return None, is_background
+        endpoint.scheduler.pins.ask(request.request_id)
         missing_tokens = request.num_tokens - 1 - num_computed_tokens - num_tokens
         is_admitted = endpoint.scheduler.admits(request, missing_tokens)
         return (num_tokens if is_admitted else None), is_background
@@ -168,6 +197,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self.endpoint.receives.admitted(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self.endpoint.scheduler.pins.end_step()
         meta = StepMeta(loads=self.endpoint.receives.take_loads())
         self.endpoint.sends.fill(meta, scheduler_output)
         meta.is_empty = not scheduler_output.total_num_scheduled_tokens
@@ -186,6 +216,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         endpoint = self.endpoint
         endpoint.receives.finish(request)
+        endpoint.cache.record_request(request)
         must_stay, prefilled = endpoint.sends.finish(request, block_ids)
         self._send_notes()
         if prefilled is None:
@@ -198,15 +229,20 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         """Exchange no KV any more. vLLM calls this when KV becomes invalid because weights are
         about to be replaced (pause, sleep), and does not tell what they are replaced by."""
         self.endpoint.leave_exchange()
+        if (worker := self._worker_here()) is not None:
+            worker.settle()
         return True
+
+    def _worker_here(self) -> KVWorker | None:
+        """Return the worker if it is in this process."""
+        other = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return other.worker if isinstance(other, TetriConnector) else None
 
     def _send_notes(self) -> None:
         """Send notes before the next step if the worker is in this process."""
-        if has_kv_transfer_group():
-            other = get_kv_transfer_group()
-            if isinstance(other, TetriConnector) and other.worker is not None:
-                for endpoint, note in self.endpoint.sends.take_notes():
-                    other.worker.send_note(endpoint, note)
+        if (worker := self._worker_here()) is not None:
+            for endpoint, note in self.endpoint.sends.take_notes():
+                worker.send_note(endpoint, note)
 
     def shutdown(self) -> None:
         if self.worker is not None:

@@ -13,7 +13,7 @@ from random import Random
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.view import Snapshot
-from vllm_tetri.engine.compat import Request
+from vllm_tetri.engine.compat import Request, RequestStatus
 from vllm_tetri.engine.prediction import Predictions
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.messages import Dispatched, PrefillEnding
@@ -71,6 +71,7 @@ class Dispatcher:
             may_wait=not request.is_finished(),
             anywhere=params.anywhere,
             adapter=request.lora_request.lora_name if request.lora_request else "",
+            cached=params.held,
         )
 
     def need(self, request: Request, num_bytes: int) -> Need:
@@ -102,3 +103,17 @@ class Dispatcher:
         self._agent.publish(
             Dispatched(params.request, params.transfer, instance, reason, predicted, ending)
         )
+
+
+def is_short(request: Request) -> bool:
+    """Whether the client wants one token only."""
+    return request.sampling_params is not None and request.sampling_params.max_tokens == 1
+
+
+def is_final(request: Request, max_model_len: int) -> bool:
+    """Whether the first token would have ended the output on one instance, too."""
+    return (
+        request.status is RequestStatus.FINISHED_STOPPED
+        or is_short(request)
+        or request.num_tokens >= max_model_len
+    )

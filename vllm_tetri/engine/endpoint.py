@@ -17,6 +17,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING
 
 import psutil
+from msgspec.structs import replace as replace_struct
 
 import vllm_tetri
 from vllm_tetri.config import TetriConfig
@@ -33,13 +34,15 @@ from vllm_tetri.engine.prediction import (
     make_predictor,
 )
 from vllm_tetri.engine.receive import ReceiveSide
-from vllm_tetri.engine.roles import device_place
+from vllm_tetri.engine.roles import device_place, first_gpu, near_device, rank_of
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.errors import TransferError
-from vllm_tetri.handover import DecodeParams, PrefillParams
+from vllm_tetri.handover import RANK_DRAINED, DecodeParams, PrefillParams
+from vllm_tetri.messages import CacheReport
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
+from vllm_tetri.transport.nixl import offer_nixl
 from vllm_tetri.transport.segments import (
     LEAST_BYTES,
     LEAST_CUDA_BYTES,
@@ -80,8 +83,12 @@ class Endpoint(LoadReader):
         to find its chunk size first."""
         config, vllm_config = self.config, self._vllm_config
         self.alone = shape.alone
-        self.receiver = self._open_receiver(shape)
-        self.receives = ReceiveSide(self.receiver, shape.layout, self.scheduler.blocks, config)
+        with near_device(first_gpu(vllm_config)):
+            self.receiver = self._open_receiver(shape)
+        has_arena = self.receiver.stats().arena_total_bytes > 0
+        self._nixl = offer_nixl(self.receiver, config.link, config.host) if has_arena else None
+        blocks, pins = self.scheduler.blocks, self.scheduler.pins
+        self.receives = ReceiveSide(self.receiver, shape.layout, blocks, pins, config)
         self.info = self._describe(shape, self.receiver.endpoint)
         self.agent = Agent(
             config.control,
@@ -101,7 +108,7 @@ class Endpoint(LoadReader):
         self.sends = SendSide(
             config,
             shape.layout,
-            self.scheduler.blocks,
+            blocks,
             vllm_config.model_config.max_model_len,
             self.scheduler.kv_cache_manager,
             self.dispatcher,
@@ -146,17 +153,19 @@ class Endpoint(LoadReader):
                 config.instance, self.alone,
             )  # fmt: skip
             return open_with(arena_bytes=0)
-        size = self._arena_size(layout)
+        size, arena = self._arena_size(shape), shape.arena
         while True:
             try:
-                receiver = open_with(arena_bytes=size.num_bytes)
+                receiver = open_with(arena_bytes=size.num_bytes, has_host_memory=arena is None)
                 break
             except TransferError:
-                if config.arena_bytes is not None or not size.num_bytes:
+                if arena or config.arena_bytes is not None or not size.num_bytes:
                     raise
                 # Instances that start at the same time have taken it.
                 num_blocks = size.num_bytes // 2 // layout.block_bytes
                 size = ArenaSize(num_blocks * layout.block_bytes, "room in /dev/shm")
+        if arena is not None:
+            receiver.offer(arena.kind, arena.offer(receiver.segment))
         mib, tokens = size.num_bytes / (1 << 20), self._arena_tokens(layout, size.num_bytes)
         limit = f"; limited by {size.limit}" if size.limit else ""
         if tokens:
@@ -170,7 +179,10 @@ class Endpoint(LoadReader):
             )  # fmt: skip
         return receiver
 
-    def _arena_size(self, layout: KVLayout) -> ArenaSize:
+    def _arena_size(self, shape: WorkerShape) -> ArenaSize:
+        layout = shape.layout
+        if shape.arena is not None:
+            return ArenaSize(shape.arena.num_bytes)
         if self.config.arena_bytes is not None:
             return ArenaSize(self.config.arena_bytes, "--tetri-arena-bytes")
         num_blocks = self.scheduler.blocks.count(self._vllm_config.model_config.max_model_len)
@@ -212,9 +224,10 @@ class Endpoint(LoadReader):
             reasons=bool(parser) or model.hf_config.model_type == "gpt_oss",
             num_routers=len(self.config.control),
             arena_tokens=self._arena_tokens(shape.layout, arena_bytes),
-            device=self.config.device or device_place(),
+            device=self.config.device or device_place(first_gpu(self._vllm_config)),
             checkpoint=checkpoint_name(self._vllm_config),
             alone=self.alone,
+            rank=rank_of(self._vllm_config),
         )
 
     # -- requests ---------------------------------------------------------------
@@ -223,6 +236,10 @@ class Endpoint(LoadReader):
         """Add a new request to the side of KV transfer that its parameters name, if any."""
         match params:
             case PrefillParams() if not self.alone:
+                if params.marks:
+                    known = self.cache.known_tokens(request, params.marks)
+                    held = {name: min(each, known) for name, each in params.held.items()}
+                    params = replace_struct(params, held=held)
                 self.sends.add(request, params)
                 self.predictions.begin(request)
             case DecodeParams():
@@ -240,6 +257,11 @@ class Endpoint(LoadReader):
         self.sends.cancel(transfer)
         self.receives.cancel(transfer)
 
+    def read_cache(self, seq: int, *, is_all: bool) -> CacheReport | None:
+        """Return what changed in the prefix cache since the last call, or all that it holds; None
+        if that is nothing."""
+        return self.cache.report(self.info.id, seq, is_all=is_all) if self.cache.is_on else None
+
     def lose(self, transfer: TransferId) -> None:
         """Record that the sender of a transfer is unresponsive."""
         self.receives.lose(transfer)
@@ -251,9 +273,11 @@ class Endpoint(LoadReader):
 
     def on_drained(self) -> None:
         """End `vllm serve` as an operator would, with SIGINT and so with status 0. Its engine
-        is a child of the API server, or of what started several of those; either stops both."""
+        is a child of the API server, or of what started several of those; either stops both. A
+        data-parallel rank only tells: the API server ends with its last rank."""
         server = multiprocessing.parent_process()
-        os.kill(os.getpid() if server is None or server.pid is None else server.pid, signal.SIGINT)
+        pid = os.getpid() if server is None or server.pid is None else server.pid
+        os.kill(pid, signal.SIGINT if self.info.rank is None else RANK_DRAINED)
 
     def is_idle(self) -> bool:
         """Whether the engine has no requests."""
@@ -294,4 +318,6 @@ class Endpoint(LoadReader):
         self.lengths_store.close()
         if self._has_started:
             self.agent.close()
+            if self._nixl is not None:
+                self._nixl.close()
             self.receiver.close()

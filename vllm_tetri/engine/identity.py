@@ -25,7 +25,13 @@ import torch
 import vllm
 from huggingface_hub import snapshot_download
 
-from vllm_tetri.engine.compat import KVCacheConfig, KVCacheGroupSpec, LoRARequest, Request
+from vllm_tetri.engine.compat import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    LoRARequest,
+    Request,
+    current_platform,
+)
 from vllm_tetri.engine.roles import NAMES_KEY
 from vllm_tetri.handover import digest_of
 from vllm_tetri.transport.shards import Shards, head_pages
@@ -320,7 +326,10 @@ def reasons_alone(vllm_config: VllmConfig) -> dict[str, bool]:
     """Return the reasons that the configuration alone tells, and whether they apply."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     media, drafts = model.multimodal_config, vllm_config.speculative_config
+    device = current_platform.device_name
+    is_known = current_platform.is_cpu() or current_platform.is_cuda()
     return {
+        f"it runs on {device}, and only KV of CPUs and CUDA GPUs travels": not is_known,
         "it generates no text": model.runner_type == "pooling",
         "it has an encoder and a decoder": model.is_encoder_decoder,
         "it prunes videos, of which only it knows the positions": media is not None

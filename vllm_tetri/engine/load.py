@@ -16,7 +16,7 @@ from typing import Protocol
 import psutil
 
 from vllm_tetri.control.agent import Agent
-from vllm_tetri.engine.blocks import PromptBlocks
+from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import KVCacheManager, Request
 from vllm_tetri.engine.continuation import Continuations
@@ -25,6 +25,7 @@ from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.prediction import LengthsStore, Predictions
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.engine.receive import ReceiveSide
+from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, OutputLengths
@@ -52,6 +53,7 @@ class SchedulerState(Protocol):
     waiting: PrefillQueue
     kv_cache_manager: KVCacheManager
     blocks: PromptBlocks
+    pins: Pins
     gate: DecodeGate  # the admission policy of decodes
     lengths: OutputLengths
     continuations: Continuations
@@ -70,6 +72,7 @@ class LoadReader:
     thread reads there."""
 
     scheduler: SchedulerState  # set by the scheduler, before `start` sets the next ones
+    cache: CacheLog  # of the prefix cache; set by the scheduler as well
     receiver: Receiver
     agent: Agent
     dispatcher: Dispatcher
@@ -126,6 +129,8 @@ class LoadReader:
             kv_bytes_sent=sends.sent_bytes,
             kv_bytes_received=receives.loaded_bytes,
             kv_loads_failed=receives.loads_failed,
+            kv_bytes_kept=sends.kept_bytes,
+            kv_gone=receives.num_gone,
             continued=continuations.num_continued,
             recomputed=sum(continuations.refused.values()),
             dropped_messages=agent.dropped_messages,

@@ -31,7 +31,7 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.engine.identity import adapter_digest
 from vllm_tetri.engine.roles import CONFIG_KEY
-from vllm_tetri.handover import INSTANCE_PATH, USAGE_HEADER, Prefilled, from_params
+from vllm_tetri.handover import INSTANCE_PATH, RANK_DRAINED, USAGE_HEADER, Prefilled, from_params
 
 _MARGIN_S = 1.0
 
@@ -121,7 +121,7 @@ def drain_on_sigterm(server: Any, drain_s: float) -> None:
     it; the latter two also end connections whose clients still wait for a response.
     """
     loop = asyncio.get_running_loop()
-    is_draining = False
+    is_draining, num_drained = False, 0
 
     def end() -> None:
         server.force_exit = True  # uvicorn's, which else waits for all connections
@@ -129,8 +129,7 @@ def drain_on_sigterm(server: Any, drain_s: float) -> None:
 
     def on_sigterm() -> None:
         nonlocal is_draining
-        children = multiprocessing.active_children()
-        engines = [each.pid for each in children if each.name.startswith("EngineCore") and each.pid]
+        engines = _engines()
         if is_draining or not engines:
             end()
             return
@@ -140,7 +139,21 @@ def drain_on_sigterm(server: Any, drain_s: float) -> None:
             os.kill(engine, signal.SIGUSR1)  # `Endpoint` has a handler
         loop.call_later(drain_s + _MARGIN_S, end)
 
+    def on_rank_drained() -> None:
+        nonlocal num_drained
+        num_drained += 1
+        if num_drained >= len(_engines()):
+            signal.raise_signal(signal.SIGINT)
+        else:
+            _log.info("a data-parallel rank has drained; the others go on")
+
     loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+    loop.add_signal_handler(RANK_DRAINED, on_rank_drained)
+
+
+def _engines() -> list[int]:
+    children = multiprocessing.active_children()
+    return [each.pid for each in children if each.name.startswith("EngineCore") and each.pid]
 
 
 def _config_of(scope: Scope) -> TetriConfig:

@@ -187,6 +187,17 @@ def decodes_first(running: list[Request]) -> list[Request]:
     return [request for request in running if not request.is_prefill_chunk] + prompts
 
 
+def due_tokens(decode: Request, most_drafts: int) -> int:
+    """Return how many tokens of a running decode the next step computes: one and its drafts, none
+    where the outputs under way are sure to be its last (`Scheduler.schedule` leaves it out)."""
+    under_way, computed = decode.num_output_placeholders, decode.num_computed_tokens
+    if under_way and computed + 2 - under_way >= decode.num_prompt_tokens + decode.max_tokens:
+        return 0
+    if not most_drafts:
+        return 1
+    return min(max(1, decode.num_tokens_with_spec + under_way - computed), 1 + most_drafts)
+
+
 def share_in_order(running: Sequence[Request], left_tokens: int) -> dict[str, int]:
     """Return the tokens of a step for each started prompt, by request id."""
     shares = {}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
+import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from msgspec import structs
 
 from vllm_tetri.config import (
     DRAIN_S,
@@ -22,12 +26,17 @@ from vllm_tetri.config import (
     is_loopback,
     option_of,
 )
-from vllm_tetri.engine.compat import current_platform, is_cpu
+from vllm_tetri.engine.compat import current_platform, is_cpu, memory_node
 from vllm_tetri.engine.prediction import require_predictor
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.security import read_secret, secret_file_of
 from vllm_tetri.transport.segments import sweep_segments
-from vllm_tetri.types import Role
+from vllm_tetri.types import Role, rank_name
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
 
 SCHEDULER = "vllm_tetri.engine.scheduler.make_scheduler"
 CONNECTOR = "TetriConnector"
@@ -37,21 +46,21 @@ EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"
 CONFIG_KEY = "tetri"
 NAMES_KEY = "tetri_models"  # the names that the API server serves the model by
 
-# Where vLLM's prefill saturates on CPUs (paper section 3.3.3 takes 512 on its GPUs).
-CPU_CHUNK_TOKENS = 256
+# Where vLLM's prefill saturates on CPUs. Where it does on a GPU depends on GPU and model, so it is
+# measured there. With an objective, steps beside decodes are sized by what steps take; a chunk then
+# bounds only how long a request that comes to decode waits for the step before it. Neither has run
+# on a GPU.
+CPU_CHUNK_TOKENS, OBJECTIVE_CHUNK_TOKENS = 256, 2048
 
 # Options that a role decides. A user's own value contradicts the role.
 OWNED = ("scheduler_cls", "kv_transfer_config")
-# Options that would be served wrongly with a role, and why. They are on if they have a value, those
-# of `_COUNTS` above 1. What else cannot be handed over is served alone (`identity.why_alone`).
-_COUNTS = {
-    "data_parallel_size": "a router would take its engines for one instance; start one instance "
-    "per rank instead, with vllm-tetri up --decode N or --both N"
-}
-REFUSED = {
-    "kv_offloading_size": "vLLM replaces the connector that hands KV over by another one",
-    **_COUNTS,
-}
+# Options that would be served wrongly with a role, and why. What else cannot be handed over is
+# served alone (`identity.why_alone`).
+REFUSED = {"kv_offloading_size": "vLLM replaces the connector that hands KV over by another one"}
+# One process has to know which ranks have drained.
+_ONE_SERVER = (
+    "--api-server-count %d: with --data-parallel-size and a role one API server is started"
+)
 
 _MEMORY_NODES = Path("/sys/devices/system/node")
 _WORKERS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
@@ -86,7 +95,7 @@ def expand_role(
     namespace.shutdown_timeout = 0
     require_predictor(config)
     read_secret(config.secret_file)
-    _require_free_port(config)
+    _require_free_ports(config, getattr(namespace, "data_parallel_size", None) or 1)
     namespace.scheduler_cls = SCHEDULER
     model = getattr(namespace, "model_tag", None) or namespace.model
     # Not vLLM's configuration: that knows one name only, offline the folder of the hub's cache.
@@ -94,6 +103,10 @@ def expand_role(
     namespace.kv_transfer_config = kv_transfer_config(config, names)
     # A new list: the argparse default is shared by all parsers.
     namespace.middleware = [*(namespace.middleware or []), MIDDLEWARE]
+    if (getattr(namespace, "data_parallel_size", None) or 1) > 1:
+        if (getattr(namespace, "api_server_count", None) or 1) > 1:
+            logger.warning(_ONE_SERVER, namespace.api_server_count)
+        namespace.api_server_count = 1
     if is_cpu():
         _arrange_cpu_workers(namespace)
     # On Ctrl-C vLLM kills its engine process at once, so this one removes its segments.
@@ -105,10 +118,10 @@ def _arrange_cpu_workers(namespace: argparse.Namespace) -> None:
     and would steal the cores that instances share. Let several share a memory node, of which vLLM's
     own binding wants one for each."""
     num_workers = prod(getattr(namespace, each, None) or 1 for each in _WORKERS)
-    if num_workers == 1:
-        if getattr(namespace, "distributed_executor_backend", None) is None:
-            namespace.distributed_executor_backend = EXECUTOR
-    elif num_workers > len(list(_MEMORY_NODES.glob("node[0-9]*"))):
+    num_engines = getattr(namespace, "data_parallel_size", None) or 1
+    if num_workers == 1 and getattr(namespace, "distributed_executor_backend", None) is None:
+        namespace.distributed_executor_backend = EXECUTOR
+    if 1 < num_workers * num_engines > len(list(_MEMORY_NODES.glob("node[0-9]*"))):
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
@@ -134,9 +147,13 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
     given.setdefault("url", f"{scheme}://{address}:{port}")
     given["secret_file"] = secret_file_of(given.get("secret_file"))
     given["drain_s"] = getattr(namespace, "shutdown_timeout", 0) or DRAIN_S
-    if is_cpu():
-        given.setdefault("chunk_size", CPU_CHUNK_TOKENS)
+    given.setdefault("chunk_size", _chunk_size(has_objective=given.get("tbt_slo_s") is not None))
     config = decode_config({**given, "role": role.value})
+    if config.push in ("layer", "auto") and not is_cpu():
+        raise ConfigError(
+            f"--tetri-push {config.push}: KV leaves layer by layer from host memory only, since "
+            "vLLM's hooks of layers forbid full CUDA graphs; use chunk"
+        )
     if remote and is_loopback(urlsplit(config.url).hostname or ""):
         option = "--tetri-host" if is_anywhere else "--host"
         raise ConfigError(
@@ -153,19 +170,24 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
     return config
 
 
-def _require_free_port(config: TetriConfig) -> None:
-    """Refuse a KV port that is taken, before the model is loaded."""
-    if not config.kv_port:
-        return
+def _chunk_size(*, has_objective: bool) -> int | str:
+    if is_cpu():
+        return CPU_CHUNK_TOKENS
+    return OBJECTIVE_CHUNK_TOKENS if has_objective else "auto"
+
+
+def _require_free_ports(config: TetriConfig, num_ranks: int) -> None:
+    """Refuse KV ports of which one is taken, before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        socket.create_server((config.host, config.kv_port), family=family).close()
-    except OSError as error:
-        why = str(error.strerror).partition(" (")[0].lower()
-        raise ConfigError(
-            f"--tetri-kv-port {config.kv_port}: {why} on {config.host}; every instance of a host "
-            "needs a port of its own, or 0 for any free one"
-        ) from error
+    for port in range(config.kv_port, config.kv_port + num_ranks) if config.kv_port else ():
+        try:
+            socket.create_server((config.host, port), family=family).close()
+        except (OSError, OverflowError) as error:
+            why = str(getattr(error, "strerror", error)).partition(" (")[0].lower()
+            raise ConfigError(
+                f"--tetri-kv-port {port}: {why} on {config.host}; every instance of a host, and "
+                "every data-parallel rank, needs a port of its own, or 0 for any free one"
+            ) from error
 
 
 def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
@@ -177,8 +199,7 @@ def _refuse_conflicts(namespace: argparse.Namespace, role: str) -> None:
             option = "--" + attribute.replace("_", "-")
             raise ConfigError(f"--role {role} sets {option} itself; give one of the two, not both")
     for attribute, reason in REFUSED.items():
-        value = getattr(namespace, attribute, None)
-        if value and not (attribute in _COUNTS and value == 1):
+        if getattr(namespace, attribute, None):
             raise UnsupportedError(
                 f"--{attribute.replace('_', '-')} cannot be combined with --role {role}: {reason}"
             )
@@ -199,9 +220,70 @@ def kv_transfer_config(config: TetriConfig, names: Sequence[str]) -> Any:
     )
 
 
-def device_place() -> str:
-    """Return the host and what of it this engine computes on; instances with an equal value
-    share it."""
+def rank_of(vllm_config: VllmConfig) -> int | None:
+    """Return which of the engines of one API server this one is, as requests name it; None if it
+    is the only one. vLLM names the engines of several ranks differently (`EngineCoreProc.
+    run_engine_core`); their data-parallel size is 1 if they need not step together."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    is_alone = transfer.engine_id == transfer.kv_connector_extra_config[CONFIG_KEY]["instance"]
+    if is_alone or parallel.data_parallel_external_lb:
+        return None
+    by_node = parallel.data_parallel_hybrid_lb
+    return int(parallel.data_parallel_rank_local if by_node else parallel.data_parallel_index)
+
+
+def config_of_rank(config: TetriConfig, rank: int | None) -> TetriConfig:
+    """Return the configuration of one rank, which has a name and a KV port of its own."""
+    if rank is None:
+        return config
+    port = config.kv_port + rank if config.kv_port else 0
+    return structs.replace(config, instance=rank_name(config.instance, rank), kv_port=port)
+
+
+def first_gpu(vllm_config: VllmConfig) -> int:
+    """Return which of the GPUs that this process sees is its engine's first, as vLLM's workers
+    count them (`gpu_worker.Worker.init_device`)."""
+    parallel = vllm_config.parallel_config
+    rank = parallel.data_parallel_rank_local
+    rank = parallel.data_parallel_index if rank is None else rank
+    return int(rank * parallel.world_size)
+
+
+def device_place(gpu: int) -> str:
+    """Return the host and what of it this engine computes on, from its first GPU on; instances with
+    an equal value share it."""
     if is_cpu():
         return f"{platform.node()} cores {','.join(map(str, sorted(os.sched_getaffinity(0))))}"
-    return f"{platform.node()} {current_platform.get_device_uuid(0)}"
+    if current_platform.is_cuda():
+        with contextlib.suppress(NotImplementedError):  # CUDA without NVML
+            return f"{platform.node()} {current_platform.get_device_uuid(gpu)}"
+    # ROCm's platform counts devices that are not visible, too; XPU's has no such names.
+    visible = os.environ.get(current_platform.device_control_env_var) or "all"
+    return f"{platform.node()} {current_platform.device_name} {gpu} of {visible}"
+
+
+@contextlib.contextmanager
+def near_device(gpu: int, nodes: Path = _MEMORY_NODES) -> Iterator[None]:
+    """Run on the cores next to a GPU, where there are several memory nodes: the kernel takes the
+    pages that this thread touches first from their node. Threads that are started inside stay
+    there. It has not run on a GPU host."""
+    before = os.sched_getaffinity(0)
+    near = before & cores_of_node(nodes, memory_node(gpu)) or before
+    if near == before:
+        yield
+        return
+    os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def cores_of_node(nodes: Path, node: int | None) -> set[int]:
+    """Return the cores of a memory node; empty if the kernel does not tell."""
+    cores: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):
+        for part in (nodes / f"node{node}" / "cpulist").read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from vllm_tetri.engine.blocks import PromptBlocks
+from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.chunk_size import (
     ChunkProbe,
     cuts_freely,
@@ -40,8 +40,9 @@ from vllm_tetri.engine.continuation import continuations_of, pad_no_drafts, pass
 from vllm_tetri.engine.executor import CalmExecutor
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.middleware import CountsOnce
-from vllm_tetri.engine.pacing import StepClock, decodes_first, share_in_order
+from vllm_tetri.engine.pacing import StepClock, decodes_first, due_tokens, share_in_order
 from vllm_tetri.engine.queue import PrefillQueue
+from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
@@ -83,6 +84,7 @@ class TetriScheduler(Scheduler):
         self._lengths_store = store = endpoint.lengths_store
         self.lengths = OutputLengths(store.lengths, endpoint.predictions.get, self.max_model_len)
         self.blocks = blocks = PromptBlocks(self.kv_cache_manager)
+        self.pins = Pins(self.kv_cache_manager, blocks)
         total_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self.gate = DecodeGate(
             load_policy("admission", config.decode_policy if blocks.num_growing else "greedy"),
@@ -101,6 +103,9 @@ class TetriScheduler(Scheduler):
         self._is_stuck = False
         self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
         self._pinned_s = 0.0
+        # Ranks of a mixture of experts step together: none may make the others wait.
+        steps_alone = self.vllm_config.parallel_config.data_parallel_size == 1
+        self._arrival_wait_s = ARRIVAL_WAIT_S if steps_alone else 0.0
         order = load_policy("order", config.prefill_policy)
         self.waiting = PrefillQueue(
             PromptQueue(order, config.sched_batch, blocks.block_tokens, self.remaining_tokens),
@@ -120,6 +125,7 @@ class TetriScheduler(Scheduler):
             )
         self._set_role(config.role)
         endpoint.scheduler = self
+        endpoint.cache = self.kv_event_publisher = CacheLog(self, blocks)
 
     def _begin_stock(self, kwargs: dict[str, Any]) -> None:
         """Initialize what is vLLM's own; encoder-decoder models get our connector here."""
@@ -209,6 +215,12 @@ class TetriScheduler(Scheduler):
             self.clock.interrupt()
         return output
 
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        self.pins.release_all()  # vLLM resets it only while no block is used
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
+
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.clock.interrupt()
         super().set_pause_state(pause_state)
@@ -223,6 +235,7 @@ class TetriScheduler(Scheduler):
                 self.continuations.forget(request_id)
                 self.gate.forget(request_id)
         self.running = decodes_first(self.running)
+        self.pins.leave_room([*self.running, *self.kv_holding_waiting])
         self._set_budget()
         self.gate.begin_step(
             lambda: [*self.running, *self.kv_holding_waiting],
@@ -270,7 +283,7 @@ class TetriScheduler(Scheduler):
         receives, now = self._endpoint.receives, time.monotonic()
         num_busy = len(self.running) + len(self.kv_holding_waiting)
         if not num_busy and 0 < len(self.waiting) <= receives.num_waiting:
-            receives.wait(ARRIVAL_WAIT_S)
+            receives.wait(self._arrival_wait_s)
         elif receives.num_waiting and now - self._pinned_s >= self._pin_period_s:
             self._pinned_s = now
             receives.pin_arrived(self.requests)
@@ -286,24 +299,13 @@ class TetriScheduler(Scheduler):
         predictions.exchange()
         queue.let_in(predictions.holds)
         if 0 < len(queue.unpredicted) == len(queue) and not self.running:
-            predictions.exchange(ARRIVAL_WAIT_S)
+            predictions.exchange(self._arrival_wait_s)
             queue.let_in(predictions.holds)
 
     def _decode_tokens(self) -> int:
         """Return the tokens that decodes take of this step: one each, and drafts."""
-        # With asynchronous scheduling, prompts whose end is being computed are neither.
-        sends = self._endpoint.sends
-        return sum(
-            self._due_tokens(request)
-            for request in self.running
-            if not request.is_prefill_chunk and request.request_id not in sends
-        )
-
-    def _due_tokens(self, decode: Request) -> int:
-        if not self.num_spec_tokens:
-            return 1
-        tokens = decode.num_tokens_with_spec + decode.num_output_placeholders
-        return min(max(1, tokens - decode.num_computed_tokens), 1 + self.num_spec_tokens)
+        decodes = (each for each in self.running if not each.is_prefill_chunk)
+        return sum(due_tokens(each, self.num_spec_tokens) for each in decodes)
 
     def _share_out(self) -> None:
         """Share the chunk out among started prompts; the queue gets the rest."""
@@ -314,8 +316,7 @@ class TetriScheduler(Scheduler):
         free_blocks = self._free_per_group()
         chunk_tokens = self.max_num_scheduled_tokens - self._num_ready
         if len(self.running) > len(prompts.started):
-            decodes = (each for each in self.running if not each.is_prefill_chunk)
-            chunk_tokens -= sum(map(self._due_tokens, decodes))
+            chunk_tokens -= self._decode_tokens()
         self._shares = queue.lane.share_out(
             chunk_tokens,
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,

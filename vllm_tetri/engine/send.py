@@ -5,8 +5,10 @@ they put a name into a queue that the next step drains.
 
 Blocks that a step completes are pushed at the start of the next one, so they travel while
 the next chunk is computed; those of the last chunk right after its forward pass, while the
-first token is sampled. The decode instance is chosen after the first chunk (paper section
-3.3.4), when a predicted length may be known.
+first token is sampled, or with --tetri-push layer during it, each layer as it is done (Splitwise).
+The decode instance is chosen after the first chunk (paper section 3.3.4), when a predicted length
+may be known, or during it for layers. What that one holds of the prompt already, in its prefix
+cache, is not sent.
 """
 
 from __future__ import annotations
@@ -18,14 +20,8 @@ from dataclasses import dataclass, field
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.blocks import IdsByGroup, PromptBlocks
-from vllm_tetri.engine.compat import (
-    COMPLETE,
-    KVCacheManager,
-    Request,
-    RequestStatus,
-    SchedulerOutput,
-)
-from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.engine.compat import COMPLETE, KVCacheManager, Request, SchedulerOutput
+from vllm_tetri.engine.dispatcher import Dispatcher, is_final, is_short
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.step import (
     FREED,
@@ -64,6 +60,7 @@ class _Send:
     request: Request
     params: PrefillParams
     num_blocks: int  # of the prompt
+    held_tokens: int = 0  # of the prompt, by the chosen instance: they are not sent
     done_s: float = 0.0  # when the prompt was done
     dispatch: Dispatch | None = None
     attempt: int = 0
@@ -75,6 +72,7 @@ class _Send:
     num_chunks: int = 0
     cached_tokens: int = 0  # of the prompt, in the prefix cache when it was scheduled first
     last_tokens: int = 0  # of its newest chunk
+    by_layer: bool = False  # its last chunk leaves while it is computed
     retry_at: float = 0.0
     gave_up: bool = False
     refused: set[InstanceId] = field(default_factory=set)
@@ -116,7 +114,7 @@ class SendSide:
         self._stops, self._frees = list[str](), list[str]()
         self._notes: list[tuple[str, bytes]] = []
         self._cancelled: queue.SimpleQueue[TransferId] = queue.SimpleQueue()
-        self.prefills_done = self.chunks_done = self.sent_bytes = 0
+        self.prefills_done = self.chunks_done = self.sent_bytes = self.kept_bytes = 0
         self.handovers = HandoverFit()
 
     def __len__(self) -> int:
@@ -166,17 +164,20 @@ class SendSide:
 
     def _push_chunk(self, meta: StepMeta, send: _Send, num_tokens: int, now: float) -> None:
         """Push what earlier chunks completed, and after the last one the rest of the prompt."""
-        request, is_by_chunk = send.request, self._config.push == "chunk"
+        request, push = send.request, self._config.push
         block_ids = self._kv_cache.get_block_ids(request.request_id)
-        is_due = send.num_chunks > 0 and now >= send.retry_at
-        if is_due and self._choose(send) and is_by_chunk:
+        ends = request.num_computed_tokens + num_tokens >= request.num_tokens
+        may_pay = push == "layer" or (push == "auto" and self.handovers.pays_by_layer(num_tokens))
+        send.by_layer = ends and may_pay and not is_short(request)
+        is_due = (send.num_chunks > 0 or send.by_layer) and now >= send.retry_at
+        if is_due and self._choose(send) and push != "request":
             self._push(meta, meta.writes, send, block_ids, request.num_computed_tokens)
         if not send.num_chunks and not request.num_preemptions:
             send.cached_tokens = request.num_computed_tokens
         send.num_chunks, send.last_tokens = send.num_chunks + 1, num_tokens
         self.chunks_done += 1
-        if request.num_computed_tokens + num_tokens >= request.num_tokens:
-            if send.dispatch is not None and is_by_chunk and not _is_short(request):
+        if ends:
+            if send.dispatch is not None and push != "request" and not is_short(request):
                 self._push(meta, meta.tails, send, block_ids)
             self._announce_ending(send)
 
@@ -191,14 +192,17 @@ class SendSide:
         """Push what was not pushed before of the first `until` tokens, or of the whole prompt."""
         assert send.dispatch is not None
         request_id, num_tokens = send.request.request_id, send.request.num_prompt_tokens
-        runs = self._blocks.runs(num_tokens, ids, since=send.pushed_tokens, until=until)
+        first, pushed = send.held_tokens, send.pushed_tokens
+        runs = self._blocks.runs(num_tokens, ids, first=first, since=pushed, until=until)
         if until is not None and not runs:
             return
         if not send.is_open:
             send.is_open, send.round, send.num_ended = True, send.round + 1, 0
             endpoint = send.dispatch.kv_endpoint
-            meta.opens.append(Open(request_id, send.round, endpoint, send.name, send.num_blocks))
-        writes.append(Write(request_id, runs, is_last=until is None))
+            num_blocks = self._blocks.count(num_tokens, first)
+            meta.opens.append(Open(request_id, send.round, endpoint, send.name, num_blocks))
+        by_layer = send.by_layer and writes is meta.tails
+        writes.append(Write(request_id, runs, is_last=until is None, by_layer=by_layer))
         send.pushed_tokens, send.all_pushed = until or num_tokens, until is None
 
     def _choose(self, send: _Send) -> bool:
@@ -212,16 +216,21 @@ class SendSide:
                 send.full.clear()  # all were full: try them again
                 send.dispatch = choose(request, params, num_bytes, refused)
             if send.dispatch is not None:
+                reads_cache = not request.skip_reading_prefix_cache  # there as here
+                is_sure = reads_cache and send.dispatch.keeps_cache
+                held = params.held.get(send.dispatch.instance, 0) if is_sure else 0
+                send.held_tokens = self._blocks.hit_tokens(request.num_prompt_tokens, held)
                 self._dispatcher.announce(request, params, send.dispatch)
         return send.dispatch is not None
 
     def _announce_ending(self, send: _Send) -> None:
         """Let the router open the decode request while the last chunk is computed."""
         token_ids = send.request.prompt_token_ids or []
-        is_worth = len(token_ids) <= MAX_EARLY_TOKENS and not _is_short(send.request)
+        is_worth = len(token_ids) <= MAX_EARLY_TOKENS and not is_short(send.request)
         if send.dispatch is not None and is_worth:
             send.digest = prompt_digest(send.request)
-            ending = PrefillEnding(send.name, send.digest, list(token_ids), send.cached_tokens)
+            counted = send.cached_tokens, send.held_tokens
+            ending = PrefillEnding(send.name, send.digest, list(token_ids), *counted)
             self._dispatcher.announce(send.request, send.params, send.dispatch, ending)
 
     # -- the end of a request ---------------------------------------------
@@ -233,10 +242,10 @@ class SendSide:
         if send is None:
             return False, None
         handed_over = request.status in COMPLETE
-        is_final = handed_over and _is_final(request, self._max_model_len)
+        is_whole = handed_over and is_final(request, self._max_model_len)
         if handed_over:
             self.prefills_done += 1
-            if not is_final and self._choose(send):
+            if not is_whole and self._choose(send):
                 send.block_ids = block_ids
                 send.done_s = time.monotonic()
                 prefilled = self._prefilled(send)
@@ -248,7 +257,7 @@ class SendSide:
                     self._learn(send, 0.0)
                     del self._sends[request.request_id]
                 return not send.is_sent, prefilled
-        alone = self._prefilled(send, is_final=is_final) if handed_over else None
+        alone = self._prefilled(send, is_final=is_whole) if handed_over else None
         if send.round and not send.is_sent:  # a rank may still read
             self._free(send, lost=False)
             return True, alone
@@ -272,6 +281,7 @@ class SendSide:
             prompt_token_ids=[] if is_final or send.digest else list(token_ids),
             predicted=self._dispatcher.predictions.get(request.request_id),
             cached_tokens=send.cached_tokens,
+            held_tokens=send.held_tokens if dispatch else 0,
         )
 
     def take_notes(self) -> list[tuple[str, bytes]]:
@@ -294,6 +304,8 @@ class SendSide:
                     self._learn(send, now - send.done_s)
                 if send.dispatch is not None:
                     self._dispatcher.policy.record_transfer(send.dispatch, now, was_reached=True)
+                sent = self._blocks.count(send.request.num_prompt_tokens, send.held_tokens)
+                self.kept_bytes += (send.num_blocks - sent) * self._layout.block_bytes
             if send.block_ids is None and not send.freeing:
                 send.is_sent = True  # before vLLM reported that it ended
             elif self._notes:
@@ -304,8 +316,8 @@ class SendSide:
         return found
 
     def _learn(self, send: _Send, seconds: float) -> None:
-        if not send.retry_at:  # else it includes waiting for capacity
-            last_tokens = min(send.request.num_prompt_tokens, send.last_tokens)
+        if not (send.retry_at or send.by_layer):  # else it includes waiting, or not a last chunk
+            last_tokens = min(send.request.num_prompt_tokens - send.held_tokens, send.last_tokens)
             self.handovers.learn(last_tokens, seconds)
 
     # -- what can go wrong --------------------------------------------------
@@ -384,17 +396,3 @@ class SendSide:
     def _order_free(self, send: _Send) -> None:
         send.freeing, send.num_ended = True, 0
         self._frees.append(send.request.request_id)
-
-
-def _is_short(request: Request) -> bool:
-    """Whether the client wants one token only."""
-    return request.sampling_params is not None and request.sampling_params.max_tokens == 1
-
-
-def _is_final(request: Request, max_model_len: int) -> bool:
-    """Whether the first token would have ended the output on one instance, too."""
-    return (
-        request.status is RequestStatus.FINISHED_STOPPED
-        or _is_short(request)
-        or request.num_tokens >= max_model_len
-    )

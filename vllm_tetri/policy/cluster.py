@@ -43,6 +43,7 @@ class Need:
     output_tokens: float  # expected to be written
     num_bytes: int = 0  # size of its KV in a receive arena
     reserved_tokens: float | None = None  # output to reserve for; None for the expected output
+    cached_tokens: int = 0  # of the prompt, in the prefix cache where it is computed
 
     @property
     def is_heavy(self) -> bool:
@@ -292,7 +293,7 @@ class ClusterState:
                 continue
             row = self._own(name)
             if name == sent.prefill:
-                row.queued_tokens += sent.need.prompt_tokens
+                row.queued_tokens += sent.need.prompt_tokens - sent.need.cached_tokens
             if name == sent.decode:
                 row.add_decode(sent.need)
             if row.device:

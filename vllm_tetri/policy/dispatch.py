@@ -16,10 +16,11 @@ Every prefill instance decides alone, on loads that are a report period old.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
+from types import MappingProxyType
 
 from vllm_tetri.policy.adaptive import price_decode
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need, Takers
@@ -42,6 +43,8 @@ class Dispatch:
     kv_endpoint: str
     reason: str  # for the decision log; never parsed
     has_capacity: bool = True  # for the whole request as far as is known; else none has
+    # Whether what is cached there will be: requests that wait for memory take blocks of the cache.
+    keeps_cache: bool = True
 
 
 class DecodeCandidates:
@@ -148,18 +151,31 @@ DISPATCHES: dict[str, DispatchPolicy] = {
 
 
 def choose_decode(
-    candidates: DecodeCandidates, need: Need, policy: DispatchPolicy
+    candidates: DecodeCandidates,
+    need: Need,
+    policy: DispatchPolicy,
+    cached: Mapping[InstanceId, int] = MappingProxyType({}),
 ) -> Dispatch | None:
-    """Choose the decode instance for one request; None if no instance could take its KV. Takes
+    """Choose the decode instance for one request; None if no instance could take its KV. The one
+    that has most tokens of the prompt `cached` takes it unless it has more decodes. Takes
     microseconds."""
     if not candidates.rows:
         return None
     best = policy(candidates, need)
     if best is not None:
-        return Dispatch(best.id, best.kv_endpoint, f"{best.heavy}:{best.light} heavy:light")
+        holder = candidates.get(max(cached, key=cached.__getitem__)) if cached else None
+        if holder is not None and holder.decodes <= best.decodes:
+            best = holder
+        reason = f"{best.heavy}:{best.light} heavy:light"
+        return Dispatch(best.id, best.kv_endpoint, reason, keeps_cache=_keeps_cache(best, need))
     best = candidates.most_arena()
     reason = f"none of {len(candidates.rows)} has capacity: most free arena"
-    return Dispatch(best.id, best.kv_endpoint, reason, has_capacity=False)
+    return Dispatch(best.id, best.kv_endpoint, reason, has_capacity=False, keeps_cache=False)
+
+
+def _keeps_cache(row: InstanceRow, need: Need) -> bool:
+    # What waits there is taken to be as large as this request.
+    return row.free_tokens >= (1 + row.view.load.waiting) * need.total_tokens
 
 
 class DecodeDispatcher:
@@ -203,16 +219,18 @@ class DecodeDispatcher:
         may_wait: bool,
         anywhere: bool = False,
         adapter: str = "",
+        cached: Mapping[InstanceId, int] = MappingProxyType({}),
     ) -> Dispatch | None:
         """Choose where a request's KV goes that the `refused` instances did not take, one of those
         that have its LoRA adapter; with `anywhere` by what it costs, and this instance is a choice,
-        too. If no instance has capacity and the caller retries after the next chunk (`may_wait`),
-        returns None for up to `patience_s` (paper section 3.3.4 leaves this open)."""
+        too. Tokens of the prompt that are `cached` at an instance are not sent there. If no
+        instance has capacity and the caller retries after the next chunk (`may_wait`), returns None
+        for up to `patience_s` (paper section 3.3.4 leaves this open)."""
         avoided = {endpoint for endpoint, until in self._avoid_until_s.items() if now < until}
         rows = self._state.table.by_id.items() if avoided else ()
         unreachable = frozenset(name for name, row in rows if row.kv_endpoint in avoided)
         refused |= self._too_small(need) | self._without(adapter)
-        dispatch = self._cheapest(need, refused | unreachable) if anywhere else None
+        dispatch = self._cheapest(need, refused | unreachable, cached) if anywhere else None
         if dispatch is None and anywhere and not may_wait and self.me.id not in refused:
             # The prompt can stay where it is: this instance knows itself.
             reason = "adaptive: no instance has capacity, so it stays"
@@ -220,7 +238,7 @@ class DecodeDispatcher:
         for without in (refused | unreachable, refused):
             if dispatch is None:
                 candidates = DecodeCandidates(self._state, self.me, need, without, self._rng)
-                dispatch = choose_decode(candidates, need, self._policy)
+                dispatch = choose_decode(candidates, need, self._policy, cached)
         if dispatch is None:
             return None
         may_wait = may_wait and not dispatch.has_capacity
@@ -248,14 +266,19 @@ class DecodeDispatcher:
         digests = {name: each.digest for name, each in found.items() if each is not None}
         return frozenset(name for name in found if digests.get(name) != own.digest)
 
-    def _cheapest(self, need: Need, refused: frozenset[InstanceId]) -> Dispatch | None:
+    def _cheapest(
+        self, need: Need, refused: frozenset[InstanceId], cached: Mapping[InstanceId, int]
+    ) -> Dispatch | None:
         candidates = DecodeCandidates(self._state, self.me, need, refused, self._rng, anywhere=True)
         able, here = candidates.draw(_PRICED), candidates.get(self.me.id)
-        chosen = price_decode(able, need, at=here)
+        holders = (candidates.get(name) for name in cached)
+        able += [row for row in holders if row is not None and row not in able]
+        chosen = price_decode(able, need, at=here, cached=cached)
         if chosen is None:
             return None
-        endpoint = self._state.table.by_id[chosen[0]].kv_endpoint
-        return Dispatch(chosen[0], endpoint, f"adaptive: {chosen[1]}")
+        row = self._state.row(self._state.table.by_id[chosen[0]])
+        reason = f"adaptive: {chosen[1]}"
+        return Dispatch(row.id, row.kv_endpoint, reason, keeps_cache=_keeps_cache(row, need))
 
     def record_transfer(self, dispatch: Dispatch, now: float, *, was_reached: bool) -> None:
         """Record whether a transfer reached its endpoint; one that it did not is avoided while

@@ -6,9 +6,10 @@ Also the phases of a request in a router; they change only by `advance`, along `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from vllm_tetri.policy.cluster import InstanceRow
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Role
@@ -52,9 +53,11 @@ def choose_route(
     excluded: Collection[InstanceId] = (),
     refused: Collection[InstanceId] = (),
     at_limit: Collection[InstanceId] = (),
+    cached: Mapping[InstanceId, int] = MappingProxyType({}),
 ) -> Route | AllAtLimit | None:
-    """Choose the least-loaded prefill instance if two instances may share the request, else one
-    instance; None when there is none. Overload never sends a request to instances of another kind,
+    """Choose the prefill instance with the fewest tokens to compute, those of the prompt that it
+    has not `cached` included, if two instances may share the request, else one instance; None when
+    there is none. Overload never sends a request to instances of another kind,
     where it would disturb what they do; those that exchange KV with none serve all that is not
     split. Of the `rows` that serve the model, `excluded` ones already failed this request,
     `refused` ones just had no capacity for it, and those `at_limit` have as many requests in flight
@@ -70,15 +73,25 @@ def choose_route(
     if not able:
         who = "prefill instances" if prefills else "instances that could serve it alone"
         return AllAtLimit(tuple(row.id for row in kind), who)
+
+    def tokens(row: InstanceRow) -> float:
+        return row.queued_tokens - cached.get(row.id, 0)
+
     if not prefills:
-        best = min(able, key=lambda row: (row.queued_tokens, row.num_requests))
+        best = min(able, key=lambda row: (tokens(row), row.num_requests))
         why = "no pair to split over" if may_split else "not split"
         why = f"{why}, since {best.alone}" if best.alone else why
-        return Whole(best.id, f"{why}: {best.role} with {best.queued_tokens} tokens queued")
+        why = f"{why}: {best.role} with {best.queued_tokens} tokens queued"
+        return Whole(best.id, why + _cached_words(best, cached))
     if all(row.id in at_limit for row in decodes):
         return AllAtLimit(tuple(row.id for row in decodes), "decode instances")
-    best = min(able, key=lambda row: (row.queued_tokens, row.role is Role.BOTH))
-    return Split(best.id, f"least of {len(able)}: {best.queued_tokens} tokens queued")
+    best = min(able, key=lambda row: (tokens(row), row.role is Role.BOTH))
+    why = f"least of {len(able)}: {best.queued_tokens} tokens queued"
+    return Split(best.id, why + _cached_words(best, cached))
+
+
+def _cached_words(row: InstanceRow, cached: Mapping[InstanceId, int]) -> str:
+    return f", {cached[row.id]} cached" if cached.get(row.id) else ""
 
 
 def _prefills(ready: list[InstanceRow], decodes: list[InstanceRow]) -> list[InstanceRow]:

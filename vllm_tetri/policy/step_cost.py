@@ -158,6 +158,8 @@ _KEPT = 0.98  # weight of what came before, at each hand-over
 # The first guess, with the weight of two hand-overs: a step until it is noticed, shared memory.
 _GUESS_S, _GUESS_TOKEN_S = 0.005, 1e-6
 _USUAL_TOKENS = 500.0
+# What the writes of 16 parts take on the engine's thread (examples/benchmarks/layers.py).
+_BY_LAYER_S = 0.002
 
 
 class HandoverFit:
@@ -181,6 +183,11 @@ class HandoverFit:
         slope = max(0.0, (ns / total - mean_n * mean_s) / variance)
         self.token_s = min(slope, mean_s / max(1.0, mean_n))
         self.base_s = mean_s - mean_n * self.token_s + _DECODE_REQUEST_S
+
+    def pays_by_layer(self, num_tokens: int) -> bool:
+        """Whether sending a last chunk layer by layer, while it is computed, saves more of its
+        transfer than the additional writes delay the step."""
+        return num_tokens * self.token_s > _BY_LAYER_S
 
     def _add(self, tokens: float, seconds: float, kept: float = 1.0) -> None:
         new = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)

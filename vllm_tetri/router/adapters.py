@@ -68,7 +68,7 @@ class Adapters:
             former = self._loaded.pop(order.lora_name, None)
             if path == LOAD:
                 self._loaded[order.lora_name] = body  # at once: an instance may be joining
-            infos = self._serving()
+            infos = list({each.url: each for each in self._serving()}.values())
             answers = await asyncio.gather(*(self._post(each, path, body) for each in infos))
             done = [each for each, (status, _) in zip(infos, answers, strict=True) if status == 200]
             failed = {

@@ -131,6 +131,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
         web.get("/tetri/v1/instances", routes.instances),
         web.post("/tetri/v1/instances/{id}/drain", routes.drain),
         web.post("/tetri/v1/instances/{id}/flip", routes.flip),
+        web.get("/tetri/v1/cache", routes.cache),
         web.get("/tetri/v1/requests", routes.requests),
         web.get("/tetri/v1/mode", routes.mode),
         web.post("/tetri/v1/mode", routes.set_mode),
@@ -236,6 +237,19 @@ class _Routes:
                 "mode": self._scheduler.placer.mode,
             }
         )
+
+    async def cache(self, _: web.Request) -> web.Response:
+        blocks = self._scheduler.placer.cached_blocks()
+        rows = [
+            {
+                "id": each.info.id,
+                "blocks": blocks[each.info.id],
+                "block_tokens": each.info.block_size,
+            }
+            for each in self._scheduler.monitor.view().instances
+            if each.info.id in blocks
+        ]
+        return _json({"instances": rows})
 
     async def drain(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])

@@ -107,8 +107,9 @@ class Merged:
         return await asyncio.shield(self._scrape)
 
     async def _scrape_all(self) -> str:
-        infos = [each.info for each in self._monitor.view().instances]
-        ask = self._upstream.ask
+        # Ranks of a data-parallel server share one `/metrics`.
+        servers = {each.info.url: each.info for each in reversed(self._monitor.view().instances)}
+        infos, ask = list(servers.values()), self._upstream.ask
         found = await asyncio.gather(*(ask(info.url, "/metrics", _TIMEOUT_S) for info in infos))
         texts = {
             (info.id, info.pid): each[1].decode(errors="replace")

@@ -62,6 +62,9 @@ class Metrics(Collector):
             "first_tokens", "First tokens from prefill, by how they reached the client: early, "
             "with_second, last (there was no second); mismatch: the decode instance continued "
             "differently.", ("how",))
+        self.cached_tokens = counter(
+            "cached_prompt_tokens", "Prompt tokens that were expected in the prefix cache of the "
+            "instance that computes the prompt.")
         self.retries = counter(
             "retries", "Requests sent to another instance because one failed before the client had "
             "a byte.")

@@ -5,19 +5,35 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from math import inf
+from operator import is_
 from random import Random
 from statistics import fmean
+from typing import NamedTuple
 
+from vllm_tetri.handover import MAX_HOLDERS, MAX_MARKS, PrefillParams
 from vllm_tetri.logs import LimitLog
+from vllm_tetri.messages import CacheReport
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
-from vllm_tetri.policy.cluster import ClusterState, Need, TableMaker
+from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
 from vllm_tetri.policy.overload import Backlogs, expected_late
+from vllm_tetri.policy.residency import Chain, Residency, names_of
 from vllm_tetri.policy.route import AllAtLimit, Route, Split, Whole, choose_keeper, choose_route
 from vllm_tetri.router.errors import NoCapacity, Refusal
+from vllm_tetri.router.prefixes import Known, PrefixIndex
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Shares
-from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Mode, Role
+from vllm_tetri.types import (
+    ClusterView,
+    InstanceId,
+    InstanceInfo,
+    InstanceState,
+    Mode,
+    RequestId,
+    Role,
+    TransferId,
+)
 
 # Age at which a snapshot is renewed: instances report every 100 ms. Renewing takes 4 µs an
 # instance, so with many instances a snapshot is used for longer.
@@ -30,10 +46,19 @@ _MAX_CHOICES = 16
 # A text may have fewer tokens than its bytes let expect; the prefill instance knows them.
 _ARENA_SLACK = 1.25
 _MAX_NAMED = 5
+_MAX_ASKED = 8  # of more instances, only those that served a prompt's start are asked for it
 _PER_INSTANCE = "the limit of requests per instance (--max-in-flight, or its own)"
 LATE = "expected_late"
 
 _log = logging.getLogger(__name__)
+
+
+class _Found(NamedTuple):
+    """What is known of a prompt, and how many of its tokens lie in prefix caches."""
+
+    known: Known | None
+    held: dict[InstanceId, int]  # tokens of the chain that is known, by instance
+    cached: dict[InstanceId, int]  # at most as many as the prompt has of it
 
 
 class Placer:
@@ -64,6 +89,10 @@ class Placer:
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
         self._candidates: dict[str, PriceCandidates] = {}
         self._arena_tokens: dict[str, float] = {}  # of the largest receive arena, by model
+        self._residency, self._prefixes = Residency(), PrefixIndex()
+        self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
+        self._asked: tuple[ApiRequest, ClusterTable] | None = None  # what was looked up last
+        self._found = _Found(None, {}, {})
 
     def models(self) -> dict[str, InstanceInfo]:
         """Return every model name that a ready instance serves, and one such instance."""
@@ -108,6 +137,7 @@ class Placer:
                 excluded=excluded,
                 refused=at_limit,
                 at_limit=limited,
+                cached=self._look_up(request).cached,
             )
 
         if request.rules is not None:
@@ -130,12 +160,69 @@ class Placer:
         self._renew(now, request.model)
         return request.approx_tokens <= _ARENA_SLACK * self._arena_tokens.get(request.model, inf)
 
-    def record_sent(self, request: ApiRequest, route: Route) -> None:
-        """A request goes where `place` said. Modes that price instances have counted it."""
+    def record_sent(self, entry: RequestId, request: ApiRequest, route: Route) -> int:
+        """A request goes where `place` said. Modes that price instances have counted it. Returns
+        how many tokens of its prompt are expected to be cached there."""
+        self._prefixes.expect(entry, request.starts)
+        first = route.prefill if isinstance(route, Split) else route.instance
+        size = self._size_at(first, request) if request.generates else Need(1, 0)
         if self.mode is Mode.SPLIT or request.rules is not None:
-            first = route.prefill if isinstance(route, Split) else route.instance
-            size = self._size_of(request) if request.generates else Need(1, 0)
             self._state.record_sent(first, None, size, time.monotonic())
+        return size.cached_tokens
+
+    def record_cache(self, report: CacheReport) -> bool:
+        """An instance tells what came into its prefix cache or left it; False if the report before
+        this one is missing."""
+        seq = self._cache_seqs.get(report.instance)
+        if not report.is_all and (seq is None or report.seq != seq + 1):
+            return False
+        self._cache_seqs[report.instance] = report.seq
+        added, removed = names_of(report.added), names_of(report.removed)
+        self._residency.update(report.instance, added, removed, is_all=report.is_all)
+        for each in report.chains:
+            chain = Chain(names_of(each.names), report.block_tokens)
+            self._prefixes.learn(report.instance, each.request, chain, each.prompt_tokens)
+        return True
+
+    def cached_blocks(self) -> dict[InstanceId, int]:
+        """Return how many prefix blocks each instance has reported."""
+        return {name: self._residency.count(name) for name in self._cache_seqs}
+
+    def _look_up(self, request: ApiRequest) -> _Found:
+        """Find out what instances hold of a prompt; once per request and snapshot."""
+        asked = request, self._state.table
+        if self._asked is not None and all(map(is_, self._asked, asked)):
+            return self._found
+        known = self._prefixes.find(request.starts)
+        self._asked, self._found = asked, _Found(known, {}, {})
+        if known is None:
+            return self._found
+        rows = self._state.table.by_model.get(request.model, ())
+        names = [row.id for row in rows] if len(rows) <= _MAX_ASKED else known.holders
+        tokens = {name: self._residency.held_tokens(name, known.chain) for name in names}
+        held = {name: each for name, each in tokens.items() if each}
+        cached = {name: min(each, known.common_tokens) for name, each in held.items()}
+        self._found = _Found(known, held, cached)
+        return self._found
+
+    def prefill_params(
+        self, transfer: TransferId, entry: RequestId, route: Split, request: ApiRequest
+    ) -> PrefillParams:
+        """Return what a prefill request says of the hand-over."""
+        found = self._look_up(request)
+        most = sorted(found.held, key=found.held.__getitem__, reverse=True)[:MAX_HOLDERS]
+        return PrefillParams(
+            transfer,
+            entry,
+            anywhere=route.anywhere,
+            held={name: found.held[name] for name in most},
+            marks=found.known.chain.marks(MAX_MARKS) if most and found.known else [],
+        )
+
+    def _size_at(self, instance: InstanceId, request: ApiRequest) -> Need:
+        """Return what a request needs at the instance that computes its prompt."""
+        size, cached = self._size_of(request), self._look_up(request).cached
+        return replace(size, cached_tokens=min(cached.get(instance, 0), size.prompt_tokens - 1))
 
     def refuse_late(self, request: ApiRequest) -> None:
         """Raise `Refusal` 429 for a new request that is expected to miss its promises."""
@@ -167,7 +254,7 @@ class Placer:
             refused = tuple(name for name in names if name not in excluded)
             return AllAtLimit(refused, "instances") if refused else None
         after_s = place.ttft_s if place.is_split else 0.0
-        size = self._size_of(request)
+        size = self._size_at(place.prefill, request)
         self._state.record_sent(place.prefill, place.decode, size, now, decode_after_s=after_s)
         _log.debug("request %s: %s", request.request_id, place.reason)
         if place.is_split:
@@ -205,6 +292,7 @@ class Placer:
             prefers_split=self.mode is Mode.SPLIT,
             objective=self._objective,
             taken=taken,
+            cached=self._look_up(request).cached,
         )
 
     def _size_of(self, request: ApiRequest) -> Need:
@@ -214,7 +302,9 @@ class Placer:
             tokens = bound if request.ignores_eos else min(tokens, bound)
         if rows:
             tokens = min(tokens, rows[0].view.info.max_model_len)
-        prompt_tokens = max(1, request.approx_tokens)  # a body may be empty, a prompt is not
+        known = self._look_up(request).known
+        prompt_tokens = request.approx_tokens if known is None else known.prompt_tokens
+        prompt_tokens = max(1, prompt_tokens)  # a body may be empty, a prompt is not
         return Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
 
     def _renew(self, now: float, model: str) -> None:
@@ -228,6 +318,10 @@ class Placer:
         view = self._view()
         table, self._seen_mode = self._tables.make(view, now), self.mode
         self._state.observe(table)
+        known = {each.info.id for each in view.instances}
+        self._residency.retain(known)
+        for gone in self._cache_seqs.keys() - known:
+            del self._cache_seqs[gone]
         lengths = [
             each.load.bucket_tokens[-1] for each in view.instances if each.load.bucket_tokens
         ]

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from vllm_tetri.handover import USAGE_HEADER, DecodeParams, PrefillParams
+from vllm_tetri.handover import USAGE_HEADER, DecodeParams
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.route import Event, Phase, Route, Split
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
@@ -137,7 +137,9 @@ class Relay:
             if instance is not None and (
                 is_fresh or may_resume(self._request, instance, self._writer, anywhere=anywhere)
             ):
-                self._scheduler.placer.record_sent(self._request, route)
+                placer = self._scheduler.placer
+                cached_tokens = placer.record_sent(self._entry.id, self._request, route)
+                self._metrics.cached_tokens.inc(cached_tokens)
                 return route, instance
             gone.add(target)
 
@@ -146,7 +148,7 @@ class Relay:
         request, entry = self._request, self._entry
         transfer, last_chunk = entry.send_prefill(instance.id, route.reason)
         self._early = asyncio.create_task(self._decode_early(last_chunk))
-        params = PrefillParams(transfer, entry.id, anywhere=route.anywhere)
+        params = self._scheduler.placer.prefill_params(transfer, entry.id, route, request)
         try:
             response = await self._send(instance, request.prefill_body(params))
         except InstanceAtLimit:
@@ -215,6 +217,7 @@ class Relay:
             predicted=message.predicted,
             is_early=True,
             cached_tokens=ending.cached_tokens,
+            held_tokens=ending.held_tokens,
         )
         body = self._request.decode_body(params, ending.prompt_token_ids, instance)
         return await self._send(instance, body)
@@ -233,6 +236,7 @@ class Relay:
             prior,
             prefilled.predicted,
             cached_tokens=prefilled.cached_tokens,
+            held_tokens=prefilled.held_tokens,
         )
         self._writer = instance
         self._show_first(first, instance)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
 from vllm_tetri.handover import FIELD, Handover, to_params
 from vllm_tetri.router.errors import JSON_ERRORS, Refusal
+from vllm_tetri.router.prefixes import Start, starts_of
 from vllm_tetri.types import InstanceInfo
 
 CHAT = "/v1/chat/completions"
@@ -97,6 +99,11 @@ class ApiRequest:
         # Images and the like, of which the prompt's token ids tell nothing; links to them.
         media = list(_media_of(self.body))
         self.has_media, self.has_links = bool(media), any(map(_is_link, media))
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        """Name every start of the prompt; empty for a request that is not understood."""
+        return [] if self.rules is not None else starts_of(self.body, is_chat=self.path == CHAT)
 
     def is_parsed_by(self, instance: InstanceInfo) -> bool:
         """Whether an instance's server splits a chat output into reasoning and text."""

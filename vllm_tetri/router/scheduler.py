@@ -13,7 +13,7 @@ from math import inf
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CancelTransfer, Dispatched
+from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase
@@ -193,6 +193,10 @@ class GlobalScheduler:
             # It was dispatched while the transfer was cancelled: this decode instance does not
             # know that yet.
             self.monitor.send(message.decode, CancelTransfer(message.transfer))
+
+    def on_cache(self, report: CacheReport) -> bool:
+        """An instance tells of its prefix cache; False if a report before this one is missing."""
+        return self.placer.record_cache(report)
 
     def on_cut_off(self, instance: InstanceId) -> None:
         """An instance has left the cluster."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.handover import RANK_HEADER
 from vllm_tetri.messages import TransferLost
 from vllm_tetri.policy.route import apart
 from vllm_tetri.router.errors import (
@@ -57,6 +58,10 @@ _APART_ADVICE = (
 _log = logging.getLogger(__name__)
 
 
+def _without(headers: Mapping[str, str], dropped: str) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() != dropped.lower()}
+
+
 def _shared(
     tasks: dict[_Key, asyncio.Task[_T]], key: _Key, work: Coroutine[None, None, _T]
 ) -> asyncio.Task[_T]:
@@ -94,6 +99,8 @@ class Upstream:
         `InstanceFailed`: there is no response, or one of status 5xx to a request that is not
         proxied; `InstanceAtLimit`: the instance did not take the request."""
         url, method, headers = instance.url, request.method, self._authorized(headers)
+        if instance.rank is not None:
+            headers = {**_without(headers, RANK_HEADER), RANK_HEADER: str(instance.rank)}
         try:
             response = await self.http.send(
                 url, method, request.path, body, headers, instance.id, may_migrate
@@ -178,7 +185,7 @@ class Upstream:
     def _authorized(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         if self._authorization is None:
             return headers
-        kept = {name: value for name, value in headers.items() if name.lower() != _AUTHORIZATION}
+        kept = _without(headers, _AUTHORIZATION)
         return {**kept, _AUTHORIZATION: self._authorization} if self._authorization else kept
 
     def _failure(self, instance: InstanceInfo, error: HttpError) -> InstanceFailed:

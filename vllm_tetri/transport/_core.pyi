@@ -27,8 +27,8 @@ class Layout:
     Page (l, b) starts at bases[l] + b * block_strides[l] and is page_bytes[l] long. The wire
     order of a transfer is block-major: block 0 all layers, block 1 all layers, ... so any run of
     blocks is contiguous in a slot. The layout keeps `owner` (the tensors) alive. With `starts`,
-    page l is at starts[l] of the slot's blocks of `wire_bytes`, of which the rest is skipped; such
-    a layout is for `Arena.load` alone.
+    page l is at starts[l] of the slot's blocks of `wire_bytes`, of which the rest is skipped. With
+    `is_device`, bases are addresses of a device: such a layout is only written, as orders.
     """
     def __init__(
         self,
@@ -39,10 +39,18 @@ class Layout:
         owner: object,
         starts: NDArray[np.uint64] | None = None,
         wire_bytes: int = 0,
+        is_device: bool = False,
     ) -> None: ...
     num_layers: int
     num_blocks: int
-    block_bytes: int
+    block_bytes: int  # of a slot's block, with what is skipped
+    is_device: bool
+    bases: NDArray[np.uint64]  # this and the next three: one for each layer, copied on access
+    block_strides: NDArray[np.uint64]
+    page_bytes: NDArray[np.uint64]
+    starts: NDArray[np.uint64]
+    def part(self, first_page: int, num_pages: int) -> Layout:
+        """These pages of every block alone, at the same places of the slot's blocks."""
 
 class SlotState(Enum):
     FILLING = 0
@@ -55,7 +63,7 @@ class Slot:
 
     transfer: str
     state: SlotState
-    offset: int  # bytes from the start of the segment; parts (ranks) follow one another
+    offset: int  # bytes from `Arena.address`, or from the caller's memory; parts (ranks) follow
     num_blocks: int
     rank_bytes: int
     num_ranks: int
@@ -84,7 +92,9 @@ class ReceiverStats:
 class Receiver:
     """Owns the receive arena (one shared-memory segment, pre-touched, mode 0600, unguessable
     name, unlinked on close), the port that peers dial and a service thread. Thread-safe. With
-    an arena of 0 bytes it has no segment and takes messages only."""
+    an arena of 0 bytes it has no segment and takes messages only. Without host memory the segment
+    holds only control words, and slots are offsets into `arena_bytes` of the caller's memory, which
+    an offer names; shm, tcp and dma do not reach it."""
     def __init__(
         self,
         *,
@@ -96,9 +106,14 @@ class Receiver:
         hold_timeout_s: float,  # ARRIVED but not taken for this long: freed
         max_connections: int = 256,
         key: bytes = b"",  # 32 bytes that senders must prove to hold; empty: no proof
+        offers: dict[str, bytes] = {},  # see `offer`
+        has_host_memory: bool = True,
     ) -> None: ...
     endpoint: str  # "host:port"
     segment: str  # path below /dev/shm
+    def offer(self, kind: str, blob: bytes) -> None:
+        """Tell senders that connect from now on what they need for this kind of link. At most 8
+        kinds, 64 KiB each: ValueError."""
     def find(self, transfer: str) -> Slot | None: ...
     def wait(self, timeout_s: float) -> bool:
         """(waits) True when a slot became ARRIVED or FAILED since the last wait."""
@@ -117,7 +132,11 @@ class Receiver:
     def close(self) -> None: ...  # idempotent
 
 class Arena:
-    """A mapping of a receiver's segment, also in another process of this user."""
+    """A mapping of a receiver's segment, also in another process of this user. A thread touches
+    its pages after it was made."""
+
+    address: int  # of the mapping; offsets of slots add to it; 0 when closed
+    num_bytes: int
     def __init__(self, segment: str) -> None: ...
     def load(
         self,
@@ -129,6 +148,11 @@ class Arena:
     ) -> None:
         """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a slot (offset
         includes the part) to block_ids of `layout`. Raises ValueError when out of range."""
+    def hold(self, control: int, generation: int) -> bool:
+        """Keep the memory of an order's slot from being another transfer's until `let_go`. False
+        if it is not this generation's any more; ValueError if there is no such control word."""
+    def let_go(self, control: int) -> None:
+        """Undo one `hold`. Not allowed after `close`."""
     def close(self) -> None: ...
 
 class TransferState(Enum):
@@ -146,14 +170,19 @@ class Transfer:
     status: Status
     error: str
     bytes_sent: int
-    link: str  # "shm", "tcp" or "" before the handshake
+    link: str  # kind of link, or "" before the handshake
     @property
     def quiesced(self) -> bool:
         """Whether no thread reads source blocks now or later, so that they may be freed: in
-        DONE; in FAILED and CANCELLED as soon as the copy under way has stopped."""
-    def write(self, layout: Layout, first_block: int, block_ids: NDArray[np.int32]) -> Status:
+        DONE; in FAILED and CANCELLED as soon as the copy under way has stopped and all orders
+        that were begun have ended."""
+    def write(
+        self, layout: Layout, first_block: int, block_ids: NDArray[np.int32], tag: int = 0
+    ) -> Status:
         """Queue blocks for sending; slot blocks start at first_block. Never blocks. The source
-        must not change until `quiesced` (or DONE)."""
+        must not change until `quiesced` (or DONE). A layout that skips bytes fills only part of
+        each block; all parts must have been written before `finish`. What this library cannot
+        move becomes an order with this tag."""
     def read(
         self, layout: Layout, first_block: int, block_ids: NDArray[np.int32], timeout_s: float
     ) -> Status:
@@ -162,6 +191,40 @@ class Transfer:
         """Announce the last write; DONE follows when the receiver has everything."""
     def cancel(self) -> None:
         """Stop; the receiver frees the slot. Idempotent, never blocks."""
+
+class Order:
+    """A write that the sender's caller moves: from a device's memory, or over a link of a kind
+    other than shm and tcp. Thread-safe. Dropping it before an end fails the transfer.
+
+    From `begin` to an end the transfer is not `quiesced`, and the receiver learns of no cancel and
+    of no end of the session, after which it would give the slot to another transfer.
+    """
+
+    transfer: str
+    endpoint: str
+    kind: str  # of the link; "dma" also for a device's memory on a link of kind shm
+    offer: bytes  # the receiver's for this kind; for dma the path of its segment
+    offset: int  # of the first byte, from the segment's start (dma) or the caller's memory there;
+    # what the receiver said, which only for dma was checked to be inside
+    layout: Layout
+    block_ids: NDArray[np.int32]
+    tag: int
+    generation: int  # this and `control`: by which the receiver's side holds the slot
+    control: int
+    num_bytes: int  # without what the layout skips
+    def begin(self) -> bool:
+        """False when the transfer is over: nothing may be read or written any more."""
+    def live(self) -> bool:
+        """Whether the slot is still this transfer's; True where that cannot be seen from here."""
+    def placed(self) -> None:
+        """End: the bytes are in the receiver's memory."""
+    def failed(self, text: str) -> None:
+        """End: the transfer fails with this text; also allowed before `begin`."""
+    def staged(self, layout: Layout) -> None:
+        """End, for kind tcp: rows 0, 1, ... of this layout of host memory are sent instead. Its
+        pages cover the same bytes of each block; it must not change until `is_done`."""
+    def is_done(self) -> bool:
+        """Ended, and no thread reads staged memory."""
 
 class SenderStats:
     transfers: int
@@ -181,12 +244,13 @@ class Sender:
         identity: dict[str, str],
         rank: int = 0,  # the part of slots that it fills, of `num_ranks`
         num_ranks: int = 1,
-        link: str = "auto",  # "auto" | "shm" | "tcp"
+        links: list[str] = ["shm", "tcp"],  # kinds, the best first; all others: by orders
         streams: int = 2,
         open_timeout_s: float = 5.0,
         io_timeout_s: float = 30.0,
         max_queued_blocks: int = 1 << 20,
         key: bytes = b"",  # 32 bytes that receivers must prove to hold; empty: no proof
+        emulate: tuple[float, float] | None = None,  # bytes/s and s of latency of each link
     ) -> None: ...
     def open(self, endpoint: str, transfer: str, num_blocks: int, block_bytes: int) -> Transfer:
         """Ask for a slot of exactly this size. Never blocks: the result (FULL, REFUSED with the
@@ -195,5 +259,12 @@ class Sender:
         """(waits) Deliver a small message (at most 64 KiB) to `Receiver.receive`."""
     def wait(self, timeout_s: float) -> bool:
         """(waits) True when a transfer became terminal since the last wait."""
+    def take_order(self, timeout_s: float) -> Order | None:
+        """(waits) The oldest order; None after the timeout, or when closed."""
+    def exclude(self, endpoint: str, kind: str) -> None:
+        """Use this kind of link to the endpoint no more. The session that does ends, and its
+        transfers fail with PEER_LOST."""
     def stats(self) -> SenderStats: ...
-    def close(self) -> None: ...  # idempotent; cancels everything
+    def close(self) -> None:
+        """(waits) Cancel everything. Waits 5 s for orders that were begun; connections whose orders
+        have not ended by then stay open. Idempotent."""

@@ -1,15 +1,16 @@
 """Paged KV tensors as blocks of bytes. Needs torch and the native core, never vllm.
 
-A `BlockMover` stands between vLLM's KV tensors and a transfer. Host memory needs no staging:
-the native core gathers straight from the paged blocks and scatters straight into them. Device
-memory is staged through pinned host buffers on a stream of its own (`cuda`).
+A `BlockMover` stands between vLLM's KV tensors and a transfer. The native core reads host memory
+straight from the paged blocks and scatters straight into them. Memory of a device is moved by the
+device's own copies (`device`, `push`).
 
 Tensors are opaque: dimension 0 is the block, all other dimensions are bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,27 +18,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_tetri.transport.device import Copies, Device, DeviceArena, DeviceEvent, places_of
 from vllm_tetri.transport.native import Arena, Layout
 
 BlockIds = NDArray[np.int32]
 Words = NDArray[np.uint64]
-PIECE_BYTES = 64 << 20  # staged at once, where staging is needed
+PIECE_BYTES = 16 << 20  # of a device's memory, moved at once
+PAGE_GROUPS = 16  # parts in which blocks leave layer by layer
 
 
 def pieces(block_ids: BlockIds, block_bytes: int) -> Iterator[tuple[int, BlockIds]]:
     """Split into runs of about `PIECE_BYTES`, each with the position of its first block."""
     step = max(1, PIECE_BYTES // block_bytes)
     yield from ((at, block_ids[at : at + step]) for at in range(0, len(block_ids), step))
-
-
-@dataclass(slots=True)
-class Gathered:
-    """Rows `block_ids` of `layout`, to be sent once `is_ready()` is true. Keep it until the
-    transfer is done: `layout` may own the memory."""
-
-    layout: Layout
-    block_ids: BlockIds
-    is_ready: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,10 +44,12 @@ class Cut:
     sizes: Words
     block_bytes: int
 
-    def layout(self, bases: Words, strides: Words, num_blocks: int, owner: object) -> Layout:
-        """Describe to the native core where these pieces belong, by where the pages are."""
-        places, steps = bases[self.pages] + self.offsets, strides[self.pages]
-        return Layout(places, steps, self.sizes, num_blocks, owner, self.starts, self.block_bytes)
+    def layout(self, whole: Layout) -> Layout:
+        """Describe to the native core where these pieces belong, by where the pages are. It keeps
+        the layout of whole blocks alive, and so the tensors."""
+        places = whole.bases[self.pages] + self.offsets
+        at = places, whole.block_strides[self.pages], self.sizes, whole.num_blocks
+        return Layout(*at, whole, self.starts, self.block_bytes, whole.is_device)
 
 
 # Parts of a slot: where each starts in the arena, and what of its blocks is read (None: all).
@@ -62,20 +57,52 @@ Sources = Sequence[tuple[int, Cut | None]]
 
 
 class BlockMover(Protocol):
-    """Gathers blocks for sending and scatters blocks that arrived.
+    """Blocks for sending, and where blocks that arrived go."""
 
-    `gather` sees blocks as they are after all work submitted so far. `scatter` fills blocks from
-    parts of a slot before any work submitted later; `settle` waits until every `scatter` of the
-    calling thread has reached them.
-    """
+    layout: Layout  # of all blocks; keeps the tensors alive
+    device: Device | None  # that moves the blocks; None: host memory
 
-    @property
-    def block_bytes(self) -> int: ...  # one block over all layers
-    def gather(self, block_ids: BlockIds) -> Gathered: ...
     def scatter(
-        self, arena: Arena, sources: Sources, first_block: int, block_ids: BlockIds
-    ) -> None: ...
-    def settle(self) -> None: ...
+        self,
+        arena: Arena | DeviceArena,
+        sources: Sources,
+        first_block: int,
+        block_ids: BlockIds,
+        after: DeviceEvent | None,
+    ) -> None:
+        """Fill blocks from parts of a slot, on a device behind an event (None: host memory).
+        Returns when they are filled. RuntimeError if the device failed, ValueError if the slot
+        does not have them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LayerProgress:
+    """What a forward pass has completed of blocks, page by page in their order. `pages` has the
+    page of each layer, or of several; `num_given` of `num_pages` were given out."""
+
+    def __init__(self, pages: dict[str, int], whole: Layout) -> None:
+        self._pages, self._whole, self.num_pages = pages, whole, len(whole.starts)
+        self._layers = np.bincount(list(pages.values()), minlength=self.num_pages)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self._missing, self.num_given = self._layers.copy(), 0
+
+    def record(self, layer: str | None) -> Layout | None:
+        """Record that a layer is done (None: all); return complete pages, in about `PAGE_GROUPS`
+        parts. Those of layers that vLLM does not tell of, and all after them, wait for the end."""
+        if layer is None:
+            self._missing[:] = 0
+        elif layer in self._pages:
+            self._missing[self._pages[layer]] -= 1
+        first, end = self.num_given, int(np.flatnonzero(np.append(self._missing, 1))[0])
+        if end <= first or (layer is not None and PAGE_GROUPS * (end - first) < self.num_pages):
+            return None
+        self.num_given = end
+        return self._whole.part(first, end - first)
 
 
 def distinct(tensors: Sequence[torch.Tensor], num_blocks: int) -> list[torch.Tensor]:
@@ -111,6 +138,16 @@ def block_pages(tensor: torch.Tensor, num_blocks: int) -> tuple[int, int]:
     return row_stride * rows, row_bytes * rows
 
 
+def _layout_of(
+    tensors: Sequence[torch.Tensor], num_blocks: int, *, is_device: bool = False
+) -> Layout:
+    own = distinct(tensors, num_blocks)
+    pages = [block_pages(tensor, num_blocks) for tensor in own]
+    strides, sizes = np.asarray(pages, dtype=np.uint64).T.copy()
+    bases = np.asarray([tensor.data_ptr() for tensor in own], dtype=np.uint64)
+    return Layout(bases, strides, sizes, num_blocks, own, is_device=is_device)
+
+
 class HostMover:
     """KV in host memory: nothing to stage.
 
@@ -119,30 +156,76 @@ class HostMover:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
-        self._tensors = distinct(tensors, num_blocks)
-        pages = [block_pages(tensor, num_blocks) for tensor in self._tensors]
-        self._strides, sizes = np.asarray(pages, dtype=np.uint64).T.copy()
-        pointers = [tensor.data_ptr() for tensor in self._tensors]
-        self._bases = np.asarray(pointers, dtype=np.uint64)
-        whole = Layout(self._bases, self._strides, sizes, num_blocks, self._tensors)
-        self._layouts: dict[Cut | None, Layout] = {None: whole}
-
-    @property
-    def block_bytes(self) -> int:
-        return self._layouts[None].block_bytes
-
-    def gather(self, block_ids: BlockIds) -> Gathered:
-        return Gathered(self._layouts[None], block_ids)
+        self.layout = _layout_of(tensors, num_blocks)
+        self.device: Device | None = None
+        self._layouts: dict[Cut | None, Layout] = {None: self.layout}
 
     def scatter(
-        self, arena: Arena, sources: Sources, first_block: int, block_ids: BlockIds
+        self,
+        arena: Arena | DeviceArena,
+        sources: Sources,
+        first_block: int,
+        block_ids: BlockIds,
+        after: DeviceEvent | None,
     ) -> None:
+        assert isinstance(arena, Arena)
         for offset, cut in sources:
             if cut is not None and cut not in self._layouts:
-                num_blocks = self._layouts[None].num_blocks
-                at = self._bases, self._strides
-                self._layouts[cut] = cut.layout(*at, num_blocks, self._tensors)
+                self._layouts[cut] = cut.layout(self.layout)
             arena.load(offset, first_block, self._layouts[cut], block_ids)
 
-    def settle(self) -> None:
-        """Do nothing: host copies are done when `scatter` returns."""
+    def progress(self, tensors: dict[str, torch.Tensor]) -> LayerProgress:
+        """Return that of forward passes over these layers, whose tensors are this mover's."""
+        begins, ends = self.layout.bases, self.layout.bases + self.layout.page_bytes
+        at = {name: each.data_ptr() for name, each in tensors.items()}
+        pages = {name: int(((begins <= ptr) & (ptr < ends)).argmax()) for name, ptr in at.items()}
+        return LayerProgress(pages, self.layout)
+
+    def close(self) -> None:
+        """Do nothing: host memory needs no registration."""
+
+
+class DeviceMover:
+    """The `BlockMover` of a device's KV: blocks of a slot come by DMA from the registered arena,
+    or from one in the device's own memory. What leaves is moved by orders (`push`)."""
+
+    def __init__(self, device: Device, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
+        self.layout = _layout_of(tensors, num_blocks, is_device=True)
+        self.device: Device | None = device
+        self.stream = device.make_stream()
+        self._registered: dict[int, Device] = {}  # by address of the mapping
+        self._lock = threading.Lock()  # a copier thread loads, and `close` is the engine's
+
+    def scatter(
+        self,
+        arena: Arena | DeviceArena,
+        sources: Sources,
+        first_block: int,
+        block_ids: BlockIds,
+        after: DeviceEvent | None,
+    ) -> None:
+        """Copy into blocks what a slot has for them, behind `after`, and wait until it is there."""
+        device = self.device
+        assert device is not None
+        with self._lock:
+            if isinstance(arena, Arena) and arena.address not in self._registered:
+                device.register(arena.address, arena.num_bytes)
+                self._registered[arena.address] = device
+        events = []
+        for offset, cut in sources:
+            layout = self.layout if cut is None else cut.layout(self.layout)
+            num_bytes = len(block_ids) * layout.block_bytes
+            begin = offset + first_block * layout.block_bytes
+            if begin + num_bytes > arena.num_bytes:
+                raise ValueError(f"bytes {begin} to {begin + num_bytes} are not in the arena")
+            pages, places, sizes = places_of(layout, block_ids, arena.address + begin)
+            events.append(device.copy(self.stream, Copies(places, pages, sizes), after))
+        for event in events:
+            event.synchronize()
+
+    def close(self) -> None:
+        """Let go of arenas. No load may be under way."""
+        with self._lock:
+            for address, device in self._registered.items():
+                device.unregister(address)
+            self._registered.clear()

@@ -1,113 +1,143 @@
-"""KV in device memory: staged through pinned host buffers on a side stream.
+"""The CUDA device through torch, and which mover KV tensors need. Has not run on a GPU.
 
-Gather: the side stream waits for an event of the compute stream, so it sees every block that
-was complete at the call; it copies the blocks together and down to pinned memory. Scatter:
-arena to pinned memory on the host, up to the device on the side stream; the compute stream
-waits for the event of the last copy, so the next forward pass reads the blocks.
-
-Threads: the worker's main thread only.
+vLLM's ``swap_blocks_batch`` submits all copies of a call at once (cuMemcpyBatchAsync). Without it
+each run is one asynchronous copy by torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
-from vllm_tetri.transport.blocks import (
-    BlockIds,
-    BlockMover,
-    Cut,
-    Gathered,
-    HostMover,
-    Sources,
-    block_pages,
-    distinct,
-    pieces,
-)
-from vllm_tetri.transport.native import Arena, Layout
+from vllm_tetri.transport.blocks import BlockMover, DeviceMover, HostMover
+from vllm_tetri.transport.device import Copies, DeviceEvent
+
+# Source addresses, target addresses, sizes: int64 tensors on the CPU; copies on the current stream.
+CopyBatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+_OFFSET = struct.Struct("<Q")  # in the allocation that the rest of a handle names
+_HANDLE_BYTES = 64  # of CUDA's handles; torch's begin with some more
+_NO_COUNTER = b"/tetri-no-counter", 0  # in place of torch's count of readers; there is none
 
 
-class CudaMover:
-    """The `BlockMover` of CUDA tensors."""
+class CudaDevice:
+    """The `Device` of CUDA tensors."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
-        own = distinct(tensors, num_blocks)
-        self._pages = [_block_rows(tensor, num_blocks) for tensor in own]
-        self._sizes = [page.shape[1] for page in self._pages]
-        self._device = tensors[0].device
-        self._stream = torch.cuda.Stream(device=self._device)
+    def __init__(self, device: torch.device, copy_batch: CopyBatch | None) -> None:
+        self._device = device
+        self._copy_batch = copy_batch or self._copy_each
+        self._host: dict[int, int] = {}  # registered: sizes by address
+        self._own: list[torch.Tensor] = []
+        self._opened: dict[int, torch.Tensor] = {}  # by address
 
-    @property
-    def block_bytes(self) -> int:
-        return sum(self._sizes)
+    def mark(self) -> DeviceEvent:
+        return torch.cuda.current_stream(self._device).record_event()
 
-    def gather(self, block_ids: BlockIds) -> Gathered:
-        pinned = self._pinned(len(block_ids))
-        ready = torch.cuda.current_stream(self._device).record_event()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            rows = self._rows(block_ids)
-            staged = torch.cat([page.index_select(0, rows) for page in self._pages], dim=1)
-            pinned.copy_(staged, non_blocking=True)
-            done = self._stream.record_event()
-        return Gathered(*staged_rows(pinned, self._sizes), is_ready=done.query)
+    def make_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device=self._device)
 
-    def scatter(
-        self, arena: Arena, sources: Sources, first_block: int, block_ids: BlockIds
-    ) -> None:
-        for start, piece in pieces(block_ids, self.block_bytes):
-            pinned = self._pinned(len(piece))
-            for offset, cut in sources:
-                arena.load(offset, first_block + start, *staged_rows(pinned, self._sizes, cut))
-            with torch.cuda.stream(self._stream):
-                rows = self._rows(piece)
-                staged = pinned.to(self._device, non_blocking=True)
-                for page, part in zip(self._pages, staged.split(self._sizes, dim=1), strict=True):
-                    page.index_copy_(0, rows, part)
-                done = self._stream.record_event()
-            torch.cuda.current_stream(self._device).wait_event(done)
+    def copy(
+        self, stream: torch.cuda.Stream, copies: Copies, after: DeviceEvent | None
+    ) -> DeviceEvent:
+        columns = copies.sources, copies.targets, copies.sizes
+        if after is not None:
+            assert isinstance(after, torch.cuda.Event)
+            stream.wait_event(after)
+        return self.queue(
+            stream, lambda _: self._copy_batch(*(torch.from_numpy(each) for each in columns))
+        )
 
-    def settle(self) -> None:
-        self._stream.synchronize()
+    def queue(self, stream: torch.cuda.Stream, work: Callable[[int], None]) -> DeviceEvent:
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            work(stream.cuda_stream)
+            return stream.record_event()
 
-    def _pinned(self, num_blocks: int) -> torch.Tensor:
-        # PyTorch's pinned allocator hands a buffer out again only when the
-        # streams that used it have passed.
-        return torch.empty((num_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=True)
+    def reserve(self, num_bytes: int) -> int:
+        self._own.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+        return self._own[-1].data_ptr()
 
-    def _rows(self, block_ids: BlockIds) -> torch.Tensor:
-        host = torch.from_numpy(block_ids.astype(np.int64)).pin_memory()
-        return host.to(self._device, non_blocking=True)
+    def register(self, address: int, num_bytes: int) -> None:
+        with torch.cuda.device(self._device):
+            _check(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        self._host[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        self._host.pop(address, None)
+        with torch.cuda.device(self._device):
+            _check(torch.cuda.cudart().cudaHostUnregister(address))
+
+    def share(self, num_bytes: int) -> tuple[int, bytes]:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        _, handle, _, offset, *counter, _, _ = memory.untyped_storage()._share_cuda_()
+        # Else torch keeps the memory until a reader counts down, once for all of them.
+        torch.UntypedStorage._release_ipc_counter(*counter)
+        self._own.append(memory)
+        return memory.data_ptr(), _OFFSET.pack(offset) + handle
+
+    def open_shared(self, handle: bytes, num_bytes: int) -> int:
+        if len(handle) < _OFFSET.size + _HANDLE_BYTES:
+            raise ValueError(f"a handle of {len(handle)} bytes")
+        (offset,) = _OFFSET.unpack_from(handle)
+        name, no_event = handle[_OFFSET.size :], (bytes(_HANDLE_BYTES), False)
+        with torch.cuda.device(self._device):
+            # Peer access is enabled between the current device and that of the memory.
+            index = torch.cuda.current_device()
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index, name, num_bytes, offset, *_NO_COUNTER, *no_event
+            )
+        memory = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        self._opened[memory.data_ptr()] = memory
+        return memory.data_ptr()
+
+    def close_shared(self, address: int) -> None:
+        del self._opened[address]
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def _copy_each(self, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
+        columns = sources.tolist(), targets.tolist(), sizes.tolist()
+        for source, target, size in zip(*columns, strict=True):
+            self._bytes(target, size).copy_(self._bytes(source, size), non_blocking=True)
+
+    def _bytes(self, address: int, size: int) -> torch.Tensor:
+        """View registered memory of the host, or memory of the device, as bytes."""
+        if any(begin <= address < begin + length for begin, length in list(self._host.items())):
+            memory = (ctypes.c_char * size).from_address(address)
+            return torch.frombuffer(memory, dtype=torch.uint8)
+        for begin, memory in list(self._opened.items()):  # torch takes it for its own device's
+            if begin <= address < begin + memory.nbytes:
+                return memory[address - begin : address - begin + size]
+        return torch.as_tensor(_Bytes(address, size), device=self._device)
 
 
-def staged_rows(
-    buffer: torch.Tensor, page_bytes: Sequence[int], cut: Cut | None = None
-) -> tuple[Layout, BlockIds]:
-    """Describe a dense `[blocks, block_bytes]` host buffer, or pieces of it, and all its rows."""
-    num_blocks, block_bytes = buffer.shape
-    ids = np.arange(num_blocks, dtype=np.int32)
-    base, size = (np.asarray([each], dtype=np.uint64) for each in (buffer.data_ptr(), block_bytes))
-    if cut is None:
-        return Layout(base, size, size, num_blocks, buffer), ids
-    places = base + np.cumsum([0, *page_bytes[:-1]], dtype=np.uint64)
-    return cut.layout(places, size.repeat(len(places)), num_blocks, buffer), ids
+class _Bytes:
+    """Memory of a device for torch, by the CUDA array interface (version 2)."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2,
+        }  # fmt: skip
 
 
-def _block_rows(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """View a layer as `[blocks, page bytes]` of uint8, sharing its memory."""
-    stride, size = block_pages(tensor, num_blocks)
-    span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    offset = tensor.storage_offset() * tensor.element_size()
-    return span.set_(tensor.untyped_storage(), offset, (num_blocks, size), (stride, 1))
+def _check(error: Any) -> None:
+    if int(error) != 0:
+        words = torch.cuda.cudart().cudaGetErrorString(error)
+        raise RuntimeError(f"CUDA error {int(error)}: {words}")
 
 
-def mover_for(tensors: Sequence[torch.Tensor], num_blocks: int) -> BlockMover:
+def mover_for(
+    tensors: Sequence[torch.Tensor], num_blocks: int, copy_batch: CopyBatch | None = None
+) -> BlockMover:
     """Make the mover for the device of the KV tensors; raises ValueError where there is none."""
-    devices = {tensor.device.type for tensor in tensors}
-    if devices == {"cpu"}:
+    devices = {tensor.device for tensor in tensors}
+    kinds = {device.type for device in devices}
+    if kinds == {"cpu"}:
         return HostMover(tensors, num_blocks)
-    if devices == {"cuda"}:
-        return CudaMover(tensors, num_blocks)
-    raise ValueError(f"KV tensors on {sorted(devices)} cannot be moved; cpu and cuda can")
+    if kinds == {"cuda"} and len(devices) == 1:
+        return DeviceMover(CudaDevice(devices.pop(), copy_batch), tensors, num_blocks)
+    raise ValueError(f"KV tensors on {sorted(kinds)} cannot be moved; cpu and cuda can")

@@ -20,12 +20,19 @@ class Arena {
   // Throws std::invalid_argument when anything is out of range or the arena is closed.
   void load(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
             const std::vector<int32_t>& ids, int threads);
+  // Where offsets of slots count from, and how many bytes are mapped there; 0 when closed.
+  uint64_t address();
+  uint64_t num_bytes();
+  // Of the control word of a slot: see there. Both throw std::invalid_argument if there is none.
+  bool hold(uint32_t control, uint64_t generation) { return word(control).hold(generation); }
+  void let_go(uint32_t control) { word(control).let_go(); }
   void close();
 
  private:
   // Where those blocks are. Throws as above; `mutex_` is held.
   const uint8_t* blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
                            size_t num_blocks) const;
+  ControlWord& word(uint32_t control);  // not for use while the arena is closed
 
   std::shared_mutex mutex_;
   std::optional<Segment> segment_;

@@ -20,7 +20,9 @@ struct ReceiverOptions {
   Duration fill_timeout{};
   Duration hold_timeout{};
   uint32_t max_connections = 256;
-  std::string key;  // senders must prove that they hold it; empty: anybody may come
+  std::string key;              // senders must prove that they hold it; empty: anybody may come
+  Offers offers;                // to senders, beside the segment
+  bool has_host_memory = true;  // otherwise slots are offsets into memory of the caller's
 };
 
 struct ReceiverCounters {
@@ -34,9 +36,12 @@ struct ReceiverCounters {
 struct ArenaState {
   explicit ArenaState(const ReceiverOptions& options)
       : options(options),
-        segment(Segment::create(options.arena_bytes)),
+        segment(Segment::create(options.has_host_memory ? options.arena_bytes : 0,
+                                options.arena_bytes > 0)),
         wake(make_event()),
-        table(segment.arena_bytes(), segment.control(), options.fill_timeout,
+        offers(options.offers),
+        table(options.has_host_memory ? segment.arena_bytes() : options.arena_bytes,
+              options.has_host_memory ? kHeaderBytes : 0, segment.control(), options.fill_timeout,
               options.hold_timeout) {}
 
   const ReceiverOptions options;
@@ -45,6 +50,7 @@ struct ArenaState {
 
   std::mutex mutex;  // guards everything below
   std::condition_variable changed;
+  Offers offers;
   SlotTable table;
   std::deque<std::string> messages;
   ReceiverCounters counters;

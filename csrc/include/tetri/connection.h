@@ -43,14 +43,17 @@ class Connection {
   void serve_reads(TimePoint now);
   // Sends the reason and closes: the peer gets what is queued, then end of file.
   void refuse(const std::string& reason, TimePoint now);
-  // Only waits for the peer to close from here on.
-  void drain();
+  // Only waits for the peer to close from here on: for some time, or forever if only its kernel
+  // knows whether it still writes.
+  void drain(TimePoint now);
 
   int fd() const { return fd_.get(); }
   uint64_t id() const { return id_; }
   const WriterId& writer() const { return writer_; }
   bool is_control() const { return phase_ == Phase::kControl || phase_ == Phase::kAgreed; }
   bool writes_shared() const { return writer_.shared; }
+  // Its kernel closes the connection when the writer is gone, and nothing else may end it.
+  bool is_immortal() const { return writer_.shared && is_same_host_; }
   bool is_unauthenticated() const { return authenticator_.has_value(); }
   bool draining() const { return phase_ == Phase::kDraining; }
   uint64_t session_id() const { return session_; }
@@ -71,6 +74,7 @@ class Connection {
   void finish_payload(TimePoint now);
   void handle(const Frame& frame, TimePoint now);
   void handle_hello(const Frame& frame, TimePoint now);
+  void handle_choice(const Frame& frame);
   void handle_control(const Frame& frame, TimePoint now);
   void handle_open(const Open& open, TimePoint now);
   void handle_message(Message message, TimePoint now);
@@ -84,7 +88,11 @@ class Connection {
   Sessions& sessions_;
   Phase phase_ = Phase::kNew;
   std::optional<Authenticator> authenticator_;  // until the peer has proved that it holds the key
+  Proven proven_;
+  std::string agreed_;  // bodies of Hello and Welcome, until the choice is made
+  Offers offered_;
   WriterId writer_;
+  bool is_same_host_ = false;
   uint64_t session_ = 0;
   TimePoint handshake_deadline_;
   TimePoint last_in_;

@@ -22,6 +22,10 @@ class ControlChannel {
   bool next(Frame* frame) { return parser_.next(frame); }
   // Blocks for one frame of the handshake. Throws LinkError, also for Refused.
   Frame expect(TimePoint deadline, int cancel_fd);
+  // Gives the connection away, whose peer has sent nothing that was not taken.
+  Fd take() { return std::move(fd_); }
+  // Leaves the connection open until the process ends.
+  void leak() { fd_.release(); }
 
  private:
   Fd fd_;

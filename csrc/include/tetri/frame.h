@@ -16,7 +16,7 @@
 namespace tetri {
 
 constexpr uint32_t kMagic = 0x564b5454;  // "TTKV"
-constexpr uint16_t kVersion = 2;
+constexpr uint16_t kVersion = 3;
 constexpr size_t kHeaderSize = 12;
 constexpr uint32_t kMaxControlBytes = 160 << 10;
 constexpr uint32_t kMaxMessageBytes = 64 << 10;
@@ -25,14 +25,17 @@ constexpr uint32_t kDataChunkBytes = 512 << 10;
 constexpr size_t kDataPrefixBytes = 16;  // generation, offset
 constexpr size_t kDataSumBytes = 8;      // after the bytes, over all before it but the header
 constexpr uint32_t kMaxRanks = 1024;
+constexpr size_t kMaxOffers = 8;
+constexpr size_t kMaxOfferBytes = 64 << 10;
+constexpr size_t kMaxKindBytes = 32;
 constexpr size_t kNonceBytes = 32;
 constexpr uint32_t kProofBodyBytes = 4 + kNonceBytes;  // of a challenge and of a proof
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire order is the host's order");
 
 enum class Type : uint16_t {
-  kHello = 1,   // sender: who I am and which link I want
-  kWelcome,     // receiver: identity fits; here is the arena if it can be shared
+  kHello = 1,   // sender: who I am
+  kWelcome,     // receiver: identity fits; these links reach me
   kRefused,     // receiver: reason, then the connection ends
   kLink,        // sender: the link that it will use; ends the handshake
   kJoin,        // sender, on a new connection: carries data of that session
@@ -51,6 +54,7 @@ enum class Type : uint16_t {
   kMessageAck,  // receiver
   kChallenge,   // both, before all others: random bytes to prove oneself by
   kProof,       // both: who has sent it holds the key
+  kProgress,    // sender: it has written into the slot where the receiver cannot see it
 };
 
 class FrameError : public std::runtime_error {
@@ -74,6 +78,8 @@ Header parse_header(const uint8_t* bytes);
 void write_header(uint8_t* bytes, Type type, uint32_t length);
 
 using Identity = std::map<std::string, std::string>;
+// By the kind of link: what its writer needs to reach the receiver's memory, opaque here.
+using Offers = std::map<std::string, std::string>;
 
 class Encoder {
  public:
@@ -112,11 +118,9 @@ struct Hello {
   Identity identity;
   uint32_t rank = 0, num_ranks = 1;
   std::string boot_id;
-  uint64_t pid = 0;
-  uint32_t wants_shm = 0;
   template <typename F>
   void fields(F& f) {
-    f(identity), f(rank), f(num_ranks), f(boot_id), f(pid), f(wants_shm);
+    f(identity), f(rank), f(num_ranks), f(boot_id);
   }
 };
 
@@ -125,9 +129,12 @@ struct Welcome {
   uint64_t session = 0;
   std::string segment;  // empty: no shared memory from there
   std::string nonce;
+  uint32_t has_host_memory = 1;  // slots are in the segment, not in memory that an offer names
+  Offers offers;
+  std::string mac;  // of Hello and this, without it; empty without a key
   template <typename F>
   void fields(F& f) {
-    f(session), f(segment), f(nonce);
+    f(session), f(segment), f(nonce), f(has_host_memory), f(offers), f(mac);
   }
 };
 
@@ -142,10 +149,11 @@ struct Refused {
 
 struct LinkChoice {
   static constexpr Type kType = Type::kLink;
-  uint32_t shm = 0;
+  std::string kind;
+  std::string mac;  // of Hello, Welcome and this, without it; empty without a key
   template <typename F>
   void fields(F& f) {
-    f(shm);
+    f(kind), f(mac);
   }
 };
 
@@ -297,11 +305,25 @@ struct Proof {
   }
 };
 
+struct Progress {
+  static constexpr Type kType = Type::kProgress;
+  uint64_t generation = 0;
+  template <typename F>
+  void fields(F& f) {
+    f(generation);
+  }
+};
+
 template <typename T>
-std::string encode(T message) {
+std::string body_of(T message) {
   Encoder encoder;
   message.fields(encoder);
-  const std::string body = encoder.take();
+  return encoder.take();
+}
+
+template <typename T>
+std::string encode(T message) {
+  const std::string body = body_of(std::move(message));
   uint8_t header[kHeaderSize];
   write_header(header, T::kType, static_cast<uint32_t>(body.size()));
   return std::string(reinterpret_cast<const char*>(header), kHeaderSize) + body;
@@ -340,6 +362,17 @@ class FrameParser {
   std::string buffer_;
   size_t begin_ = 0;
 };
+
+// Kinds of links: "shm" and "tcp" are moved by this library, all others by its caller.
+inline bool is_moved_here(const std::string& kind) { return kind == "shm" || kind == "tcp"; }
+// The writer reaches the control words, and the receiver's kernel knows when it is gone.
+inline bool is_same_host(const std::string& kind) {
+  return kind == "shm" || kind == "dma" || kind == "ipc";
+}
+// Slots are in the receiver's segment; other kinds need an offer that says where they are.
+inline bool needs_host_memory(const std::string& kind) {
+  return kind == "shm" || kind == "tcp" || kind == "dma";
+}
 
 // What a peer has written, fit for logs and for Python: short, and nothing but ASCII that prints.
 std::string printable(std::string_view text);

@@ -16,18 +16,27 @@ namespace tetri {
 // it describes has another owner.
 class Layout {
  public:
-  // With `starts`, page i is at starts[i] of blocks of `wire_bytes` whose other bytes are skipped:
-  // such a layout can only be scattered to. Throws std::invalid_argument when the description is
-  // empty, overlaps or overflows.
+  // With `starts`, page i is at starts[i] of blocks of `wire_bytes` whose other bytes are skipped.
+  // With `is_device`, bases are addresses of a device, which nothing here dereferences. Throws
+  // std::invalid_argument when the description is empty, overlaps or overflows.
   Layout(std::vector<uint64_t> bases, std::vector<uint64_t> strides,
          std::vector<uint64_t> page_bytes, uint64_t num_blocks, std::vector<uint64_t> starts = {},
-         uint64_t wire_bytes = 0);
+         uint64_t wire_bytes = 0, bool is_device = false);
+
+  // Pages [first, first + count) alone, at the same places of the same blocks. Throws
+  // std::invalid_argument when there are no such pages.
+  Layout part(size_t first, size_t count) const;
 
   size_t num_layers() const { return bases_.size(); }
   uint64_t num_blocks() const { return num_blocks_; }
   uint64_t block_bytes() const { return block_bytes_; }
-  bool is_dense() const { return is_dense_; }
+  uint64_t payload_bytes() const { return payload_bytes_; }  // of a block, without what is skipped
+  bool is_whole() const { return payload_bytes_ == block_bytes_; }
+  bool is_device() const { return is_device_; }
+  const std::vector<uint64_t>& bases() const { return bases_; }
+  const std::vector<uint64_t>& strides() const { return strides_; }
   const std::vector<uint64_t>& page_bytes() const { return page_bytes_; }
+  const std::vector<uint64_t>& starts() const { return starts_; }
   uint8_t* page(size_t layer, uint64_t block) const {
     return reinterpret_cast<uint8_t*>(bases_[layer] + block * strides_[layer]);
   }
@@ -36,7 +45,8 @@ class Layout {
   void scatter_block(uint64_t block, const uint8_t* source) const;
 
   // Calls visit(pointer, length) for the pieces of bytes [begin, end) of the run `ids`, where the
-  // run's block i covers [i * block_bytes, (i + 1) * block_bytes). Stops when visit returns false.
+  // run's block i covers [i * block_bytes, (i + 1) * block_bytes), none of which may be skipped.
+  // Stops when visit returns false.
   template <typename Visit>
   void pieces(const std::vector<int32_t>& ids, uint64_t begin, uint64_t end, Visit visit) const {
     if (begin >= end) return;
@@ -56,6 +66,18 @@ class Layout {
     }
   }
 
+  // Calls visit(begin, end) for each range of a block's bytes that is not skipped.
+  template <typename Visit>
+  void ranges(Visit visit) const {
+    uint64_t begin = starts_[0];
+    for (size_t layer = 0; layer < starts_.size(); ++layer) {
+      const uint64_t end = starts_[layer] + page_bytes_[layer];
+      if (layer + 1 < starts_.size() && starts_[layer + 1] == end) continue;
+      visit(begin, end);
+      if (layer + 1 < starts_.size()) begin = starts_[layer + 1];
+    }
+  }
+
   void scatter_range(const std::vector<int32_t>& ids, uint64_t begin, const uint8_t* source,
                      uint64_t length) const;
 
@@ -70,8 +92,9 @@ class Layout {
   std::vector<uint64_t> page_bytes_;
   std::vector<uint64_t> starts_;  // where each layer's page begins inside a block
   uint64_t num_blocks_;
-  bool is_dense_;
+  bool is_device_;
   uint64_t block_bytes_ = 0;
+  uint64_t payload_bytes_ = 0;
 };
 
 using LayoutPtr = std::shared_ptr<const Layout>;

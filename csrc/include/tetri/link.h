@@ -23,11 +23,12 @@ struct Grant {
   uint32_t control = 0;
 };
 
+// Whether these bytes of a slot are in the arena that was mapped, as a receiver should have it.
+bool is_inside(const Segment& segment, const Grant& grant, uint64_t begin, uint64_t bytes);
+
 class Link {
  public:
   virtual ~Link() = default;
-  virtual const char* name() const = 0;
-
   virtual void write(const Grant& grant, WriteOpPtr op) = 0;
   // After everything written so far to the same slot, `written` bytes of it.
   virtual void read(const Grant& grant, ReadOpPtr op, uint64_t written) = 0;
@@ -44,7 +45,7 @@ class Link {
 };
 
 // `segment` is the receiver's arena, mapped and verified.
-std::unique_ptr<Link> make_shm_link(Segment segment);
+std::unique_ptr<Link> make_shm_link(std::shared_ptr<const Segment> segment);
 // `streams` are data connections that have joined the session of `control`.
 std::unique_ptr<Link> make_tcp_link(std::vector<Fd> streams, ControlChannel& control);
 

@@ -1,7 +1,10 @@
 // Sockets: the few calls that both sides need. Every function throws LinkError on failure.
 #pragma once
 
+#include <poll.h>
+
 #include <string>
+#include <vector>
 
 #include "tetri/fd.h"
 #include "tetri/status.h"
@@ -33,6 +36,9 @@ size_t send_some(int fd, const void* buffer, size_t length);
 
 // Waits for `events` on fd. False after `deadline`; throws kClosed when cancel_fd is readable.
 bool wait_for(int fd, short events, TimePoint deadline, int cancel_fd);
+
+// Like poll, to the microsecond; TimePoint::min() looks only, TimePoint::max() waits for ever.
+void wait_until(std::vector<pollfd>* fds, TimePoint deadline);
 
 int poll_timeout_ms(TimePoint deadline);  // rounded up; -1 for TimePoint::max()
 

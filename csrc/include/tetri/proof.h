@@ -9,8 +9,10 @@
 // A proof is HMAC-SHA256(key, role | sender's bytes | receiver's bytes | protocol version |
 // receiver's address). The role keeps either end from being handed its own proof, the bytes keep
 // a proof from being replayed, and the address keeps a process that listens elsewhere (at the port
-// of a dead receiver, say) from relaying both ends' frames. The proof authenticates the beginning
-// of a connection only: bytes that follow are neither encrypted nor signed.
+// of a dead receiver, say) from relaying both ends' frames. WELCOME and LINK, which say where the
+// receiver's memory is and how it will be written, are signed with the same ingredients. The proof
+// authenticates the beginning of a connection only: bytes that follow are neither encrypted nor
+// signed.
 #pragma once
 
 #include <array>
@@ -31,14 +33,25 @@ const std::string& checked_key(const std::string& key);
 enum class Side { kSender, kReceiver };
 
 std::string make_nonce();
+
+// What both ends know once they have proved themselves. An empty key: there was no proof.
+struct Proven {
+  std::string key;
+  std::string sender_nonce;
+  std::string receiver_nonce;
+  std::string receiver_address;
+};
+// Signs frames of the handshake as this side; empty without a key.
+std::string mac_of(const Proven& proven, Side side, const std::string& frames);
+
 // `receiver_address` is that of its end of the connection, as both ends see it.
 std::string proof_of(const std::string& key, Side side, const std::string& sender_nonce,
                      const std::string& receiver_nonce, const std::string& receiver_address);
 
 // The sender's half. Blocks until `deadline` or until cancel_fd is readable. Throws LinkError, also
 // when the other end does not hold the key, and FrameError.
-void prove(ControlChannel& control, const std::string& key, const Endpoint& endpoint,
-           TimePoint deadline, int cancel_fd);
+Proven prove(ControlChannel& control, const std::string& key, const Endpoint& endpoint,
+             TimePoint deadline, int cancel_fd);
 
 // The receiver's half: takes the bytes of two small frames, and none beyond them.
 class Authenticator {
@@ -48,6 +61,7 @@ class Authenticator {
 
   // Whether the peer has proved itself; nothing more is to be read here then.
   bool has_proof() const { return has_proof_; }
+  Proven proven() const { return {key_, theirs_, mine_, address_}; }
   // Where the peer's next bytes go, and how many of them.
   uint8_t* room() { return frame_.data() + filled_; }
   size_t wants() const { return frame_.size() - filled_; }

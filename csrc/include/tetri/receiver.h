@@ -30,6 +30,8 @@ class Receiver {
 
   const std::string& endpoint() const { return endpoint_; }
   const std::string& segment() const { return state_.segment.path(); }
+  // Adds to what later senders are offered. Throws std::invalid_argument: see check_offers.
+  void offer(const std::string& kind, const std::string& bytes);
   std::optional<Slot> find(const std::string& transfer);
   bool wait(Duration timeout);  // blocks
   std::optional<Slot> take(const std::string& transfer);

@@ -21,6 +21,12 @@ namespace tetri {
 struct ControlWord {
   std::atomic<uint64_t> live;
   std::atomic<uint64_t> progress;  // grows with every block that a writer has copied
+  std::atomic<uint64_t> holders;   // writes of the receiver's own process into the slot
+
+  // Keeps the slot's memory from being given to another one; false if it is not this generation's
+  // any more. Pairs with `let_go`.
+  bool hold(uint64_t generation);
+  void let_go() { holders.fetch_sub(1, std::memory_order_seq_cst); }
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "control words live in shared memory");
 
@@ -33,8 +39,8 @@ constexpr uint64_t kHeaderBytes = 4096 + kMaxSlots * sizeof(ControlWord);
 class Segment {
  public:
   // A new segment whose memory is reserved. Throws std::runtime_error, also when /dev/shm is full.
-  // One with an arena of 0 bytes is not in /dev/shm, has no path and cannot be attached.
-  static Segment create(uint64_t arena_bytes);
+  // One that is not shared is not in /dev/shm, has no path and cannot be attached.
+  static Segment create(uint64_t arena_bytes, bool is_shared);
   // An existing segment. Throws std::runtime_error when it is missing, foreign or malformed.
   static Segment attach(const std::string& path);
   // Removes segments in /dev/shm whose owner is gone. Best effort, never throws.
@@ -56,7 +62,7 @@ class Segment {
   Segment(std::string path, Fd fd, uint64_t size, bool owner);
   void map();
   void use_huge_pages() const;
-  void begin_touching();
+  void begin_touching(uint64_t at_once);
 
   struct Toucher;
 

@@ -5,27 +5,31 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "tetri/frame.h"
+#include "tetri/order.h"
 #include "tetri/peer.h"
 #include "tetri/transfer.h"
 
 namespace tetri {
 
-enum class LinkWish { kAuto, kShm, kTcp };
-
 struct SenderOptions {
   Identity identity;
   uint32_t rank = 0;
   uint32_t num_ranks = 1;
-  LinkWish link = LinkWish::kAuto;
+  std::vector<std::string> links{"shm", "tcp"};  // kinds, the best one first
   uint32_t streams = 2;
   Duration open_timeout{};
   Duration io_timeout{};
   uint64_t max_queued_blocks = 1 << 20;
-  std::string key;  // receivers must prove that they hold it; empty: any will do
+  std::optional<Emulated> emulated;  // by delays; none: as fast as it is
+  std::string key;                   // receivers must prove that they hold it; empty: any will do
 };
 
 struct SenderStats {
@@ -40,11 +44,18 @@ struct SenderShared {
   const SenderOptions options;
   std::atomic<uint64_t> queued_blocks{0};
   std::atomic<uint64_t> bytes_sent{0};
+  OrderQueue orders;
 
   std::mutex mutex;  // guards everything below; taken last
   std::condition_variable changed;
   uint64_t active = 0, done = 0, failed = 0, cancelled = 0;
   bool closed = false;
+  std::set<std::pair<std::string, std::string>> excluded;  // (endpoint, kind of link)
+
+  bool is_excluded(const std::string& endpoint, const std::string& kind) {
+    const std::lock_guard lock(mutex);
+    return excluded.count({endpoint, kind}) != 0;
+  }
 };
 
 // Thread-safe. Owns one thread for each receiver that it has talked to lately.
@@ -59,6 +70,9 @@ class Sender {
                    uint64_t block_bytes);
   Status send(const std::string& endpoint, std::string message, Duration timeout);  // blocks
   bool wait(Duration timeout);                                                      // blocks
+  OrderPtr take_order(Duration timeout);  // blocks; none in time, or when closed
+  // Uses this kind of link to the endpoint no more. A session that does is lost.
+  void exclude(const std::string& endpoint, const std::string& kind);
   SenderStats stats();
   void close();
 

@@ -8,7 +8,7 @@
 //
 // Memory of a slot that ends while a shared-memory writer may still be writing is quarantined: it
 // stays allocated, under no name, until that writer reports that it stopped or its connection is
-// gone.
+// gone, and until nothing holds its control word.
 //
 // Not thread-safe and without a clock: the caller locks and passes the time.
 #pragma once
@@ -32,7 +32,7 @@ enum class SlotState : uint32_t { kFilling = 0, kArrived = 1, kTaken = 2, kFaile
 struct Slot {
   std::string transfer;
   SlotState state = SlotState::kFilling;
-  uint64_t offset = 0;
+  uint64_t offset = 0;  // from the start of the segment, or of the memory that the caller owns
   uint64_t num_blocks = 0;
   uint64_t rank_bytes = 0;
   uint32_t num_ranks = 1;
@@ -45,7 +45,7 @@ struct WriterId {
   uint64_t connection = 0;
   uint32_t rank = 0;
   uint32_t num_ranks = 1;
-  bool shared = false;  // writes into the segment itself
+  bool shared = false;  // writes into the arena itself, where this side cannot stop it
 };
 
 // What the service thread has to send to a sender.
@@ -67,7 +67,8 @@ struct TableCounters {
 
 class SlotTable {
  public:
-  SlotTable(uint64_t arena_bytes, ControlWord* control, Duration fill_timeout,
+  // Offsets of slots begin at `origin`.
+  SlotTable(uint64_t arena_bytes, uint64_t origin, ControlWord* control, Duration fill_timeout,
             Duration hold_timeout);
 
   // The sender's side.
@@ -153,6 +154,7 @@ class SlotTable {
   TimePoint expire_notes(TimePoint now);
 
   Allocator allocator_;
+  const uint64_t origin_;
   ControlWord* control_;
   Duration fill_timeout_;
   Duration hold_timeout_;

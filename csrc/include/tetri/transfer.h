@@ -29,7 +29,8 @@ using TransferPtr = std::shared_ptr<Transfer>;
 
 // A run of blocks to send. Slot blocks start at first_block.
 struct WriteOp {
-  WriteOp(TransferPtr transfer, LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids);
+  WriteOp(TransferPtr transfer, LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
+          uint64_t tag = 0);
   WriteOp(const WriteOp&) = delete;
   WriteOp& operator=(const WriteOp&) = delete;
   ~WriteOp();  // gives the blocks' room in the sender's queue back
@@ -38,9 +39,13 @@ struct WriteOp {
   const LayoutPtr layout;
   const uint64_t first_block;
   const std::vector<int32_t> ids;
+  const uint64_t tag;  // the caller's, for orders
+  const TimePoint started = Clock::now();
+  std::shared_ptr<std::atomic<bool>> unread;  // set when this ends, if there is one
 
   uint64_t begin() const { return first_block * layout->block_bytes(); }
-  uint64_t bytes() const { return ids.size() * layout->block_bytes(); }
+  uint64_t span() const { return ids.size() * layout->block_bytes(); }
+  uint64_t bytes() const { return ids.size() * layout->payload_bytes(); }
 };
 using WriteOpPtr = std::shared_ptr<WriteOp>;
 
@@ -91,15 +96,25 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
   bool quiesced() const;
   // Both throw std::invalid_argument for ids or ranges outside of the layout or the slot.
-  Status write(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids);
+  Status write(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids, uint64_t tag = 0);
   Status read(LayoutPtr layout, uint64_t first_block, std::vector<int32_t> ids,
               Duration timeout);  // blocks
   void finish();
   void cancel();
 
-  // False when the transfer is over: the source must not be touched. Pairs with end_copy.
+  // False when the transfer is over: neither the source nor the slot may be touched. Pairs with
+  // end_copy; copies may overlap.
   bool begin_copy();
   void end_copy(uint64_t bytes);
+  // Whether a copy is under way. Once the transfer is over, none begins any more.
+  bool is_copying() const;
+  // Grows whenever bytes were sent or an order was begun.
+  uint64_t progress() const { return bytes_sent() + orders_begun_.load(std::memory_order_relaxed); }
+  // An order of this transfer was begun, was ended, or is sent as `staged` now.
+  void order_begun() { orders_begun_.fetch_add(1, std::memory_order_relaxed); }
+  void order_ended(WriteOpPtr op);
+  // Returns what becomes true as soon as no thread reads `layout` any more.
+  std::shared_ptr<std::atomic<bool>> order_staged(const WriteOp& op, LayoutPtr layout);
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }
   void granted(const std::string& link);
   void confirmed();
@@ -120,6 +135,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const uint64_t block_bytes_;
   const TimePoint open_deadline_;
   std::atomic<uint64_t> bytes_sent_{0};
+  std::atomic<uint64_t> orders_begun_{0};
   std::atomic<bool> stopped_{false};
 
   mutable std::mutex mutex_;  // guards everything below
@@ -127,9 +143,9 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Status status_ = Status::kPending;
   std::string error_;
   std::string link_;
-  bool copying_ = false;
+  uint64_t copies_ = 0;  // under way
   bool finishing_ = false;
-  std::vector<bool> covered_;  // slot blocks that a write has named
+  std::vector<uint64_t> missing_;  // bytes of each slot block that no write has named
 };
 
 }  // namespace tetri

@@ -159,6 +159,7 @@ def test_for_a_rate_as_few_as_serve_it() -> None:
     assert all(each.devices >= found.best.devices for each in found.found)
 
 
+@pytest.mark.slow
 def test_what_cannot_serve_is_an_error_that_says_why() -> None:
     slow = made(replace(TOUCHY, base_s=0.5), name="slow")
     small = made(TOUCHY, name="small", kv_tokens=64)

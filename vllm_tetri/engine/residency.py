@@ -1,0 +1,130 @@
+"""What the prefix cache of this instance holds, for its routers.
+
+vLLM's block pool tells of every block that enters or leaves its prefix cache by KV events. This
+module reads them where vLLM publishes them and passes them on, so that a user's own publisher
+(`--kv-events-config`) gets what it would get. Of several groups of a KV cache one that grows
+with its request is followed: the others hold parts of the same prefixes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_tetri.engine.blocks import PromptBlocks
+from vllm_tetri.engine.compat import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisher,
+    Request,
+    Scheduler,
+)
+from vllm_tetri.messages import MAX_CACHE_NAMES, NAME_BYTES, CacheReport, RequestChain
+from vllm_tetri.types import InstanceId
+
+_MAX_CHAINS = 1024  # of requests that ended since the last report
+_MAX_CHAIN_BYTES = 1 << 20  # of all their names together
+
+
+class CacheLog(EventPublisher):
+    """Stands before the publisher of a scheduler. The engine thread records, the agent's thread
+    takes; a lock guards what they share."""
+
+    def __init__(self, scheduler: Scheduler, blocks: PromptBlocks) -> None:
+        super().__init__()
+        self._next = scheduler.kv_event_publisher
+        pool = scheduler.kv_cache_manager.block_pool
+        self.is_on = bool(pool.enable_caching)
+        pool.enable_kv_cache_events = pool.enable_kv_cache_events or self.is_on
+        self._group, self.block_tokens = blocks.prefix_group
+        self._scale = max(1, self.block_tokens // scheduler.hash_block_size)
+        self._lock = threading.Lock()
+        self._held: set[bytes] = set()
+        self._changes: dict[bytes, bool] = {}  # since the last report: whether it came
+        self._was_cleared = False
+        self._chains: deque[RequestChain] = deque(maxlen=_MAX_CHAINS)
+        self._chain_bytes = 0
+
+    # -- vLLM's publisher, on the engine thread ---------------------------------
+
+    def publish(self, events: Any) -> None:
+        if self.is_on:
+            with self._lock:
+                for event in events.events:
+                    self._record(event)
+        self._next.publish(events)
+
+    def shutdown(self) -> None:
+        self._next.shutdown()
+
+    def get_publisher_config(self) -> Any:
+        return self._next.get_publisher_config()
+
+    def _record(self, event: Any) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self._held.clear()
+            self._changes.clear()
+            self._was_cleared = True
+            return
+        is_new = isinstance(event, BlockStored)
+        is_known = is_new or isinstance(event, BlockRemoved)
+        is_full = is_new and len(self._held) >= MAX_CACHE_NAMES
+        if not is_known or is_full or event.group_idx not in (None, self._group):
+            return
+        names = [_name(each) for each in event.block_hashes]
+        (self._held.update if is_new else self._held.difference_update)(names)
+        self._changes.update(dict.fromkeys(names, is_new))
+
+    def record_request(self, request: Request) -> None:
+        """Record the blocks of a request that ends here (engine thread)."""
+        count = request.num_computed_tokens // self.block_tokens
+        hashes = request.block_hashes[self._scale - 1 :: self._scale][:count]
+        if not self.is_on or not hashes:
+            return
+        names = b"".join(map(_name, hashes))
+        with self._lock:
+            if self._chain_bytes + len(names) <= _MAX_CHAIN_BYTES:
+                self._chain_bytes += len(names)
+                tokens = request.num_prompt_tokens
+                self._chains.append(RequestChain(request.request_id, tokens, names))
+
+    def known_tokens(self, request: Request, marks: Sequence[tuple[int, int]]) -> int:
+        """Return how many tokens a request begins with that also a prefix with these marks does
+        (engine thread). As a mark stands for all tokens before it, the longest that fits counts."""
+        for tokens, name in marks:
+            end = tokens // self.block_tokens * self._scale
+            if 0 < end <= len(request.block_hashes):
+                found = int.from_bytes(_name(request.block_hashes[end - 1]), "big")
+                if found == name and tokens % self.block_tokens == 0:
+                    return tokens
+        return 0
+
+    # -- reports, on the agent's thread -----------------------------------------
+
+    def report(self, instance: InstanceId, seq: int, *, is_all: bool) -> CacheReport | None:
+        """Return what changed since the last such call, under the number `seq`, and None if nothing
+        did; or all that is held, as of that report or later."""
+        if is_all:
+            with self._lock:
+                held = b"".join(self._held)
+            return CacheReport(instance, seq, self.block_tokens, is_all=True, added=held)
+        with self._lock:
+            changes, self._changes = self._changes, {}
+            chains, self._chains = [*self._chains], deque(maxlen=_MAX_CHAINS)
+            was_cleared, self._was_cleared, self._chain_bytes = self._was_cleared, False, 0
+        if not (changes or chains or was_cleared):
+            return None
+        added = b"".join(name for name, came in changes.items() if came)
+        removed = b"".join(name for name, came in changes.items() if not came)
+        return CacheReport(instance, seq, self.block_tokens, was_cleared, added, removed, chains)
+
+
+def _name(block_hash: bytes | int) -> bytes:
+    """Return the name of a block: the end of its hash, which is all of it where vLLM publishes
+    hashes as numbers (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES)."""
+    if isinstance(block_hash, int):
+        return block_hash.to_bytes(NAME_BYTES, "big")
+    return block_hash[-NAME_BYTES:]

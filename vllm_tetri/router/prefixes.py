@@ -1,0 +1,160 @@
+"""Which blocks of KV a prompt has, before any instance has seen it.
+
+The router does not tokenise. It cuts a prompt into pieces, names every start of it by a digest
+that is chained over them, and remembers for each start the chain of blocks that an instance
+reported for the request. A later prompt that begins alike finds that chain. How many of its
+tokens are the same is an estimate, good enough for a price; what is sent is decided by hashes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+from cachetools import LRUCache, TTLCache
+
+from vllm_tetri.policy.residency import Chain
+from vllm_tetri.types import InstanceId
+
+_PIECE_BYTES = 1024
+_MAX_PIECES = 2048
+_MAX_HOLDERS = 4
+_MAX_NAMES = 1 << 22  # of blocks in chains, all together
+_MAX_PENDING = 1 << 14
+_PENDING_S = 900.0  # in which a request must end
+# What changes a prompt's tokens beside its messages or text, or parts tenants.
+_BASE = ("model", "cache_salt", "tools", "functions", "documents", "chat_template",
+         "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs",
+         "add_special_tokens", "add_generation_prompt", "continue_final_message")  # fmt: skip
+
+
+class Start(NamedTuple):
+    """A start of a prompt: its digest, its length, and that of the model's output after it."""
+
+    digest: bytes
+    num_bytes: int
+    answer_bytes: int  # 0 if something else follows
+
+
+class Known(NamedTuple):
+    """What is known of a prompt: the chain that it has the first `common_tokens` of, and how
+    many tokens it has, both estimated."""
+
+    chain: Chain
+    common_tokens: int
+    prompt_tokens: int
+    holders: tuple[InstanceId, ...]  # that reported the chain, or one with that start before it
+
+
+class _Learnt(NamedTuple):
+    chain: Chain
+    tokens: int  # of this start, estimated
+    is_end: bool  # it is a whole prompt
+    bytes_per_token: float
+    holders: tuple[InstanceId, ...]
+    share: int  # of the chain's names, among the starts that have it
+
+
+class PrefixIndex:
+    """Chains of blocks by the start of a prompt, the least recently used ones forgotten. Owned by
+    the event loop."""
+
+    def __init__(self) -> None:
+        self._learnt: LRUCache[bytes, _Learnt] = LRUCache(
+            _MAX_NAMES, getsizeof=lambda each: each.share
+        )
+        self._pending: TTLCache[str, list[Start]] = TTLCache(_MAX_PENDING, _PENDING_S)
+
+    def expect(self, entry: str, starts: list[Start]) -> None:
+        """Keep the starts of a request that was sent to an instance, until its chain comes."""
+        if starts:
+            self._pending[entry] = starts
+
+    def learn(self, instance: InstanceId, vllm_name: str, chain: Chain, prompt_tokens: int) -> None:
+        """Record the chain that an instance reports for a request that ended there."""
+        starts = self._starts_of(vllm_name)
+        if not starts:
+            return
+        num_bytes, share = starts[-1].num_bytes, 1 + len(chain.names) // len(starts)
+        for start in starts:
+            is_end = start is starts[-1]
+            tokens = prompt_tokens * start.num_bytes // num_bytes
+            known = self._learnt.get(start.digest)
+            if known is not None and known.is_end and not is_end and start.answer_bytes:
+                is_end, tokens = True, known.tokens  # as when it was the whole prompt
+            before = known.holders if known is not None else ()
+            others = tuple(each for each in before if each != instance)[: _MAX_HOLDERS - 1]
+            self._learnt[start.digest] = _Learnt(
+                chain, tokens, is_end, num_bytes / prompt_tokens, (instance, *others), share
+            )
+
+    def _starts_of(self, vllm_name: str) -> list[Start] | None:
+        """Find a request by vLLM's name of it: ours, after a word and before numbers."""
+        name = vllm_name.partition("-")[2]
+        while name:
+            found: list[Start] | None = self._pending.get(name)
+            if found is not None:
+                return found
+            name = name.rpartition("-")[0]
+        return None
+
+    def find(self, starts: list[Start]) -> Known | None:
+        """Return what is known of a prompt by the longest start that was seen; None if nothing."""
+        count = bisect_left(starts, True, key=lambda start: start.digest not in self._learnt)
+        learnt: _Learnt | None = self._learnt.get(starts[count - 1].digest) if count else None
+        if learnt is None:
+            return None
+        start, chain, tokens = starts[count - 1], learnt.chain, learnt.tokens
+        seen_bytes = start.num_bytes
+        if learnt.is_end and start.answer_bytes:
+            # The output was computed there, too, and most likely it is what follows here.
+            tokens += round(start.answer_bytes / learnt.bytes_per_token)
+            seen_bytes += start.answer_bytes
+        rest = max(0, starts[-1].num_bytes - seen_bytes) / learnt.bytes_per_token
+        common = min(tokens, len(chain.names) * chain.block_tokens)
+        return Known(chain, common, tokens + round(rest), learnt.holders)
+
+
+def starts_of(body: dict[str, Any], *, is_chat: bool) -> list[Start]:
+    """Name every start of the prompt of a request, in order."""
+    base = {key: body[key] for key in _BASE if key in body}
+    digest = blake2b(msgspec.json.encode([is_chat, base], order="sorted"), digest_size=8)
+    starts, num_bytes = list[Start](), 0
+    for piece, answer_bytes in _pieces(body, is_chat=is_chat):
+        num_bytes += len(piece)
+        digest.update(piece)
+        starts.append(Start(digest.digest(), num_bytes, answer_bytes))
+        if len(starts) == _MAX_PIECES:
+            break
+    return starts
+
+
+def _pieces(body: dict[str, Any], *, is_chat: bool) -> Iterator[tuple[bytes, int]]:
+    """Cut a prompt into pieces, each with the bytes of an output of the model that follows it. A
+    piece ends with its message."""
+    if is_chat:
+        messages = body.get("messages")
+        messages = messages if isinstance(messages, list) else []
+        for message, following in pairwise([*messages, None]):
+            is_answer = isinstance(following, dict) and following.get("role") == "assistant"
+            num_bytes = len(msgspec.json.encode(following)) if is_answer else 0
+            yield from _cut(msgspec.json.encode(message), num_bytes)
+        return
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        yield from _cut(prompt.encode(errors="replace"), 0)
+    elif isinstance(prompt, list):
+        with suppress(OverflowError, TypeError):  # no token ids
+            yield from _cut(array("q", prompt).tobytes(), 0)
+
+
+def _cut(text: bytes, answer_bytes: int) -> Iterator[tuple[bytes, int]]:
+    for start in range(0, len(text), _PIECE_BYTES):
+        is_last = start + _PIECE_BYTES >= len(text)
+        yield text[start : start + _PIECE_BYTES], answer_bytes if is_last else 0
