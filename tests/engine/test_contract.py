@@ -257,6 +257,7 @@ def said(**environment: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_what_we_log_is_seen_among_vllms_lines_and_at_its_level() -> None:
     (line,) = [line for line in said().splitlines() if "decode-0 leaves" in line]
     assert "INFO" in line

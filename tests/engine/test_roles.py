@@ -434,6 +434,7 @@ print("DUMP" + json.dumps({"config": shown, "hash": config.compute_hash(),
 """
 
 
+@pytest.mark.slow
 def test_without_a_role_nothing_changes(tmp_path: Path) -> None:
     """vLLM's resolved configuration is the same with and without this package."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

@@ -104,6 +104,7 @@ def test_a_failing_step_fails_the_run_and_the_next_one_runs(tmp_path: Path) -> N
     assert "ended with 7" in content["steps"][1]["reason"]
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     begin_s = time.monotonic()
     status, output, content = go(tmp_path, "hangs", "good")

@@ -194,6 +194,7 @@ def test_words_show_the_workers_of_an_instance(words: list[str]) -> None:
     assert serve_options_in([words[0].split("=")[0]]).num_workers == 1
 
 
+@pytest.mark.slow
 def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "vllm.yaml"
     path.write_text("tensor-parallel-size: 2\napi_key: [a, b]\nkv_cache_memory_bytes: 5M\nuds: x\n")

@@ -105,6 +105,7 @@ def test_requests_at_another_rate_are_the_same_ones_closer_together() -> None:
 # -- plans -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_handing_over_wins_where_prompts_disturb_decodes(touchy: Plan) -> None:
     assert not touchy.best.layout.is_aggregated
     assert touchy.recommended is touchy.best
@@ -115,6 +116,7 @@ def test_handing_over_wins_where_prompts_disturb_decodes(touchy: Plan) -> None:
     assert recommendation(touchy)[0].startswith("Take ")
 
 
+@pytest.mark.slow
 def test_coupled_wins_where_nothing_disturbs_and_says_so(calm: Plan) -> None:
     assert calm.recommended.layout.is_aggregated
     lines = recommendation(calm)
@@ -122,6 +124,7 @@ def test_coupled_wins_where_nothing_disturbs_and_says_so(calm: Plan) -> None:
     assert "simulated" in lines[-1]
 
 
+@pytest.mark.slow
 def test_the_ratio_follows_from_single_instances(touchy: Plan) -> None:
     (single,) = touchy.singles
     best = next(each for each in touchy.found if each.layout.system is System.SPLIT)
@@ -132,6 +135,7 @@ def test_the_ratio_follows_from_single_instances(touchy: Plan) -> None:
     assert best.rate <= 1.2 * min(2 * single.prefill.rate, single.decode.rate)
 
 
+@pytest.mark.slow
 def test_every_layout_uses_what_there_is(touchy: Plan) -> None:
     assert {each.layout.num_devices for each in touchy.found} == {3}
     assert {each.layout.system for each in touchy.found} == set(System)
@@ -139,6 +143,7 @@ def test_every_layout_uses_what_there_is(touchy: Plan) -> None:
     assert rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.slow
 def test_roles_that_hardly_win_are_not_recommended(touchy: Plan) -> None:
     assert touchy.rival is not None
     hardly = replace(touchy.best, rate=touchy.rival.rate * 1.03)
@@ -149,6 +154,7 @@ def test_roles_that_hardly_win_are_not_recommended(touchy: Plan) -> None:
     assert any("too little for the effort" in line for line in recommendation(close))
 
 
+@pytest.mark.slow
 def test_for_a_rate_as_few_as_serve_it() -> None:
     found = plan(question(CALM, LOOSE, devices=None, rate=12.0))
 
@@ -177,6 +183,7 @@ def test_what_cannot_serve_is_an_error_that_says_why() -> None:
         plan(question(TOUCHY, Objective(0.1, 1.0)))
 
 
+@pytest.mark.slow
 def test_a_price_is_per_gpu_and_token(touchy: Plan) -> None:
     row = plain(touchy)["recommended"]
 
@@ -227,6 +234,7 @@ def test_the_command_prints_a_table_and_advice(
     assert "estimate" not in out
 
 
+@pytest.mark.slow
 def test_the_command_speaks_json_and_names_estimates(
     touchy: Plan,
     measured: list[str],
