@@ -1,4 +1,5 @@
-"""CPU time of decisions, without any engine: a dispatch, and what is done once per view.
+"""CPU time of decisions, without any engine: a dispatch, a router's placement of a conversation's
+next turn, and what is done once per view.
 
 Each decision is timed several times over the same inputs, and the quickest counts: what else runs
 on the machine only adds.
@@ -11,15 +12,24 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from examples.benchmarks.cluster import Site, conditions
 from examples.benchmarks.figures import Results
+from vllm_tetri.messages import NAME_BYTES, CacheReport, RequestChain
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
 from vllm_tetri.policy.dispatch import DISPATCHES, GRACE_S, DecodeCandidates, choose_decode
+from vllm_tetri.policy.route import Whole
+from vllm_tetri.router.placement import Placer
+from vllm_tetri.router.request import ApiRequest, parse_request
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,
@@ -27,6 +37,8 @@ from vllm_tetri.types import (
     InstanceLoad,
     InstanceState,
     InstanceView,
+    Mode,
+    RequestId,
     Role,
 )
 
@@ -104,6 +116,61 @@ def dispatches(size: int, cluster: str, count: int, policy: str, seed: int) -> l
     return timed(decide, count)
 
 
+def turn(user: int, num_messages: int) -> ApiRequest:
+    """Parse a user's turn of a chat with messages of 1 KB."""
+    messages = [
+        {"role": ("user", "assistant")[number % 2], "content": f"{user} {number} " + 1000 * "x"}
+        for number in range(num_messages)
+    ]
+    raw = msgspec.json.encode({"model": "model", "messages": messages, "max_tokens": 200})
+    return parse_request("/v1/chat/completions", raw, {})
+
+
+def namings(count: int) -> list[float]:
+    """Time what names the starts of a prompt."""
+    requests = iter([turn(user, 9) for user in range(count + WARM_UP)])
+    return timed(lambda: next(requests).starts, count)
+
+
+def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
+    """Time where a router sends requests, of each of which two instances hold the first blocks."""
+    rng = Random(seed)
+    view = view_of(size, "all have capacity", rng)
+    roles = (Role.PREFILL, Role.DECODE)
+    instances = [
+        replace(each, info=replace(each.info, role=roles[i % 2]))
+        for i, each in enumerate(view.instances)
+    ]
+    view = replace(view, instances=tuple(instances))
+    shares: Any = SimpleNamespace(at_limit=lambda client: frozenset())
+    placer = Placer(
+        lambda: view, shares, objective=NO_OBJECTIVE, refuses_late=False, max_queue_delay_s=1e9
+    )
+    placer.mode = mode
+    for user in range(count + WARM_UP):
+        entry, holders = RequestId(f"r{user}"), [2 * rng.randrange(size // 2) + i for i in range(2)]
+        names = b"".join((user << 16 | each).to_bytes(NAME_BYTES, "big") for each in range(100))
+        for holder in (instances[each].info.id for each in holders):
+            placer.record_sent(entry, turn(user, 7), Whole(holder, ""))
+            chain = RequestChain(f"chatcmpl-{entry}", 1600, names)
+            placer.record_cache(
+                CacheReport(holder, 1, 16, is_all=True, added=names, chains=[chain])
+            )
+    requests = [turn(user, 9) for user in range(count + WARM_UP)]
+    assert all(each.starts for each in requests)  # named once, whatever the cluster is
+    queue = iter(enumerate(requests))
+
+    def place() -> None:
+        number, request = next(queue)
+        route = placer.place(
+            request, may_split=True, excluded=frozenset(), at_limit=frozenset(), is_new=True
+        )
+        assert route is not None
+        placer.record_sent(RequestId(f"s{number}"), request, route)
+
+    return timed(place, count)
+
+
 def tables(size: int, count: int, seed: int) -> list[float]:
     """Time what a new view costs once: its table, with the order that a dispatch needs."""
     view, maker = view_of(size, "all have capacity", Random(seed)), TableMaker()
@@ -144,6 +211,13 @@ def main() -> None:
             )
             for name in CLUSTERS
         }
+        for mode in (Mode.SPLIT, Mode.ADAPTIVE):
+            cases["placement", f"{mode}, two hold a part"] = lambda mode=mode, size=size: (
+                placements(  # type: ignore[misc]
+                    size, mode, count, options.seed
+                )
+            )
+        cases["naming", "a chat of 9 KB"] = lambda: namings(count)
         cases["once per view", ""] = lambda size=size: tables(  # type: ignore[misc]
             size, count // 20 + 1, options.seed
         )

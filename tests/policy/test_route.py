@@ -18,6 +18,7 @@ from vllm_tetri.policy.route import (
     Event,
     Phase,
     Route,
+    RouteCandidates,
     Split,
     Whole,
     advance,
@@ -41,7 +42,7 @@ def route(
     for name, tokens in (own or {}).items():
         made.send(InstanceId(name), None, Need(tokens, 0), 100.0)
     return choose_route(
-        map(made.state.row, made.by_model.get(model, ())),
+        RouteCandidates(made.state, made.by_model.get(model, ())),
         may_split=may_split,
         excluded=frozenset(map(InstanceId, excluded)),
         refused=frozenset(map(InstanceId, refused)),
@@ -190,6 +191,36 @@ def test_a_whole_request_stays_with_its_kind_when_that_is_full() -> None:
 
 def test_nobody_there_is_not_the_same_as_full() -> None:
     assert target(PREFILL, excluded=("p",), refused=("p",)) is None
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 4), st.frozensets(st.integers(0, 5)))),
+    st.dictionaries(st.integers(0, 5), st.integers(1, 4)),
+)
+def test_request_after_request_goes_to_the_least_loaded(
+    queued: list[int], requests: list[tuple[int, frozenset[int]]], cached: dict[int, int]
+) -> None:
+    names = [InstanceId(f"p{number}") for number in range(len(queued))]
+    rows = [
+        instance(name, "prefill", queued_prefill_tokens=tokens)
+        for name, tokens in zip(names, queued, strict=True)
+    ]
+    made = known(*rows, DECODE)
+    candidates = RouteCandidates(made.state, made.by_model["tiny"])
+    held = {InstanceId(f"p{number}"): tokens for number, tokens in cached.items()}
+    left = dict(zip(names, queued, strict=True))
+    for tokens, full in requests:
+        at_limit = {InstanceId(f"p{number}") for number in full}
+        found = choose_route(candidates, may_split=True, at_limit=at_limit, cached=held)
+        able = {name: left[name] - held.get(name, 0) for name in names if name not in at_limit}
+        if not able:
+            assert isinstance(found, AllAtLimit)
+            continue
+        assert isinstance(found, Split)
+        assert able[found.prefill] == min(able.values())
+        made.send(found.prefill, None, Need(tokens, 0), 100.0)
+        left[found.prefill] += tokens
 
 
 def test_the_least_loaded_prefill_instance_wins() -> None:

@@ -316,12 +316,17 @@ def _best_pair(
     other's place in `decodes`."""
     best: tuple[float, InstanceRow | None, int] = (inf, None, 0)
     order = sorted(range(len(decodes)), key=lambda index: written[index][1])
+    tokens = need.prompt_tokens
     for row in prefills:
-        tokens = need.prompt_tokens
         prefill_s = costs[row.id] + _capacity_s(row, tokens, tpot_s(row, tokens))
-        others = (i for i in order if decodes[i] is not row and decodes[i].key == row.key)
-        for index in islice(others, 1 if not any(cached.values()) else None):
-            moved_s = hand_over_s(row, tokens, cached[row.id], cached[decodes[index].id])
+        has_rest = False  # the cheapest of those that hold nothing is known: as much is moved
+        for index in order:
+            other = decodes[index]
+            there = cached[other.id]
+            if other is row or other.key != row.key or (has_rest and not there):
+                continue
+            has_rest = has_rest or not there
+            moved_s = hand_over_s(row, tokens, cached[row.id], there)
             pair_s = prefill_s + moved_s + written[index][1]
             if pair_s < best[0]:
                 best = (pair_s, row, index)

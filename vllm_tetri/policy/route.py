@@ -6,12 +6,15 @@ Also the phases of a request in a router; they change only by `advance`, along `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from operator import itemgetter
 from types import MappingProxyType
 
-from vllm_tetri.policy.cluster import InstanceRow
+from vllm_tetri.policy.cluster import ClusterState, InstanceRow
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Role
 
 _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
@@ -46,8 +49,75 @@ class AllAtLimit:
 Route = Split | Whole
 
 
+class _Kind:
+    """Instances of which a request could go to any."""
+
+    def __init__(self, rows: Iterable[InstanceRow], second: Callable[[InstanceRow], int]) -> None:
+        self.by_id = {row.id: row for row in rows}
+        # Tokens queued as last looked at, what decides between equals, which no request changes,
+        # and a number that keeps the order: nothing makes a row better until the next view.
+        self.heap = [
+            (row.queued_tokens, second(row), number, row)
+            for number, row in enumerate(self.by_id.values())
+        ]
+        heapify(self.heap)
+        self.second = second
+
+
+class RouteCandidates:
+    """The instances that requests for one model can go to first, ordered once per view. A `state`
+    adds what was sent to them since."""
+
+    def __init__(self, state: ClusterState, rows: Sequence[InstanceRow]) -> None:
+        self._state, self._rows = state, rows
+        self.decodes = [row for row in rows if row.role is not Role.PREFILL]
+        takers = Counter(row.key for row in self.decodes)
+        able = (
+            row
+            for row in rows
+            if row.role is not Role.DECODE and takers[row.key] > (row.role is Role.BOTH)
+        )
+        self.prefills = _Kind(able, lambda row: row.role is Role.BOTH)
+        last = min((_LAST_RESORT[row.role] for row in rows), default=0)
+        able = (row for row in rows if _LAST_RESORT[row.role] == last or row.alone)
+        self.wholes = _Kind(able, lambda row: row.num_requests)
+
+    def without(self, excluded: Collection[InstanceId]) -> RouteCandidates:
+        """Return the candidates without some instances, which may change what others are for."""
+        if not excluded:
+            return self
+        return RouteCandidates(self._state, [row for row in self._rows if row.id not in excluded])
+
+    def least(
+        self, kind: _Kind, taken: Collection[InstanceId], cached: Mapping[InstanceId, int]
+    ) -> InstanceRow | None:
+        """Return the one with the fewest tokens to compute, what it has cached taken off."""
+        heap, aside, best, best_key = kind.heap, [], None, (inf, 0)
+        while heap and best is None:
+            queued, second, number, base = heap[0]
+            row = self._state.row(base)
+            if row.queued_tokens != queued:
+                heapreplace(heap, (row.queued_tokens, second, number, base))
+            elif base.id in taken:
+                aside.append(heappop(heap))
+            else:
+                best, best_key = row, (queued, second)
+        for entry in aside:
+            heappush(heap, entry)
+        for name, tokens in cached.items():
+            base = kind.by_id.get(name)
+            if base is not None and name not in taken:
+                row = self._state.row(base)
+                best, best_key = min(
+                    (best, best_key),
+                    (row, (row.queued_tokens - tokens, kind.second(row))),
+                    key=itemgetter(1),
+                )
+        return best
+
+
 def choose_route(
-    rows: Iterable[InstanceRow],
+    candidates: RouteCandidates,
     *,
     may_split: bool,
     excluded: Collection[InstanceId] = (),
@@ -59,49 +129,27 @@ def choose_route(
     has not `cached` included, if two instances may share the request, else one instance; None when
     there is none. Overload never sends a request to instances of another kind,
     where it would disturb what they do; those that exchange KV with none serve all that is not
-    split. Of the `rows` that serve the model, `excluded` ones already failed this request,
-    `refused` ones just had no capacity for it, and those `at_limit` have as many requests in flight
-    as they may."""
-    ready = [row for row in rows if row.id not in excluded]
-    if not ready:
+    split. Of the `candidates`, `excluded` ones already failed this request, `refused` ones just had
+    no capacity for it, and those `at_limit` have as many requests in flight as they may."""
+    candidates = candidates.without(excluded)
+    splits = may_split and bool(candidates.prefills.by_id)
+    kind = candidates.prefills if splits else candidates.wholes
+    if not kind.by_id:
         return None
-    decodes = [row for row in ready if row.role is not Role.PREFILL]
-    prefills = _prefills(ready, decodes) if may_split else []
-    last_resort = min(_LAST_RESORT[row.role] for row in ready)
-    kind = prefills or [row for row in ready if _LAST_RESORT[row.role] == last_resort or row.alone]
-    able = [row for row in kind if row.id not in refused and row.id not in at_limit]
-    if not able:
-        who = "prefill instances" if prefills else "instances that could serve it alone"
-        return AllAtLimit(tuple(row.id for row in kind), who)
-
-    def tokens(row: InstanceRow) -> float:
-        return row.queued_tokens - cached.get(row.id, 0)
-
-    if not prefills:
-        best = min(able, key=lambda row: (tokens(row), row.num_requests))
+    taken = {*refused, *at_limit} if refused else at_limit
+    best = candidates.least(kind, taken, cached)
+    if best is None:
+        who = "prefill instances" if splits else "instances that could serve it alone"
+        return AllAtLimit(tuple(kind.by_id), who)
+    words = f"{best.queued_tokens} tokens queued"
+    words += f", {cached[best.id]} cached" if cached.get(best.id) else ""
+    if not splits:
         why = "no pair to split over" if may_split else "not split"
         why = f"{why}, since {best.alone}" if best.alone else why
-        why = f"{why}: {best.role} with {best.queued_tokens} tokens queued"
-        return Whole(best.id, why + _cached_words(best, cached))
-    if all(row.id in at_limit for row in decodes):
-        return AllAtLimit(tuple(row.id for row in decodes), "decode instances")
-    best = min(able, key=lambda row: (tokens(row), row.role is Role.BOTH))
-    why = f"least of {len(able)}: {best.queued_tokens} tokens queued"
-    return Split(best.id, why + _cached_words(best, cached))
-
-
-def _cached_words(row: InstanceRow, cached: Mapping[InstanceId, int]) -> str:
-    return f", {cached[row.id]} cached" if cached.get(row.id) else ""
-
-
-def _prefills(ready: list[InstanceRow], decodes: list[InstanceRow]) -> list[InstanceRow]:
-    """List the instances for prompts that can hand over to another one."""
-    takers = Counter(row.key for row in decodes)
-    return [
-        row
-        for row in ready
-        if row.role is not Role.DECODE and takers[row.key] > (row.role is Role.BOTH)
-    ]
+        return Whole(best.id, f"{why}: {best.role} with {words}")
+    if all(row.id in at_limit for row in candidates.decodes):
+        return AllAtLimit(tuple(row.id for row in candidates.decodes), "decode instances")
+    return Split(best.id, f"least of {len(kind.by_id)}: {words}")
 
 
 def choose_keeper(

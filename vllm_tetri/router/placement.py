@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from math import inf
 from operator import is_
 from random import Random
@@ -19,7 +18,15 @@ from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, 
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
 from vllm_tetri.policy.overload import Backlogs, expected_late
 from vllm_tetri.policy.residency import Chain, Residency, names_of
-from vllm_tetri.policy.route import AllAtLimit, Route, Split, Whole, choose_keeper, choose_route
+from vllm_tetri.policy.route import (
+    AllAtLimit,
+    Route,
+    RouteCandidates,
+    Split,
+    Whole,
+    choose_keeper,
+    choose_route,
+)
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.prefixes import Known, PrefixIndex
 from vllm_tetri.router.request import ApiRequest
@@ -87,12 +94,14 @@ class Placer:
         self.backlogs = Backlogs(max_queue_delay_s)
         self._limit_log = LimitLog()
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
+        self._routes: dict[str, RouteCandidates] = {}
         self._candidates: dict[str, PriceCandidates] = {}
         self._arena_tokens: dict[str, float] = {}  # of the largest receive arena, by model
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
         self._asked: tuple[ApiRequest, ClusterTable] | None = None  # what was looked up last
         self._found = _Found(None, {}, {})
+        self._size: Need | None = None  # of that request
 
     def models(self) -> dict[str, InstanceInfo]:
         """Return every model name that a ready instance serves, and one such instance."""
@@ -131,8 +140,12 @@ class Placer:
                 full = at_limit | limited
                 return choose_keeper(self._view(), model, excluded=excluded, at_limit=full)
             self._renew(now, model)
+            candidates = self._routes.get(model)
+            if candidates is None:
+                rows = self._state.table.by_model.get(model, ())
+                candidates = self._routes[model] = RouteCandidates(self._state, rows)
             return choose_route(
-                map(self._state.row, self._state.table.by_model.get(model, ())),
+                candidates,
                 may_split=may_split,
                 excluded=excluded,
                 refused=at_limit,
@@ -194,7 +207,7 @@ class Placer:
         if self._asked is not None and all(map(is_, self._asked, asked)):
             return self._found
         known = self._prefixes.find(request.starts)
-        self._asked, self._found = asked, _Found(known, {}, {})
+        self._asked, self._found, self._size = asked, _Found(known, {}, {}), None
         if known is None:
             return self._found
         rows = self._state.table.by_model.get(request.model, ())
@@ -222,7 +235,8 @@ class Placer:
     def _size_at(self, instance: InstanceId, request: ApiRequest) -> Need:
         """Return what a request needs at the instance that computes its prompt."""
         size, cached = self._size_of(request), self._look_up(request).cached
-        return replace(size, cached_tokens=min(cached.get(instance, 0), size.prompt_tokens - 1))
+        cached_tokens = min(cached.get(instance, 0), size.prompt_tokens - 1)
+        return Need(size.prompt_tokens, size.output_tokens, cached_tokens=cached_tokens)
 
     def refuse_late(self, request: ApiRequest) -> None:
         """Raise `Refusal` 429 for a new request that is expected to miss its promises."""
@@ -296,16 +310,19 @@ class Placer:
         )
 
     def _size_of(self, request: ApiRequest) -> Need:
+        known = self._look_up(request).known
+        if self._size is not None:
+            return self._size
         tokens, rows = self._output_tokens, self._state.table.by_model.get(request.model)
         if request.max_tokens is not None:
             bound = request.max_tokens
             tokens = bound if request.ignores_eos else min(tokens, bound)
         if rows:
             tokens = min(tokens, rows[0].view.info.max_model_len)
-        known = self._look_up(request).known
         prompt_tokens = request.approx_tokens if known is None else known.prompt_tokens
         prompt_tokens = max(1, prompt_tokens)  # a body may be empty, a prompt is not
-        return Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
+        self._size = Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
+        return self._size
 
     def _renew(self, now: float, model: str) -> None:
         """Look at the cluster again if the snapshot is old, or a model's first instance may have
@@ -318,6 +335,7 @@ class Placer:
         view = self._view()
         table, self._seen_mode = self._tables.make(view, now), self.mode
         self._state.observe(table)
+        self._routes.clear()
         known = {each.info.id for each in view.instances}
         self._residency.retain(known)
         for gone in self._cache_seqs.keys() - known:

@@ -12,7 +12,7 @@ from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.overload import Late
-from vllm_tetri.policy.route import Route, Split, Whole, choose_route
+from vllm_tetri.policy.route import Route, RouteCandidates, Split, Whole, choose_route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
@@ -57,6 +57,7 @@ class SplitMode(SimMode):
 
     def __init__(self, config: ClusterConfig) -> None:
         self._state = ClusterState(_GRACE_S)
+        self._routes: RouteCandidates | None = None
         self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any output
         self._dispatchers = {
             each.id: DecodeDispatcher(
@@ -87,9 +88,10 @@ class SplitMode(SimMode):
             each.forget(str(spec.id))
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
-        self._state.observe(table)
-        rows = map(self._state.row, self._state.table.by_model[MODEL])
-        route = choose_route(rows, may_split=True)
+        if self._routes is None or table is not self._state.table:
+            self._state.observe(table)
+            self._routes = RouteCandidates(self._state, table.by_model[MODEL])
+        route = choose_route(self._routes, may_split=True)
         assert isinstance(route, Split | Whole), "there is an instance"
         first = route.prefill if isinstance(route, Split) else route.instance
         self._state.record_sent(first, None, Need(spec.prompt_tokens, 0), now)
