@@ -43,11 +43,13 @@ class System:
         engines: How many instances share KV memory and places in the batch.
         serve: Its own options of `vllm serve`.
         up: Options of `vllm-tetri up`; empty for stock vLLM.
+        policy: vllm-router's policy, if that stands before stock instances.
     """
 
     engines: int = 1
     serve: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    policy: str = "power_of_two"
 
 
 VLLM_ROUTER = str(Path(sys.executable).with_name("vllm-router"))  # of the extra `bench`
@@ -59,6 +61,7 @@ SYSTEMS = {
     "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
     "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
     "replicas": System(engines=2),
+    "replicas-3-cache": System(engines=3, policy="cache_aware"),
     "nixl": System(engines=2),
     # One instance has nothing to decide in mode adaptive, so these two are named by its role.
     "both": System(up=("--mode", "adaptive", "--both", "1")),
@@ -66,6 +69,12 @@ SYSTEMS = {
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
     "adaptive-1p1d": System(2, up=("--mode", "adaptive", "--prefill", "1", "--decode", "1")),
     "split-2p1d": System(3, up=("--mode", "split", "--prefill", "2", "--decode", "1")),
+    # As it was before instances told what they have cached: nothing is found again.
+    "split-2p1d-uncached": System(
+        engines=3,
+        up=("--mode", "split", "--prefill", "2", "--decode", "1"),
+        serve=("--no-enable-prefix-caching",),
+    ),
     "adaptive-2p1d": System(3, up=("--mode", "adaptive", "--prefill", "2", "--decode", "1")),
     "whole-2": System(2, up=("--mode", "whole", "--both", "2")),
     "adaptive-2": System(2, up=("--mode", "adaptive", "--both", "2")),
@@ -147,12 +156,14 @@ def serving(name: str, site: Site, *, up: Sequence[str] = ()) -> Iterator[str]:
         if system.up:
             facts = stack.enter_context(our_cluster(site, [*system.up, *up], name, system))
             yield facts["url"]
-        elif name == "replicas":
+        elif name.startswith("replicas"):
+            places = _halves(site) if system.engines == 2 else [site.cores] * system.engines
             urls = [
                 stack.enter_context(stock(site, f"{name}-{part}", system, cores))
-                for part, cores in enumerate(_halves(site))
+                for part, cores in enumerate(places)
             ]
-            yield stack.enter_context(vllm_router(site, ["--worker-urls", *urls]))
+            words = ["--policy", system.policy, "--worker-urls", *urls]
+            yield stack.enter_context(vllm_router(site, words))
         elif name == "nixl":
             yield stack.enter_context(_nixl_pair(site, system))
         else:
@@ -224,7 +235,7 @@ def vllm_router(
 ) -> Iterator[str]:
     """Run vllm-router in front of instances; it serves before it knows them."""
     port = free_port()
-    command = [VLLM_ROUTER, *words, "--policy", "power_of_two", "--log-level", "warning"]
+    command = [VLLM_ROUTER, *words, "--log-level", "warning"]
     command += ["--max-concurrent-requests", "4096", "--port", str(port)]
     command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]
     url = f"http://127.0.0.1:{port}"
@@ -257,6 +268,7 @@ def _nixl_pair(site: Site, system: System) -> Iterator[str]:
                 stack.enter_context(stock(site, f"nixl-{role}", system, cores, words, variables))
             )
         words = ["--vllm-pd-disaggregation", "--prefill", urls[0], "--decode", urls[1]]
+        words += ["--policy", system.policy]
         url = stack.enter_context(vllm_router(site, words, lambda url: _completes(url, site)))
         with urllib.request.urlopen(f"{urls[1]}/metrics", timeout=5) as response:
             read = _NIXL_READ.findall(response.read())
