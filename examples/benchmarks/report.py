@@ -49,6 +49,14 @@ PAPER_SYSTEMS = {
     "here, the paper's settings": "tetri-paper",
     "today's vLLM on as many cards": "vllm on all cards",
 }
+CONVERSATIONS = {
+    "stock": "stock, one device",
+    "replicas-3-cache": "3 replicas, vllm-router cache-aware",
+    "split-2p1d-uncached": "split, no caches",
+    "split-2p1d": "split",
+    "adaptive-2p1d": "adaptive",
+}
+MEANS = ("first_ttft_ms", "later_ttft_ms", "jct_ms", "cached", "kv_bytes_sent")
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
@@ -218,12 +226,47 @@ def transfers() -> str:
     return markdown(rows)
 
 
+def conversations() -> str:
+    """What turns of conversations take, and what is sent for them in parts of the KV that is new:
+    that of tokens which no turn before had. Without caches all of a prompt is sent."""
+    lines = gzip.decompress((RESULTS / "turns.jsonl.gz").read_bytes()).splitlines()
+    found: dict[str, list[Any]] = {}
+    for line in map(json.loads, lines):
+        if "cell" in line:
+            found.setdefault(line["cell"]["system"], []).append(line["cell"])
+    whole = found["split-2p1d-uncached"]
+    turns = [each for cell in whole for each in cell["turns"]]
+    last = max(each["turn"] for each in turns)
+    prompts = {turn: sum(each["prompt_tokens"] for each in turns if each["turn"] == turn)
+               for turn in range(1, last + 1)}  # fmt: skip
+    # All but the last answer is in the prompt of the next turn.
+    part = prompts[last] / sum(prompts.values())
+    new_bytes = part * sum(cell["kv_bytes_sent"] for cell in whole) / len(whole)
+    rows = []
+    for name, title in CONVERSATIONS.items():
+        cells = found[name]
+        mean = {key: sum(cell[key] for cell in cells) / len(cells) for key in MEANS}
+        later = ", ".join(str(cell["later_ttft_ms"]) for cell in cells)
+        rows.append(
+            {
+                "system": title,
+                "first TTFT": f"{mean['first_ttft_ms']:.0f}",
+                "later TTFT (each repeat)": f"{mean['later_ttft_ms']:.0f} ({later})",
+                "JCT, s": f"{mean['jct_ms'] / 1e3:.1f}",
+                "cached": f"{mean['cached']:.0%}",
+                "sent / new": f"{mean['kv_bytes_sent'] / new_bytes:.2f}",
+            }
+        )
+    return markdown(rows)
+
+
 DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Five classes on two cores": ("benchmarks.md", five_classes),
     "Adaptive over two instances": ("benchmarks.md", two_instances),
     "First token and hand-over": ("benchmarks.md", as_kept("handover")),
     "Router": ("benchmarks.md", as_kept("router")),
     "KV transport": ("benchmarks.md", transfers),
+    "Conversations": ("benchmarks.md", conversations),
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
     "The papers' experiments": ("simulator.md", paper_classes),
     "What decisions cost": ("policies.md", decisions),
