@@ -39,6 +39,23 @@ TokenId = Annotated[int, msgspec.Meta(ge=0)]
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+    """Router → the instance ``target`` that computes a prompt, and the one from which it fetches
+    the KV of a prefix: the prompt up to the longest of ``marks`` that is one of it.
+
+    Both get the same, the holder with a request of its own, and find that prefix by their own
+    block hashes. The transfer begins behind ``held_tokens``, which the target is believed to hold.
+    It computes what has not come within ``wait_s``.
+    """
+
+    transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=128)]
+    target: Annotated[InstanceId, msgspec.Meta(max_length=128)]
+    kv_endpoint: Annotated[str, msgspec.Meta(max_length=256)]  # of the target
+    marks: Annotated[list[tuple[NumTokens, int]], msgspec.Meta(max_length=MAX_MARKS)]
+    held_tokens: NumTokens = 0
+    wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
 class PrefillParams(msgspec.Struct, frozen=True, tag="prefill"):
     """Router → prefill instance: compute the prompt, hand its KV over.
 
@@ -46,7 +63,7 @@ class PrefillParams(msgspec.Struct, frozen=True, tag="prefill"):
     one whose role it is. ``held`` are the prompt tokens whose KV an instance is believed to have in
     its prefix cache: it is not sent there. A wrong number costs time, nothing else. ``marks`` name
     blocks of what they hold (`policy.residency.Chain.marks`), by which the prefill instance sees
-    how much of it is this prompt.
+    how much of it is this prompt. With ``fetch`` a prefix comes from another instance.
     """
 
     transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=128)]
@@ -54,6 +71,7 @@ class PrefillParams(msgspec.Struct, frozen=True, tag="prefill"):
     anywhere: bool = False
     held: Annotated[dict[InstanceId, NumTokens], msgspec.Meta(max_length=MAX_HOLDERS)] = {}
     marks: Annotated[list[tuple[NumTokens, int]], msgspec.Meta(max_length=MAX_MARKS)] = []
+    fetch: Fetch | None = None
 
 
 class PriorOutput(msgspec.Struct, frozen=True):
@@ -108,7 +126,7 @@ class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
     held_tokens: NumTokens = 0  # of the prompt, that the transfer leaves out
 
 
-Handover = PrefillParams | Prefilled | DecodeParams
+Handover = PrefillParams | Prefilled | DecodeParams | Fetch
 
 
 def to_params(params: Handover) -> dict[str, Any]:

@@ -236,6 +236,8 @@ class InstanceLoad:
     kv_loads_failed: Annotated[int, _counter("Loads of KV that failed.", "loads")] = 0
     kv_bytes_kept: Annotated[int, _counter("KV bytes not sent: held by the receiver.", "bytes")] = 0
     kv_gone: Annotated[int, _counter("Hand-overs whose held prefix was gone.", "requests")] = 0
+    fetched_tokens: Annotated[int, _counter("Prompt tokens whose KV was fetched.", "tokens")] = 0
+    fetches_failed: Annotated[int, _counter("Fetches of a prefix that failed.", "fetches")] = 0
     continued: Annotated[int, _counter("Requests continued after prior output.", "requests")] = 0
     recomputed: Annotated[int, _counter("Requests whose prior output was unfit.", "requests")] = 0
     dropped_messages: Annotated[int, _counter("Dropped control messages.", "messages")] = 0

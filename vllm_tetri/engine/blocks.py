@@ -30,7 +30,7 @@ class PromptBlocks:
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._groups = kv_cache.coordinator.single_type_managers
-        self._has_state = any(isinstance(each.kv_cache_spec, MambaSpec) for each in self._groups)
+        self.has_state = any(isinstance(each.kv_cache_spec, MambaSpec) for each in self._groups)
         growing = [each for each in self._groups if not each.get_num_skipped_tokens(_MANY_TOKENS)]
         self.num_growing = len(growing)
         sizes = [each.block_size for each in growing or self._groups]
@@ -76,7 +76,7 @@ class PromptBlocks:
         if tokens == prompt_tokens:
             return True
         both = zip(self.spans(tokens), self.spans(prompt_tokens), strict=True)
-        return not self._has_state and all(needed.start >= held.start for needed, held in both)
+        return not self.has_state and all(needed.start >= held.start for needed, held in both)
 
     def runs(
         self,

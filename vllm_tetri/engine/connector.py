@@ -40,7 +40,14 @@ from vllm_tetri.engine.roles import CONFIG_KEY, config_of_rank, rank_of
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams, from_params, to_params
+from vllm_tetri.handover import (
+    DecodeParams,
+    Fetch,
+    Prefilled,
+    PrefillParams,
+    from_params,
+    to_params,
+)
 from vllm_tetri.transport.cuda import mover_for
 from vllm_tetri.transport.shards import Shards
 
@@ -177,6 +184,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         endpoint = self.endpoint
+        if endpoint.sends.refuses(request.request_id, num_computed_tokens):
+            return None, False
         num_tokens, is_background = endpoint.receives.match(
             request, num_computed_tokens, is_busy=bool(endpoint.scheduler.running)
         )
@@ -251,7 +260,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             self.endpoint.close()
 
 
-def params_of(request: Request) -> PrefillParams | DecodeParams | None:
+def params_of(request: Request) -> PrefillParams | DecodeParams | Fetch | None:
     """Return the transfer parameters of a new request; without valid ones it is aggregated."""
     try:
         params = from_params(request.kv_transfer_params)

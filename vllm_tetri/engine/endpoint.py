@@ -38,7 +38,7 @@ from vllm_tetri.engine.roles import device_place, first_gpu, near_device, rank_o
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.errors import TransferError
-from vllm_tetri.handover import RANK_DRAINED, DecodeParams, PrefillParams
+from vllm_tetri.handover import RANK_DRAINED, DecodeParams, Fetch, PrefillParams
 from vllm_tetri.messages import CacheReport
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
@@ -232,8 +232,20 @@ class Endpoint(LoadReader):
 
     # -- requests ---------------------------------------------------------------
 
-    def add(self, request: Request, params: PrefillParams | DecodeParams | None) -> None:
+    def add(self, request: Request, params: PrefillParams | DecodeParams | Fetch | None) -> None:
         """Add a new request to the side of KV transfer that its parameters name, if any."""
+        fetch = params.fetch if isinstance(params, PrefillParams) else params
+        if isinstance(fetch, Fetch):
+            # Of a model with recurrent layers, a state is that of one prefix alone.
+            has_more = self.scheduler.blocks.has_state or request.mm_features
+            is_unable = has_more or self.alone or self.receives.is_closed
+            tokens = 0 if is_unable else self.cache.known_tokens(request, fetch.marks)
+            if fetch.target != self.info.id:
+                if tokens:
+                    self.cache.cut(request, tokens)
+                self.sends.add_fetch(request, fetch, is_known=tokens > 0)
+                return
+            self.receives.fetch(request, fetch, tokens)
         match params:
             case PrefillParams() if not self.alone:
                 if params.marks:
@@ -249,6 +261,10 @@ class Endpoint(LoadReader):
                     self.predictions.keep(request.request_id, params.predicted)
             case _:
                 self.predictions.begin(request)
+
+    def goes_first(self, request: Request) -> bool:
+        """Whether a waiting request has next to nothing to compute: it is ordered with no other."""
+        return self.receives.knows(request.request_id) or self.sends.fetch_tokens(request) > 0
 
     # -- called by the agent's thread, as `read_load` is (`control.agent.EngineSide`) ----
 

@@ -131,6 +131,8 @@ class LoadReader:
             kv_loads_failed=receives.loads_failed,
             kv_bytes_kept=sends.kept_bytes,
             kv_gone=receives.num_gone,
+            fetched_tokens=receives.fetched_tokens,
+            fetches_failed=receives.fetches_failed,
             continued=continuations.num_continued,
             recomputed=sum(continuations.refused.values()),
             dropped_messages=agent.dropped_messages,
@@ -155,9 +157,9 @@ class LoadReader:
         return total
 
     def _queued_tokens(self, request: Request) -> int:
-        if request.request_id in self.receives:
-            return 0
-        return max(0, request.num_prompt_tokens - request.num_computed_tokens)
+        arriving_tokens = self.receives.arriving_tokens(request.request_id)
+        known_tokens = max(request.num_computed_tokens, arriving_tokens)
+        return max(0, request.num_prompt_tokens - known_tokens)
 
     def _reserved_blocks(self) -> int:
         scheduler = self.scheduler

@@ -22,16 +22,23 @@ from vllm_tetri.policy.queue import PromptQueue
 class PrefillQueue(RequestQueue):
     """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; unless `is_open`
     and the gate is, only dummy requests are scheduled; with `awaits_predictions` new prompts wait
-    for `let_in`. `is_arriving` tells by id whether KV comes from another instance."""
+    for `let_in`, as they do while they fetch a prefix. `is_arriving` tells whether a
+    request has nothing to order, `is_fetching` by id whether it fetches."""
 
     def __init__(
-        self, lane: PromptQueue[Request], gate: DecodeGate, is_arriving: Callable[[str], bool]
+        self,
+        lane: PromptQueue[Request],
+        gate: DecodeGate,
+        is_arriving: Callable[[Request], bool],
+        is_fetching: Callable[[str], bool],
     ) -> None:
-        self.lane, self._gate, self._is_arriving = lane, gate, is_arriving
+        self.lane, self._gate = lane, gate
+        self._is_arriving, self._is_fetching = is_arriving, is_fetching
         self.is_open = True
         self.awaits_predictions = False
         self.first: deque[Request] = deque()
-        self.unpredicted: dict[str, Request] = {}  # that wait for their prediction
+        # Prompts that wait for their prediction, or for a prefix.
+        self.held_back: dict[str, Request] = {}
         self.dummies: deque[Request] = deque()
 
     # -- vLLM's interface -------------------------------------------------------
@@ -40,10 +47,10 @@ class PrefillQueue(RequestQueue):
         name = request.request_id
         if is_dummy(name):
             self.dummies.append(request)
-        elif self._is_arriving(name):
+        elif self._is_arriving(request):
             self.first.append(request)
-        elif self.awaits_predictions:
-            self.unpredicted[name] = request
+        elif self.awaits_predictions or self._is_fetching(name):
+            self.held_back[name] = request
         else:
             self.lane.add(request)
 
@@ -73,7 +80,7 @@ class PrefillQueue(RequestQueue):
 
     def remove_request(self, request: Request) -> None:
         name = request.request_id
-        if self.unpredicted.pop(name, None) is None and not self.lane.discard(name):
+        if self.held_back.pop(name, None) is None and not self.lane.discard(name):
             for lane in (self.first, self.dummies):
                 if request in lane:
                     lane.remove(request)
@@ -88,17 +95,19 @@ class PrefillQueue(RequestQueue):
         return bool(self.first or self.dummies) or self.lane.may_start()
 
     def __len__(self) -> int:
-        return len(self.first) + len(self.unpredicted) + len(self.lane) + len(self.dummies)
+        return len(self.first) + len(self.held_back) + len(self.lane) + len(self.dummies)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self.first, self.unpredicted.values(), self.lane, self.dummies)
+        return chain(self.first, self.held_back.values(), self.lane, self.dummies)
 
     # -- ours -------------------------------------------------------------------
 
     def let_in(self, must_wait: Callable[[str], bool]) -> None:
-        """Let prompts start that need not wait for their prediction any more, by arrival."""
-        for name in [name for name in self.unpredicted if not must_wait(name)]:
-            self.lane.add(self.unpredicted.pop(name))
+        """Let prompts start that need not wait any more, neither for their prediction nor for
+        what they fetch, by arrival."""
+        waits = self._is_fetching
+        for name in [each for each in self.held_back if not (must_wait(each) or waits(each))]:
+            self.lane.add(self.held_back.pop(name))
 
     def unable(self) -> set[str]:
         """Return ordered prompts that cannot start yet: their grammar is being compiled."""

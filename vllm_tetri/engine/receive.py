@@ -15,8 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
 from threading import Lock
 
 from cachetools import TTLCache
@@ -25,8 +23,9 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.compat import Request, is_cpu
 from vllm_tetri.engine.step import KVLayout, Load, Lost, WorkerReport, decode_note
+from vllm_tetri.engine.transfers import Receive, State
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeParams, PriorOutput, attempt_names, prefix_of
+from vllm_tetri.handover import DecodeParams, Fetch, PriorOutput, attempt_names, prefix_of
 from vllm_tetri.transport.native import Receiver, Slot, SlotState
 from vllm_tetri.types import TransferId
 
@@ -38,29 +37,8 @@ MAX_REMEMBERED = 4096
 CPU_LOAD_BYTES, LOAD_BYTES = 64 << 20, 32 << 20
 
 
-class _State(Enum):
-    WAITING = auto()  # no KV here yet
-    TAKEN = auto()  # slot pinned, request not admitted yet
-    LOADING = auto()  # ordered from the workers
-    DONE = auto()  # loaded, or given up: vLLM computes the rest
-
-
-@dataclass(slots=True)
-class _Receive:
-    request_id: str
-    params: DecodeParams
-    deadline: float
-    awaits_output: bool
-    state: _State = _State.WAITING
-    slot: Slot | None = None
-    local_tokens: int = 0
-    is_background: bool = False
-    num_loaded: int = 0  # ranks that have executed the load
-    gone: bool = False  # the request ended while workers were loading
-
-
 class ReceiveSide:
-    """Requests of this instance whose prompt was computed by another one."""
+    """Requests of this instance of whose prompt another one computed all, or a prefix."""
 
     def __init__(
         self,
@@ -75,7 +53,7 @@ class ReceiveSide:
         self._timeout_s = timeout_s = config.transfer_timeout_s
         shard_bytes = CPU_LOAD_BYTES if is_cpu() else LOAD_BYTES
         self._load_bytes = config.load_budget_bytes or shard_bytes * layout.shards.num_parts
-        self._entries: dict[str, _Receive] = {}
+        self._entries: dict[str, Receive] = {}
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
         self._lock = Lock()  # guards the next fields, by transfer
@@ -86,17 +64,41 @@ class ReceiveSide:
         self._loads: list[Load] = []
         self.is_closed = False
         self.loads_done = self.loads_failed = self.loaded_bytes = self.num_gone = 0
+        self.fetched_tokens = self.fetches_failed = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, request: Request, params: DecodeParams) -> None:
         """Add a decode request that entered the engine."""
+        self._add(request, params, request.num_prompt_tokens, self._timeout_s, params.is_early)
+
+    def fetch(self, request: Request, params: Fetch, num_tokens: int) -> None:
+        """Add a request that fetches KV of its first tokens, and computes the others."""
+        if num_tokens > params.held_tokens:
+            self._add(request, params, num_tokens, min(params.wait_s, self._timeout_s), False)
+            return
+        logger.info(
+            "KV fetch %s: request %s has no such prefix, and computes its prompt. If it repeats, "
+            "check that all instances and routers run the same version of vllm-tetri.",
+            params.transfer, request.request_id,
+        )  # fmt: skip
+        self.fetches_failed += 1
+        self._receiver.cancel(params.transfer)
+
+    def _add(
+        self,
+        request: Request,
+        params: DecodeParams | Fetch,
+        num_tokens: int,
+        wait_s: float,
+        awaits_output: bool,
+    ) -> None:
         if self.is_closed:
             return
-        request_id, deadline = request.request_id, time.monotonic() + self._timeout_s
-        self._entries[request_id] = _Receive(request_id, params, deadline, params.is_early)
-        self._users.setdefault(params.transfer, set()).add(request_id)
+        name, deadline = request.request_id, time.monotonic() + wait_s
+        self._entries[name] = Receive(name, params, num_tokens, wait_s, deadline, awaits_output)
+        self._users.setdefault(params.transfer, set()).add(name)
         if params.held_tokens:
             self._pins.hold(request)
 
@@ -116,33 +118,43 @@ class ReceiveSide:
     def __contains__(self, request_id: str) -> bool:
         """Whether a request's KV is here or on its way."""
         entry = self._entries.get(request_id)
-        return entry is not None and entry.state is not _State.DONE
+        return entry is not None and entry.state is not State.DONE
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request's KV was to come from another instance."""
-        return request_id in self._entries
+        """Whether all KV of a request's prompt was to come from another instance."""
+        entry = self._entries.get(request_id)
+        return entry is not None and not entry.is_fetch
+
+    def is_fetching(self, request_id: str) -> bool:
+        """Whether a prompt has to wait for the prefix that it fetches."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.is_fetch and entry.state is State.WAITING
+
+    def arriving_tokens(self, request_id: str) -> int:
+        """Return of how many tokens of a prompt the KV is here or on its way."""
+        return self._entries[request_id].num_tokens if request_id in self else 0
 
     def is_here(self, request_id: str) -> bool:
         """Whether a request's KV has arrived and is pinned (`pin_arrived`)."""
         entry = self._entries.get(request_id)
-        return entry is not None and entry.state is _State.TAKEN
+        return entry is not None and entry.state is State.TAKEN
 
     @property
     def num_waiting(self) -> int:
         """Requests whose KV has not arrived."""
-        return sum(entry.state is _State.WAITING for entry in self._entries.values())
+        return sum(entry.state is State.WAITING for entry in self._entries.values())
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a waiting request may continue (GIL released), at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             self._drain_notes()
-            waiting = (each for each in self._entries.values() if each.state is _State.WAITING)
+            waiting = (each for each in self._entries.values() if each.state is State.WAITING)
             if any(map(self._may_continue, waiting)):
                 return
             self._receiver.wait(left_s)
 
-    def _may_continue(self, entry: _Receive) -> bool:
+    def _may_continue(self, entry: Receive) -> bool:
         name = entry.params.transfer
         if name in self._lost:
             return True
@@ -154,7 +166,7 @@ class ReceiveSide:
     def pin_arrived(self, requests: Mapping[str, Request]) -> None:
         """Pin KV that has arrived, so that it does not expire while its request waits."""
         for entry in self._entries.values():
-            if entry.state is _State.WAITING:
+            if entry.state is State.WAITING:
                 self._try_take(requests[entry.request_id], entry)
 
     def take_outputs(self) -> list[tuple[str, PriorOutput]]:
@@ -180,28 +192,28 @@ class ReceiveSide:
         engine, which samples the first token from it.
         """
         entry = self._entries.get(request.request_id)
-        if entry is None or entry.state is _State.DONE:
+        if entry is None or entry.state is State.DONE:
             return 0, False
-        if entry.state is _State.LOADING:
+        if entry.state is State.LOADING:
             return None, False  # preempted before its load was reported
-        if entry.state is _State.WAITING and not self._try_take(request, entry):
-            return (None if entry.state is _State.WAITING else 0), False
-        num_prompt_tokens = request.num_prompt_tokens
-        total_tokens = min(request.num_tokens - 1, num_prompt_tokens)
+        if entry.state is State.WAITING and not self._try_take(request, entry):
+            return (None if entry.state is State.WAITING else 0), False
+        total_tokens = min(request.num_tokens - 1, entry.num_tokens)
         num_tokens = total_tokens - num_local_tokens
         if is_gone := num_local_tokens < entry.params.held_tokens:
             self.num_gone += 1
+            self.fetches_failed += entry.is_fetch
             logger.info(
                 "request %s: of %d prompt tokens that were not sent, since this instance held "
                 "their KV, its prefix cache has %d left. It computes the others and all that "
                 "follows. If it repeats, give it more memory for KV.",
                 request.request_id, entry.params.held_tokens, num_local_tokens,
             )  # fmt: skip
-        if is_gone or num_tokens <= 0 or not self._blocks.holds(num_prompt_tokens, total_tokens):
+        if is_gone or num_tokens <= 0 or not self._blocks.holds(entry.num_tokens, total_tokens):
             self._give_back(entry)
             return 0, False
         entry.local_tokens = num_local_tokens
-        num_blocks = self._blocks.count(num_prompt_tokens, num_local_tokens)
+        num_blocks = self._blocks.count(entry.num_tokens, num_local_tokens)
         is_large = num_blocks * self._layout.block_bytes > self._load_bytes
         # Only in the background may a load of several groups fail: vLLM then computes the prompt.
         # Copies of a device are waited for there, and not by a step.
@@ -210,7 +222,7 @@ class ReceiveSide:
         )
         return num_tokens, entry.is_background
 
-    def _try_take(self, request: Request, entry: _Receive) -> bool:
+    def _try_take(self, request: Request, entry: Receive) -> bool:
         name = entry.params.transfer
         slot = None
         if not entry.awaits_output:
@@ -219,8 +231,8 @@ class ReceiveSide:
             self._check_lost(name, entry)
             return False
         self._slots[name] = slot
-        entry.slot, entry.state = slot, _State.TAKEN
-        num_blocks = self._blocks.count(request.num_prompt_tokens, entry.params.held_tokens)
+        entry.slot, entry.state = slot, State.TAKEN
+        num_blocks = self._blocks.count(entry.num_tokens, entry.params.held_tokens)
         sizes = slot.num_blocks, slot.rank_bytes * slot.num_ranks
         is_ours = sizes == (num_blocks, num_blocks * self._layout.block_bytes)
         if not (is_ours and self._layout.shards.can_read(slot.num_ranks)):
@@ -228,14 +240,13 @@ class ReceiveSide:
                 "KV transfer %s (%d blocks) holds another prompt than request %s (%d tokens). "
                 "This instance computes the prompt itself. If it repeats, check that all "
                 "instances and routers run the same version of vllm-tetri.",
-                name, slot.num_blocks, request.request_id, request.num_prompt_tokens,
+                name, slot.num_blocks, request.request_id, entry.num_tokens,
             )  # fmt: skip
-            self.loads_failed += 1
-            self._give_back(entry)
+            self._fail(entry)
             return False
         return True
 
-    def _check_lost(self, name: str, entry: _Receive) -> None:
+    def _check_lost(self, name: str, entry: Receive) -> None:
         self._drain_notes()
         found = self._receiver.find(name)
         if name in self._consumed:
@@ -244,19 +255,25 @@ class ReceiveSide:
             self._give_back(entry)
             return
         if name in self._lost:
-            reason = "its prefill instance gave up or is unresponsive"
+            reason = "its sender gave up or is unresponsive"
         elif found is not None and found.state is SlotState.FAILED:
             reason = found.error or "failed"
         elif time.monotonic() > entry.deadline:
-            reason = f"no KV arrived within {self._timeout_s:g} s (--tetri-transfer-timeout)"
+            option = "" if entry.is_fetch else " (--tetri-transfer-timeout)"
+            reason = f"no KV arrived within {entry.wait_s:g} s{option}"
         else:
             return
-        logger.warning(
+        logger.log(
+            logging.INFO if entry.is_fetch else logging.WARNING,
             "KV transfer %s: %s. This instance computes the prompt of request %s itself.",
             name, reason, entry.request_id,
         )  # fmt: skip
-        self.loads_failed += 1
         self._receiver.cancel(name)
+        self._fail(entry)
+
+    def _fail(self, entry: Receive) -> None:
+        self.fetches_failed += entry.is_fetch
+        self.loads_failed += not entry.is_fetch
         self._give_back(entry)
 
     def _drain_notes(self) -> None:
@@ -282,9 +299,10 @@ class ReceiveSide:
         """Order the load into the blocks that vLLM allocated, or release the slot."""
         self._pins.release(request.request_id)
         entry = self._entries.get(request.request_id)
-        if entry is not None and (stats := request.prefill_stats) is not None:
-            stats.num_cached_tokens = entry.params.cached_tokens  # KV that came is no cache hit
-        if entry is None or entry.slot is None or entry.state is not _State.TAKEN:
+        params, stats = entry.params if entry is not None else None, request.prefill_stats
+        if isinstance(params, DecodeParams) and stats is not None:
+            stats.num_cached_tokens = params.cached_tokens  # KV that came is no cache hit
+        if entry is None or entry.slot is None or entry.state is not State.TAKEN:
             return
         if num_external == 0:
             self._give_back(entry)
@@ -297,11 +315,11 @@ class ReceiveSide:
                 offset=slot.offset,
                 part_bytes=slot.rank_bytes,
                 num_parts=slot.num_ranks,
-                runs=self._blocks.runs(request.num_prompt_tokens, block_ids, **where),
+                runs=self._blocks.runs(entry.num_tokens, block_ids, **where),
                 is_background=entry.is_background,
             )
         )
-        entry.state = _State.LOADING
+        entry.state = State.LOADING
 
     def take_loads(self) -> list[Load]:
         """Return the loads ordered since the last call."""
@@ -314,13 +332,14 @@ class ReceiveSide:
         self.loads_failed += report.load_errors
         for request_id, num_ranks in report.loaded.items():
             entry = self._entries.get(request_id)
-            if entry is None or entry.state is not _State.LOADING:
+            if entry is None or entry.state is not State.LOADING:
                 continue
             entry.num_loaded += num_ranks
             if entry.num_loaded < self._layout.shards.num_ranks:
                 continue  # another rank still reads the slot
             self._give_back(entry)
             self.loads_done += 1
+            self.fetched_tokens += (entry.num_tokens - entry.local_tokens) * entry.is_fetch
             if entry.gone:
                 del self._entries[request_id]
 
@@ -329,13 +348,13 @@ class ReceiveSide:
         entry = self._entries.get(request.request_id)
         if entry is None:
             return
-        if entry.state is _State.LOADING:
+        if entry.state is State.LOADING:
             entry.gone = True
             return
         del self._entries[request.request_id]
         name = entry.params.transfer
         if self._users.get(name, set()) <= {request.request_id}:
-            if entry.state is _State.WAITING:
+            if entry.state is State.WAITING:
                 self._receiver.cancel(name)
             self._ignore(name)
         self._give_back(entry)
@@ -375,14 +394,14 @@ class ReceiveSide:
         compute their prompts here."""
         self.is_closed = True
         for entry in self._entries.values():
-            if entry.state in (_State.WAITING, _State.TAKEN):
+            if entry.state in (State.WAITING, State.TAKEN):
                 self._give_back(entry)
         self._receiver.close()
 
-    def _give_back(self, entry: _Receive) -> None:
+    def _give_back(self, entry: Receive) -> None:
         """End a request's use of its transfer; the last user releases the slot."""
         self._pins.release(entry.request_id)
-        entry.slot, entry.state = None, _State.DONE
+        entry.slot, entry.state = None, State.DONE
         entry.awaits_output = False  # too late for it
         name = entry.params.transfer
         users = self._users.get(name)

@@ -102,6 +102,13 @@ class CacheLog(EventPublisher):
                     return tokens
         return 0
 
+    def cut(self, request: Request, num_tokens: int) -> None:
+        """Leave of the prompt of a new request, which is text, its first blocks (engine thread)."""
+        request.prompt_token_ids = (request.prompt_token_ids or [])[:num_tokens]
+        del request._all_token_ids[num_tokens:]
+        del request.block_hashes[num_tokens // self.block_tokens * self._scale :]
+        request.num_prompt_tokens = num_tokens
+
     # -- reports, on the agent's thread -----------------------------------------
 
     def report(self, instance: InstanceId, seq: int, *, is_all: bool) -> CacheReport | None:

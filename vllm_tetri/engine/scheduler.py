@@ -43,6 +43,7 @@ from vllm_tetri.engine.middleware import CountsOnce
 from vllm_tetri.engine.pacing import StepClock, decodes_first, due_tokens, share_in_order
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.engine.residency import CacheLog
+from vllm_tetri.engine.transfers import end_requests
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
@@ -110,7 +111,8 @@ class TetriScheduler(Scheduler):
         self.waiting = PrefillQueue(
             PromptQueue(order, config.sched_batch, blocks.block_tokens, self.remaining_tokens),
             self.gate,
-            lambda request_id: endpoint.receives.knows(request_id),
+            endpoint.goes_first,
+            lambda request_id: endpoint.receives.is_fetching(request_id),
         )
         self._probe: ChunkProbe | None = None
         if config.chunk_size == "auto":
@@ -153,7 +155,9 @@ class TetriScheduler(Scheduler):
 
     def remaining_tokens(self, request: Request) -> int:
         """Return how many tokens of a waiting request are left to compute."""
-        return request.num_tokens - self.kv_cache_manager.get_computed_blocks(request)[1]
+        arriving_tokens = self._endpoint.receives.arriving_tokens(request.request_id)
+        cached_tokens = self.kv_cache_manager.get_computed_blocks(request)[1]
+        return request.num_tokens - max(cached_tokens, arriving_tokens)
 
     # -- requests ---------------------------------------------------------------
 
@@ -226,8 +230,8 @@ class TetriScheduler(Scheduler):
         super().set_pause_state(pause_state)
 
     def _prepare_step(self) -> None:
-        self._let_predicted_in()
         self._look_for_arrivals()
+        self._let_prompts_in()
         for request_id in self.finished_req_ids:
             known = self.requests.get(request_id)
             if known is None or known.is_finished():  # else another one has its name now
@@ -267,7 +271,9 @@ class TetriScheduler(Scheduler):
         if self.clock.budget is not None and decode_tokens:
             tokens = self.clock.budget.tokens(self.running, decode_tokens)
         # vLLM lets a request in that decodes at once only with all its drafts.
-        self._num_ready = num_ready = self._count_ready() * (1 + self.num_spec_tokens)
+        num_ready = self._count_ready() * (1 + self.num_spec_tokens)
+        num_ready += sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))
+        self._num_ready = num_ready
         self.max_num_scheduled_tokens = min(tokens + num_ready, self._most_tokens)
         self.chunk_tokens = max(1, self.max_num_scheduled_tokens - decode_tokens - num_ready)
 
@@ -294,11 +300,14 @@ class TetriScheduler(Scheduler):
             if is_new and request.structured_output_request is None:
                 self.continuations.begin(request, prior_output)
 
-    def _let_predicted_in(self) -> None:
+    def _let_prompts_in(self) -> None:
         predictions, queue = self._endpoint.predictions, self.waiting
         predictions.exchange()
+        if queue.held_back:
+            self._endpoint.receives.pin_arrived(self.requests)
         queue.let_in(predictions.holds)
-        if 0 < len(queue.unpredicted) == len(queue) and not self.running:
+        unpredicted = any(map(predictions.holds, queue.held_back))
+        if unpredicted and len(queue.held_back) == len(queue) and not self.running:
             predictions.exchange(self._arrival_wait_s)
             queue.let_in(predictions.holds)
 
@@ -329,9 +338,10 @@ class TetriScheduler(Scheduler):
     ) -> int:
         # vLLM lets this method lower what a request gets of a step.
         if self._cuts_freely:
-            num_new_tokens = min(
-                num_new_tokens, self._shares.get(request.request_id, num_new_tokens)
-            )
+            share = self._shares.get(request.request_id, num_new_tokens)
+            # A prompt whose prefix was loaded in the background is in no batch yet.
+            is_new = request.status is RequestStatus.WAITING
+            num_new_tokens = min(num_new_tokens, max(share, is_new))
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _pad(self) -> None:
@@ -365,6 +375,8 @@ class TetriScheduler(Scheduler):
         for each in outputs.values():
             self.continuations.show(each.outputs)
             pass_on_logprobs(each.outputs)
+        if refused := list(self._endpoint.sends.refused):
+            end_requests(self, refused, outputs)
         if self._probe is not None:
             self._probe.after_step(remove_dummy_outputs(outputs))
         elif self._has_padded:

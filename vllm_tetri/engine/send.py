@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from dataclasses import dataclass, field
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.blocks import IdsByGroup, PromptBlocks
@@ -24,7 +23,6 @@ from vllm_tetri.engine.compat import COMPLETE, KVCacheManager, Request, Schedule
 from vllm_tetri.engine.dispatcher import Dispatcher, is_final, is_short
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.step import (
-    FREED,
     FirstTokens,
     KVLayout,
     Lost,
@@ -34,18 +32,19 @@ from vllm_tetri.engine.step import (
     Write,
     encode_note,
 )
+from vllm_tetri.engine.transfers import Send
 from vllm_tetri.handover import (
     MAX_ATTEMPTS,
+    Fetch,
     Prefilled,
     PrefillParams,
     PriorOutput,
-    attempt_name,
     prefix_of,
 )
 from vllm_tetri.messages import PrefillEnding
 from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.step_cost import HandoverFit
-from vllm_tetri.types import InstanceId, TransferId
+from vllm_tetri.types import InstanceId, RequestId, TransferId
 
 logger = logging.getLogger(__name__)
 
@@ -53,43 +52,6 @@ FULL_RETRY_S = 0.02
 _UNREACHABLE = ("TIMEOUT", "PEER_LOST")  # statuses of the transport
 # A longer prompt takes so much time that opening its decode request early gains nothing.
 MAX_EARLY_TOKENS = 16_384
-
-
-@dataclass(slots=True)
-class _Send:
-    request: Request
-    params: PrefillParams
-    num_blocks: int  # of the prompt
-    held_tokens: int = 0  # of the prompt, by the chosen instance: they are not sent
-    done_s: float = 0.0  # when the prompt was done
-    dispatch: Dispatch | None = None
-    attempt: int = 0
-    round: int = FREED  # of the newest order to open a transfer; FREED before the first
-    num_ended: int = 0  # shards that are done with this round, or with the request if it is freed
-    is_open: bool = False
-    digest: str = ""  # of the prompt, once the router may open the decode request
-    pushed_tokens: int = 0  # of which all complete blocks were pushed
-    num_chunks: int = 0
-    cached_tokens: int = 0  # of the prompt, in the prefix cache when it was scheduled first
-    last_tokens: int = 0  # of its newest chunk
-    by_layer: bool = False  # its last chunk leaves while it is computed
-    retry_at: float = 0.0
-    gave_up: bool = False
-    refused: set[InstanceId] = field(default_factory=set)
-    full: set[InstanceId] = field(default_factory=set)  # of those tried in this round
-    block_ids: IdsByGroup | None = None  # set when the prompt is done
-    all_pushed: bool = False
-    is_sent: bool = False
-    freeing: bool = False
-
-    @property
-    def name(self) -> TransferId:
-        return attempt_name(self.params.transfer, self.attempt)
-
-    @property
-    def awaited_round(self) -> int | None:
-        """The round of which reports count; None between two."""
-        return FREED if self.freeing else self.round if self.is_open else None
 
 
 class SendSide:
@@ -110,10 +72,11 @@ class SendSide:
         self._max_model_len = max_model_len
         self._kv_cache = kv_cache
         self._dispatcher = dispatcher
-        self._sends: dict[str, _Send] = {}
+        self._sends: dict[str, Send] = {}
         self._stops, self._frees = list[str](), list[str]()
         self._notes: list[tuple[str, bytes]] = []
         self._cancelled: queue.SimpleQueue[TransferId] = queue.SimpleQueue()
+        self.refused: set[str] = set()  # requests of fetches that are to end, as they wait
         self.prefills_done = self.chunks_done = self.sent_bytes = self.kept_bytes = 0
         self.handovers = HandoverFit()
 
@@ -128,7 +91,30 @@ class SendSide:
         whatever the client wants."""
         request.max_tokens = 1
         num_blocks = self._blocks.count(request.num_prompt_tokens)
-        self._sends[request.request_id] = _Send(request, params, num_blocks)
+        self._sends[request.request_id] = Send(request, params, num_blocks)
+
+    def add_fetch(self, request: Request, params: Fetch, *, is_known: bool) -> None:
+        """Add a request for the KV of a prefix, to which its prompt was cut if it `is_known`."""
+        own = PrefillParams(params.transfer, RequestId(""))
+        self.add(request, own)
+        send, tokens = self._sends[request.request_id], request.num_prompt_tokens
+        send.dispatch, send.gave_up = Dispatch(params.target, params.kv_endpoint, "fetches"), True
+        send.held_tokens = self._blocks.hit_tokens(tokens, params.held_tokens)
+        send.least_cached_tokens = self._blocks.hit_tokens(tokens, tokens) if is_known else tokens
+
+    def fetch_tokens(self, request: Request) -> int:
+        """Return what a request for the KV of a prefix computes; 0 if it is another request."""
+        send = self._sends.get(request.request_id)
+        if send is None or send.least_cached_tokens is None:
+            return 0
+        return max(1, request.num_prompt_tokens - send.least_cached_tokens)
+
+    def refuses(self, request_id: str, cached_tokens: int) -> bool:
+        """Whether a request for a prefix cannot have it: this instance holds too little of it."""
+        send = self._sends.get(request_id)
+        if send is not None and cached_tokens < (send.least_cached_tokens or 0):
+            self.refused.add(request_id)
+        return request_id in self.refused
 
     def cancel(self, transfer: TransferId) -> None:
         """Stop a transfer whose request was cancelled (any thread)."""
@@ -162,7 +148,7 @@ class SendSide:
         meta.frees, self._frees = self._frees, []
         meta.notes = self.take_notes()
 
-    def _push_chunk(self, meta: StepMeta, send: _Send, num_tokens: int, now: float) -> None:
+    def _push_chunk(self, meta: StepMeta, send: Send, num_tokens: int, now: float) -> None:
         """Push what earlier chunks completed, and after the last one the rest of the prompt."""
         request, push = send.request, self._config.push
         block_ids = self._kv_cache.get_block_ids(request.request_id)
@@ -185,7 +171,7 @@ class SendSide:
         self,
         meta: StepMeta,
         writes: list[Write],
-        send: _Send,
+        send: Send,
         ids: IdsByGroup,
         until: int | None = None,
     ) -> None:
@@ -205,7 +191,7 @@ class SendSide:
         writes.append(Write(request_id, runs, is_last=until is None, by_layer=by_layer))
         send.pushed_tokens, send.all_pushed = until or num_tokens, until is None
 
-    def _choose(self, send: _Send) -> bool:
+    def _choose(self, send: Send) -> bool:
         """Make sure that a decode instance is chosen; False when no instance can take it."""
         if send.dispatch is None and not send.gave_up:
             request, params = send.request, send.params
@@ -223,11 +209,11 @@ class SendSide:
                 self._dispatcher.announce(request, params, send.dispatch)
         return send.dispatch is not None
 
-    def _announce_ending(self, send: _Send) -> None:
+    def _announce_ending(self, send: Send) -> None:
         """Let the router open the decode request while the last chunk is computed."""
         token_ids = send.request.prompt_token_ids or []
         is_worth = len(token_ids) <= MAX_EARLY_TOKENS and not is_short(send.request)
-        if send.dispatch is not None and is_worth:
+        if send.dispatch is not None and is_worth and not send.is_fetch:
             send.digest = prompt_digest(send.request)
             counted = send.cached_tokens, send.held_tokens
             ending = PrefillEnding(send.name, send.digest, list(token_ids), *counted)
@@ -239,12 +225,13 @@ class SendSide:
         """Record the end of a request. Return whether vLLM must keep its blocks, and what the
         response tells the router."""
         send = self._sends.get(request.request_id)
+        self.refused.discard(request.request_id)
         if send is None:
             return False, None
         handed_over = request.status in COMPLETE
-        is_whole = handed_over and is_final(request, self._max_model_len)
+        is_whole = handed_over and not send.is_fetch and is_final(request, self._max_model_len)
         if handed_over:
-            self.prefills_done += 1
+            self.prefills_done += not send.is_fetch
             if not is_whole and self._choose(send):
                 send.block_ids = block_ids
                 send.done_s = time.monotonic()
@@ -264,7 +251,7 @@ class SendSide:
         del self._sends[request.request_id]
         return False, alone
 
-    def _prefilled(self, send: _Send, *, is_final: bool = False) -> Prefilled:
+    def _prefilled(self, send: Send, *, is_final: bool = False) -> Prefilled:
         request = send.request
         dispatch = None if is_final else send.dispatch
         token_ids, output = request.prompt_token_ids or (), list(request.output_token_ids)
@@ -278,7 +265,7 @@ class SendSide:
             prior_output=PriorOutput(output) if output else None,
             is_final=is_final,
             # Long lists are slow in vLLM's responses; the announcement carried them already.
-            prompt_token_ids=[] if is_final or send.digest else list(token_ids),
+            prompt_token_ids=[] if is_final or send.digest or send.is_fetch else list(token_ids),
             predicted=self._dispatcher.predictions.get(request.request_id),
             cached_tokens=send.cached_tokens,
             held_tokens=send.held_tokens if dispatch else 0,
@@ -315,10 +302,11 @@ class SendSide:
                 del self._sends[request_id]
         return found
 
-    def _learn(self, send: _Send, seconds: float) -> None:
+    def _learn(self, send: Send, seconds: float) -> None:
         if not (send.retry_at or send.by_layer):  # else it includes waiting, or not a last chunk
-            last_tokens = min(send.request.num_prompt_tokens - send.held_tokens, send.last_tokens)
-            self.handovers.learn(last_tokens, seconds)
+            tokens = send.request.num_prompt_tokens - send.held_tokens
+            last_tokens = tokens if send.is_fetch else send.last_tokens
+            self.handovers.learn(min(tokens, last_tokens), seconds)
 
     # -- what can go wrong --------------------------------------------------
 
@@ -331,7 +319,7 @@ class SendSide:
             if send is not None and not send.freeing and failed == send.awaited_round:
                 self._fail(send, status, text)
 
-    def _fail(self, send: _Send, status: str, text: str) -> None:
+    def _fail(self, send: Send, status: str, text: str) -> None:
         now = time.monotonic()
         is_full = status == "FULL"
         if not is_full:
@@ -353,12 +341,12 @@ class SendSide:
         if send.dispatch is not None:
             (send.full if is_full else send.refused).add(send.dispatch.instance)
             if not is_full:
-                send.gave_up = send.attempt + 1 >= MAX_ATTEMPTS
+                send.gave_up |= send.attempt + 1 >= MAX_ATTEMPTS
                 send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
         send.dispatch = None
         self._restart(send, now + FULL_RETRY_S)
 
-    def _restart(self, send: _Send, retry_at: float) -> None:
+    def _restart(self, send: Send, retry_at: float) -> None:
         send.is_open = send.all_pushed = send.is_sent = False
         send.pushed_tokens, send.retry_at = 0, retry_at
 
@@ -385,7 +373,7 @@ class SendSide:
                 if send.params.transfer == transfer and send.block_ids is not None:
                     self._free(send, lost=False)
 
-    def _free(self, send: _Send, *, lost: bool) -> None:
+    def _free(self, send: Send, *, lost: bool) -> None:
         if send.freeing:
             return
         if lost and send.dispatch is not None:
@@ -393,6 +381,6 @@ class SendSide:
         self._stops.append(send.request.request_id)
         self._order_free(send)
 
-    def _order_free(self, send: _Send) -> None:
+    def _order_free(self, send: Send) -> None:
         send.freeing, send.num_ended = True, 0
         self._frees.append(send.request.request_id)

@@ -1,0 +1,111 @@
+"""Transfers of KV as the scheduler half knows them, and requests that exist only for one.
+
+A fetch has two requests. That of the instance which computes a prompt waits for the KV of its
+prefix. That of the holder comes with the same prompt, is cut to the prefix, and finds all of it but
+the last block in the prefix cache; if it does not, it ends at once and nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from vllm_tetri.engine.blocks import IdsByGroup
+from vllm_tetri.engine.compat import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    Request,
+    RequestStatus,
+    Scheduler,
+)
+from vllm_tetri.engine.step import FREED
+from vllm_tetri.handover import DecodeParams, Fetch, PrefillParams, attempt_name
+from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.transport.native import Slot
+from vllm_tetri.types import InstanceId, TransferId
+
+
+@dataclass(slots=True)
+class Send:
+    """A prompt that is computed here for another instance, or a prefix that one fetches."""
+
+    request: Request
+    params: PrefillParams
+    num_blocks: int  # of the prompt
+    least_cached_tokens: int | None = None  # of a prefix that is fetched; else None
+    held_tokens: int = 0  # of the prompt, by the chosen instance: they are not sent
+    done_s: float = 0.0  # when the prompt was done
+    dispatch: Dispatch | None = None
+    attempt: int = 0
+    round: int = FREED  # of the newest order to open a transfer; FREED before the first
+    num_ended: int = 0  # shards that are done with this round, or with the request if it is freed
+    is_open: bool = False
+    digest: str = ""  # of the prompt, once the router may open the decode request
+    pushed_tokens: int = 0  # of which all complete blocks were pushed
+    num_chunks: int = 0
+    cached_tokens: int = 0  # of the prompt, in the prefix cache when it was scheduled first
+    last_tokens: int = 0  # of its newest chunk
+    by_layer: bool = False  # its last chunk leaves while it is computed
+    retry_at: float = 0.0
+    gave_up: bool = False
+    refused: set[InstanceId] = field(default_factory=set)
+    full: set[InstanceId] = field(default_factory=set)  # of those tried in this round
+    block_ids: IdsByGroup | None = None  # set when the prompt is done
+    all_pushed: bool = False
+    is_sent: bool = False
+    freeing: bool = False
+
+    @property
+    def name(self) -> TransferId:
+        return attempt_name(self.params.transfer, self.attempt)
+
+    @property
+    def awaited_round(self) -> int | None:
+        """The round of which reports count; None between two."""
+        return FREED if self.freeing else self.round if self.is_open else None
+
+    @property
+    def is_fetch(self) -> bool:
+        """Whether it is a prefix that another instance fetches."""
+        return self.least_cached_tokens is not None
+
+
+class State(Enum):
+    """How far that KV is."""
+
+    WAITING = auto()  # no KV here yet
+    TAKEN = auto()  # slot pinned, request not admitted yet
+    LOADING = auto()  # ordered from the workers
+    DONE = auto()  # loaded, or given up: vLLM computes the rest
+
+
+@dataclass(slots=True)
+class Receive:
+    """A request of which KV comes from another instance."""
+
+    request_id: str
+    params: DecodeParams | Fetch
+    num_tokens: int  # of the prompt, that the transfer is for
+    wait_s: float  # until the deadline
+    deadline: float
+    awaits_output: bool
+    state: State = State.WAITING
+    slot: Slot | None = None
+    local_tokens: int = 0
+    is_background: bool = False
+    num_loaded: int = 0  # ranks that have executed the load
+    gone: bool = False  # the request ended while workers were loading
+
+    @property
+    def is_fetch(self) -> bool:
+        """Whether the rest of the prompt is computed here."""
+        return isinstance(self.params, Fetch)
+
+
+def end_requests(scheduler: Scheduler, names: Collection[str], outputs: dict[int, Any]) -> None:
+    """End waiting requests without output, and add that to the outputs of a step."""
+    for each in scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED):
+        ended = EngineCoreOutput(each.request_id, [], finish_reason=each.get_finished_reason())
+        outputs.setdefault(each.client_index, EngineCoreOutputs()).outputs.append(ended)
