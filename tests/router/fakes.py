@@ -20,7 +20,7 @@ from tests.policy.builders import COST
 from vllm_tetri import cli, handover
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams
+from vllm_tetri.handover import DecodeParams, Fetch, Prefilled, PrefillParams
 from vllm_tetri.messages import CacheReport, Dispatched
 from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.router.adapters import LOAD, UNLOAD
@@ -245,6 +245,8 @@ class FakeInstance:
             return Refusal(400, str(error)).response()
         if isinstance(leg, PrefillParams):
             return self.prefilled(leg)
+        if isinstance(leg, Fetch) and leg.target != self.id:
+            return self.sent(leg)
         if body.get("stream"):
             return await self.stream(request)
         kind = "injected" if isinstance(leg, DecodeParams) else "whole"
@@ -262,6 +264,12 @@ class FakeInstance:
             reason="full" if not self.decode else "",
         )
         return web.json_response({"kv_transfer_params": handover.to_params(prefilled)})
+
+    def sent(self, leg: Fetch) -> web.Response:
+        """It holds the prefix that another one fetches, unless it has no names of blocks."""
+        done = Prefilled(leg.transfer, leg.target, PROMPT_TOKENS, "d1", 1, "fetches")
+        params = handover.to_params(done) if self.cached else None
+        return web.json_response({"kv_transfer_params": params})
 
     def announce(self, leg: PrefillParams) -> None:
         assert self.agent is not None

@@ -22,7 +22,7 @@ Mooncake prefills short prompts inline, Splitwise mixes in a pool when it must.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -223,17 +223,22 @@ def price_route(
     objective: Objective = NO_OBJECTIVE,
     taken: Collection[InstanceId] = (),
     cached: Mapping[InstanceId, int] = MappingProxyType({}),
+    reach: Callable[[InstanceRow], float] | None = None,
 ) -> PricedRoute | None:
     """Choose where a request goes; None if no instance but the `taken` ones can have it. Takes
     microseconds, however many instances there are. If it may be split, `prefers_split` does so
     wherever two instances can, whatever it costs. `cached` tells how many tokens of the prompt lie
-    in the prefix cache of an instance: they are neither computed there nor sent there."""
+    in the prefix cache of an instance: they are neither computed there nor sent there. `reach`
+    tells how many one need not compute, fetched ones included (`policy.fetch.Prefix`)."""
     prefills, decodes = candidates.prefill(taken, cached), candidates.decode(taken, cached)
     if not decodes:
         return None
     written = [_decode_cost(row, need, objective) for row in decodes]
     rows = {*prefills, *decodes}
-    found = {row.id: min(cached.get(row.id, 0), need.prompt_tokens - 1) for row in rows}
+    known = {row.id: min(cached.get(row.id, 0), need.prompt_tokens - 1) for row in rows}
+    found: dict[InstanceId, float] = {**known}
+    if reach is not None:
+        found |= {row.id: min(reach(row), need.prompt_tokens - 1) for row in prefills}
     ttfts = {row.id: ttft_s(row, need.prompt_tokens, found[row.id]) for row in rows}
     # A second before the first token weighs more than one of the output: both waits count in
     # proportion to what they would be at best.
@@ -253,8 +258,10 @@ def price_route(
     prefill = one = decodes[index]
     against = f"of {len(ttfts)}"
     if may_split and ttfts.keys() != {one.id}:
-        pair_s, first, pair_index = _best_pair(prefills, decodes, costs, written, need, found)
-        if first is not None and (prefers_split or pair_s < cost_s * (1 - _margin(one))):
+        pair_s, first, pair_index = _best_pair(
+            prefills, decodes, costs, written, need, found, known
+        )
+        if first is not None and (prefers_split or pair_s < cost_s * (1 - margin(one))):
             against = f"aggregated on {one.id} {cost_s:.3g}"
             prefill, index, cost_s = first, pair_index, pair_s
         elif first is not None:
@@ -266,7 +273,7 @@ def price_route(
         f"{word}: costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
         f"then {each_s * 1e3:.3g} ms each"
     )
-    reason += f"; {found[prefill.id]} tokens of {need.prompt_tokens} cached"
+    reason += f"; {found[prefill.id]:.0f} tokens of {need.prompt_tokens} cached"
     return PricedRoute(
         prefill.id, decode.id, first_s, each_s, cost_s, reason,
         waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
@@ -298,7 +305,7 @@ def price_decode(
     if at is not None:
         stay_s = _decode_cost(at, need)[1]
         moved_s = best_s - at.view.load.handover_s  # there is a decode request anyway
-        if best is None or moved_s >= stay_s * (1 - _margin(at)):
+        if best is None or moved_s >= stay_s * (1 - margin(at)):
             return at.id, f"stays: {stay_s:.3g} s, elsewhere {moved_s:.3g}"
         return best.id, f"goes: {moved_s:.3g} s, here {stay_s:.3g}"
     return None if best is None else (best.id, f"costs {best_s:.3g} s")
@@ -310,7 +317,8 @@ def _best_pair(
     costs: dict[InstanceId, float],
     written: list[tuple[float, float, float]],
     need: Need,
-    cached: Mapping[InstanceId, int],
+    here: Mapping[InstanceId, float],
+    there: Mapping[InstanceId, float],
 ) -> tuple[float, InstanceRow | None, int]:
     """Find two instances between which KV may travel: their cost together, the first, and the
     other's place in `decodes`."""
@@ -322,11 +330,11 @@ def _best_pair(
         has_rest = False  # the cheapest of those that hold nothing is known: as much is moved
         for index in order:
             other = decodes[index]
-            there = cached[other.id]
-            if other is row or other.key != row.key or (has_rest and not there):
+            held = there[other.id]
+            if other is row or other.key != row.key or (has_rest and not held):
                 continue
-            has_rest = has_rest or not there
-            moved_s = hand_over_s(row, tokens, cached[row.id], there)
+            has_rest = has_rest or not held
+            moved_s = hand_over_s(row, tokens, here[row.id], held)
             pair_s = prefill_s + moved_s + written[index][1]
             if pair_s < best[0]:
                 best = (pair_s, row, index)
@@ -336,7 +344,7 @@ def _best_pair(
 def _prefill_cost(
     row: InstanceRow,
     need: Need,
-    cached_tokens: int,
+    cached_tokens: float,
     first_s: float,
     weight: float,
     objective: Objective,
@@ -369,5 +377,6 @@ def _capacity_s(row: InstanceRow, tokens: float, each_s: float) -> float:
     return max(min(row.left_tokens, missing_tokens), ends) * each_s
 
 
-def _margin(row: InstanceRow) -> float:
+def margin(row: InstanceRow) -> float:
+    """Return the part by which something must be cheaper there to be preferred."""
     return _MARGIN_KNOWN + (1 - row.cost.confidence) * (_MARGIN_GUESSED - _MARGIN_KNOWN)

@@ -89,7 +89,11 @@ class RouteCandidates:
         return RouteCandidates(self._state, [row for row in self._rows if row.id not in excluded])
 
     def least(
-        self, kind: _Kind, taken: Collection[InstanceId], cached: Mapping[InstanceId, int]
+        self,
+        kind: _Kind,
+        taken: Collection[InstanceId],
+        cached: Mapping[InstanceId, int],
+        reach: Callable[[InstanceRow], float] | None = None,
     ) -> InstanceRow | None:
         """Return the one with the fewest tokens to compute, what it has cached taken off."""
         heap, aside, best, best_key = kind.heap, [], None, (inf, 0)
@@ -101,7 +105,7 @@ class RouteCandidates:
             elif base.id in taken:
                 aside.append(heappop(heap))
             else:
-                best, best_key = row, (queued, second)
+                best, best_key = row, (queued - reach(row) if reach and cached else queued, second)
         for entry in aside:
             heappush(heap, entry)
         for name, tokens in cached.items():
@@ -124,20 +128,23 @@ def choose_route(
     refused: Collection[InstanceId] = (),
     at_limit: Collection[InstanceId] = (),
     cached: Mapping[InstanceId, int] = MappingProxyType({}),
+    reach: Callable[[InstanceRow], float] | None = None,
 ) -> Route | AllAtLimit | None:
     """Choose the prefill instance with the fewest tokens to compute, those of the prompt that it
     has not `cached` included, if two instances may share the request, else one instance; None when
     there is none. Overload never sends a request to instances of another kind,
     where it would disturb what they do; those that exchange KV with none serve all that is not
     split. Of the `candidates`, `excluded` ones already failed this request, `refused` ones just had
-    no capacity for it, and those `at_limit` have as many requests in flight as they may."""
+    no capacity for it, and those `at_limit` have as many requests in flight as they may. `reach`
+    tells how many tokens of the prompt one need not compute, fetched ones included; only the one
+    with the shortest queue is asked."""
     candidates = candidates.without(excluded)
     splits = may_split and bool(candidates.prefills.by_id)
     kind = candidates.prefills if splits else candidates.wholes
     if not kind.by_id:
         return None
     taken = {*refused, *at_limit} if refused else at_limit
-    best = candidates.least(kind, taken, cached)
+    best = candidates.least(kind, taken, cached, reach)
     if best is None:
         who = "prefill instances" if splits else "instances that could serve it alone"
         return AllAtLimit(tuple(kind.by_id), who)

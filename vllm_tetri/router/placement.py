@@ -11,11 +11,14 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from vllm_tetri.handover import MAX_HOLDERS, MAX_MARKS, PrefillParams
+from cachetools import TTLCache
+
+from vllm_tetri.handover import MAX_HOLDERS, MAX_MARKS, Fetch, PrefillParams
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.messages import CacheReport
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
+from vllm_tetri.policy.fetch import Prefix
 from vllm_tetri.policy.overload import Backlogs, expected_late
 from vllm_tetri.policy.residency import Chain, Residency, names_of
 from vllm_tetri.policy.route import (
@@ -54,6 +57,8 @@ _MAX_CHOICES = 16
 _ARENA_SLACK = 1.25
 _MAX_NAMED = 5
 _MAX_ASKED = 8  # of more instances, only those that served a prompt's start are asked for it
+_SLACK = 1 + 1 / 16
+_FAILED_S, _MAX_FAILED = 5.0, 1024  # how long no fetch is tried again where one failed
 _PER_INSTANCE = "the limit of requests per instance (--max-in-flight, or its own)"
 LATE = "expected_late"
 
@@ -66,6 +71,7 @@ class _Found(NamedTuple):
     known: Known | None
     held: dict[InstanceId, int]  # tokens of the chain that is known, by instance
     cached: dict[InstanceId, int]  # at most as many as the prompt has of it
+    prefix: Prefix
 
 
 class Placer:
@@ -100,8 +106,12 @@ class Placer:
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
         self._asked: tuple[ApiRequest, ClusterTable] | None = None  # what was looked up last
-        self._found = _Found(None, {}, {})
+        self._found = _Found(None, {}, {}, Prefix(0))
         self._size: Need | None = None  # of that request
+        # Holders from which an instance could not fetch lately, and these.
+        self._failed_fetches: TTLCache[tuple[InstanceId, InstanceId], None] = TTLCache(
+            _MAX_FAILED, _FAILED_S
+        )
 
     def models(self) -> dict[str, InstanceInfo]:
         """Return every model name that a ready instance serves, and one such instance."""
@@ -151,6 +161,7 @@ class Placer:
                 refused=at_limit,
                 at_limit=limited,
                 cached=self._look_up(request).cached,
+                reach=self._look_up(request).prefix.reach,
             )
 
         if request.rules is not None:
@@ -207,7 +218,7 @@ class Placer:
         if self._asked is not None and all(map(is_, self._asked, asked)):
             return self._found
         known = self._prefixes.find(request.starts)
-        self._asked, self._found, self._size = asked, _Found(known, {}, {}), None
+        self._asked, self._found, self._size = asked, _Found(known, {}, {}, Prefix(0)), None
         if known is None:
             return self._found
         rows = self._state.table.by_model.get(request.model, ())
@@ -215,11 +226,41 @@ class Placer:
         tokens = {name: self._residency.held_tokens(name, known.chain) for name in names}
         held = {name: each for name, each in tokens.items() if each}
         cached = {name: min(each, known.common_tokens) for name, each in held.items()}
-        self._found = _Found(known, held, cached)
+        able = map(self._state.table.by_id.get, cached if request.may_fetch else ())
+        holders = [self._state.row(row) for row in able if row is not None]
+        prefix = Prefix(known.prompt_tokens, cached, holders)
+        self._found = _Found(known, held, cached, prefix)
         return self._found
 
+    def fetch(
+        self, transfer: TransferId, target: InstanceInfo, request: ApiRequest
+    ) -> tuple[InstanceId, Fetch] | None:
+        """Return what an instance that computes a prompt fetches first, and from which one; None if
+        computing is cheaper, or that one could not give it lately."""
+        found, row = self._look_up(request), self._state.table.by_id.get(target.id)
+        plan = found.prefix.plan(self._state.row(row)) if row is not None else None
+        if plan is None or found.known is None or (plan.holder, target.id) in self._failed_fetches:
+            return None
+        names, size = found.known.chain
+        # How much of the chain the prompt has is an estimate; a little more is tried.
+        tokens = min(found.held[plan.holder], round(plan.tokens * _SLACK))
+        marks = Chain(names[: tokens // size], size).marks(MAX_MARKS)
+        held_tokens = found.cached.get(target.id, 0)
+        return plan.holder, Fetch(
+            transfer, target.id, target.kv_endpoint, marks, held_tokens, plan.wait_s
+        )
+
+    def record_failed_fetch(self, holder: InstanceId, target: InstanceId) -> None:
+        """An instance could not fetch from another one: it does not try for a while."""
+        self._failed_fetches[holder, target] = None
+
     def prefill_params(
-        self, transfer: TransferId, entry: RequestId, route: Split, request: ApiRequest
+        self,
+        transfer: TransferId,
+        entry: RequestId,
+        route: Split,
+        request: ApiRequest,
+        fetch: Fetch | None,
     ) -> PrefillParams:
         """Return what a prefill request says of the hand-over."""
         found = self._look_up(request)
@@ -230,12 +271,16 @@ class Placer:
             anywhere=route.anywhere,
             held={name: found.held[name] for name in most},
             marks=found.known.chain.marks(MAX_MARKS) if most and found.known else [],
+            fetch=fetch,
         )
 
     def _size_at(self, instance: InstanceId, request: ApiRequest) -> Need:
         """Return what a request needs at the instance that computes its prompt."""
-        size, cached = self._size_of(request), self._look_up(request).cached
-        cached_tokens = min(cached.get(instance, 0), size.prompt_tokens - 1)
+        size, found = self._size_of(request), self._look_up(request)
+        row = self._state.table.by_id.get(instance)
+        plan = found.prefix.plan(self._state.row(row)) if row is not None else None
+        cached_tokens = found.cached.get(instance, 0) if plan is None else plan.tokens
+        cached_tokens = min(cached_tokens, size.prompt_tokens - 1)
         return Need(size.prompt_tokens, size.output_tokens, cached_tokens=cached_tokens)
 
     def refuse_late(self, request: ApiRequest) -> None:
@@ -307,6 +352,7 @@ class Placer:
             objective=self._objective,
             taken=taken,
             cached=self._look_up(request).cached,
+            reach=self._look_up(request).prefix.reach,
         )
 
     def _size_of(self, request: ApiRequest) -> Need:

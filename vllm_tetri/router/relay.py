@@ -12,10 +12,11 @@ from contextlib import suppress
 
 from aiohttp import web
 
-from vllm_tetri.handover import USAGE_HEADER, DecodeParams
+from vllm_tetri.handover import USAGE_HEADER, DecodeParams, Fetch
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.route import Event, Phase, Route, Split
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
+from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
 from vllm_tetri.router.http_client import HttpResponse
 from vllm_tetri.router.request import CHAT, ApiRequest
@@ -51,6 +52,7 @@ class Relay:
         self._at_limit: set[InstanceId] = set()
         self._skipped_models: set[str] = set()
         self._early: _EarlyResponse | None = None
+        self._fetching: Fetching | None = None
         self._first: FirstToken | None = None  # from prefill
         self._writer: InstanceInfo | None = None  # of what the client receives
         self.route = "none" if request.rules is None else "passed"
@@ -148,7 +150,9 @@ class Relay:
         request, entry = self._request, self._entry
         transfer, last_chunk = entry.send_prefill(instance.id, route.reason)
         self._early = asyncio.create_task(self._decode_early(last_chunk))
-        params = self._scheduler.placer.prefill_params(transfer, entry.id, route, request)
+        fetch = self._begin_fetch(instance)
+        placer = self._scheduler.placer
+        params = placer.prefill_params(transfer, entry.id, route, request, fetch)
         try:
             response = await self._send(instance, request.prefill_body(params))
         except InstanceAtLimit:
@@ -324,8 +328,20 @@ class Relay:
         self._entry.send_aggregated(instance.id, reason)
         self._writer = instance
         if body is None:
-            body = self._request.aggregated_body(instance)
+            fetch = self._begin_fetch(instance) if self._request.may_fetch else None
+            body = self._request.aggregated_body(instance, fetch)
         return await self._output.receive(instance, self._send(instance, body))
+
+    def _begin_fetch(self, instance: InstanceInfo) -> Fetch | None:
+        """Let an instance that computes the prompt have a prefix of it from another one, if that is
+        cheaper."""
+        scheduler, request = self._scheduler, self._request
+        found = scheduler.placer.fetch(self._entry.new_transfer(), instance, request)
+        holder = scheduler.info(found[0]) if found is not None else None
+        if found is None or holder is None or holder.id in self._attempts.excluded():
+            return None
+        self._fetching = Fetching(scheduler, request, found[1], holder)
+        return found[1]
 
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
         self._attempts.sent_to[instance.id] = instance
@@ -354,6 +370,9 @@ class Relay:
 
     def _drop_transfer(self) -> None:
         self._drop_early()
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None:
+            fetching.end()
         entry = self._entry
         if (transfer := entry.take_transfer()) is not None:
             self._scheduler.cancel_transfer(transfer, entry.prefill, frozenset(entry.dispatched))

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
-from vllm_tetri.handover import FIELD, Handover, to_params
+from vllm_tetri.handover import FIELD, Fetch, Handover, to_params
 from vllm_tetri.router.errors import JSON_ERRORS, Refusal
 from vllm_tetri.router.prefixes import Start, starts_of
 from vllm_tetri.types import InstanceInfo
@@ -28,6 +28,10 @@ _UNPROVED = {"uuid", "prompt_embeds"}  # of a part of a chat message
 _SHAPED = (*_STRUCTURED, "response_format", "structured_outputs", "stop")
 # End conditions: choices draw their own first tokens, so prefill must not end with its own.
 _ENDS = {"stop", "stop_token_ids", "ignore_eos"}
+# What a request for KV alone does without.
+_NOT_FETCHED = {*_ENDS, "stream_options", "max_completion_tokens", "min_tokens", "logprobs",
+                "top_logprobs", "response_format", "structured_outputs",
+                "return_token_ids"}  # fmt: skip
 _PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
 _IDS_WANTED = {"return_token_ids": True}
 _FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate",
@@ -99,6 +103,8 @@ class ApiRequest:
         # Images and the like, of which the prompt's token ids tell nothing; links to them.
         media = list(_media_of(self.body))
         self.has_media, self.has_links = bool(media), any(map(_is_link, media))
+        # Another instance may send the KV of the prompt's start.
+        self.may_fetch = self.is_splittable and not self.has_media
 
     @cached_property
     def starts(self) -> list[Start]:
@@ -123,11 +129,23 @@ class ApiRequest:
         params_sent = {**self.body.get(FIELD, {}), **to_params(params)}
         return msgspec.json.encode({**body, "stream": False, FIELD: params_sent})
 
-    def aggregated_body(self, instance: InstanceInfo) -> bytes:
+    def fetch_body(self, fetch: Fetch) -> bytes:
+        """Encode the request for an instance that holds a start of the prompt: what it samples is
+        of no use."""
+        body = {key: value for key, value in self.body.items() if key not in _NOT_FETCHED}
+        params = {**self.body.get(FIELD, {}), **to_params(fetch)}
+        body |= {"n": 1, "max_tokens": 2, "ignore_eos": True, "stream": False, FIELD: params}
+        return msgspec.json.encode(body)
+
+    def aggregated_body(self, instance: InstanceInfo, fetch: Fetch | None = None) -> bytes:
         """Encode the request for an instance that does both prefill and decode."""
-        if self.shows_ids or not self.is_recorded(instance):
+        is_plain = self.shows_ids or not self.is_recorded(instance)
+        if is_plain and fetch is None:
             return self.raw
-        return msgspec.json.encode({**self.body, **_IDS_WANTED})
+        body = self.body if is_plain else {**self.body, **_IDS_WANTED}
+        if fetch is not None:
+            body = {**body, FIELD: {**self.body.get(FIELD, {}), **to_params(fetch)}}
+        return msgspec.json.encode(body)
 
     def decode_body(
         self, params: Handover, prompt_token_ids: list[int], instance: InstanceInfo

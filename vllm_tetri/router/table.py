@@ -70,9 +70,13 @@ class Entry:
         self.on(Event.PREFILL_SENT)
         self.sent_s = time.monotonic()
         self.dispatched.clear()
-        self.transfer = TransferId(prefix_of(self._table.router) + uuid.uuid4().hex)
+        self.transfer = self.new_transfer()
         self.last_chunk = asyncio.get_running_loop().create_future()
         return self.transfer, self.last_chunk
+
+    def new_transfer(self) -> TransferId:
+        """Name a KV transfer as no other."""
+        return TransferId(prefix_of(self._table.router) + uuid.uuid4().hex)
 
     def hand_over(self, decode: InstanceId) -> None:
         """A decode instance has or gets the KV of the prompt."""
