@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, Engine
+from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, SHAPE, Engine
 from tests.engine.pair import CHUNK, prompt
-from tests.engine.test_difference import WINDOW
 from tests.eventually import eventually
-from vllm_tetri.engine.residency import _name
 from vllm_tetri.handover import (
     DecodeParams,
     Fetch,
@@ -28,6 +27,7 @@ from vllm_tetri.policy.residency import Chain
 from vllm_tetri.transport.native import Sender, TransferState
 from vllm_tetri.types import RequestId, Role, TransferId
 
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 OPTIONS: dict[str, Any] = {"arena_bytes": 1 << 20, "transfer_timeout_s": 5.0, "chunk_size": CHUNK}
 FIRST = prompt(10 * BLOCK + 7)
 NEXT = [*FIRST, 7, 7, 7, *prompt(60, seed=11)]
@@ -57,7 +57,7 @@ class Trio:
         self.all = [self.holder, self.fetcher, self.decode]
         self.fetcher.sees(*self.all)
         first = self.holder.add("first", FIRST)
-        names = [int.from_bytes(_name(each), "big") for each in first.block_hashes]
+        names = [int.from_bytes(each[-8:], "big") for each in first.block_hashes]
         self.chain = Chain(names, BLOCK)
         self.holder.run_until(lambda: "first" in self.holder.finished)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.router.fakes import (
     FREE,
@@ -15,6 +17,7 @@ from tests.router.fakes import (
     metric,
     until_reported,
 )
+from vllm_tetri.handover import Fetch, PrefillParams
 from vllm_tetri.messages import CacheReport, RequestChain
 from vllm_tetri.router import placement
 from vllm_tetri.types import Mode, Role
@@ -169,3 +172,117 @@ async def test_whatever_an_instance_reports_requests_are_served() -> None:
         await tell(made, "b", CacheReport(made["b"].id, 0, 1 << 20, chains=[lie]))
         for turn in range(4):
             assert (await chat(made, NEXT, f"r{turn + 2}"))[1] in ("b", "c")
+
+
+# -- fetches ---------------------------------------------------------------------------
+
+
+def fetching(made: Cluster, name: str) -> Fetch | None:
+    """What an instance was told to fetch with its last request."""
+    leg = made[name].leg()
+    found = leg.fetch if isinstance(leg, PrefillParams) else leg
+    return found if isinstance(found, Fetch) else None
+
+
+async def fetches(made: Cluster, outcome: str) -> float:
+    return await metric(made, f'tetri_fetches_total{{outcome="{outcome}"}}')
+
+
+async def held_by(made: Cluster, holder: str, *, queued: int = 2 * TOKENS) -> None:
+    """An instance holds the first turn, and has a queue that takes longer than the prompt."""
+    await chat(made, FIRST, "r1")
+    await report(made, holder, "r1")
+    await made.report(holder, queued_prefill_tokens=queued)
+    await until_reported(made)
+
+
+@pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.ADAPTIVE, Mode.WHOLE])
+async def test_an_idle_instance_fetches_what_one_with_a_queue_holds(mode: Mode) -> None:
+    async with cluster(*split(), mode=mode) as made:
+
+        async def waits(fake: FakeInstance, request: web.Request, body: Any) -> Any:
+            while not await fetches(made, "sent"):
+                await asyncio.sleep(0.01)
+            return await fake.answer(request, body)
+
+        await held_by(made, "a", queued=20 * TOKENS)
+        made["b"].handler = made["c"].handler = waits
+        computes, _ = await chat(made, NEXT, "r2")
+        fetch = fetching(made, computes)
+        assert computes != "a"
+        assert fetch is not None
+        assert (fetch.target, fetch.kv_endpoint) == (computes, "127.0.0.1:1")
+        assert fetch.marks[0] == (TOKENS, TOKENS + TOKENS // 16 - 1)
+        assert fetch.wait_s >= 1.0
+        asked = made["a"].calls[-1]
+        assert made["a"].leg() == fetch
+        assert (asked.body["messages"], asked.body["stream"]) == (NEXT, False)
+        await eventually(lambda: fetch.transfer in made[computes].cancelled)  # once it has ended
+        assert made[computes].lost == []
+        assert await fetches(made, "sent") == 1
+
+
+async def test_what_a_decode_instance_wrote_is_fetched_by_one_that_prefills() -> None:
+    async with cluster(*split()) as made:
+        await held_by(made, "c", queued=0)
+        computes, decodes = await chat(made, NEXT, "r2")
+        assert (computes, decodes) in (("a", "c"), ("b", "c"))
+        fetch = fetching(made, computes)
+        assert fetch is not None
+        assert made["c"].calls[-2].body["messages"] == NEXT
+
+
+@pytest.mark.parametrize("outcome", ["refused", "failed"])
+async def test_the_instance_is_told_at_once_that_nothing_comes(outcome: str) -> None:
+    async with cluster(*split()) as made:
+        await held_by(made, "a")
+        if outcome == "refused":
+            made["a"].cached = b""
+        else:
+            made["a"].handler = refuses
+        assert (await chat(made, NEXT, "r2"))[0] == "b"
+        fetch = fetching(made, "b")
+        assert fetch is not None
+        await eventually(lambda: made["b"].lost == [fetch.transfer])
+        assert await fetches(made, outcome) == 1
+        assert (await chat(made, NEXT, "r3"))[0] == "b"  # which does not try again soon
+        assert fetching(made, "b") is None
+
+
+async def refuses(fake: FakeInstance, _: web.Request, body: dict[str, Any]) -> web.Response:
+    return web.Response(status=500)
+
+
+async def test_a_fetch_that_is_late_ends_with_its_request() -> None:
+    async def hangs(fake: FakeInstance, request: web.Request, body: Any) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    async with cluster(*split()) as made:
+        await held_by(made, "a")
+        made["a"].handler = hangs
+        assert (await chat(made, NEXT, "r2"))[0] == "b"
+        fetch = fetching(made, "b")
+        assert fetch is not None
+        for name in ("a", "b"):
+            await eventually(lambda name=name: fetch.transfer in made[name].cancelled)
+        await eventually(lambda: made["a"].aborted == 1)
+        assert await fetches(made, "late") == 1
+
+
+@pytest.mark.parametrize("what", ["short", "salt", "identity", "echo"])
+async def test_nothing_is_fetched(what: str) -> None:
+    instances = split()
+    if what == "identity":
+        instances[1].identity = {"model": "other"}
+    async with cluster(*instances) as made:
+        messages, more = NEXT, {}
+        await held_by(made, "a")
+        if what == "short":
+            messages = [{"role": "user", "content": "What?"}]
+        elif what == "salt":
+            more = {"cache_salt": "other"}
+        elif what == "echo":
+            more = {"prompt_logprobs": 1}
+        await chat(made, messages, "r2", **more)
+        assert all(fetching(made, name) is None for name in "abc" if made[name].calls)
