@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.smollm2 import prepare
 from tests.e2e.client import Answer, ask, until
-from tests.e2e.cluster import MODEL, Cluster, Stock, get, post, side_by_side
+from tests.e2e.cluster import MODEL, Cluster, Stock, post, side_by_side
 from tests.e2e.prompts import text_prompt
 from vllm_tetri.types import Mode
 

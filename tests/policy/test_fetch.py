@@ -12,7 +12,7 @@ from tests.policy.builders import alone, known, serving
 from vllm_tetri.policy.adaptive import ttft_s
 from vllm_tetri.policy.cluster import InstanceRow
 from vllm_tetri.policy.fetch import Plan, Prefix, fetch_s
-from vllm_tetri.policy.route import Split, choose_route
+from vllm_tetri.policy.route import RouteCandidates, Split, choose_route
 from vllm_tetri.types import InstanceId, InstanceView
 
 A, B, C = map(InstanceId, "abc")
@@ -90,9 +90,10 @@ def test_nothing_is_fetched(other: InstanceView) -> None:
 
 
 def route(*instances: InstanceView, **cached: int) -> Split:
-    rows, held = rows_of(*instances), {InstanceId(name): each for name, each in cached.items()}
-    prefix = Prefix(2000, held, [rows[name] for name in held])
-    found = choose_route(rows.values(), may_split=True, cached=held, reach=prefix.reach)
+    made, held = known(*instances), {InstanceId(name): each for name, each in cached.items()}
+    prefix = Prefix(2000, held, [made.by_id[name] for name in held])
+    candidates = RouteCandidates(made.state, made.bases)
+    found = choose_route(candidates, may_split=True, cached=held, reach=prefix.reach)
     assert isinstance(found, Split)
     return found
 

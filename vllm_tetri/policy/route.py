@@ -96,7 +96,8 @@ class RouteCandidates:
         reach: Callable[[InstanceRow], float] | None = None,
     ) -> InstanceRow | None:
         """Return the one with the fewest tokens to compute, what it has cached taken off."""
-        heap, aside, best, best_key = kind.heap, [], None, (inf, 0)
+        heap, aside, best_key = kind.heap, [], (inf, 0)
+        best: InstanceRow | None = None
         while heap and best is None:
             queued, second, number, base = heap[0]
             row = self._state.row(base)
@@ -105,13 +106,14 @@ class RouteCandidates:
             elif base.id in taken:
                 aside.append(heappop(heap))
             else:
-                best, best_key = row, (queued - reach(row) if reach and cached else queued, second)
+                saved_tokens = reach(row) if reach is not None and cached else 0
+                best, best_key = row, (queued - saved_tokens, second)
         for entry in aside:
             heappush(heap, entry)
         for name, tokens in cached.items():
-            base = kind.by_id.get(name)
-            if base is not None and name not in taken:
-                row = self._state.row(base)
+            holder = kind.by_id.get(name)
+            if holder is not None and name not in taken:
+                row = self._state.row(holder)
                 best, best_key = min(
                     (best, best_key),
                     (row, (row.queued_tokens - tokens, kind.second(row))),

@@ -1,4 +1,4 @@
-"""The request by which an instance gets the KV of a prefix from the one that holds it."""
+"""The requests by which instances get the KV of prefixes from those that hold them."""
 
 from __future__ import annotations
 
@@ -6,57 +6,99 @@ import asyncio
 import logging
 
 import msgspec
+from cachetools import TTLCache
 
+from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import FIELD, Fetch, Prefilled, from_params
+from vllm_tetri.handover import FIELD, MAX_MARKS, Fetch, Prefilled, from_params
 from vllm_tetri.messages import CancelTransfer, TransferLost
+from vllm_tetri.policy.residency import Chain
 from vllm_tetri.router.errors import JSON_ERRORS, InstanceAtLimit, InstanceFailed
+from vllm_tetri.router.metrics import Metrics
+from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
-from vllm_tetri.router.retry import Scheduler
-from vllm_tetri.types import InstanceInfo
+from vllm_tetri.router.upstream import Upstream
+from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
+
+# How much of a reported chain a prompt has is an estimate; a little more is tried.
+_SLACK = 1 + 1 / 16
+_AVOID_S, _MAX_AVOIDED = 5.0, 1024  # how long a pair is left alone between which a fetch failed
 
 _log = logging.getLogger(__name__)
 
 
 class Fetching:
-    """Asks the holder, at once, and tells the target if nothing will come. `end` it with the
-    request that fetches."""
+    """One such request. `end` it with the one that fetches: what has not come is dropped."""
 
-    def __init__(
-        self, scheduler: Scheduler, request: ApiRequest, fetch: Fetch, holder: InstanceInfo
-    ) -> None:
-        self._scheduler, self._request = scheduler, request
-        self._fetch, self._holder = fetch, holder
-        self._task = asyncio.create_task(self._run())
+    def __init__(self, fetches: Fetches, holder: InstanceInfo, fetch: Fetch) -> None:
+        self.fetch, self._fetches, self._holder = fetch, fetches, holder
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, request: ApiRequest) -> None:
+        """Ask the holder; the target is told if nothing will come."""
+        self._task = asyncio.create_task(self._run(request))
 
     def end(self) -> None:
         """Drop what has not come, or was not used."""
-        send, fetch = self._scheduler.monitor.send, self._fetch
-        send(fetch.target, CancelTransfer(fetch.transfer))
-        if not self._task.done():
+        self._fetches.monitor.send(self.fetch.target, CancelTransfer(self.fetch.transfer))
+        if self._task is not None and not self._task.done():
             self._task.cancel()
-            send(self._holder.id, CancelTransfer(fetch.transfer))
+            self._fetches.monitor.send(self._holder.id, CancelTransfer(self.fetch.transfer))
             self._record("late")
 
-    async def _run(self) -> None:
-        fetch, request, reason = self._fetch, self._request, ""
+    async def _run(self, request: ApiRequest) -> None:
+        fetch, upstream, reason = self.fetch, self._fetches.upstream, ""
         headers = {**request.headers, "X-Request-Id": fetch.transfer.rpartition("/")[2]}
         try:
-            upstream, body = self._scheduler.upstream, request.fetch_body(fetch)
+            body = request.fetch_body(fetch)
             response = await upstream.send(self._holder, request, body, headers, lambda: True)
             answer = await upstream.body(self._holder, response)
             outcome = "sent" if _is_sent(answer) else "refused"
         except (InstanceFailed, InstanceAtLimit) as error:
             outcome, reason = "failed", f": {error}"
         if outcome != "sent":
-            self._scheduler.monitor.send(fetch.target, TransferLost(fetch.transfer))
+            self._fetches.monitor.send(fetch.target, TransferLost(fetch.transfer))
             _log.info("%s fetches nothing from %s%s", fetch.target, self._holder.id, reason)
         self._record(outcome)
 
     def _record(self, outcome: str) -> None:
-        self._scheduler.metrics.fetches.labels(outcome).inc()
+        self._fetches.metrics.fetches.labels(outcome).inc()
         if outcome != "sent":
-            self._scheduler.placer.record_failed_fetch(self._holder.id, self._fetch.target)
+            self._fetches.avoided[self._holder.id, self.fetch.target] = None
+
+
+class Fetches:
+    """Begins fetches, as `placer` says. Owned by the event loop."""
+
+    def __init__(
+        self, placer: Placer, monitor: Monitor, upstream: Upstream, metrics: Metrics
+    ) -> None:
+        self._placer, self.monitor = placer, monitor
+        self.upstream, self.metrics = upstream, metrics
+        # Of holder and target; the first may have lost what it reported, or be out of reach.
+        self.avoided: TTLCache[tuple[InstanceId, InstanceId], None] = TTLCache(
+            _MAX_AVOIDED, _AVOID_S
+        )
+
+    def begin(
+        self, transfer: TransferId, target: InstanceInfo, request: ApiRequest
+    ) -> Fetching | None:
+        """Let an instance that computes a prompt have a prefix of it from another one; None if
+        computing is cheaper, or there was none to be had lately."""
+        plan = self._placer.plan_fetch(target.id, request)
+        if plan is None or (plan.holder, target.id) in self.avoided:
+            return None
+        holder, found = self.monitor.view_of(plan.holder), self._placer.look_up(request)
+        if holder is None or found.known is None:
+            return None
+        names, size = found.known.chain
+        num_blocks = min(found.held[plan.holder], round(plan.tokens * _SLACK)) // size
+        marks = Chain(names[:num_blocks], size).marks(MAX_MARKS)
+        held_tokens = found.cached.get(target.id, 0)
+        fetch = Fetch(transfer, target.id, target.kv_endpoint, marks, held_tokens, plan.wait_s)
+        fetching = Fetching(self, holder.info, fetch)
+        fetching.begin(request)
+        return fetching
 
 
 def _is_sent(answer: bytes) -> bool:

@@ -11,14 +11,12 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from cachetools import TTLCache
-
 from vllm_tetri.handover import MAX_HOLDERS, MAX_MARKS, Fetch, PrefillParams
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.messages import CacheReport
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
-from vllm_tetri.policy.fetch import Prefix
+from vllm_tetri.policy.fetch import Plan, Prefix
 from vllm_tetri.policy.overload import Backlogs, expected_late
 from vllm_tetri.policy.residency import Chain, Residency, names_of
 from vllm_tetri.policy.route import (
@@ -57,15 +55,13 @@ _MAX_CHOICES = 16
 _ARENA_SLACK = 1.25
 _MAX_NAMED = 5
 _MAX_ASKED = 8  # of more instances, only those that served a prompt's start are asked for it
-_SLACK = 1 + 1 / 16
-_FAILED_S, _MAX_FAILED = 5.0, 1024  # how long no fetch is tried again where one failed
 _PER_INSTANCE = "the limit of requests per instance (--max-in-flight, or its own)"
 LATE = "expected_late"
 
 _log = logging.getLogger(__name__)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What is known of a prompt, and how many of its tokens lie in prefix caches."""
 
     known: Known | None
@@ -106,12 +102,8 @@ class Placer:
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
         self._asked: tuple[ApiRequest, ClusterTable] | None = None  # what was looked up last
-        self._found = _Found(None, {}, {}, Prefix(0))
+        self._found = Found(None, {}, {}, Prefix(0))
         self._size: Need | None = None  # of that request
-        # Holders from which an instance could not fetch lately, and these.
-        self._failed_fetches: TTLCache[tuple[InstanceId, InstanceId], None] = TTLCache(
-            _MAX_FAILED, _FAILED_S
-        )
 
     def models(self) -> dict[str, InstanceInfo]:
         """Return every model name that a ready instance serves, and one such instance."""
@@ -160,8 +152,8 @@ class Placer:
                 excluded=excluded,
                 refused=at_limit,
                 at_limit=limited,
-                cached=self._look_up(request).cached,
-                reach=self._look_up(request).prefix.reach,
+                cached=self.look_up(request).cached,
+                reach=self.look_up(request).prefix.reach,
             )
 
         if request.rules is not None:
@@ -212,13 +204,13 @@ class Placer:
         """Return how many prefix blocks each instance has reported."""
         return {name: self._residency.count(name) for name in self._cache_seqs}
 
-    def _look_up(self, request: ApiRequest) -> _Found:
+    def look_up(self, request: ApiRequest) -> Found:
         """Find out what instances hold of a prompt; once per request and snapshot."""
         asked = request, self._state.table
         if self._asked is not None and all(map(is_, self._asked, asked)):
             return self._found
         known = self._prefixes.find(request.starts)
-        self._asked, self._found, self._size = asked, _Found(known, {}, {}, Prefix(0)), None
+        self._asked, self._found, self._size = asked, Found(known, {}, {}, Prefix(0)), None
         if known is None:
             return self._found
         rows = self._state.table.by_model.get(request.model, ())
@@ -229,30 +221,13 @@ class Placer:
         able = map(self._state.table.by_id.get, cached if request.may_fetch else ())
         holders = [self._state.row(row) for row in able if row is not None]
         prefix = Prefix(known.prompt_tokens, cached, holders)
-        self._found = _Found(known, held, cached, prefix)
+        self._found = Found(known, held, cached, prefix)
         return self._found
 
-    def fetch(
-        self, transfer: TransferId, target: InstanceInfo, request: ApiRequest
-    ) -> tuple[InstanceId, Fetch] | None:
-        """Return what an instance that computes a prompt fetches first, and from which one; None if
-        computing is cheaper, or that one could not give it lately."""
-        found, row = self._look_up(request), self._state.table.by_id.get(target.id)
-        plan = found.prefix.plan(self._state.row(row)) if row is not None else None
-        if plan is None or found.known is None or (plan.holder, target.id) in self._failed_fetches:
-            return None
-        names, size = found.known.chain
-        # How much of the chain the prompt has is an estimate; a little more is tried.
-        tokens = min(found.held[plan.holder], round(plan.tokens * _SLACK))
-        marks = Chain(names[: tokens // size], size).marks(MAX_MARKS)
-        held_tokens = found.cached.get(target.id, 0)
-        return plan.holder, Fetch(
-            transfer, target.id, target.kv_endpoint, marks, held_tokens, plan.wait_s
-        )
-
-    def record_failed_fetch(self, holder: InstanceId, target: InstanceId) -> None:
-        """An instance could not fetch from another one: it does not try for a while."""
-        self._failed_fetches[holder, target] = None
+    def plan_fetch(self, instance: InstanceId, request: ApiRequest) -> Plan | None:
+        """Return what an instance that computes a prompt fetches before, if that is cheaper."""
+        found, row = self.look_up(request), self._state.table.by_id.get(instance)
+        return found.prefix.plan(self._state.row(row)) if row is not None else None
 
     def prefill_params(
         self,
@@ -263,7 +238,7 @@ class Placer:
         fetch: Fetch | None,
     ) -> PrefillParams:
         """Return what a prefill request says of the hand-over."""
-        found = self._look_up(request)
+        found = self.look_up(request)
         most = sorted(found.held, key=found.held.__getitem__, reverse=True)[:MAX_HOLDERS]
         return PrefillParams(
             transfer,
@@ -276,9 +251,8 @@ class Placer:
 
     def _size_at(self, instance: InstanceId, request: ApiRequest) -> Need:
         """Return what a request needs at the instance that computes its prompt."""
-        size, found = self._size_of(request), self._look_up(request)
-        row = self._state.table.by_id.get(instance)
-        plan = found.prefix.plan(self._state.row(row)) if row is not None else None
+        size, found = self._size_of(request), self.look_up(request)
+        plan = self.plan_fetch(instance, request)
         cached_tokens = found.cached.get(instance, 0) if plan is None else plan.tokens
         cached_tokens = min(cached_tokens, size.prompt_tokens - 1)
         return Need(size.prompt_tokens, size.output_tokens, cached_tokens=cached_tokens)
@@ -351,12 +325,12 @@ class Placer:
             prefers_split=self.mode is Mode.SPLIT,
             objective=self._objective,
             taken=taken,
-            cached=self._look_up(request).cached,
-            reach=self._look_up(request).prefix.reach,
+            cached=self.look_up(request).cached,
+            reach=self.look_up(request).prefix.reach,
         )
 
     def _size_of(self, request: ApiRequest) -> Need:
-        known = self._look_up(request).known
+        known = self.look_up(request).known
         if self._size is not None:
             return self._size
         tokens, rows = self._output_tokens, self._state.table.by_model.get(request.model)

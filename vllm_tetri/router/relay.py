@@ -328,20 +328,15 @@ class Relay:
         self._entry.send_aggregated(instance.id, reason)
         self._writer = instance
         if body is None:
-            fetch = self._begin_fetch(instance) if self._request.may_fetch else None
-            body = self._request.aggregated_body(instance, fetch)
+            body = self._request.aggregated_body(instance, self._begin_fetch(instance))
         return await self._output.receive(instance, self._send(instance, body))
 
     def _begin_fetch(self, instance: InstanceInfo) -> Fetch | None:
-        """Let an instance that computes the prompt have a prefix of it from another one, if that is
-        cheaper."""
-        scheduler, request = self._scheduler, self._request
-        found = scheduler.placer.fetch(self._entry.new_transfer(), instance, request)
-        holder = scheduler.info(found[0]) if found is not None else None
-        if found is None or holder is None or holder.id in self._attempts.excluded():
+        if not self._request.may_fetch:
             return None
-        self._fetching = Fetching(scheduler, request, found[1], holder)
-        return found[1]
+        begin, transfer = self._scheduler.fetches.begin, self._entry.new_transfer()
+        self._fetching = begin(transfer, instance, self._request)
+        return self._fetching.fetch if self._fetching is not None else None
 
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
         self._attempts.sent_to[instance.id] = instance

@@ -10,9 +10,9 @@ from hashlib import blake2b
 from math import ceil, inf
 from typing import Protocol, cast
 
-from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import InstanceFailed, Refusal
+from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
@@ -122,7 +122,7 @@ class Scheduler(Protocol):
     adapters: Adapters
     upstream: Upstream
     poison: PoisonFilter
-    monitor: Monitor
+    fetches: Fetches
     resumes_anywhere: bool
 
     def info(self, instance: InstanceId) -> InstanceInfo | None: ...

@@ -20,6 +20,7 @@ from vllm_tetri.policy.route import Event, Phase
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import NoCapacity, Refusal
+from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placement import LATE, Placer
@@ -102,6 +103,7 @@ class GlobalScheduler:
             refuses_late=config.refuses_late,
             max_queue_delay_s=config.max_queue_delay_s,
         )
+        self.fetches = Fetches(self.placer, self.monitor, self.upstream, self.metrics)
         self.set_mode(config.mode)
 
     async def close(self) -> None:
