@@ -204,7 +204,8 @@ ATTRIBUTES = {
         "is_prefill_chunk",  # R
         "max_tokens",  # R, W: 1 on the prefill side
         "num_prompt_tokens",  # R
-        "prompt_token_ids",  # R
+        "prompt_token_ids",  # R; W: a part, of a request for the KV of a prefix
+        "_all_token_ids",  # W: for these, as num_prompt_tokens and block_hashes
         "num_computed_tokens",  # R
         "num_output_tokens",  # R
         "num_output_placeholders",  # R: outputs of steps under way

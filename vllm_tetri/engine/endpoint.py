@@ -245,7 +245,7 @@ class Endpoint(LoadReader):
                     self.cache.cut(request, tokens)
                 self.sends.add_fetch(request, fetch, is_known=tokens > 0)
                 return
-            self.receives.fetch(request, fetch, tokens)
+            self.receives.add(request, fetch, tokens if tokens > fetch.held_tokens else 0)
         match params:
             case PrefillParams() if not self.alone:
                 if params.marks:
@@ -256,7 +256,7 @@ class Endpoint(LoadReader):
                 self.predictions.begin(request)
             case DecodeParams():
                 if params.transfer and not self.alone:
-                    self.receives.add(request, params)
+                    self.receives.add(request, params, request.num_prompt_tokens)
                 if params.predicted is not None:
                     self.predictions.keep(request.request_id, params.predicted)
             case _:
@@ -265,6 +265,10 @@ class Endpoint(LoadReader):
     def goes_first(self, request: Request) -> bool:
         """Whether a waiting request has next to nothing to compute: it is ordered with no other."""
         return self.receives.knows(request.request_id) or self.sends.fetch_tokens(request) > 0
+
+    def is_fetching(self, request_id: str) -> bool:
+        """Whether a waiting request has to wait for the prefix that it fetches."""
+        return self.receives.is_fetching(request_id)
 
     # -- called by the agent's thread, as `read_load` is (`control.agent.EngineSide`) ----
 

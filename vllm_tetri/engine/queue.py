@@ -10,30 +10,31 @@ prompt or vLLM preempted them while they decoded. *Ordered*: prompts, by `policy
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
+from typing import Protocol
 
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import Request, RequestQueue, RequestStatus
+from vllm_tetri.engine.prediction import Predictions
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.queue import PromptQueue
+
+
+class Transfers(Protocol):
+    """What the transfers of requests mean to their order."""
+
+    def goes_first(self, request: Request) -> bool: ...
+    def is_fetching(self, request_id: str) -> bool: ...
 
 
 class PrefillQueue(RequestQueue):
     """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; unless `is_open`
     and the gate is, only dummy requests are scheduled; with `awaits_predictions` new prompts wait
-    for `let_in`, as they do while they fetch a prefix. `is_arriving` tells whether a
-    request has nothing to order, `is_fetching` by id whether it fetches."""
+    for `let_in`, as they do while they fetch a prefix; `transfers` knows of that."""
 
-    def __init__(
-        self,
-        lane: PromptQueue[Request],
-        gate: DecodeGate,
-        is_arriving: Callable[[Request], bool],
-        is_fetching: Callable[[str], bool],
-    ) -> None:
-        self.lane, self._gate = lane, gate
-        self._is_arriving, self._is_fetching = is_arriving, is_fetching
+    def __init__(self, lane: PromptQueue[Request], gate: DecodeGate, transfers: Transfers) -> None:
+        self.lane, self._gate, self._transfers = lane, gate, transfers
         self.is_open = True
         self.awaits_predictions = False
         self.first: deque[Request] = deque()
@@ -47,9 +48,9 @@ class PrefillQueue(RequestQueue):
         name = request.request_id
         if is_dummy(name):
             self.dummies.append(request)
-        elif self._is_arriving(request):
+        elif self._transfers.goes_first(request):
             self.first.append(request)
-        elif self.awaits_predictions or self._is_fetching(name):
+        elif self.awaits_predictions or self._transfers.is_fetching(name):
             self.held_back[name] = request
         else:
             self.lane.add(request)
@@ -102,12 +103,17 @@ class PrefillQueue(RequestQueue):
 
     # -- ours -------------------------------------------------------------------
 
-    def let_in(self, must_wait: Callable[[str], bool]) -> None:
-        """Let prompts start that need not wait any more, neither for their prediction nor for
-        what they fetch, by arrival."""
-        waits = self._is_fetching
-        for name in [each for each in self.held_back if not (must_wait(each) or waits(each))]:
-            self.lane.add(self.held_back.pop(name))
+    def let_in(self, predictions: Predictions, wait_s: float) -> None:
+        """Let prompts start that need not wait any more, neither for their prediction nor for what
+        they fetch, by arrival. If nothing else is here than such that lack one, wait for one."""
+        for each_s in (0.0, wait_s):
+            predictions.exchange(each_s)
+            is_fetching, holds = self._transfers.is_fetching, predictions.holds
+            waiting = {name for name in self.held_back if holds(name) or is_fetching(name)}
+            for name in [name for name in self.held_back if name not in waiting]:
+                self.lane.add(self.held_back.pop(name))
+            if len(waiting) < len(self) or not any(map(holds, waiting)):
+                return
 
     def unable(self) -> set[str]:
         """Return ordered prompts that cannot start yet: their grammar is being compiled."""

@@ -69,35 +69,16 @@ class ReceiveSide:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request: Request, params: DecodeParams) -> None:
-        """Add a decode request that entered the engine."""
-        self._add(request, params, request.num_prompt_tokens, self._timeout_s, params.is_early)
-
-    def fetch(self, request: Request, params: Fetch, num_tokens: int) -> None:
-        """Add a request that fetches KV of its first tokens, and computes the others."""
-        if num_tokens > params.held_tokens:
-            self._add(request, params, num_tokens, min(params.wait_s, self._timeout_s), False)
-            return
-        logger.info(
-            "KV fetch %s: request %s has no such prefix, and computes its prompt. If it repeats, "
-            "check that all instances and routers run the same version of vllm-tetri.",
-            params.transfer, request.request_id,
-        )  # fmt: skip
-        self.fetches_failed += 1
-        self._receiver.cancel(params.transfer)
-
-    def _add(
-        self,
-        request: Request,
-        params: DecodeParams | Fetch,
-        num_tokens: int,
-        wait_s: float,
-        awaits_output: bool,
-    ) -> None:
+    def add(self, request: Request, params: DecodeParams | Fetch, num_tokens: int) -> None:
+        """Add a request that entered the engine. The KV comes of so many tokens of its prompt: all,
+        or the prefix that it fetches, 0 if it has no such prefix."""
         if self.is_closed:
             return
-        name, deadline = request.request_id, time.monotonic() + wait_s
-        self._entries[name] = Receive(name, params, num_tokens, wait_s, deadline, awaits_output)
+        name, wait_s = request.request_id, self._timeout_s
+        if isinstance(params, Fetch):
+            wait_s = min(wait_s, params.wait_s)
+        is_early, deadline = getattr(params, "is_early", False), time.monotonic() + wait_s
+        self._entries[name] = Receive(name, params, num_tokens, wait_s, deadline, is_early)
         self._users.setdefault(params.transfer, set()).add(name)
         if params.held_tokens:
             self._pins.hold(request)
@@ -254,7 +235,9 @@ class ReceiveSide:
             # prefix cache.
             self._give_back(entry)
             return
-        if name in self._lost:
+        if not entry.num_tokens:
+            reason = "the prompt has no such prefix"
+        elif name in self._lost:
             reason = "its sender gave up or is unresponsive"
         elif found is not None and found.state is SlotState.FAILED:
             reason = found.error or "failed"

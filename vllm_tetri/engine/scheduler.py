@@ -111,8 +111,7 @@ class TetriScheduler(Scheduler):
         self.waiting = PrefillQueue(
             PromptQueue(order, config.sched_batch, blocks.block_tokens, self.remaining_tokens),
             self.gate,
-            endpoint.goes_first,
-            lambda request_id: endpoint.receives.is_fetching(request_id),
+            endpoint,
         )
         self._probe: ChunkProbe | None = None
         if config.chunk_size == "auto":
@@ -156,8 +155,8 @@ class TetriScheduler(Scheduler):
     def remaining_tokens(self, request: Request) -> int:
         """Return how many tokens of a waiting request are left to compute."""
         arriving_tokens = self._endpoint.receives.arriving_tokens(request.request_id)
-        cached_tokens = self.kv_cache_manager.get_computed_blocks(request)[1]
-        return request.num_tokens - max(cached_tokens, arriving_tokens)
+        known = max(arriving_tokens, self.kv_cache_manager.get_computed_blocks(request)[1])
+        return request.num_tokens - known
 
     # -- requests ---------------------------------------------------------------
 
@@ -231,7 +230,8 @@ class TetriScheduler(Scheduler):
 
     def _prepare_step(self) -> None:
         self._look_for_arrivals()
-        self._let_prompts_in()
+        wait_s = 0.0 if self.running else self._arrival_wait_s
+        self.waiting.let_in(self._endpoint.predictions, wait_s)
         for request_id in self.finished_req_ids:
             known = self.requests.get(request_id)
             if known is None or known.is_finished():  # else another one has its name now
@@ -271,8 +271,8 @@ class TetriScheduler(Scheduler):
         if self.clock.budget is not None and decode_tokens:
             tokens = self.clock.budget.tokens(self.running, decode_tokens)
         # vLLM lets a request in that decodes at once only with all its drafts.
-        num_ready = self._count_ready() * (1 + self.num_spec_tokens)
-        num_ready += sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))
+        num_fetched = sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))
+        num_ready = self._count_ready() * (1 + self.num_spec_tokens) + num_fetched
         self._num_ready = num_ready
         self.max_num_scheduled_tokens = min(tokens + num_ready, self._most_tokens)
         self.chunk_tokens = max(1, self.max_num_scheduled_tokens - decode_tokens - num_ready)
@@ -290,7 +290,7 @@ class TetriScheduler(Scheduler):
         num_busy = len(self.running) + len(self.kv_holding_waiting)
         if not num_busy and 0 < len(self.waiting) <= receives.num_waiting:
             receives.wait(self._arrival_wait_s)
-        elif receives.num_waiting and now - self._pinned_s >= self._pin_period_s:
+        if self.waiting.held_back or now - self._pinned_s >= self._pin_period_s:
             self._pinned_s = now
             receives.pin_arrived(self.requests)
         for request_id, prior_output in receives.take_outputs():
@@ -299,17 +299,6 @@ class TetriScheduler(Scheduler):
             # A grammar that is compiled already would miss the token.
             if is_new and request.structured_output_request is None:
                 self.continuations.begin(request, prior_output)
-
-    def _let_prompts_in(self) -> None:
-        predictions, queue = self._endpoint.predictions, self.waiting
-        predictions.exchange()
-        if queue.held_back:
-            self._endpoint.receives.pin_arrived(self.requests)
-        queue.let_in(predictions.holds)
-        unpredicted = any(map(predictions.holds, queue.held_back))
-        if unpredicted and len(queue.held_back) == len(queue) and not self.running:
-            predictions.exchange(self._arrival_wait_s)
-            queue.let_in(predictions.holds)
 
     def _decode_tokens(self) -> int:
         """Return the tokens that decodes take of this step: one each, and drafts."""
@@ -339,9 +328,9 @@ class TetriScheduler(Scheduler):
         # vLLM lets this method lower what a request gets of a step.
         if self._cuts_freely:
             share = self._shares.get(request.request_id, num_new_tokens)
-            # A prompt whose prefix was loaded in the background is in no batch yet.
-            is_new = request.status is RequestStatus.WAITING
-            num_new_tokens = min(num_new_tokens, max(share, is_new))
+            # One whose prefix was loaded in the background may be started, but not in the batch.
+            share = max(share, request.status is RequestStatus.WAITING)
+            num_new_tokens = min(num_new_tokens, share)
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _pad(self) -> None:
@@ -375,8 +364,7 @@ class TetriScheduler(Scheduler):
         for each in outputs.values():
             self.continuations.show(each.outputs)
             pass_on_logprobs(each.outputs)
-        if refused := list(self._endpoint.sends.refused):
-            end_requests(self, refused, outputs)
+        end_requests(self, self._endpoint.sends.refused, outputs)
         if self._probe is not None:
             self._probe.after_step(remove_dummy_outputs(outputs))
         elif self._has_padded:

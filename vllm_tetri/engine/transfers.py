@@ -105,7 +105,8 @@ class Receive:
 
 
 def end_requests(scheduler: Scheduler, names: Collection[str], outputs: dict[int, Any]) -> None:
-    """End waiting requests without output, and add that to the outputs of a step."""
-    for each in scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED):
-        ended = EngineCoreOutput(each.request_id, [], finish_reason=each.get_finished_reason())
-        outputs.setdefault(each.client_index, EngineCoreOutputs()).outputs.append(ended)
+    """End waiting requests without output, if any, and add that to the outputs of a step."""
+    ended = scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED) if names else ()
+    for each in ended:
+        output = EngineCoreOutput(each.request_id, [], finish_reason=each.get_finished_reason())
+        outputs.setdefault(each.client_index, EngineCoreOutputs()).outputs.append(output)

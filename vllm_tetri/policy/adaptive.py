@@ -227,18 +227,17 @@ def price_route(
 ) -> PricedRoute | None:
     """Choose where a request goes; None if no instance but the `taken` ones can have it. Takes
     microseconds, however many instances there are. If it may be split, `prefers_split` does so
-    wherever two instances can, whatever it costs. `cached` tells how many tokens of the prompt lie
-    in the prefix cache of an instance: they are neither computed there nor sent there. `reach`
-    tells how many one need not compute, fetched ones included (`policy.fetch.Prefix`)."""
+    wherever two can, whatever it costs. `cached` tokens of the prompt lie in an instance's prefix
+    cache: they are not sent there. It need not compute these, or as many as `reach` tells
+    (`policy.fetch.Prefix`)."""
     prefills, decodes = candidates.prefill(taken, cached), candidates.decode(taken, cached)
     if not decodes:
         return None
     written = [_decode_cost(row, need, objective) for row in decodes]
     rows = {*prefills, *decodes}
-    known = {row.id: min(cached.get(row.id, 0), need.prompt_tokens - 1) for row in rows}
-    found: dict[InstanceId, float] = {**known}
-    if reach is not None:
-        found |= {row.id: min(reach(row), need.prompt_tokens - 1) for row in prefills}
+    found: dict[InstanceId, float] = {row.id: cached.get(row.id, 0) for row in rows}
+    found |= {row.id: reach(row) for row in prefills} if reach is not None else {}
+    found = {name: min(tokens, need.prompt_tokens - 1) for name, tokens in found.items()}
     ttfts = {row.id: ttft_s(row, need.prompt_tokens, found[row.id]) for row in rows}
     # A second before the first token weighs more than one of the output: both waits count in
     # proportion to what they would be at best.
@@ -258,22 +257,18 @@ def price_route(
     prefill = one = decodes[index]
     against = f"of {len(ttfts)}"
     if may_split and ttfts.keys() != {one.id}:
-        pair_s, first, pair_index = _best_pair(
-            prefills, decodes, costs, written, need, found, known
-        )
+        pair_s, first, at = _best_pair(prefills, decodes, costs, written, need, found, cached)
         if first is not None and (prefers_split or pair_s < cost_s * (1 - margin(one))):
             against = f"aggregated on {one.id} {cost_s:.3g}"
-            prefill, index, cost_s = first, pair_index, pair_s
+            prefill, index, cost_s = first, at, pair_s
         elif first is not None:
-            against = f"split over {first.id} and {decodes[pair_index].id} {pair_s:.3g}"
+            against = f"split over {first.id} and {decodes[at].id} {pair_s:.3g}"
     decode, (each_s, _, room_s) = decodes[index], written[index]
     first_s = ttfts[prefill.id] + room_s * (prefill is decode)
-    word = "aggregated" if prefill is decode else "split"
-    reason = (
-        f"{word}: costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
-        f"then {each_s * 1e3:.3g} ms each"
-    )
-    reason += f"; {found[prefill.id]:.0f} tokens of {need.prompt_tokens} cached"
+    reason = "aggregated" if prefill is decode else "split"
+    reason += f": costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
+    cached_words = f"{found[prefill.id]:.0f} tokens of {need.prompt_tokens} cached"
+    reason += f"then {each_s * 1e3:.3g} ms each; {cached_words}"
     return PricedRoute(
         prefill.id, decode.id, first_s, each_s, cost_s, reason,
         waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
@@ -318,7 +313,7 @@ def _best_pair(
     written: list[tuple[float, float, float]],
     need: Need,
     here: Mapping[InstanceId, float],
-    there: Mapping[InstanceId, float],
+    there: Mapping[InstanceId, int],
 ) -> tuple[float, InstanceRow | None, int]:
     """Find two instances between which KV may travel: their cost together, the first, and the
     other's place in `decodes`."""
@@ -330,7 +325,7 @@ def _best_pair(
         has_rest = False  # the cheapest of those that hold nothing is known: as much is moved
         for index in order:
             other = decodes[index]
-            held = there[other.id]
+            held = there.get(other.id, 0)
             if other is row or other.key != row.key or (has_rest and not held):
                 continue
             has_rest = has_rest or not held

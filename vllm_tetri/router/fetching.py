@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import msgspec
 from cachetools import TTLCache
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import FIELD, MAX_MARKS, Fetch, Prefilled, from_params
+from vllm_tetri.handover import MAX_MARKS, Fetch
 from vllm_tetri.messages import CancelTransfer, TransferLost
 from vllm_tetri.policy.residency import Chain
-from vllm_tetri.router.errors import JSON_ERRORS, InstanceAtLimit, InstanceFailed
+from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed
+from vllm_tetri.router.first_token import read_first_token
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
@@ -28,20 +27,19 @@ _log = logging.getLogger(__name__)
 
 
 class Fetching:
-    """One such request. `end` it with the one that fetches: what has not come is dropped."""
+    """One such request; the target is told if nothing will come. `end` it with the request that
+    fetches: what has not come is dropped."""
 
-    def __init__(self, fetches: Fetches, holder: InstanceInfo, fetch: Fetch) -> None:
+    def __init__(
+        self, fetches: Fetches, request: ApiRequest, holder: InstanceInfo, fetch: Fetch
+    ) -> None:
         self.fetch, self._fetches, self._holder = fetch, fetches, holder
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self, request: ApiRequest) -> None:
-        """Ask the holder; the target is told if nothing will come."""
         self._task = asyncio.create_task(self._run(request))
 
     def end(self) -> None:
         """Drop what has not come, or was not used."""
         self._fetches.monitor.send(self.fetch.target, CancelTransfer(self.fetch.transfer))
-        if self._task is not None and not self._task.done():
+        if not self._task.done():
             self._task.cancel()
             self._fetches.monitor.send(self._holder.id, CancelTransfer(self.fetch.transfer))
             self._record("late")
@@ -53,7 +51,8 @@ class Fetching:
             body = request.fetch_body(fetch)
             response = await upstream.send(self._holder, request, body, headers, lambda: True)
             answer = await upstream.body(self._holder, response)
-            outcome = "sent" if _is_sent(answer) else "refused"
+            done = read_first_token(answer, fetch.transfer, is_chat=False)
+            outcome = "sent" if done is not None and done.prefilled.decode else "refused"
         except (InstanceFailed, InstanceAtLimit) as error:
             outcome, reason = "failed", f": {error}"
         if outcome != "sent":
@@ -96,14 +95,4 @@ class Fetches:
         marks = Chain(names[:num_blocks], size).marks(MAX_MARKS)
         held_tokens = found.cached.get(target.id, 0)
         fetch = Fetch(transfer, target.id, target.kv_endpoint, marks, held_tokens, plan.wait_s)
-        fetching = Fetching(self, holder.info, fetch)
-        fetching.begin(request)
-        return fetching
-
-
-def _is_sent(answer: bytes) -> bool:
-    try:
-        params = from_params(msgspec.json.decode(answer)[FIELD])
-    except (*JSON_ERRORS, ProtocolError, LookupError, TypeError):
-        return False
-    return isinstance(params, Prefilled) and bool(params.decode)
+        return Fetching(self, request, holder.info, fetch)

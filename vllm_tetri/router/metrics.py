@@ -64,11 +64,10 @@ class Metrics(Collector):
             "differently.", ("how",))
         self.cached_tokens = counter(
             "cached_prompt_tokens", "Prompt tokens that were expected in the prefix cache of the "
-            "instance that computes the prompt.")
+            "instance that computes the prompt, or to be fetched.")
         self.fetches = counter(
-            "fetches", "Prefixes that an instance was to fetch from another one, by what the "
-            "holder did: sent; refused (it has lost it, or holds another); failed; late.",
-            ("outcome",))
+            "fetches", "Prefixes to be fetched, by what their holder did: sent; refused (lost it); "
+            "failed; late.", ("outcome",))
         self.retries = counter(
             "retries", "Requests sent to another instance because one failed before the client had "
             "a byte.")
