@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import pytest
 
 from examples.smollm2 import prepare
 from tests.e2e.client import Answer, ask, until
-from tests.e2e.cluster import MODEL, Cluster, Stock, post, side_by_side
-from tests.e2e.prompts import text_prompt
-from vllm_tetri.types import Mode
+from tests.e2e.cluster import Cluster, Stock, side_by_side
+from tests.e2e.prompts import chat, completion, text_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SERVE = ("--kv-cache-memory-bytes", str(1 << 29), "--tetri-chunk-size", "256")
+SERVE = ("--kv-cache-memory-bytes", str(1 << 30), "--tetri-chunk-size", "256")
 ROLES = ("--prefill", "2", "--decode", "1")
-CLIENTS = 4
+SHORT: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -28,59 +30,79 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Clus
     cluster = Cluster(model, folder, roles=ROLES, serve=SERVE, arena_bytes=1 << 29)
     with side_by_side(stock, cluster) as pair:
         yield pair
-        pair[1].audit()
 
 
-def turns(seed: int, shared: str) -> list[list[dict[str, str]]]:
-    """What a user says in each turn; conversations of one system prompt."""
-    system = {"role": "system", "content": shared}
-    questions = [text_prompt(10 + seed + 30 * turn) for turn in range(3)]
-    return [[system], *([{"role": "user", "content": each}] for each in questions)]
+def fetched(cluster: Cluster) -> int:
+    return sum(each["fetched_tokens"] for each in cluster.instances().values())
 
 
-async def converse(url: str, seed: int, shared: str) -> list[Answer]:
-    messages: list[dict[str, str]] = []
-    found = []
-    first, *others = turns(seed, shared)
-    messages += first
-    for each in others:
-        messages += each
-        body: dict[str, Any] = {
-            "model": MODEL, "messages": messages, "max_tokens": 24, "temperature": 0,
-            "ignore_eos": True, "return_token_ids": True, "stream": True,
-        }  # fmt: skip
-        found.append(await ask(url, body))
-        messages.append({"role": "assistant", "content": found[-1].text})
-    return found
+async def first_turn(url: str, seed: int, max_tokens: int) -> tuple[list[dict[str, str]], Answer]:
+    """A conversation so far, and the answer that it ends with."""
+    text = f"{seed}: {text_prompt(700 + seed)}"
+    body = chat(1, **SHORT | {"max_tokens": max_tokens})
+    messages = [{"role": "user", "content": text}]
+    answer = await ask(url, {**body, "messages": messages})
+    return [*messages, {"role": "assistant", "content": answer.text}], answer
 
 
-async def hold(cluster: Cluster, shared: str) -> list[list[Answer]]:
-    """One conversation, whose system prompt then lies somewhere, and others at once."""
-    first = await converse(cluster.url, 0, shared)
-    await asyncio.sleep(0.3)  # its caches are reported
-    others = (converse(cluster.url, seed, shared) for seed in range(1, CLIENTS + 1))
-    return [first, *await asyncio.gather(*others)]
+def second_turn(messages: list[dict[str, str]]) -> dict[str, Any]:
+    question = {"role": "user", "content": "What did I say?"}
+    return {**chat(1, **SHORT), "messages": [*messages, question], "stream": True}
 
 
-async def assert_as_stock(stock: Stock, ours: list[list[Answer]], shared: str) -> None:
-    for seed, answers in enumerate(ours):
-        theirs = await converse(stock.url, seed, shared)
-        for mine, other in zip(answers, theirs, strict=True):
-            assert (mine.error, mine.token_ids) == (None, other.token_ids)
+@asynccontextmanager
+async def busy(cluster: Cluster, name: str, seed: int) -> AsyncIterator[asyncio.Task[Answer]]:
+    """An instance computes a long prompt, of a completion that ends with it."""
+    for length in count(1900 + 10 * seed):
+        task = asyncio.create_task(ask(cluster.url, completion(length, **SHORT)))
+        places: list[str] = []
+        while not places:
+            rows = await asyncio.to_thread(cluster.requests)
+            places = [row["prefill"] for row in rows if row["prefill"]]
+        if places == [name]:
+            yield task
+            return
+        await task
 
 
-def total(cluster: Cluster, field: str) -> int:
-    return sum(each[field] for each in cluster.instances().values())
-
-
-@pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.ADAPTIVE])
-async def test_what_another_instance_holds_is_fetched(
-    both: tuple[Stock, Cluster], mode: Mode
+async def test_a_busy_holder_is_relieved_and_what_decode_wrote_comes_back(
+    both: tuple[Stock, Cluster],
 ) -> None:
     stock, cluster = both
-    post(f"{cluster.url}/tetri/v1/mode", {"mode": mode})
-    before, shared = total(cluster, "fetched_tokens"), f"{mode}: {text_prompt(450)}"
-    ours = await hold(cluster, shared)
-    await assert_as_stock(stock, ours, shared)
-    await until(lambda: total(cluster, "fetched_tokens") > before, "something was fetched", 5)
-    print(cluster.instances())
+    for seed in range(4):  # another program may take so much time that a fetch does not pay
+        before = fetched(cluster)
+        messages, first = await first_turn(cluster.url, seed, 100)
+        await asyncio.sleep(0.5)  # caches are reported
+        async with busy(cluster, first.headers["x-tetri-prefill"], seed) as other:
+            second = await ask(cluster.url, second_turn(messages))
+            await other
+        theirs, expected = await first_turn(stock.url, seed, 100)
+        assert messages == theirs
+        assert second.token_ids == (await ask(stock.url, second_turn(theirs))).token_ids
+        assert first.token_ids == expected.token_ids
+        if fetched(cluster) > before:
+            break
+    else:
+        raise AssertionError("nothing was fetched")
+    cluster.audit()
+
+
+async def test_a_holder_that_is_killed_during_a_fetch_fails_no_request(
+    both: tuple[Stock, Cluster],
+) -> None:
+    stock, cluster = both
+    messages, first = await first_turn(cluster.url, 9, 1)  # so only the first instance holds it
+    await asyncio.sleep(0.5)
+    holder = first.headers["x-tetri-prefill"]
+    async with busy(cluster, holder, 9) as other:
+        engine = await asyncio.to_thread(cluster.engine, holder)
+        engine.send_signal(signal.SIGSTOP)
+        second = asyncio.create_task(ask(cluster.url, second_turn(messages)))
+        await until(lambda: len(cluster.requests()) == 2, "both are under way")
+        engine.send_signal(signal.SIGKILL)
+        answers = [await second, await other]
+    assert [each.error for each in answers] == [None, None]
+    assert answers[0].token_ids == (await ask(stock.url, second_turn(messages))).token_ids
+    assert answers[1].is_complete
+    await until(lambda: cluster.are_ready(3), "all are ready again", 240)
+    cluster.audit()

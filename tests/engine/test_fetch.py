@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, SHAPE, Engine
 from tests.engine.pair import CHUNK, prompt
 from tests.eventually import eventually
+from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.handover import (
     DecodeParams,
     Fetch,
@@ -302,18 +303,17 @@ def test_a_transfer_that_fails_at_the_holder_is_given_up(trio: Trio, is_done: bo
     fetch = trio.fetch()
     request = trio.compute(fetch)
     trio.ask(fetch)
-    sends, hook = trio.holder.endpoint.sends, trio.holder.kv_worker.collect_sent
+    failed = WorkerReport(failed={"asked": (1, "PEER_LOST", "cut")})
+    output, results = trio.holder.begin()
     if is_done:
-        trio.holder.kv_worker.collect_sent = lambda: None  # as if it took longer
-        trio.holder.step()
-    sends._fail(sends._sends["asked"], "PEER_LOST", "cut")
-    trio.holder.kv_worker.collect_sent = hook
+        trio.holder.update(output, results)
+    trio.holder.endpoint.sends.report(failed)
+    if not is_done:
+        trio.holder.update(output, results)
     trio.run(lambda: "asked" in trio.holder.finished)
     if not is_done:
         assert from_params(trio.holder.finished["asked"]).decode == ""
         trio.fetcher.endpoint.lose(NAME)
-        computes_all(trio, request)
-        return
     trio.run(lambda: "a" in trio.fetcher.outputs)
     assert trio.fetcher.holds(request, len(NEXT))
     trio.end()

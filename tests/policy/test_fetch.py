@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.policy.builders import alone, known, serving
 from vllm_tetri.policy.adaptive import ttft_s
 from vllm_tetri.policy.cluster import InstanceRow
-from vllm_tetri.policy.fetch import Plan, Prefix, fetch_s
+from vllm_tetri.policy.fetch import FetchPlan, Prefix, fetch_s
 from vllm_tetri.policy.route import RouteCandidates, Split, choose_route
 from vllm_tetri.types import InstanceId, InstanceView
 
@@ -110,5 +110,5 @@ def test_a_prompt_goes_to_an_idle_instance_sooner_if_that_can_fetch() -> None:
 
 
 def test_plans_say_how_long_they_are_worth_waiting_for() -> None:
-    assert Plan(A, 100, 0.01, 50).wait_s == 1.0
-    assert Plan(A, 100, 2.0, 50).wait_s > 4.0
+    assert FetchPlan(A, 100, 0.01, 50).wait_s == 1.0
+    assert FetchPlan(A, 100, 2.0, 50).wait_s > 4.0

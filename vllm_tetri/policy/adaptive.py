@@ -252,8 +252,7 @@ def price_route(
         costs[row.id] + decode_s + weight * room_s
         for row, (_, decode_s, room_s) in zip(decodes, written, strict=True)
     ]
-    cost_s = min(sums)
-    index = sums.index(cost_s)
+    index, cost_s = min(enumerate(sums), key=itemgetter(1))
     prefill = one = decodes[index]
     against = f"of {len(ttfts)}"
     if may_split and ttfts.keys() != {one.id}:

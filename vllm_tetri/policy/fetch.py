@@ -22,7 +22,7 @@ _MAX_HOLDERS = 4  # that are priced
 _PATIENCE, _LEAST_WAIT_S = 4.0, 1.0
 
 
-class Plan(NamedTuple):
+class FetchPlan(NamedTuple):
     """A prefix of `tokens` that an instance fetches from `holder`, there after `seconds`."""
 
     holder: InstanceId
@@ -51,7 +51,7 @@ class Prefix:
         self._prompt_tokens = prompt_tokens
         most = sorted(holders, key=lambda row: cached.get(row.id, 0), reverse=True)
         self._holders = most[:_MAX_HOLDERS]
-        self._plans: dict[InstanceId, Plan | None] = {}
+        self._plans: dict[InstanceId, FetchPlan | None] = {}
 
     def reach(self, row: InstanceRow) -> float:
         """Return how many tokens an instance need not compute: those that it holds, and what a
@@ -59,17 +59,17 @@ class Prefix:
         plan = self.plan(row)
         return self.cached.get(row.id, 0) + (plan.worth_tokens if plan is not None else 0.0)
 
-    def plan(self, row: InstanceRow) -> Plan | None:
+    def plan(self, row: InstanceRow) -> FetchPlan | None:
         """Return what an instance fetches before it computes the prompt; None if computing all
         that it lacks is not surely dearer."""
         if row.id not in self._plans:
             self._plans[row.id] = self._best_plan(row)
         return self._plans[row.id]
 
-    def _best_plan(self, row: InstanceRow) -> Plan | None:
+    def _best_plan(self, row: InstanceRow) -> FetchPlan | None:
         if row.alone or not row.kv_endpoint:
             return None
-        best: Plan | None = None
+        best: FetchPlan | None = None
         here = min(self.cached.get(row.id, 0), self._prompt_tokens - 1)
         compute_s = ttft_s(row, self._prompt_tokens, here)
         for holder in self._holders:
@@ -82,7 +82,7 @@ class Prefix:
             each_s = max(token_s(row, self._prompt_tokens, here), saved_s / (there - here))
             worth_tokens = (saved_s - seconds) / each_s
             if gain_s > 0 and (best is None or worth_tokens > best.worth_tokens):
-                best = Plan(holder.id, there, seconds, worth_tokens)
+                best = FetchPlan(holder.id, there, seconds, worth_tokens)
         return best
 
 

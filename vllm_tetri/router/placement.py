@@ -16,7 +16,7 @@ from vllm_tetri.logs import LimitLog
 from vllm_tetri.messages import CacheReport
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
-from vllm_tetri.policy.fetch import Plan, Prefix
+from vllm_tetri.policy.fetch import FetchPlan, Prefix
 from vllm_tetri.policy.overload import Backlogs, expected_late
 from vllm_tetri.policy.residency import Chain, Residency, names_of
 from vllm_tetri.policy.route import (
@@ -61,7 +61,7 @@ LATE = "expected_late"
 _log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class Lookup(NamedTuple):
     """What is known of a prompt, and how many of its tokens lie in prefix caches."""
 
     known: Known | None
@@ -102,7 +102,7 @@ class Placer:
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
         self._asked: tuple[ApiRequest, ClusterTable] | None = None  # what was looked up last
-        self._found = Found(None, {}, {}, Prefix(0))
+        self._found = Lookup(None, {}, {}, Prefix(0))
         self._size: Need | None = None  # of that request
 
     def models(self) -> dict[str, InstanceInfo]:
@@ -204,13 +204,13 @@ class Placer:
         """Return how many prefix blocks each instance has reported."""
         return {name: self._residency.count(name) for name in self._cache_seqs}
 
-    def look_up(self, request: ApiRequest) -> Found:
+    def look_up(self, request: ApiRequest) -> Lookup:
         """Find out what instances hold of a prompt; once per request and snapshot."""
         asked = request, self._state.table
         if self._asked is not None and all(map(is_, self._asked, asked)):
             return self._found
         known = self._prefixes.find(request.starts)
-        self._asked, self._found, self._size = asked, Found(known, {}, {}, Prefix(0)), None
+        self._asked, self._found, self._size = asked, Lookup(known, {}, {}, Prefix(0)), None
         if known is None:
             return self._found
         rows = self._state.table.by_model.get(request.model, ())
@@ -221,10 +221,10 @@ class Placer:
         able = map(self._state.table.by_id.get, cached if request.may_fetch else ())
         holders = [self._state.row(row) for row in able if row is not None]
         prefix = Prefix(known.prompt_tokens, cached, holders)
-        self._found = Found(known, held, cached, prefix)
+        self._found = Lookup(known, held, cached, prefix)
         return self._found
 
-    def plan_fetch(self, instance: InstanceId, request: ApiRequest) -> Plan | None:
+    def plan_fetch(self, instance: InstanceId, request: ApiRequest) -> FetchPlan | None:
         """Return what an instance that computes a prompt fetches before, if that is cheaper."""
         found, row = self.look_up(request), self._state.table.by_id.get(instance)
         return found.prefix.plan(self._state.row(row)) if row is not None else None
