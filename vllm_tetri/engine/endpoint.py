@@ -236,9 +236,9 @@ class Endpoint(LoadReader):
         """Add a new request to the side of KV transfer that its parameters name, if any."""
         fetch = params.fetch if isinstance(params, PrefillParams) else params
         if isinstance(fetch, Fetch):
-            # Of a model with recurrent layers, a state is that of one prefix alone.
+            # A recurrent state is that of one prefix alone, and hashes have an adapter's name only.
             has_more = self.scheduler.blocks.has_state or request.mm_features
-            is_unable = has_more or self.alone or self.receives.is_closed
+            is_unable = has_more or request.lora_request or self.alone or self.receives.is_closed
             tokens = 0 if is_unable else self.cache.known_tokens(request, fetch.marks)
             if fetch.target != self.info.id:
                 if tokens:

@@ -51,7 +51,8 @@ class Fetching:
             body = request.fetch_body(fetch)
             response = await upstream.send(self._holder, request, body, headers, lambda: True)
             answer = await upstream.body(self._holder, response)
-            done = read_first_token(answer, fetch.transfer, is_chat=False)
+            is_ok, name = response.status == 200, fetch.transfer
+            done = read_first_token(answer, name, is_chat=False) if is_ok else None
             outcome = "sent" if done is not None and done.prefilled.decode else "refused"
         except (InstanceFailed, InstanceAtLimit) as error:
             outcome, reason = "failed", f": {error}"

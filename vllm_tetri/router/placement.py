@@ -219,7 +219,11 @@ class Placer:
         held = {name: each for name, each in tokens.items() if each}
         cached = {name: min(each, known.common_tokens) for name, each in held.items()}
         able = map(self._state.table.by_id.get, cached if request.may_fetch else ())
-        holders = [self._state.row(row) for row in able if row is not None]
+        holders = [  # of an adapter, block hashes have only the name
+            self._state.row(row)
+            for row in able
+            if row is not None and request.model not in row.view.info.adapters
+        ]
         prefix = Prefix(known.prompt_tokens, cached, holders)
         self._found = Lookup(known, held, cached, prefix)
         return self._found
