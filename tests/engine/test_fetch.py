@@ -196,16 +196,18 @@ def test_choices_of_a_request_share_a_fetch(trio: Trio) -> None:
     assert trio.load.fetches_failed == 0
 
 
-def test_a_fetch_waits_behind_no_prompt_of_the_holder(trio: Trio) -> None:
-    for number in range(4):
-        trio.holder.add(f"{number}", prompt(3 * CHUNK, seed=30 + number))
-    fetch = trio.fetch()
-    trio.compute(fetch)
-    trio.ask(fetch)
-    trio.run(lambda: "a" in trio.fetcher.outputs)
-    assert "3" not in trio.holder.outputs
-    trio.run(lambda: len(trio.holder.finished) == 6)
-    trio.end()
+def test_a_fetch_waits_behind_no_prompt_of_the_holder(tmp_path: Path) -> None:
+    with made(tmp_path, prefill_policy="fcfs") as trio:
+        for number in range(4):
+            trio.holder.add(f"{number}", prompt(3 * CHUNK, seed=30 + number))
+        trio.holder.step()
+        fetch = trio.fetch()
+        trio.compute(fetch)
+        trio.ask(fetch)
+        trio.run(lambda: "a" in trio.fetcher.outputs)
+        assert "1" not in trio.holder.outputs
+        trio.run(lambda: len(trio.holder.finished) == 6)
+        trio.end()
 
 
 def test_a_prompt_that_fetches_holds_up_no_other(trio: Trio) -> None:
@@ -213,6 +215,7 @@ def test_a_prompt_that_fetches_holds_up_no_other(trio: Trio) -> None:
     trio.fetcher.add("b", prompt(3 * CHUNK, seed=40))
     trio.fetcher.run_until(lambda: "b" in trio.fetcher.finished)
     assert not trio.fetcher.computed["a"]
+    assert "a" not in trio.fetcher.scheduler.waiting.lane
     assert trio.load.queued_prefill_tokens == len(NEXT) - PREFIX
     trio.fetcher.abort("a")
     trio.end()
@@ -280,13 +283,14 @@ def test_a_slot_of_another_prefix_is_not_loaded(trio: Trio, tokens: int) -> None
     computes_all(trio, request)
 
 
-def test_nothing_is_waited_for_longer_than_told(trio: Trio) -> None:
-    request = trio.compute(trio.fetch(wait_s=0.05))
-    computes_all(trio, request)
-    trio.ask(trio.fetch())  # and what comes later is not kept
-    trio.run(lambda: "asked" in trio.holder.finished)
-    trio.end()
-    assert trio.load.held == 0
+def test_nothing_is_waited_for_longer_than_told(tmp_path: Path) -> None:
+    with made(tmp_path, transfer_timeout_s=1000.0) as trio:
+        request = trio.compute(trio.fetch(wait_s=0.05))
+        computes_all(trio, request)
+        trio.ask(trio.fetch())  # and what comes later is not kept
+        trio.run(lambda: "asked" in trio.holder.finished)
+        trio.end()
+        assert trio.load.held == 0
 
 
 def test_a_holder_that_dies_in_the_middle_is_given_up(trio: Trio) -> None:
