@@ -260,6 +260,20 @@ def test_a_holder_that_has_lost_the_prefix_computes_nothing(trio: Trio, lose: An
     computes_all(trio, request)
 
 
+@pytest.mark.parametrize("held_tokens", [4 * BLOCK, PREFIX, 1 << 40])
+def test_a_target_that_holds_less_than_believed_computes(trio: Trio, held_tokens: int) -> None:
+    trio.fetcher.add("own", FIRST[: 3 * BLOCK])
+    trio.fetcher.run_until(lambda: "own" in trio.fetcher.finished)
+    fetch = trio.fetch(held_tokens=held_tokens)
+    request = trio.compute(fetch)
+    trio.ask(fetch)
+    trio.run(lambda: "a" in trio.fetcher.outputs)
+    assert trio.fetcher.holds(request, len(NEXT))
+    trio.end()
+    assert trio.fetcher.computed["a"] == len(NEXT) - 3 * BLOCK + 3
+    assert (trio.load.fetched_tokens, trio.load.fetches_failed) == (0, 1)
+
+
 def wrong(fetch: Fetch) -> Fetch:
     marks = [(tokens, name ^ 1) for tokens, name in fetch.marks]
     return replace(fetch, marks=marks)
