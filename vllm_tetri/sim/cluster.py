@@ -147,6 +147,11 @@ class _Simulation:
             self._views[each.config.id] = InstanceView(
                 each.config.info, InstanceState.READY, load, 0.0, number
             )
+            if changes := each.cache.changes:
+                added = [name for name, is_here in changes.items() if is_here]
+                removed = [name for name, is_here in changes.items() if not is_here]
+                self._mode.residency.update(each.config.id, added, removed, is_all=False)
+                each.cache.changes = {}
         return self._maker.make(ClusterView("sim", number, tuple(self._views.values())), now)
 
     def _broadcast(self, now: float) -> None:
@@ -161,6 +166,7 @@ class _Simulation:
             self._send(request, now, is_last=False)
 
     def prefilled(self, request: SimRequest, now: float) -> bool:
+        self._mode.prefilled(request.spec, now)
         if request.is_split and request.decode is None:
             self._dispatch(request, now, may_wait=False)  # it hands over what is granted at once
         elif request.is_split and request.is_granted:
@@ -181,7 +187,7 @@ class _Simulation:
         if chosen is None or chosen.instance == request.prefill:
             request.is_split = False
             return
-        request.decode = chosen.instance
+        request.decode, request.sent_tokens = chosen.instance, request.held_tokens
         self._receiver(request).open(request, now)
 
     def _hand_over(self, request: SimRequest, now: float) -> None:
@@ -190,7 +196,7 @@ class _Simulation:
             self._send(request, now, is_last=True)
             return
         hidden_tokens = request.hidden_tokens if self.config.sends_chunks else 0
-        exposed_tokens = request.spec.prompt_tokens - hidden_tokens
+        exposed_tokens = request.spec.prompt_tokens - max(hidden_tokens, request.held_tokens)
         seconds = self.config.handover_base_s + exposed_tokens * self.config.handover_token_s
         self.loop.at(now + seconds, partial(self._handed_over, request))
 

@@ -36,6 +36,7 @@ from vllm_tetri.sim.workload import (
     read_lengths,
     read_trace,
     variation_of,
+    with_names,
 )
 
 REQUIRED = object()
@@ -55,6 +56,7 @@ _COLUMNS = (
     ("good\n/s", "good_per_s", ".3g"),
     ("split", "split", ".0%"),
     ("refused", "refused", "d"),
+    ("cached", "cached", ".0%"),
 )
 _TYPES = {"N": int, "TOKENS": int, "X": float, "SHARE": float, "SECONDS": float}
 
@@ -219,7 +221,7 @@ def _requests_of(options: argparse.Namespace) -> list[RequestSpec]:
     if options.trace is not None:
         speed, trace = options.trace_speed or 1.0, read_trace(options.trace)[: options.requests]
         sooner = [(at_s / speed, prompt, output) for at_s, prompt, output in trace]
-        return predicted(sooner, accuracy, seed)
+        return with_names(predicted(sooner, accuracy, seed), options.trace)
     return draw(
         options.kind,
         options.requests or _REQUESTS,

@@ -23,6 +23,7 @@ class EngineKind:
     simulates it. `can_hand_over` says whether it sends and receives KV."""
 
     can_hand_over: ClassVar[bool] = True
+    has_prefix_cache: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

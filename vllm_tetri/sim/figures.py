@@ -16,8 +16,8 @@ def figures(
 ) -> dict[str, float]:
     """Sum up requests, by name: `itl` are times between two tokens of all outputs; `good` is the
     share within the SLOs, and `good_per_s` those per second from the first arrival to the last
-    token; `split` is the share that two instances served. Times are of requests that were not
-    refused, nan if there are none."""
+    token; `split` is the share that two instances served, and `cached` the part of their prompts
+    that prefix caches had. Times are of requests that were not refused, nan if there are none."""
     count = len(served) + len(refused)
     ttft, jct, tpot = (
         np.array([getattr(each, name) for each in served] or [np.nan])
@@ -43,6 +43,8 @@ def figures(
         "good_per_s": good / (end_s - first_s),
         "split": sum(each.is_split for each in served) / max(1, len(served)),
         "refused": len(refused),
+        "cached": sum(each.cached_tokens for each in served)
+        / max(1, sum(each.spec.prompt_tokens for each in served)),
     }
 
 

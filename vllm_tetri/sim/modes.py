@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from heapq import nlargest
+from operator import itemgetter
 from random import Random
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.adaptive import PriceCandidates, price_route
-from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need
+from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.overload import Late
+from vllm_tetri.policy.residency import Chain, Residency
 from vllm_tetri.policy.route import Route, RouteCandidates, Split, Whole, choose_route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
+from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NAME_TOKENS, NUM_BUCKETS, RequestSpec
 from vllm_tetri.types import InstanceId
 
 _USUAL_PROMPT_TOKENS = 512
-_GRACE_S = 0.1  # as the router's
+_GRACE_S = 0.1  # as the router's, as are both numbers of holders
+_MAX_ASKED, _MAX_HOLDERS = 8, 4
 
 
 class SimMode(ABC):
@@ -28,6 +34,18 @@ class SimMode(ABC):
     show the reports of all instances, up to a period ago at the router."""
 
     reads_reports = True
+
+    @cached_property
+    def residency(self) -> Residency:
+        """The block names that instances have reported with their loads. Names are known with the
+        request; a router knows them once a request that begins alike has ended."""
+        return Residency()
+
+    def held_tokens(self, spec: RequestSpec, rows: Iterable[InstanceRow]) -> dict[InstanceId, int]:
+        """Return how much of a prompt's start instances have reported, without those with none."""
+        chain = Chain(spec.prompt_names, NAME_TOKENS)
+        tokens = {row.id: self.residency.held_tokens(row.id, chain) for row in rows if chain.names}
+        return {name: held for name, held in tokens.items() if held}
 
     @abstractmethod
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
@@ -44,6 +62,9 @@ class SimMode(ABC):
             after the next chunk, if there is one (`may_wait`), and else to keep it too.
         """
         return None
+
+    def prefilled(self, spec: RequestSpec, now: float) -> None:  # noqa: B027
+        """A request has its first token, and further ones to come."""
 
     def ended(self, spec: RequestSpec, now: float) -> None:  # noqa: B027
         """A request that was not refused has its last token."""
@@ -70,6 +91,16 @@ class SplitMode(SimMode):
             )
             for each in config.instances
         }
+        self._held: dict[int, dict[InstanceId, int]] = {}  # when it was routed, by request
+
+    def look_up(self, spec: RequestSpec, rows: Sequence[InstanceRow]) -> dict[InstanceId, int]:
+        """Find out what instances hold of a prompt. Of many a router asks only those that served
+        its start last; here these are the ones that hold most."""
+        held = self.held_tokens(spec, rows)
+        if len(rows) > _MAX_ASKED:
+            held = dict(nlargest(_MAX_HOLDERS, held.items(), key=itemgetter(1)))
+        self._held[spec.id] = held
+        return held
 
     def dispatch(
         self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
@@ -79,23 +110,37 @@ class SplitMode(SimMode):
         tokens, block_size = spec.prompt_tokens, chooser.me.block_size
         num_bytes = -(-tokens // block_size) * block_size  # a byte of the arena is a token
         need = chooser.need(tokens, spec.predicted, num_bytes=num_bytes, max_tokens=MAX_TOKENS)
-        return chooser.choose(
-            request.request_id, need, frozenset(), now, may_wait=may_wait, anywhere=self.is_anywhere
-        )
+        held, anywhere = self._held.get(spec.id, {}), self.is_anywhere
+        chosen = chooser.choose(
+            request.request_id, need, frozenset(), now, may_wait=may_wait, anywhere=anywhere,
+            cached=held,
+        )  # fmt: skip
+        if chosen is not None and chosen.keeps_cache:
+            request.held_tokens = _hit_tokens(spec, held.get(chosen.instance, 0))
+        return chosen
 
     def ended(self, spec: RequestSpec, now: float) -> None:
+        self._held.pop(spec.id, None)
         for each in self._dispatchers.values():
             each.forget(str(spec.id))
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
+        rows = table.by_model[MODEL]
         if self._routes is None or table is not self._state.table:
             self._state.observe(table)
-            self._routes = RouteCandidates(self._state, table.by_model[MODEL])
-        route = choose_route(self._routes, may_split=True)
+            self._routes = RouteCandidates(self._state, rows)
+        held = self.look_up(spec, rows)
+        route = choose_route(self._routes, may_split=True, cached=held)
         assert isinstance(route, Split | Whole), "there is an instance"
         first = route.prefill if isinstance(route, Split) else route.instance
-        self._state.record_sent(first, None, Need(spec.prompt_tokens, 0), now)
+        cached = _hit_tokens(spec, held.get(first, 0))
+        self._state.record_sent(first, None, Need(spec.prompt_tokens, 0, cached_tokens=cached), now)
         return route
+
+
+def _hit_tokens(spec: RequestSpec, held_tokens: int) -> int:
+    """Return what a request finds where so much of its prompt is: a token is left to compute."""
+    return min(held_tokens, (spec.prompt_tokens - 1) // NAME_TOKENS * NAME_TOKENS)
 
 
 class AdaptiveMode(SplitMode):
@@ -119,8 +164,10 @@ class AdaptiveMode(SplitMode):
                 self._state, rows, usual, self._rng, spares_prefill=self.may_split
             )
         need = Need(spec.prompt_tokens, expected)
-        priced = price_route(self._candidates, need, may_split=self.may_split)
+        held = self.look_up(spec, table.by_model[MODEL])
+        priced = price_route(self._candidates, need, may_split=self.may_split, cached=held)
         assert priced is not None, "there is an instance"
+        need = replace(need, cached_tokens=_hit_tokens(spec, held.get(priced.prefill, 0)))
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)
         if priced.is_split:

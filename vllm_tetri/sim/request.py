@@ -33,7 +33,12 @@ class SimRequest:
     num_output_tokens: int = 0  # as well
     is_granted: bool = False  # whether the receive arena of `decode` has memory for its KV
     hidden_tokens: int = 0  # whose KV was sent while later ones were computed; without links
-    sent_tokens: int = 0  # whose KV was given to the links
+    sent_tokens: int = 0  # whose KV was given to the links, or need not be sent
+    held_tokens: int = 0  # of the prompt, which `decode` is taken to have in its prefix cache
+    arrived_tokens: int = 0  # whose KV is in the arena of `decode`
+    cached_tokens: int = 0  # of the prompt, in the prefix cache when it was started first
+    reused_tokens: int = 0  # as well when it was started last
+    num_names: int = 0  # named blocks in use by it where its KV is
     transfer: Transfer | None = None
     joined_step: int = 0  # of the decode batch
     settled_step: int = 0
@@ -66,6 +71,11 @@ class SimRequest:
     def missing_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return self.target_tokens - self.num_computed_tokens
+
+    @property
+    def moved_tokens(self) -> int:
+        """Tokens of the prompt whose KV is to be sent to `decode`."""
+        return self.spec.prompt_tokens - self.held_tokens
 
     # -- the result ------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ A class of requests has light or heavy prompts and light or heavy outputs (Tetri
 Recorded requests come from files. A `.csv` file is one of Azure's LLM inference traces, with the
 columns `TIMESTAMP` (a date and time, or seconds), `ContextTokens` and `GeneratedTokens`. A
 `.jsonl` file is one of Mooncake's, with `timestamp` in milliseconds, `input_length` and
-`output_length`. Others are ignored.
+`output_length`, and `hash_ids`, which name the blocks of a prompt for prefix caches. Others are
+ignored.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -26,6 +28,7 @@ from vllm_tetri.types import Prediction
 
 GRANULARITY_TOKENS = 200
 NUM_BUCKETS = 10
+NAME_TOKENS = 512  # that a block name of Mooncake's traces stands for
 LIGHT_PROMPT, HEAVY_PROMPT = (16, 511), (512, 1536)
 LIGHT_OUTPUT, HEAVY_OUTPUT = (8, 127), (129, 512)
 CLASSES = {
@@ -41,6 +44,9 @@ Lengths = tuple[int, int]
 """Tokens of a prompt and of its output."""
 Arrival = tuple[float, int, int]
 """Seconds at which a request arrives, and its lengths."""
+Names = tuple[int, ...]
+"""Names of a request's whole blocks of `NAME_TOKENS` tokens, prompt and output; each stands for all
+tokens before it as well. Empty, or as many as the prompt has at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,12 @@ class RequestSpec:
     prompt_tokens: int
     output_tokens: int
     predicted: Prediction | None = None
+    names: Names = ()
+
+    @property
+    def prompt_names(self) -> Names:
+        """The names of whole blocks of the prompt."""
+        return self.names[: self.prompt_tokens // NAME_TOKENS]
 
 
 def above_0(**given: float | None) -> None:
@@ -145,7 +157,11 @@ def predicted(arrivals: Iterable[Arrival], accuracy: float, seed: int) -> list[R
 def read_trace(path: Path, *, has_times: bool = True) -> list[Arrival]:
     """Read all requests of a file, the first one at 0 s; raises ConfigError if it cannot be read,
     holds something else, or is not in order of time."""
-    found: list[Arrival] = []
+    return [arrival for arrival, _ in _read(path, has_times)]
+
+
+def _read(path: Path, has_times: bool) -> list[tuple[Arrival, Names]]:
+    found: list[tuple[Arrival, Names]] = []
     is_csv, first_s, newest_s = path.suffix == ".csv", 0.0, -math.inf
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -159,7 +175,8 @@ def read_trace(path: Path, *, has_times: bool = True) -> list[Arrival]:
                 if not newest_s <= at_s < math.inf:
                     raise ValueError("it is earlier than the line before; sort")
                 newest_s, first_s = at_s, first_s if found else at_s
-                found.append((at_s - first_s, prompt, output))
+                ids = () if is_csv else tuple(map(int, row.get("hash_ids") or ()))
+                found.append(((at_s - first_s, prompt, output), ids))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, csv.Error) as error:
@@ -173,6 +190,37 @@ def read_trace(path: Path, *, has_times: bool = True) -> list[Arrival]:
 def read_lengths(path: Path) -> list[Lengths]:
     """Read only the lengths; raises ConfigError as `read_trace`."""
     return [(prompt, output) for _, prompt, output in read_trace(path, has_times=False)]
+
+
+def with_names(specs: Sequence[RequestSpec], path: Path) -> list[RequestSpec]:
+    """Name the blocks of requests as a trace does those of its first ones; raises ConfigError as
+    `read_trace`.
+
+    A trace names no blocks of outputs. The next prompt with the last whole block of this one, if
+    no other prompt ends with that and it has room for the output behind it, is taken to go on
+    after the output: its names there are those of the output's blocks.
+    """
+    rows, named = _read(path, has_times=False)[: len(specs)], list[RequestSpec]()
+    ends = Counter(
+        ids[size // NAME_TOKENS - 1] for (_, size, _), ids in rows if _is_named(size, ids)
+    )
+    following: dict[int, int] = {}  # the next row that has a name, by name
+    for number in reversed(range(len(rows))):
+        (_, prompt, output), ids = rows[number]
+        names, tokens = ids[: prompt // NAME_TOKENS], prompt + output
+        if not _is_named(prompt, ids):
+            names = ()
+        elif ends[names[-1]] == 1 and names[-1] in following:
+            (_, next_prompt, _), next_ids = rows[following[names[-1]]]
+            if next_prompt >= tokens:
+                names += next_ids[len(names) : tokens // NAME_TOKENS]
+        following.update(dict.fromkeys(names[: prompt // NAME_TOKENS], number))
+        named.append(replace(specs[number], names=names))
+    return named[::-1]
+
+
+def _is_named(prompt_tokens: int, names: Names) -> bool:
+    return 0 < prompt_tokens // NAME_TOKENS <= len(names)
 
 
 def _seconds(row: dict[str, Any], *, is_csv: bool) -> float:

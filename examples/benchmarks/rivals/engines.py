@@ -33,6 +33,7 @@ class Static(EngineKind):
 
     window_tokens: int = USUAL_WINDOW_TOKENS
     can_hand_over: ClassVar[bool] = False
+    has_prefix_cache: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         above_0(window_tokens=self.window_tokens)
@@ -51,12 +52,15 @@ class PromptsFirst(EngineKind):
     most_prompts: int = 16
     most_tokens: int = 2048
     can_hand_over: ClassVar[bool] = False
+    has_prefix_cache: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Unchunked(EngineKind):
     """Whole prompts that fit into the configuration's `chunk_tokens` together, or a longer one
     alone, before decodes."""
+
+    has_prefix_cache: ClassVar[bool] = False
 
 
 class OrcaInstance(StockInstance):
@@ -166,6 +170,7 @@ class UnchunkedInstance(TetriInstance):
     def put_back(self, request: SimRequest) -> None:
         """Keep the KV of decodes: these systems swap it out."""
         request.target_tokens = request.num_computed_tokens
+        request.arrived_tokens = request.target_tokens
         self.arena_tokens += self.whole_blocks(request.target_tokens)
         self.held.appendleft(request)
 

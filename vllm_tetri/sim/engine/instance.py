@@ -1,8 +1,10 @@
 """What all simulated engines have in common: steps, a KV pool, and preemption.
 
 An engine is idle or in a step. At the start of a step it decides what the step computes and
-allocates blocks for it; at its end every request in the batch has a token more. Blocks are exact,
-without a prefix cache.
+allocates blocks for it; at its end every request in the batch has a token more. Blocks are exact.
+Requests whose blocks have names use a prefix cache, in the memory that running requests leave free;
+blocks without a name are taken from what is free first. Two requests that compute equal blocks at
+the same time share them as soon as both have them; vLLM keeps both copies until one ends.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from typing import Protocol
 
 from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
 from vllm_tetri.sim.engine.batch import DecodeBatch
+from vllm_tetri.sim.engine.cache import PrefixCache
 from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.request import SimRequest
+from vllm_tetri.sim.workload import NAME_TOKENS
 from vllm_tetri.types import InstanceLoad
 
 Share = tuple[SimRequest, int]
@@ -39,7 +43,9 @@ class Instance(ABC):
 
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
         self.config, self.engine, self.cluster = config, config.engine, cluster
-        self.free_blocks = self.engine.kv_blocks
+        self.free_blocks = self.engine.kv_blocks  # those of unused names included
+        self.cache = PrefixCache()
+        self._name_blocks = NAME_TOKENS // self.engine.block_size
         self.batch = DecodeBatch(self.engine.block_size)
         self.started: list[SimRequest] = []  # prompts that are computed in part
         self.busy_s = self.step_s = 0.0  # in steps so far, and in the newest one
@@ -82,6 +88,7 @@ class Instance(ABC):
             return
         self._is_busy = True  # calls that `compose` makes may lead back to here
         self._shares = shares = self._compose_until_filled(now)
+        self.cache.shrink(self.free_blocks // self._name_blocks)
         if not shares and (self.is_batch_paused or not len(self.batch)):
             self._is_busy = False
             return
@@ -89,7 +96,8 @@ class Instance(ABC):
         self.busy_s += self.step_s
         self.prompt_tokens_done += sum(num for _, num in shares)
         for request, _ in shares:
-            if not request.num_computed_tokens and not request.num_output_tokens:
+            is_first = request.num_computed_tokens == request.reused_tokens
+            if is_first and not request.num_output_tokens:
                 request.begun_s = now
         self.cluster.loop.at(now + self.step_s, self._end_step)
 
@@ -124,6 +132,7 @@ class Instance(ABC):
                 self._end(request, now)
         for request, num in self._shares:
             request.num_computed_tokens += num
+            self.remember(request)
             if request.num_computed_tokens >= request.target_tokens:
                 self.started.remove(request)
                 self._sample(request, now)
@@ -144,7 +153,8 @@ class Instance(ABC):
             self.batch.join(request)
 
     def _end(self, request: SimRequest, now: float) -> None:
-        self.free_blocks += self.blocks(request.num_computed_tokens)
+        self.remember(request)
+        self._give_back(request, request.num_computed_tokens)
         # The first token of a split request is no response of this instance.
         if not (request.is_split and request.prefill == self.config.id):
             self.on_end(request)
@@ -152,8 +162,45 @@ class Instance(ABC):
 
     def release(self, request: SimRequest, now: float) -> None:
         """Free its blocks: another instance has its KV."""
-        self.free_blocks += self.blocks(request.target_tokens)
+        self._give_back(request, request.target_tokens)
         self.wake(now)
+
+    # -- prefix cache ------------------------------------------------------------------
+
+    def find(self, request: SimRequest) -> tuple[int, int]:
+        """Return how many names a request finds in the cache, such that at least a token is left to
+        compute, and how many blocks of these other requests use. What is fetched from another
+        instance would have to be stored under its names before."""
+        if not request.spec.names or not self.engine.kind.has_prefix_cache:
+            return 0, 0
+        self.cache.shrink(self.free_blocks // self._name_blocks)
+        most = (request.target_tokens - 1) // NAME_TOKENS
+        found, shared = self.cache.find(request.spec.names[:most])
+        return found, shared * self._name_blocks
+
+    def reuse(self, request: SimRequest, found: int) -> None:
+        """Use what `find` found for a request. What is missing of it is computed behind that."""
+        shared = self.cache.use(request.spec.names[:found])
+        self.free_blocks -= (found - shared) * self._name_blocks
+        request.num_names = found
+        if request.missing_tokens:
+            request.num_computed_tokens = request.reused_tokens = found * NAME_TOKENS
+            if not request.preemptions and not request.num_output_tokens:
+                request.cached_tokens = request.reused_tokens
+
+    def remember(self, request: SimRequest) -> None:
+        """Store the whole blocks that a request has here under their names."""
+        names, first = request.spec.names, request.num_names
+        count = min(len(names), request.num_computed_tokens // NAME_TOKENS)
+        if count > first and self.engine.kind.has_prefix_cache:
+            self.free_blocks += self.cache.use(names[first:count]) * self._name_blocks
+            request.num_names = count
+
+    def _give_back(self, request: SimRequest, tokens: int) -> None:
+        """Free the blocks of a request that has so many tokens here."""
+        shared = self.cache.let_go(request.spec.names[: request.num_names])
+        self.free_blocks += self.blocks(tokens) - shared * self._name_blocks
+        request.num_names = 0
 
     # -- blocks ----------------------------------------------------------------------
 
@@ -178,11 +225,10 @@ class Instance(ABC):
         self.preemptions += 1
         if self.started:
             request = self.started.pop()
-            self.free_blocks += self.blocks(request.num_computed_tokens)
         else:
             request = self.batch.newest
             self.batch.leave(request, now - self._paused_s)
-            self.free_blocks += self.blocks(request.num_computed_tokens)
+        self._give_back(request, request.num_computed_tokens)
         request.preemptions += 1
         self.put_back(request)
         return request

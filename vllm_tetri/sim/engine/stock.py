@@ -35,6 +35,7 @@ class StockInstance(Instance):
         """Add the next prompt to the step, at most `most_tokens` of it. Returns the tokens."""
         request = self.waiting.popleft()
         self.started.append(request)
+        self.reuse(request, self.find(request)[0])
         tokens = self.take_blocks(request, min(request.missing_tokens, most_tokens))
         shares.append((request, tokens))
         return tokens
@@ -46,7 +47,7 @@ class StockInstance(Instance):
         shares: list[Share] = []
         left = self.go_on(budget - len(self.batch), shares, now)
         while self.waiting and left > 0 and self.preemptions == preemptions:
-            blocks = self.blocks(self.waiting[0].target_tokens)
+            blocks = self.blocks(self.waiting[0].target_tokens) - self.find(self.waiting[0])[1]
             if not self.has_place() or blocks > self.free_blocks:
                 break
             left -= self.begin(left, shares)

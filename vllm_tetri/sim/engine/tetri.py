@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import DecodeGate
@@ -15,7 +14,7 @@ from vllm_tetri.sim.config import InstanceConfig
 from vllm_tetri.sim.cost.step_cost import linear
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS
+from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NAME_TOKENS, NUM_BUCKETS
 from vllm_tetri.types import InstanceLoad, Prediction
 
 
@@ -27,7 +26,7 @@ class TetriInstance(Instance):
         engine = self.engine
         order = load_policy("order", engine.order)
         self.queue: PromptQueue[SimRequest] = PromptQueue(
-            order, engine.sched_batch, engine.block_size, attrgetter("missing_tokens")
+            order, engine.sched_batch, engine.block_size, self._uncached_tokens
         )
         self.lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)
         self.arena_tokens = 0  # in use, in whole blocks, by KV that arrives or waits
@@ -63,7 +62,8 @@ class TetriInstance(Instance):
         self._grant(now)
 
     def expect(self, request: SimRequest, now: float) -> None:
-        """The prompt is computed, and all its KV on its way."""
+        """The prompt is computed, and all its KV on its way. What was not sent is evicted last."""
+        self.cache.touch(request.spec.names[: request.held_tokens // NAME_TOKENS])
         self._news.append(partial(self.coming.setdefault, request))
         self.wake(now)
 
@@ -74,14 +74,20 @@ class TetriInstance(Instance):
 
     def _hold(self, request: SimRequest) -> None:
         del self.coming[request]
+        request.arrived_tokens = request.moved_tokens
         self._predicted[request.request_id] = request.spec.predicted
         self.held.append(request)
+
+    def _uncached_tokens(self, request: SimRequest) -> int:
+        """Return what a waiting request has to compute; 0 if all its KV has arrived."""
+        missing = request.missing_tokens
+        return missing and missing - self.find(request)[0] * NAME_TOKENS
 
     def drop(self, request: SimRequest, now: float) -> None:
         """Give up a transfer: the first token was the last one."""
         self.has_changed = True
         if request.is_granted:
-            self.arena_tokens -= self.whole_blocks(request.spec.prompt_tokens)
+            self.arena_tokens -= self.whole_blocks(request.moved_tokens)
         else:
             self._opened.remove(request)
         self._grant(now)
@@ -129,7 +135,7 @@ class TetriInstance(Instance):
         # The KV that split prompts have so far can be sent now, in order of arrival.
         prompts = [share for share in shares if share[0].request_id in self.queue]
         for request, _ in sorted(prompts, key=lambda share: share[0].spec.arrival_s):
-            if request.is_split and request.num_computed_tokens:
+            if request.is_split and request.num_computed_tokens > request.reused_tokens:
                 self.cluster.computed(request, now)
         for request, tokens in prompts:
             remaining_tokens = request.missing_tokens - tokens
@@ -157,7 +163,7 @@ class TetriInstance(Instance):
     def _grant(self, now: float) -> None:
         """Grant memory to opened transfers in order, as far as there is some."""
         while self._opened:
-            tokens = self.whole_blocks(self._opened[0].spec.prompt_tokens)
+            tokens = self.whole_blocks(self._opened[0].moved_tokens)
             if self.arena_tokens and self.arena_tokens + tokens > self.engine.arena_tokens:
                 break
             self.arena_tokens += tokens
@@ -202,21 +208,28 @@ class TetriInstance(Instance):
             request = self.held[0]
             if left_tokens <= 0 or not self.has_place():
                 return 0
-            lost_tokens = request.missing_tokens
+            found, shared_blocks = self.find(request)
+            if request.held_tokens > found * NAME_TOKENS:  # evicted since: compute it again
+                request.held_tokens = request.num_computed_tokens = 0
+                request.target_tokens = request.num_tokens
+            lost_tokens = request.missing_tokens and request.missing_tokens - found * NAME_TOKENS
             if not self.gate.admit(request, max(0, lost_tokens - 1)):
                 return 0
-            blocks = self.blocks(lost_tokens or request.num_computed_tokens + 1)
-            if blocks > self.free_blocks:
+            tokens = request.target_tokens if lost_tokens else request.num_computed_tokens + 1
+            if self.blocks(tokens) - shared_blocks > self.free_blocks:
                 return 0
             self.held.popleft()
-            self._admitted.append((request, 0 if lost_tokens else request.num_computed_tokens))
+            self._admitted.append((request, request.arrived_tokens))
+            request.arrived_tokens = request.held_tokens = 0
+            self.reuse(request, found)
             if lost_tokens:
                 self.started.append(request)
                 tokens = self.take_blocks(request, min(lost_tokens, left_tokens))
                 shares.append((request, tokens))
                 left_tokens -= tokens
             else:
-                self.free_blocks -= blocks
+                self.free_blocks -= self.blocks(tokens) - self.blocks(found * NAME_TOKENS)
+                self.remember(request)
                 self.batch.join(request)
                 left_tokens -= 1
         return left_tokens
@@ -225,11 +238,13 @@ class TetriInstance(Instance):
         """Start prompts with the tokens that are left of a step."""
         while left_tokens > 0 and self.queue.may_start() and self.has_place():
             request = self.queue.head()
-            if not self.gate.admit(request, request.missing_tokens - 1):
+            found, shared_blocks = self.find(request)
+            if not self.gate.admit(request, request.missing_tokens - found * NAME_TOKENS - 1):
                 return
-            if self.blocks(request.target_tokens) > self.free_blocks:
+            if self.blocks(request.target_tokens) - shared_blocks > self.free_blocks:
                 return
             self.queue.start()
+            self.reuse(request, found)
             self.started.append(request)
             self._begun.append(request)
             tokens = self.take_blocks(request, min(request.missing_tokens, left_tokens))
