@@ -201,9 +201,8 @@ def with_names(specs: Sequence[RequestSpec], path: Path) -> list[RequestSpec]:
     after the output: its names there are those of the output's blocks.
     """
     rows, named = _read(path, has_times=False)[: len(specs)], list[RequestSpec]()
-    ends = Counter(
-        ids[size // NAME_TOKENS - 1] for (_, size, _), ids in rows if _is_named(size, ids)
-    )
+    whole = (ids[: prompt // NAME_TOKENS] for (_, prompt, _), ids in rows if _is_named(prompt, ids))
+    ends = Counter(ids[-1] for ids in whole)
     following: dict[int, int] = {}  # the next row that has a name, by name
     for number in reversed(range(len(rows))):
         (_, prompt, output), ids = rows[number]

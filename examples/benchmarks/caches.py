@@ -1,0 +1,232 @@
+"""Prefix caches in the simulator, and what reporting them costs.
+
+`caches TRACE.jsonl` replays one of Mooncake's traces, which name the blocks of prompts, on clusters
+of several sizes, as many times faster as a cluster has instances, times `--speed`. Every mode gets
+the same requests and engines. Best possible is one cache with the memory of all instances that
+knows every prompt as soon as it arrives, with LRU (what engines do), and with Belady's rule, which
+knows the future. `caches --traffic` measures real reports of one instance whose blocks turn over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from heapq import heappop, heappush
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from examples.benchmarks.cluster import Site, conditions
+from examples.benchmarks.figures import Results
+from examples.benchmarks.rivals.caches import MODES
+from vllm_tetri.policy.adaptive import Objective
+from vllm_tetri.policy.residency import Residency, names_of
+from vllm_tetri.sim.cluster import run
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
+from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.figures import figures
+from vllm_tetri.sim.modes import AdaptiveMode, LeastInFlight, SplitMode, WholeMode
+from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec, predicted, read_trace, with_names
+from vllm_tetri.types import InstanceId
+
+OURS: dict[str, Callable[[ClusterConfig], Any]] = {
+    "ours, whole": WholeMode,
+    "ours, adaptive": AdaptiveMode,
+    "ours, split": SplitMode,
+}
+SYSTEMS = {**OURS, "least in flight": LeastInFlight, **MODES}
+PREFILL_PART = 0.75  # of the instances of a split: prompts are 35 times as long as outputs
+SLO = Objective(ttft_s=5.0, tpot_s=0.05)
+KEPT = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "jct_mean_s", "good", "split")
+BLOCK_TOKENS, PERIOD_S, TRAFFIC_S = 16, 0.1, 5.0
+
+
+# -- the best possible -------------------------------------------------------------------
+
+
+def best_hits(specs: Sequence[RequestSpec], most_names: int) -> tuple[float, float]:
+    """Return the part of all prompt tokens that one cache of so many names would have, with LRU
+    and with Belady's rule."""
+    following: list[dict[int, float]] = []  # the next request with each name, by request
+    seen: dict[int, float] = {}
+    for number in reversed(range(len(specs))):
+        following.append({name: seen.get(name, inf) for name in specs[number].names})
+        seen.update(dict.fromkeys(specs[number].names, number))
+    following.reverse()
+    recent = (dict.fromkeys(spec.names, -number) for number, spec in enumerate(specs))
+    tokens = sum(spec.prompt_tokens for spec in specs)
+    lru, belady = (_hits(specs, most_names, ranks) for ranks in (recent, following))
+    return lru / tokens, belady / tokens
+
+
+def _hits(specs: Sequence[RequestSpec], most: int, ranks: Iterator[Any] | list[Any]) -> int:
+    """Return hits in tokens if the name of the highest rank goes first, and of equal ones that
+    which is furthest from the start of its prompt."""
+    cache, heap, hits = dict[int, float](), list[tuple[float, int, int]](), 0
+    for spec, ranked in zip(specs, ranks, strict=True):
+        for name in spec.names[: (spec.prompt_tokens - 1) // NAME_TOKENS]:
+            if name not in cache:
+                break
+            hits += NAME_TOKENS
+        for position, (name, rank) in enumerate(ranked.items()):
+            cache[name] = rank
+            heappush(heap, (-rank, -position, name))
+        while len(cache) > most:
+            rank, _, name = heappop(heap)
+            if cache.get(name) == -rank:  # else it was used since
+                del cache[name]
+    return hits
+
+
+# -- clusters ----------------------------------------------------------------------------
+
+
+def simulate(
+    system: str, count: int, engine: EngineConfig, specs: Sequence[RequestSpec], progress: Progress
+) -> dict[str, float]:
+    """Return the figures of one system."""
+    prefill = round(count * PREFILL_PART) if SYSTEMS[system] is SplitMode else 0
+    decode = count - prefill if prefill else 0
+    instances = make_instances(prefill, decode, count - prefill - decode, engine=engine)
+    task = progress.add_task(f"{count} instances, {system}", total=len(specs))
+    begun_s = time.process_time()
+    outcome = run(
+        ClusterConfig(instances, SYSTEMS[system]), specs, on_end=partial(progress.advance, task)
+    )
+    found = figures(outcome.served, SLO)
+    return {
+        "hits": found["cached"],
+        **{name: found[name] for name in KEPT},
+        "busy": sum(outcome.busy.values()) / count,
+        "preemptions": outcome.preemptions,
+        "cpu_s": time.process_time() - begun_s,
+    }
+
+
+def clusters(options: argparse.Namespace, results: Results, progress: Progress) -> None:
+    trace = read_trace(options.trace)[: options.requests]
+    engine = replace(
+        of_profile(EngineConfig(chunk_tokens=options.chunk_size), profile(options.profile)),
+        arena_tokens=1 << 18,
+    )
+    for count in options.instances:
+        sooner = [(at_s / options.speed / count, *lengths) for at_s, *lengths in trace]
+        specs = with_names(predicted(sooner, 1.0, 0), options.trace)  # type: ignore[arg-type]
+        lru, belady = best_hits(specs, count * engine.pool_tokens // NAME_TOKENS)
+        for system in options.systems or SYSTEMS:
+            if not results.has(instances=count, system=system):
+                found = simulate(system, count, engine, specs, progress)
+                results.add(instances=count, system=system, lru=lru, belady=belady, **found)
+
+
+# -- reports -----------------------------------------------------------------------------
+
+
+def traffic(turnover: int, prompt_blocks: int) -> dict[str, float]:
+    """Return what an instance that caches and evicts `turnover` blocks a second sends, and what
+    that takes of a core there and at a router; a request of `prompt_blocks`, of which two thirds
+    are new, ends as often as that makes new blocks."""
+    from vllm_tetri.engine.compat import BlockRemoved, BlockStored
+    from vllm_tetri.engine.residency import CacheLog
+    from vllm_tetri.messages import CacheReport, decode_to_router, encode
+
+    pool = SimpleNamespace(enable_caching=True, enable_kv_cache_events=True)
+    scheduler = SimpleNamespace(
+        kv_event_publisher=SimpleNamespace(publish=lambda _: None),
+        kv_cache_manager=SimpleNamespace(block_pool=pool),
+        hash_block_size=BLOCK_TOKENS,
+    )
+    log: Any = CacheLog(scheduler, SimpleNamespace(prefix_group=(0, BLOCK_TOKENS)))  # type: ignore[arg-type]
+    residency, me = Residency(), InstanceId("both-0")
+    each_step = round(turnover * PERIOD_S / 10)  # ten steps a report
+    held: list[bytes] = []
+    num_bytes, instance_s, router_s, due = 0, 0.0, 0.0, 0.0
+    for seq in range(round(TRAFFIC_S / PERIOD_S)):
+        steps = []
+        for _ in range(10):
+            new = [os.urandom(32) for _ in range(each_step)]
+            old, held = (held[:each_step], held[each_step:]) if seq > 9 else ([], held)
+            held += new
+            stored = BlockStored(
+                block_hashes=new, parent_block_hash=None, token_ids=[], block_size=BLOCK_TOKENS,
+                lora_id=None, medium=None, lora_name=None,
+            )  # fmt: skip
+            steps.append([stored, *([BlockRemoved(block_hashes=old, medium=None)] if old else [])])
+        due += turnover * PERIOD_S / (prompt_blocks * 2 / 3)
+        ended = [
+            SimpleNamespace(
+                num_computed_tokens=prompt_blocks * BLOCK_TOKENS, block_hashes=held[:prompt_blocks],
+                request_id=f"cmpl-{seq}-{number}", num_prompt_tokens=prompt_blocks * BLOCK_TOKENS,
+            )
+            for number in range(int(due))
+        ]  # fmt: skip
+        due -= len(ended)
+        begun_s = time.process_time()
+        for events in steps:
+            log.publish(SimpleNamespace(events=events))
+        for request in ended:
+            log.record_request(request)
+        frame = encode(log.report(me, seq + 1, is_all=False))
+        sent_s = time.process_time()
+        report = decode_to_router(frame)
+        assert isinstance(report, CacheReport)
+        residency.update(me, names_of(report.added), names_of(report.removed), is_all=False)
+        chains = [names_of(each.names) for each in report.chains]
+        assert len(chains) == len(ended)
+        router_s += time.process_time() - sent_s
+        instance_s += sent_s - begun_s
+        num_bytes += len(frame)
+    assert residency.count(me) == len(held)
+    return {
+        "kb_per_s": num_bytes / TRAFFIC_S / 1e3,
+        "instance_core": instance_s / TRAFFIC_S,
+        "router_core": router_s / TRAFFIC_S,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace", nargs="?", type=Path, help="a *.jsonl file of Mooncake's")
+    parser.add_argument("--instances", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all")
+    parser.add_argument("--requests", type=int, help="the first ones of the trace; all")
+    parser.add_argument("--speed", type=float, default=0.3, help="times the instances; 0.3")
+    parser.add_argument("--profile", default="roofline:llama-3-8b:h100", help="of every instance")
+    parser.add_argument("--chunk-size", type=int, default=2048, help="of every instance; 2048")
+    parser.add_argument("--traffic", type=int, metavar="BLOCKS", help="measure reports instead")
+    parser.add_argument("--output", type=Path, default=Path("caches.jsonl"), help="result file")
+    options = parser.parse_args()
+    if (options.trace is None) == (options.traffic is None):
+        parser.error("give either a trace or --traffic")
+    given = {
+        key: str(value) for key, value in vars(options).items() if key not in ("trace", "output")
+    }
+    site = Site("none", tuple(sorted(os.sched_getaffinity(0))), Path())
+    metrics = ["hits", "lru", "belady", *KEPT, "busy"]
+    head = {
+        "by": ["instances", "system"],
+        "metrics": metrics,
+        "conditions": conditions(site, **given),
+    }
+    if options.traffic:
+        head |= {"by": ["turnover"], "metrics": ["kb_per_s", "instance_core", "router_core"]}
+    results = Results(options.output, head)
+    if options.traffic:
+        for repeat in range(5):
+            results.add(turnover=options.traffic, repeat=repeat, **traffic(options.traffic, 752))
+        return
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        clusters(options, results, progress)
+
+
+if __name__ == "__main__":
+    main()
