@@ -43,7 +43,7 @@ OURS: dict[str, Callable[[ClusterConfig], Any]] = {
     "ours, split": SplitMode,
 }
 SYSTEMS = {**OURS, "least in flight": LeastInFlight, **MODES}
-PREFILL_PART = 0.75  # of the instances of a split: prompts are 35 times as long as outputs
+PREFILL_PART = 0.625  # of the instances of a split: prompts are 35 times as long as outputs
 SLO = Objective(ttft_s=5.0, tpot_s=0.05)
 KEPT = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "jct_mean_s", "good", "split")
 BLOCK_TOKENS, PERIOD_S, TRAFFIC_S = 16, 0.1, 5.0
@@ -119,7 +119,7 @@ def clusters(options: argparse.Namespace, results: Results, progress: Progress) 
     )
     for count in options.instances:
         sooner = [(at_s / options.speed / count, *lengths) for at_s, *lengths in trace]
-        specs = with_names(predicted(sooner, 1.0, 0), options.trace)  # type: ignore[arg-type]
+        specs = with_names(predicted(sooner, 1.0, 0), options.trace)
         lru, belady = best_hits(specs, count * engine.pool_tokens // NAME_TOKENS)
         for system in options.systems or SYSTEMS:
             if not results.has(instances=count, system=system):
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: all")
     parser.add_argument("--requests", type=int, help="the first ones of the trace; all")
-    parser.add_argument("--speed", type=float, default=0.3, help="times the instances; 0.3")
+    parser.add_argument("--speed", type=float, default=0.25, help="times the instances; 0.25")
     parser.add_argument("--profile", default="roofline:llama-3-8b:h100", help="of every instance")
     parser.add_argument("--chunk-size", type=int, default=2048, help="of every instance; 2048")
     parser.add_argument("--traffic", type=int, metavar="BLOCKS", help="measure reports instead")
