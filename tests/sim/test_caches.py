@@ -1,0 +1,324 @@
+"""Prefix caches of simulated instances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+
+from tests.sim.builders import COST, HANDOVER_S, HANDOVER_TOKEN_S, decode_s, engine, one, pair, spec
+from vllm_tetri.policy.adaptive import Objective
+from vllm_tetri.policy.cluster import ClusterTable
+from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.sim.cluster import ENGINES, run, simulate
+from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock, make_instances
+from vllm_tetri.sim.engine.cache import PrefixCache
+from vllm_tetri.sim.engine.tetri import TetriInstance
+from vllm_tetri.sim.figures import figures
+from vllm_tetri.sim.modes import AdaptiveMode, SplitMode, WholeMode
+from vllm_tetri.sim.request import SimRequest
+from vllm_tetri.sim.workload import RequestSpec, predicted, read_trace, with_names
+
+ROOMY = {"kv_blocks": 300, "chunk_tokens": 2048}
+
+
+def named(
+    number: int, prompt: int, output: int, names: tuple[int, ...], at_s: float = 0.0
+) -> RequestSpec:
+    return replace(spec(number, prompt, output, at_s), names=names)
+
+
+def prompt_s(tokens: int) -> float:
+    """A step with a prompt alone."""
+    return COST.step_s(0, 0, tokens, 0)
+
+
+# -- the cache by hand ---------------------------------------------------------------------
+
+
+def test_a_prefix_is_found_up_to_the_first_name_that_is_missing() -> None:
+    cache = PrefixCache()
+    assert cache.use([1, 2, 3]) == 0
+    cache.let_go([1, 2, 3])
+
+    assert cache.find([1, 2, 3, 4]) == (3, 0)
+    assert cache.find([1, 9, 3]) == (1, 0)
+    assert cache.find([9, 1]) == (0, 0)
+
+
+def test_the_end_of_the_prefix_that_was_used_least_recently_goes_first() -> None:
+    cache = PrefixCache()
+    for names in ([1, 2, 3], [1, 5], [7]):
+        cache.use(names)
+        cache.let_go(names)
+
+    gone = []
+    for most in reversed(range(5)):
+        cache.shrink(most)
+        gone += [name for name in (1, 2, 3, 5, 7) if name not in cache and name not in gone]
+
+    assert gone == [3, 2, 5, 1, 7]
+
+
+def test_a_touched_prefix_goes_last() -> None:
+    cache = PrefixCache()
+    for names in ([1, 2], [3]):
+        cache.use(names)
+        cache.let_go(names)
+
+    cache.touch([1, 2, 8])
+    cache.shrink(2)
+
+    assert (3 in cache, cache.find([1, 2])) == (False, (2, 0))
+
+
+def test_names_in_use_stay_and_are_shared() -> None:
+    cache = PrefixCache()
+    cache.use([1, 2])
+
+    assert cache.use([1, 2, 3]) == 2
+    cache.shrink(0)
+    assert cache.find([1, 2, 3]) == (3, 3)
+    assert cache.let_go([1, 2, 3]) == 2
+    cache.shrink(0)
+    assert cache.find([1, 2, 3]) == (2, 2)
+
+
+def test_changes_tell_what_came_and_went() -> None:
+    cache = PrefixCache()
+    cache.use([1, 2])
+    assert cache.changes == {1: True, 2: True}
+    cache.changes = {}
+    cache.let_go([1, 2])
+    cache.use([1])
+    cache.shrink(0)
+
+    assert cache.changes == {2: False}
+
+
+# -- one instance --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [EngineKind(), Stock(2048)])
+def test_a_hit_shortens_the_first_token_by_what_it_would_compute(kind: EngineKind) -> None:
+    specs = [named(0, 1100, 3, (1, 2)), named(1, 1100, 3, (1, 2), 100.0)]
+
+    first, second = simulate(one(kind=kind, **ROOMY), specs)
+
+    assert first.ttft_s == pytest.approx(prompt_s(1100))
+    assert second.ttft_s == pytest.approx(prompt_s(1100 - 1024))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 1024)
+    assert second.begun_s == pytest.approx(100.0)
+    assert figures([first, second], Objective())["cached"] == pytest.approx(1024 / 2200)
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    specs = [named(0, 1024, 1, (1, 2)), named(1, 1024, 1, (1, 2), 100.0)]
+
+    _, second = simulate(one(**ROOMY), specs)
+
+    assert second.cached_tokens == 512
+
+
+def test_what_was_written_while_decoding_is_found_by_the_next_turn() -> None:
+    # The first block ends with the twelfth token of the output.
+    specs = [named(0, 500, 30, (1,)), named(1, 600, 1, (1,), 100.0)]
+
+    _, second = simulate(one(**ROOMY), specs)
+
+    assert second.cached_tokens == 512
+
+
+def test_a_request_finds_what_another_has_computed_so_far() -> None:
+    specs = [named(0, 2000, 40, (1, 2, 3)), named(1, 2000, 1, (1, 2, 3), 9.0)]
+
+    first, second = simulate(one(kv_blocks=300, chunk_tokens=512), specs)
+
+    assert second.cached_tokens == 1536
+    assert first.ttft_s > 9.0  # it came while the first one was computed
+
+
+def test_memory_of_running_requests_is_taken_from_the_cache() -> None:
+    # 100 blocks: the second prompt needs 80, so 20 are left for one of the names of the first.
+    specs = [
+        named(0, 1100, 1, (1, 2)),
+        named(1, 1270, 1, (5, 6), 100.0),
+        named(2, 1100, 1, (1, 2), 200.0),
+    ]
+
+    *_, third = simulate(one(kv_blocks=100, chunk_tokens=2048), specs)
+    assert third.cached_tokens == 0
+    *_, third = simulate(one(kv_blocks=180, chunk_tokens=2048), specs)
+    assert third.cached_tokens == 1024
+
+
+def test_requests_that_share_a_prefix_share_its_memory() -> None:
+    """Two of 69 blocks run together in 100 only because they share 64."""
+    specs = [named(0, 1100, 60, (1, 2)), named(1, 1100, 2, (1, 2), 20.0)]
+
+    _, second = simulate(one(kv_blocks=100, chunk_tokens=2048, admission="greedy"), specs)
+    _, alone = simulate(
+        one(kv_blocks=100, chunk_tokens=2048, admission="greedy"),
+        [specs[0], replace(specs[1], names=(8, 9))],
+    )
+
+    assert second.ttft_s < 4.0
+    assert alone.ttft_s > 40.0
+
+
+@dataclass(frozen=True)
+class _Off(EngineKind):
+    has_prefix_cache: ClassVar[bool] = False
+
+
+def test_without_a_cache_names_change_nothing() -> None:
+    rng = Random(1)
+    plain = [spec(n, rng.randint(1, 2000), rng.randint(1, 60), 2.0 * n) for n in range(40)]
+    specs = [replace(each, names=tuple(range(each.prompt_tokens // 512))) for each in plain]
+    off = make_instances(2, 2, engine=engine(kind=_Off(), **ROOMY))
+    with patch.dict(ENGINES, {_Off: TetriInstance}):
+        found = simulate(ClusterConfig(off, AdaptiveMode), specs)
+
+    bare = simulate(ClusterConfig(make_instances(2, 2, engine=engine(**ROOMY)), "adaptive"), plain)
+
+    assert [(each.ttft_s, each.jct_s) for each in found] == [(e.ttft_s, e.jct_s) for e in bare]
+
+
+@pytest.mark.parametrize("mode", ["split", "adaptive", "whole"])
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_is_exact_whatever_happens(mode: str, seed: int) -> None:
+    """Instances assert at the end that all blocks are free. Pools are small, so that requests are
+    preempted, and what decode instances held is evicted."""
+    rng, specs = Random(seed), []
+    for number in range(150):
+        prompt, chain = rng.randint(1, 2500), 100 * rng.randrange(4)
+        names = tuple(range(chain, chain + (prompt + 60) // 512))
+        specs.append(named(number, prompt, rng.randint(1, 150), names, 3.0 * number))
+    small = engine(kv_blocks=190, chunk_tokens=256, admission="greedy", arena_tokens=4000)
+    config = ClusterConfig(make_instances(2, 2, engine=small), mode)
+
+    outcome = run(config, specs)
+
+    assert len(outcome.served) == len(specs)
+    assert outcome.preemptions
+    assert sum(each.cached_tokens for each in outcome.served) > 30_000
+    assert all(each.cached_tokens < each.spec.prompt_tokens for each in outcome.served)
+
+
+# -- two instances -------------------------------------------------------------------------
+
+
+def test_a_prompt_goes_where_its_prefix_is_and_is_as_much_earlier() -> None:
+    """At 100 s both are idle; the first of equals would have it."""
+    specs = [
+        named(0, 2000, 1, (5,)),
+        named(1, 1100, 2, (1, 2), 0.01),
+        named(2, 1100, 2, (1, 2), 100),
+    ]
+    config = ClusterConfig(make_instances(both=2, engine=engine(**ROOMY)), "whole")
+
+    first, second, third = simulate(config, specs)
+    *_, blind = simulate(config, [replace(each, names=()) for each in specs])
+
+    assert (first.prefill, second.prefill, third.prefill) == ("both-0", "both-1", "both-1")
+    assert blind.prefill == "both-0"
+    assert blind.ttft_s - third.ttft_s == pytest.approx(1024 * COST.prompt_s)
+
+
+def test_the_router_knows_only_what_was_reported() -> None:
+    specs = [named(0, 600, 1, (1,)), named(1, 600, 1, (1,), 7.03)]
+    config = ClusterConfig(make_instances(both=2, engine=engine(**ROOMY)), "whole")
+
+    # The first prompt is done at 7 s, and reported at 7.1 s.
+    _, early = simulate(config, specs)
+    _, late = simulate(config, [specs[0], replace(specs[1], arrival_s=7.13)])
+
+    assert (early.prefill, early.cached_tokens) == ("both-1", 0)
+    assert (late.prefill, late.cached_tokens) == ("both-0", 512)
+
+
+def test_of_many_instances_a_router_asks_few() -> None:
+    config = ClusterConfig(make_instances(both=9, engine=engine(**ROOMY)), WholeMode)
+    mode = WholeMode(config)
+    for number, each in enumerate(config.instances):
+        mode.residency.update(each.id, range(number), (), is_all=False)
+    rows: list[Any] = [SimpleNamespace(id=each.id) for each in config.instances]
+
+    held = mode.look_up(named(0, 4096, 1, tuple(range(8))), rows)
+
+    assert held == {f"both-{number}": 512 * number for number in (5, 6, 7, 8)}
+
+
+def test_what_the_decode_instance_holds_is_not_sent() -> None:
+    specs = [named(0, 1100, 4, (1, 2)), named(1, 1100, 4, (1, 2), 100.0)]
+    config = pair(decode=engine(**ROOMY), **ROOMY)
+
+    first, second = simulate(config, specs)
+
+    for each, sent, new in ((first, 1100, 1100), (second, 76, 76)):
+        assert each.decode == "d"
+        assert each.ttft_s == pytest.approx(prompt_s(new))
+        moved_s = HANDOVER_S + sent * HANDOVER_TOKEN_S
+        assert each.jct_s == pytest.approx(each.ttft_s + moved_s + decode_s(1100, 3))
+
+
+class _Lies(SplitMode):
+    """Takes the decode instance to hold what it never had."""
+
+    def dispatch(
+        self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
+    ) -> Dispatch | None:
+        chosen = super().dispatch(request, table, now, may_wait=may_wait)
+        request.held_tokens = 1024
+        return chosen
+
+
+def test_what_was_taken_to_be_held_is_computed_if_it_is_not() -> None:
+    config = replace(pair(decode=engine(**ROOMY), **ROOMY), mode=_Lies)
+
+    (served,) = simulate(config, [named(0, 1100, 4, (1, 2))])
+
+    moved_s = HANDOVER_S + 76 * HANDOVER_TOKEN_S
+    again_s = COST.step_s(0, 0, 1101, 0)  # with the first token; the second one follows from it
+    assert served.jct_s == pytest.approx(prompt_s(1100) + moved_s + again_s + decode_s(1101, 2))
+
+
+# -- traces --------------------------------------------------------------------------------
+
+
+def read(tmp_path: Path, *rows: tuple[int, int, list[int]]) -> list[tuple[int, ...]]:
+    lines = (
+        f'{{"timestamp": {at}, "input_length": {prompt}, "output_length": {output}, '
+        f'"hash_ids": {ids}}}\n'
+        for at, (prompt, output, ids) in enumerate(rows)
+    )
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(lines))
+    return [each.names for each in with_names(predicted(read_trace(path), 1.0, 0), path)]
+
+
+def test_whole_blocks_have_names(tmp_path: Path) -> None:
+    assert read(tmp_path, (1100, 5, [1, 2, 3]), (1024, 5, [1, 2]), (500, 5, [4])) == [
+        (1, 2), (1, 2), (),
+    ]  # fmt: skip
+
+
+def test_too_few_names_are_none(tmp_path: Path) -> None:
+    assert read(tmp_path, (1100, 5, [1]), (1100, 5, [])) == [(), ()]
+
+
+def test_the_blocks_of_an_output_have_the_names_of_the_next_turn(tmp_path: Path) -> None:
+    turns = [(1100, 500, [1, 2, 3]), (1700, 1000, [1, 2, 4, 5]), (3000, 1, [1, 2, 4, 6, 7, 8])]
+
+    assert read(tmp_path, *turns) == [(1, 2, 4), (1, 2, 4, 6, 7), (1, 2, 4, 6, 7)]
+
+
+def test_prompts_that_end_alike_or_are_too_short_name_no_outputs(tmp_path: Path) -> None:
+    shared = [(520, 900, [1, 2]), (530, 900, [1, 3]), (2000, 5, [1, 4, 5, 6])]
+    assert read(tmp_path, *shared)[:2] == [(1,), (1,)]
+    assert read(tmp_path, (600, 1500, [1, 2]), (1500, 5, [1, 4, 5]))[0] == (1,)
