@@ -195,10 +195,10 @@ def test_memory_is_exact_whatever_happens(mode: str, seed: int) -> None:
     """Instances assert at the end that all blocks are free. Pools are small, so that requests are
     preempted, and what decode instances held is evicted."""
     rng, specs = Random(seed), []
-    for number in range(150):
+    for number in range(60):
         prompt, chain = rng.randint(1, 2500), 100 * rng.randrange(4)
         names = tuple(range(chain, chain + (prompt + 60) // 512))
-        specs.append(named(number, prompt, rng.randint(1, 150), names, 3.0 * number))
+        specs.append(named(number, prompt, rng.randint(1, 120), names, 2.0 * number))
     small = engine(kv_blocks=190, chunk_tokens=256, admission="greedy", arena_tokens=4000)
     config = ClusterConfig(make_instances(2, 2, engine=small), mode)
 
@@ -206,7 +206,7 @@ def test_memory_is_exact_whatever_happens(mode: str, seed: int) -> None:
 
     assert len(outcome.served) == len(specs)
     assert outcome.preemptions
-    assert sum(each.cached_tokens for each in outcome.served) > 30_000
+    assert sum(each.cached_tokens for each in outcome.served) > 5_000
     assert all(each.cached_tokens < each.spec.prompt_tokens for each in outcome.served)
 
 
