@@ -72,7 +72,7 @@ def _hits(specs: Sequence[RequestSpec], most: int, ranks: Iterator[Any] | list[A
     which is furthest from the start of its prompt."""
     cache, heap, hits = dict[int, float](), list[tuple[float, int, int]](), 0
     for spec, ranked in zip(specs, ranks, strict=True):
-        for name in spec.names[: (spec.prompt_tokens - 1) // NAME_TOKENS]:
+        for name in spec.prompt_names:
             if name not in cache:
                 break
             hits += NAME_TOKENS

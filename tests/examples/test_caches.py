@@ -10,7 +10,7 @@ import pytest
 
 from examples.benchmarks import caches
 from examples.benchmarks.figures import Results
-from examples.benchmarks.rivals.caches import BlindMode, DynamoMode, LlmdMode, ThresholdMode
+from examples.benchmarks.rivals.caches import DynamoMode, LlmdMode, ThresholdMode
 from vllm_tetri.policy.cluster import ClusterTable, TableMaker
 from vllm_tetri.policy.route import Whole
 from vllm_tetri.sim.config import ClusterConfig, make_instances
@@ -33,7 +33,8 @@ def table(*loads: dict[str, Any]) -> ClusterTable:
 
 
 def spec(number: int, *names: int) -> RequestSpec:
-    return RequestSpec(number, 0.0, len(names) * NAME_TOKENS, 10, names=names)
+    """A prompt of whole blocks and 16 tokens more."""
+    return RequestSpec(number, 0.0, len(names) * NAME_TOKENS + 16, 10, names=names)
 
 
 def hold(mode: SimMode, index: int, *names: int) -> None:
@@ -66,9 +67,9 @@ def test_dynamo_adds_blocks_to_compute_and_active_ones() -> None:
     assert chosen(mode, seen, long) == 1  # 1 to compute; 3 elsewhere
     assert chosen(mode, seen, short) != 1  # 1 + 1 to compute and 3 active; 2 elsewhere
     mode.prefilled(long, 1.0)
-    assert mode.scores(seen, spec(2, 1, 2))[CONFIG.instances[1].id] == -3 * NAME_TOKENS / 16
+    assert mode.scores(seen, spec(2, 1, 2))[CONFIG.instances[1].id] == -1 - (3 * 512 + 16) / 16
     mode.ended(long, 2.0)
-    assert mode.scores(seen, spec(2, 1, 2))[CONFIG.instances[1].id] == 0
+    assert mode.scores(seen, spec(2, 1, 2))[CONFIG.instances[1].id] == -1
 
 
 def test_dynamo_forgets_a_request_whose_first_token_was_the_last() -> None:
@@ -78,7 +79,7 @@ def test_dynamo_forgets_a_request_whose_first_token_was_the_last() -> None:
 
     mode.ended(request, 1.0)
 
-    assert set(mode.scores(seen, spec(1, 5)).values()) == {-NAME_TOKENS / 16}
+    assert set(mode.scores(seen, spec(1, 5)).values()) == {-(512 + 16) / 16}
 
 
 def test_cache_aware_follows_the_longest_match_above_its_threshold() -> None:
@@ -102,12 +103,6 @@ def test_cache_aware_balances_what_is_far_apart() -> None:
     assert chosen(mode, seen, spec(65, 1, 2)) != first
 
 
-def test_the_blind_mode_sees_no_caches() -> None:
-    mode = BlindMode(CONFIG)
-    hold(mode, 1, 1, 2)
-    assert mode.look_up(spec(0, 1, 2), table().by_model["model"]) == {}
-
-
 # -- the best possible -----------------------------------------------------------------------
 
 
@@ -117,9 +112,10 @@ def test_the_best_possible_by_hand() -> None:
 
     lru, belady = caches.best_hits(specs, 2)
 
-    assert lru == pytest.approx(2 / 9)
-    assert belady == pytest.approx(3 / 9)
-    assert caches.best_hits(specs, 100) == (pytest.approx(3 / 9), pytest.approx(3 / 9))
+    tokens = 3 * (3 * 512 + 16)
+    assert lru == pytest.approx(2 * 512 / tokens)
+    assert belady == pytest.approx(3 * 512 / tokens)
+    assert caches.best_hits(specs, 100) == (pytest.approx(4 * 512 / tokens),) * 2
 
 
 @pytest.mark.parametrize("seed", range(3))

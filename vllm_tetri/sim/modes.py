@@ -116,7 +116,7 @@ class SplitMode(SimMode):
             cached=held,
         )  # fmt: skip
         if chosen is not None and chosen.keeps_cache:
-            request.held_tokens = _hit_tokens(spec, held.get(chosen.instance, 0))
+            request.held_tokens = held.get(chosen.instance, 0)
         return chosen
 
     def ended(self, spec: RequestSpec, now: float) -> None:
@@ -133,14 +133,9 @@ class SplitMode(SimMode):
         route = choose_route(self._routes, may_split=True, cached=held)
         assert isinstance(route, Split | Whole), "there is an instance"
         first = route.prefill if isinstance(route, Split) else route.instance
-        cached = _hit_tokens(spec, held.get(first, 0))
-        self._state.record_sent(first, None, Need(spec.prompt_tokens, 0, cached_tokens=cached), now)
+        need = Need(spec.prompt_tokens, 0, cached_tokens=held.get(first, 0))
+        self._state.record_sent(first, None, need, now)
         return route
-
-
-def _hit_tokens(spec: RequestSpec, held_tokens: int) -> int:
-    """Return what a request finds where so much of its prompt is: a token is left to compute."""
-    return min(held_tokens, (spec.prompt_tokens - 1) // NAME_TOKENS * NAME_TOKENS)
 
 
 class AdaptiveMode(SplitMode):
@@ -167,7 +162,7 @@ class AdaptiveMode(SplitMode):
         held = self.look_up(spec, table.by_model[MODEL])
         priced = price_route(self._candidates, need, may_split=self.may_split, cached=held)
         assert priced is not None, "there is an instance"
-        need = replace(need, cached_tokens=_hit_tokens(spec, held.get(priced.prefill, 0)))
+        need = replace(need, cached_tokens=held.get(priced.prefill, 0))
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)
         if priced.is_split:

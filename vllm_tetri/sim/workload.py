@@ -62,8 +62,8 @@ class RequestSpec:
 
     @property
     def prompt_names(self) -> Names:
-        """The names of whole blocks of the prompt."""
-        return self.names[: self.prompt_tokens // NAME_TOKENS]
+        """The names of what a prefix cache can have of the prompt: its last token is computed."""
+        return self.names[: (self.prompt_tokens - 1) // NAME_TOKENS]
 
 
 def above_0(**given: float | None) -> None:
@@ -168,15 +168,16 @@ def _read(path: Path, has_times: bool) -> list[tuple[Arrival, Names]]:
             rows = csv.DictReader(file) if is_csv else map(json.loads, filter(str.strip, file))
             for row in rows:
                 at_s = _seconds(row, is_csv=is_csv) if has_times else 0.0
-                names = _AZURE if "ContextTokens" in row else _MOONCAKE
-                prompt, output = (int(row[name]) for name in names)
+                columns = _AZURE if "ContextTokens" in row else _MOONCAKE
+                prompt, output = (int(row[name]) for name in columns)
                 if min(prompt, output) < 1:
                     raise ValueError("lengths in tokens begin at 1")
                 if not newest_s <= at_s < math.inf:
                     raise ValueError("it is earlier than the line before; sort")
                 newest_s, first_s = at_s, first_s if found else at_s
-                ids = () if is_csv else tuple(map(int, row.get("hash_ids") or ()))
-                found.append(((at_s - first_s, prompt, output), ids))
+                count, ids = prompt // NAME_TOKENS, () if is_csv else row.get("hash_ids") or ()
+                names = tuple(map(int, ids[:count])) if count <= len(ids) else ()
+                found.append(((at_s - first_s, prompt, output), names))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError, csv.Error) as error:
@@ -201,25 +202,18 @@ def with_names(specs: Sequence[RequestSpec], path: Path) -> list[RequestSpec]:
     after the output: its names there are those of the output's blocks.
     """
     rows, named = _read(path, has_times=False)[: len(specs)], list[RequestSpec]()
-    whole = (ids[: prompt // NAME_TOKENS] for (_, prompt, _), ids in rows if _is_named(prompt, ids))
-    ends = Counter(ids[-1] for ids in whole)
+    ends = Counter(names[-1] for _, names in rows if names)
     following: dict[int, int] = {}  # the next row that has a name, by name
     for number in reversed(range(len(rows))):
-        (_, prompt, output), ids = rows[number]
-        names, tokens = ids[: prompt // NAME_TOKENS], prompt + output
-        if not _is_named(prompt, ids):
-            names = ()
-        elif ends[names[-1]] == 1 and names[-1] in following:
-            (_, next_prompt, _), next_ids = rows[following[names[-1]]]
-            if next_prompt >= tokens:
-                names += next_ids[len(names) : tokens // NAME_TOKENS]
-        following.update(dict.fromkeys(names[: prompt // NAME_TOKENS], number))
+        (_, prompt, output), names = rows[number]
+        known = dict.fromkeys(names, number)
+        if names and ends[names[-1]] == 1 and names[-1] in following:
+            (_, next_prompt, _), next_names = rows[following[names[-1]]]
+            if next_prompt >= prompt + output:
+                names += next_names[len(names) : (prompt + output) // NAME_TOKENS]
+        following.update(known)
         named.append(replace(specs[number], names=names))
     return named[::-1]
-
-
-def _is_named(prompt_tokens: int, names: Names) -> bool:
-    return 0 < prompt_tokens // NAME_TOKENS <= len(names)
 
 
 def _seconds(row: dict[str, Any], *, is_csv: bool) -> float:
