@@ -199,6 +199,26 @@ def decisions() -> str:
     )
 
 
+def caches() -> str:
+    """Hits in % of prompt tokens, mean and p99 of TTFT and mean JCT in s; the lowest in bold."""
+    _, cells = load(RESULTS / "caches.jsonl.gz")
+    columns = {"ttft_mean_s": "{:.2f}", "ttft_p99_s": "{:.1f}", "jct_mean_s": "{:.1f}"}
+    firsts = cells.groupby("instances").first()
+    bounds = {str(n): f"{100 * r.lru:.0f}, {100 * r.belady:.0f}" for n, r in firsts.iterrows()}
+    rows = [{"instances": "best possible"} | bounds]
+    for system in cells["system"].unique():
+        row = {"instances": system}
+        for count, group in cells.groupby("instances"):
+            cell, parts = group.set_index("system").loc[system], list[str]()
+            for column, pattern in columns.items():
+                shown = pattern.format(cell[column])
+                is_best = cell[column] == group[column].min()
+                parts.append(f"**{shown}**" if is_best else shown)
+            row[str(count)] = "·".join([f"{100 * cell['hits']:.0f}", *parts])
+        rows.append(row)
+    return markdown(rows)
+
+
 def as_kept(name: str, columns: Iterable[str] = ()) -> Callable[[], str]:
     """Return a table whose cells are kept as they were published."""
 
@@ -268,6 +288,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "KV transport": ("benchmarks.md", transfers),
     "Conversations": ("benchmarks.md", conversations),
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
+    "Prefix caches of a cluster": ("benchmarks.md", caches),
     "The papers' experiments": ("simulator.md", paper_classes),
     "What decisions cost": ("policies.md", decisions),
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
