@@ -288,7 +288,8 @@ def test_the_choice_has_capacity_whenever_anybody_has_and_none_only_if_nobody_is
 def test_who_holds_the_prompt_takes_it_unless_it_has_more_decodes(seed: int) -> None:
     room = {"blocks_total": 100, "arena_total_bytes": 5000}
     equal = [instance(f"d{at}", "decode", light=3, **room) for at in range(5)]
-    found = choose(view(*equal), seed=seed, cached={"d3": 64, "d1": 32})
+    # A prefill instance that holds as much, or more, is no candidate.
+    found = choose(view(*equal), seed=seed, cached={"p": 96, "d3": 64, "d1": 32})
     assert found is not None
     assert found.instance == "d3"
     found = choose(view(*equal[:4], instance("d9", "decode", light=4, **room)), seed=seed,

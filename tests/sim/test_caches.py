@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -14,9 +15,11 @@ from tests.sim.builders import COST, HANDOVER_S, HANDOVER_TOKEN_S, decode_s, eng
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.dispatch import Dispatch
-from vllm_tetri.sim.cluster import run, simulate
+from vllm_tetri.sim.cluster import ENGINES, run, simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock, make_instances
 from vllm_tetri.sim.engine.cache import PrefixCache
+from vllm_tetri.sim.engine.instance import Share
+from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.figures import figures
 from vllm_tetri.sim.modes import SplitMode, WholeMode
 from vllm_tetri.sim.request import SimRequest
@@ -174,15 +177,23 @@ def test_requests_that_share_a_prefix_share_its_memory() -> None:
 def test_memory_is_exact_whatever_happens(mode: str, seed: int) -> None:
     """Instances assert at the end that all blocks are free. Pools are small, so that requests are
     preempted, and what decode instances held is evicted."""
+
+    class Checked(TetriInstance):
+        def compose(self, now: float) -> list[Share]:
+            shares = super().compose(now)
+            assert self.free_blocks >= 0
+            return shares
+
     rng, specs = Random(seed), []
     for number in range(60):
         prompt, chain = rng.randint(1, 2500), 100 * rng.randrange(4)
         names = tuple(range(chain, chain + (prompt + 60) // 512))
-        specs.append(named(number, prompt, rng.randint(1, 120), names, 2.0 * number))
+        specs.append(named(number, prompt, rng.choice((1, 60, 120)), names, 2.0 * number))
     small = engine(kv_blocks=190, chunk_tokens=256, admission="greedy", arena_tokens=4000)
     config = ClusterConfig(make_instances(2, 2, engine=small), mode)
 
-    outcome = run(config, specs)
+    with patch.dict(ENGINES, {EngineKind: Checked}):
+        outcome = run(config, specs)
 
     assert len(outcome.served) == len(specs)
     assert outcome.preemptions
@@ -193,20 +204,22 @@ def test_memory_is_exact_whatever_happens(mode: str, seed: int) -> None:
 # -- two instances -------------------------------------------------------------------------
 
 
-def test_a_prompt_goes_where_its_prefix_is_and_is_as_much_earlier() -> None:
+@pytest.mark.parametrize(("mode", "role"), [("whole", "both"), ("split", "prefill")])
+def test_a_prompt_goes_where_its_prefix_is_and_is_as_much_earlier(mode: str, role: str) -> None:
     """At 100 s both are idle; the first of equals would have it."""
     specs = [
         named(0, 2000, 1, (5,)),
         named(1, 1100, 2, (1, 2), 0.01),
         named(2, 1100, 2, (1, 2), 100),
     ]
-    config = ClusterConfig(make_instances(both=2, engine=engine(**ROOMY)), "whole")
+    counts = {role: 2, "decode": int(mode == "split")}
+    config = ClusterConfig(make_instances(**counts, engine=engine(**ROOMY)), mode)
 
     first, second, third = simulate(config, specs)
     *_, blind = simulate(config, [replace(each, names=()) for each in specs])
 
-    assert (first.prefill, second.prefill, third.prefill) == ("both-0", "both-1", "both-1")
-    assert blind.prefill == "both-0"
+    places = [each.prefill.removeprefix(f"{role}-") for each in (first, second, third, blind)]
+    assert places == ["0", "1", "1", "0"]
     assert blind.ttft_s - third.ttft_s == pytest.approx(1024 * COST.prompt_s)
 
 
@@ -234,9 +247,11 @@ def test_of_many_instances_a_router_asks_few() -> None:
     assert held == {f"both-{number}": 512 * number for number in (5, 6, 7, 8)}
 
 
-def test_what_the_decode_instance_holds_is_not_sent() -> None:
+@pytest.mark.parametrize("link", [None, 1000 / HANDOVER_TOKEN_S])
+def test_what_the_decode_instance_holds_is_not_sent(link: float | None) -> None:
     specs = [named(0, 1100, 4, (1, 2)), named(1, 1100, 4, (1, 2), 100.0)]
-    config = pair(decode=engine(**ROOMY), **ROOMY)
+    each = {**ROOMY, "kv_token_bytes": 1000}
+    config = replace(pair(decode=engine(**each), **each), link=link)
 
     first, second = simulate(config, specs)
 
@@ -245,6 +260,27 @@ def test_what_the_decode_instance_holds_is_not_sent() -> None:
         assert each.ttft_s == pytest.approx(prompt_s(new))
         moved_s = HANDOVER_S + sent * HANDOVER_TOKEN_S
         assert each.jct_s == pytest.approx(each.ttft_s + moved_s + decode_s(1100, 3))
+
+
+def test_what_only_the_prefill_instance_holds_is_sent() -> None:
+    """The first request ends with its prompt. That of the second is one chunk."""
+    specs = [named(0, 1100, 1, (1, 2)), named(1, 1100, 4, (1, 2), 100.0)]
+
+    _, second = simulate(pair(decode=engine(**ROOMY), **ROOMY), specs)
+
+    moved_s = HANDOVER_S + 1100 * HANDOVER_TOKEN_S
+    assert second.jct_s == pytest.approx(prompt_s(76) + moved_s + decode_s(1100, 3))
+
+
+def test_a_turn_is_decoded_where_the_last_one_was() -> None:
+    specs = [named(2 * n, 600, 3, (n,), 100.0 * n) for n in range(8)]
+    specs += [replace(each, id=each.id + 1, arrival_s=each.arrival_s + 50.0) for each in specs]
+    config = ClusterConfig(make_instances(1, 2, engine=engine(**ROOMY)))
+
+    served = simulate(config, sorted(specs, key=lambda each: each.id))
+
+    assert {each.decode for each in served} == {"decode-0", "decode-1"}
+    assert [each.decode for each in served[::2]] == [each.decode for each in served[1::2]]
 
 
 class _Lies(SplitMode):

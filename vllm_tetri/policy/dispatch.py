@@ -163,7 +163,8 @@ def choose_decode(
         return None
     best = policy(candidates, need)
     if best is not None:
-        holder = candidates.get(max(cached, key=cached.__getitem__)) if cached else None
+        most = sorted(cached, key=cached.__getitem__, reverse=True)  # prefill instances, too
+        holder = next((row for row in map(candidates.get, most) if row is not None), None)
         if holder is not None and holder.decodes <= best.decodes:
             best = holder
         reason = f"{best.heavy}:{best.light} heavy:light"
