@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
@@ -46,7 +46,7 @@ SYSTEMS = {**OURS, "least in flight": LeastInFlight, **MODES}
 PREFILL_PART = 0.625  # of the instances of a split: prompts are 35 times as long as outputs
 SLO = Objective(ttft_s=5.0, tpot_s=0.05)
 KEPT = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "jct_mean_s", "good", "split")
-BLOCK_TOKENS, PERIOD_S, TRAFFIC_S = 16, 0.1, 5.0
+BLOCK_TOKENS, PERIOD_S = 16, 0.1
 
 
 # -- the best possible -------------------------------------------------------------------
@@ -61,13 +61,12 @@ def best_hits(specs: Sequence[RequestSpec], most_names: int) -> tuple[float, flo
         following.append({name: seen.get(name, inf) for name in specs[number].names})
         seen.update(dict.fromkeys(specs[number].names, number))
     following.reverse()
-    recent = (dict.fromkeys(spec.names, -number) for number, spec in enumerate(specs))
+    recent = [dict.fromkeys(spec.names, -float(number)) for number, spec in enumerate(specs)]
     tokens = sum(spec.prompt_tokens for spec in specs)
-    lru, belady = (_hits(specs, most_names, ranks) for ranks in (recent, following))
-    return lru / tokens, belady / tokens
+    return (_hits(specs, most_names, recent) / tokens, _hits(specs, most_names, following) / tokens)
 
 
-def _hits(specs: Sequence[RequestSpec], most: int, ranks: Iterator[Any] | list[Any]) -> int:
+def _hits(specs: Sequence[RequestSpec], most: int, ranks: list[dict[int, float]]) -> int:
     """Return hits in tokens if the name of the highest rank goes first, and of equal ones that
     which is furthest from the start of its prompt."""
     cache, heap, hits = dict[int, float](), list[tuple[float, int, int]](), 0
@@ -132,64 +131,54 @@ def clusters(options: argparse.Namespace, results: Results, progress: Progress) 
 
 def traffic(turnover: int, prompt_blocks: int) -> dict[str, float]:
     """Return what an instance that caches and evicts `turnover` blocks a second sends, and what
-    that takes of a core there and at a router; a request of `prompt_blocks`, of which two thirds
-    are new, ends as often as that makes new blocks."""
+    that takes of a core there and at a router; requests of `prompt_blocks`, of which two thirds
+    are new, end as often as that makes new blocks."""
     from vllm_tetri.engine.compat import BlockRemoved, BlockStored
     from vllm_tetri.engine.residency import CacheLog
     from vllm_tetri.messages import CacheReport, decode_to_router, encode
 
     pool = SimpleNamespace(enable_caching=True, enable_kv_cache_events=True)
-    scheduler = SimpleNamespace(
+    scheduler: Any = SimpleNamespace(
         kv_event_publisher=SimpleNamespace(publish=lambda _: None),
         kv_cache_manager=SimpleNamespace(block_pool=pool),
         hash_block_size=BLOCK_TOKENS,
     )
-    log: Any = CacheLog(scheduler, SimpleNamespace(prefix_group=(0, BLOCK_TOKENS)))  # type: ignore[arg-type]
-    residency, me = Residency(), InstanceId("both-0")
-    each_step = round(turnover * PERIOD_S / 10)  # ten steps a report
-    held: list[bytes] = []
-    num_bytes, instance_s, router_s, due = 0, 0.0, 0.0, 0.0
-    for seq in range(round(TRAFFIC_S / PERIOD_S)):
-        steps = []
-        for _ in range(10):
-            new = [os.urandom(32) for _ in range(each_step)]
-            old, held = (held[:each_step], held[each_step:]) if seq > 9 else ([], held)
-            held += new
-            stored = BlockStored(
-                block_hashes=new, parent_block_hash=None, token_ids=[], block_size=BLOCK_TOKENS,
-                lora_id=None, medium=None, lora_name=None,
-            )  # fmt: skip
-            steps.append([stored, *([BlockRemoved(block_hashes=old, medium=None)] if old else [])])
-        due += turnover * PERIOD_S / (prompt_blocks * 2 / 3)
-        ended = [
+    log = CacheLog(scheduler, SimpleNamespace(prefix_group=(0, BLOCK_TOKENS)))  # type: ignore[arg-type]
+    residency, me, held = Residency(), InstanceId("both-0"), list[bytes]()
+    num_blocks, tokens = round(turnover * PERIOD_S), prompt_blocks * BLOCK_TOKENS
+    num_bytes, instance_s, router_s = 0, 0.0, 0.0
+    for seq in range(1, 51):
+        new = [os.urandom(32) for _ in range(num_blocks)]
+        old, held = held[: -10 * num_blocks], held[-10 * num_blocks :] + new
+        stored: dict[str, Any] = {"block_hashes": new, "parent_block_hash": None, "token_ids": []}
+        stored |= dict.fromkeys(("lora_id", "medium", "lora_name")) | {"block_size": BLOCK_TOKENS}
+        removed = [BlockRemoved(block_hashes=old, medium=None)] if old else []
+        events = SimpleNamespace(events=[BlockStored(**stored), *removed])
+        ended: list[Any] = [
             SimpleNamespace(
-                num_computed_tokens=prompt_blocks * BLOCK_TOKENS, block_hashes=held[:prompt_blocks],
-                request_id=f"cmpl-{seq}-{number}", num_prompt_tokens=prompt_blocks * BLOCK_TOKENS,
+                num_computed_tokens=tokens, block_hashes=held[:prompt_blocks],
+                request_id=f"cmpl-{seq}-{number}", num_prompt_tokens=tokens,
             )
-            for number in range(int(due))
+            for number in range(round(num_blocks / (prompt_blocks * 2 / 3)))
         ]  # fmt: skip
-        due -= len(ended)
         begun_s = time.process_time()
-        for events in steps:
-            log.publish(SimpleNamespace(events=events))
+        log.publish(events)
         for request in ended:
             log.record_request(request)
-        frame = encode(log.report(me, seq + 1, is_all=False))
+        report = log.report(me, seq, is_all=False)
+        assert report is not None
+        frame = encode(report)
         sent_s = time.process_time()
-        report = decode_to_router(frame)
-        assert isinstance(report, CacheReport)
-        residency.update(me, names_of(report.added), names_of(report.removed), is_all=False)
-        chains = [names_of(each.names) for each in report.chains]
-        assert len(chains) == len(ended)
+        got = decode_to_router(frame)
+        assert isinstance(got, CacheReport)
+        residency.update(me, names_of(got.added), names_of(got.removed), is_all=False)
+        assert len([names_of(each.names) for each in got.chains]) == len(ended)
         router_s += time.process_time() - sent_s
         instance_s += sent_s - begun_s
         num_bytes += len(frame)
-    assert residency.count(me) == len(held)
-    return {
-        "kb_per_s": num_bytes / TRAFFIC_S / 1e3,
-        "instance_core": instance_s / TRAFFIC_S,
-        "router_core": router_s / TRAFFIC_S,
-    }
+    passed_s = 50 * PERIOD_S
+    cores = {"instance_core": instance_s / passed_s, "router_core": router_s / passed_s}
+    return {"kb_per_s": num_bytes / passed_s / 1e3, **cores}
 
 
 def main() -> None:
@@ -206,9 +195,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.trace is None) == (options.traffic is None):
         parser.error("give either a trace or --traffic")
-    given = {
-        key: str(value) for key, value in vars(options).items() if key not in ("trace", "output")
-    }
+    where = ("trace", "output")
+    given = {key: str(each) for key, each in vars(options).items() if key not in where}
     site = Site("none", tuple(sorted(os.sched_getaffinity(0))), Path())
     metrics = ["hits", "lru", "belady", *KEPT, "busy"]
     head = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.sim.builders import COST, HANDOVER_S, HANDOVER_TOKEN_S, decode_s, engine, one, pair, spec
+from vllm_tetri import cli
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.dispatch import Dispatch
@@ -338,3 +340,16 @@ def test_prompts_that_end_alike_or_are_too_short_name_no_outputs(tmp_path: Path)
     shared = [(520, 900, [1, 2]), (530, 900, [1, 3]), (2000, 5, [1, 4, 5, 6])]
     assert read(tmp_path, *shared)[:2] == [(1,), (1,)]
     assert read(tmp_path, (600, 1500, [1, 2]), (1500, 5, [1, 4, 5]))[0] == (1,)
+
+
+def test_the_command_takes_names_from_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    row = '{"timestamp": %d, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}\n'
+    path.write_text(row % 0 + row % 100_000)
+
+    assert cli.main(["sim", "--trace", str(path), "--mode", "whole", "--json", "-"]) == 0
+
+    (system,) = json.loads(capsys.readouterr().out)["systems"]
+    assert system["cached"] == pytest.approx(1024 / 2200)
