@@ -274,6 +274,16 @@ def test_what_only_the_prefill_instance_holds_is_sent() -> None:
     assert second.jct_s == pytest.approx(prompt_s(76) + moved_s + decode_s(1100, 3))
 
 
+def test_a_transfer_of_a_part_that_is_given_up_frees_what_it_took() -> None:
+    """The second request opens one after its first chunk, and ends with its first token; instances
+    assert at the end that arenas are empty."""
+    specs = [named(0, 2000, 3, (1, 2, 3)), named(1, 2000, 1, (1, 2, 3), 100.0)]
+
+    _, second = simulate(pair(decode=engine(kv_blocks=300), kv_blocks=300, chunk_tokens=256), specs)
+
+    assert (second.held_tokens, second.is_split) == (1536, False)
+
+
 def test_a_turn_is_decoded_where_the_last_one_was() -> None:
     specs = [named(2 * n, 600, 3, (n,), 100.0 * n) for n in range(8)]
     specs += [replace(each, id=each.id + 1, arrival_s=each.arrival_s + 50.0) for each in specs]
