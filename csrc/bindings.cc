@@ -21,6 +21,7 @@ using tetri::Status;
 namespace {
 
 using Ids = py::array_t<int32_t, py::array::c_style>;
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Words = py::array_t<uint64_t, py::array::c_style | py::array::forcecast>;
 
 // The GIL, given back for as long as this lives. Taking it again ends a daemon thread when the
@@ -61,6 +62,14 @@ struct PyLayout {
       : core(std::move(core)), owner(std::move(owner)) {}
   PyLayout part(size_t first_page, size_t num_pages) const {
     return {std::make_shared<const tetri::Layout>(core->part(first_page, num_pages)), owner};
+  }
+  void copy_rows(const Ids& ids, Bytes memory, const Ids& rows, bool to_blocks) const {
+    const auto blocks = to_vector(ids);
+    const auto places = to_vector(rows);
+    uint8_t* bytes = memory.mutable_data();
+    const auto size = static_cast<uint64_t>(memory.size());
+    const NoGil unlocked;
+    core->copy_rows(blocks, bytes, size, places, to_blocks);
   }
   tetri::LayoutPtr core;
   py::object owner;
@@ -198,6 +207,8 @@ void bind_layout(py::module_& module) {
            "bases"_a, "block_strides"_a, "page_bytes"_a, "num_blocks"_a, "owner"_a,
            "starts"_a = py::none(), "wire_bytes"_a = 0, "is_device"_a = false)
       .def("part", &PyLayout::part, "first_page"_a, "num_pages"_a)
+      .def("copy_rows", &PyLayout::copy_rows, "block_ids"_a, "memory"_a.noconvert(), "rows"_a,
+           "to_blocks"_a)
       .def_property_readonly("num_layers", [](const PyLayout& it) { return it.core->num_layers(); })
       .def_property_readonly("num_blocks", [](const PyLayout& it) { return it.core->num_blocks(); })
       .def_property_readonly("block_bytes",

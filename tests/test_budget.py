@@ -31,25 +31,28 @@ PACKAGE = ROOT / "vllm_tetri"
 # third of it pins, and 480 of tests. NCCL added 450: both ends of a link to which both have to
 # contribute; its fake, and tests of every state of it, 600. That a placement looks at few of many
 # instances added 40 to the policies. Fetching prefixes added 450: the request to a holder, its
-# price, and a prompt that waits for it; tests of what can go wrong in them, 720. Prefix caches of the simulator (a cache, names of blocks, what
-# modes know of them) added 240, their tests and those of other routers' rules 530, and these rules,
-# the benchmark and its table 400 to the benchmarks.
+# price, and a prompt that waits for it; tests of what can go wrong in them, 720. Prefix caches of
+# the simulator (a cache, names of blocks, what modes know of them) added 240, their tests and those
+# of other routers' rules 530, and these rules, the benchmark and its table 400 to the benchmarks.
+# A pool of blocks that leave the prefix cache added 540: its index, orders that copy, loads from
+# it, and what routers and operators are told; 600 to the tests. With these the package is above
+# the 26,000; the predictor's server, protocol and training are to leave it.
 FOLDERS = {
-    "vllm_tetri": 25_920,
-    "vllm_tetri/policy": 3_400,
+    "vllm_tetri": 26_800,
+    "vllm_tetri/policy": 3_450,
     "vllm_tetri/control": 1_180,
-    "vllm_tetri/transport": 2_180,
-    "vllm_tetri/engine": 5_630,
-    "vllm_tetri/router": 5_790,
+    "vllm_tetri/transport": 2_290,
+    "vllm_tetri/engine": 6_000,
+    "vllm_tetri/router": 5_800,
     "vllm_tetri/predictor": 750,
     "vllm_tetri/launch": 1_800,
     "vllm_tetri/sim": 3_299,
     "examples/benchmarks": 6_088,
     "examples/predictor": 900,
     "csrc": 8_000,
-    "tests": 40_320,
+    "tests": 41_500,
 }
-MODULES = {"vllm_tetri/router": 23, "vllm_tetri/engine": 23, "vllm_tetri/policy": 16}
+MODULES = {"vllm_tetri/router": 23, "vllm_tetri/engine": 24, "vllm_tetri/policy": 17}
 FILE_LINES = 400
 FUNCTION_LINES = 60
 CONSTRUCTOR_PARAMETERS = 8
@@ -57,7 +60,7 @@ SERVE_OPTIONS = 26
 COMMANDS = 14
 COMMANDS_IN_HELP = 12
 DOC_PAGES = 15
-DOC_WORDS = 18_900  # the tables of models, links, layers and caches have 570
+DOC_WORDS = 19_300  # the tables of models, links, layers and caches have 570
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}

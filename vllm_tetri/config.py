@@ -140,6 +140,10 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "size of the receive arena",
         default="two prompts of --max-model-len, at least 256M (CUDA: 1G); at most 1/4 of the "
         "free /dev/shm and 1/8 of the memory")] = None
+    kv_pool: Annotated[str, _option(
+        "memory for KV blocks that the prefix cache has no room for, from which later prompts get "
+        "them back; with a folder, a file there, of which the kernel keeps in memory what fits",
+        "SIZE[:FOLDER]", "none")] = ""
     push: Annotated[Literal["chunk", "layer", "auto", "request"], _option(
         "when KV leaves: after its chunk; of a last chunk also layer by layer while it is computed "
         "(from host memory only), or so where that pays (auto); or once per request")] = "chunk"
@@ -160,6 +164,7 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 "address of this machine that they reach"
             )
         parse_link(self.link)
+        parse_pool(self.kv_pool)
         for name, kind in POLICY_KINDS.items():
             try:
                 load_policy(kind, getattr(self, name))
@@ -265,6 +270,16 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ValueError(f"{text!r} is not a size; write 256M for 2^28 or 256m for 256 million")
     return size
+
+
+def parse_pool(text: str) -> tuple[int, str]:
+    """Read ``SIZE[:FOLDER]`` of ``--tetri-kv-pool``: bytes, 0 without a pool, and the folder, empty
+    for memory; ConfigError if it is something else."""
+    size, _, folder = text.partition(":")
+    try:
+        return (parse_size(size) if text else 0), folder
+    except ValueError as error:
+        raise ConfigError(f"--tetri-kv-pool {text}: {error}") from error
 
 
 def control_host(address: str) -> str:

@@ -238,6 +238,12 @@ class InstanceLoad:
     kv_gone: Annotated[int, _counter("Hand-overs whose held prefix was gone.", "requests")] = 0
     fetched_tokens: Annotated[int, _counter("Prompt tokens whose KV was fetched.", "tokens")] = 0
     fetches_failed: Annotated[int, _counter("Fetches of a prefix that failed.", "fetches")] = 0
+    kv_pool_blocks: Annotated[int, _gauge("KV blocks in the pool.", "blocks")] = 0
+    kv_pool_total_blocks: Annotated[int, _gauge("KV blocks that fit into the pool.", "blocks")] = 0
+    kv_pool_hit_tokens: Annotated[int, _counter("Prompt tokens with KV of the pool.", "tokens")] = 0
+    kv_pool_evictions: Annotated[int, _counter("Blocks that the pool dropped.", "blocks")] = 0
+    kv_pool_bytes_saved: Annotated[int, _counter("KV bytes copied to the pool.", "bytes")] = 0
+    kv_pool_bytes_loaded: Annotated[int, _counter("KV bytes loaded from the pool.", "bytes")] = 0
     continued: Annotated[int, _counter("Requests continued after prior output.", "requests")] = 0
     recomputed: Annotated[int, _counter("Requests whose prior output was unfit.", "requests")] = 0
     dropped_messages: Annotated[int, _counter("Dropped control messages.", "messages")] = 0

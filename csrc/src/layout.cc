@@ -95,6 +95,22 @@ void Layout::scatter_range(const std::vector<int32_t>& ids, uint64_t begin, cons
   });
 }
 
+void Layout::copy_rows(const std::vector<int32_t>& ids, uint8_t* memory, uint64_t size,
+                       const std::vector<int32_t>& rows, bool to_blocks) const {
+  check_ids(ids);
+  const auto num_rows = static_cast<int64_t>(size / block_bytes_);
+  const auto is_row = [&](int32_t row) { return row >= 0 && row < num_rows; };
+  if (is_device_ || ids.size() != rows.size() || !std::all_of(rows.begin(), rows.end(), is_row)) {
+    throw std::invalid_argument("blocks of host memory and as many of " + std::to_string(num_rows) +
+                                " rows are expected");
+  }
+  for (size_t index = 0; index < ids.size(); ++index) {
+    uint8_t* row = memory + static_cast<uint64_t>(rows[index]) * block_bytes_;
+    const auto block = static_cast<uint64_t>(ids[index]);
+    to_blocks ? scatter_block(block, row) : gather_block(block, row);
+  }
+}
+
 void Layout::check_ids(const std::vector<int32_t>& ids) const {
   for (const int32_t id : ids) {
     if (id < 0 || static_cast<uint64_t>(id) >= num_blocks_) {

@@ -23,6 +23,7 @@ BOTH = {
     "test_flip",
     "test_handover",
     "test_order",
+    "test_pool",
     "test_robustness",
 }
 

@@ -13,7 +13,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -171,8 +171,9 @@ class Engine:
         is_device = self.device is not None
         layout = KVLayout(self.mover.layout.block_bytes * parts, self.shards, is_device)
         shape = WorkerShape(identity, layout, why_alone(self.config, self.cache_config))
-        self.workers[0].shape = shape
-        metadata = self.workers[0].get_handshake_metadata()
+        for worker in self.workers:
+            worker.shape = replace(shape)
+        metadata, *_ = [worker.get_handshake_metadata() for worker in self.workers]
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         init_none_hash(get_hash_fn_by_name("sha256"))
         self.hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))

@@ -14,7 +14,7 @@ from tests.engine.harness import Engine, vllm_config
 from tests.engine.pair import Pair, prompt
 from tests.transport.fake_device import FakeDevice
 from tests.transport.fake_nccl import FakeNccl
-from vllm_tetri.engine import compat, identity, receive, roles, worker
+from vllm_tetri.engine import compat, identity, roles, step, worker
 from vllm_tetri.engine.chunk_size import fit_to_chunking
 from vllm_tetri.errors import ConfigError, TransferError
 from vllm_tetri.types import Role
@@ -125,7 +125,7 @@ def test_a_load_is_large_by_what_a_shard_of_the_kv_copies(
     given: int | None,
     is_large: bool,
 ) -> None:
-    monkeypatch.setattr(receive, "CPU_LOAD_BYTES", shard_bytes)
+    monkeypatch.setattr(step, "CPU_LOAD_BYTES", shard_bytes)
     pair = Pair(tmp_path, num_ranks=num_ranks, load_budget_bytes=given, arena_bytes=1 << 20)
     pair.sent("a", tokens := prompt(160))
     request = pair.receive("a", tokens)

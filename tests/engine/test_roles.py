@@ -278,6 +278,8 @@ def test_wrong_values_are_one_clear_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "loopback" in refusal(capsys, "--role", "both", "--tetri-control", "tcp://10.0.0.1:1")
     assert "256M" in refusal(capsys, "--role", "both", "--tetri-arena-bytes", "lots")
     assert "streams" in refusal(capsys, "--role", "both", "--tetri-streams", "99")
+    none = refusal(capsys, "--role", "both", "--tetri-kv-pool", "1M:/nowhere")
+    assert "--tetri-kv-pool 1M:/nowhere: No such file or directory\n" in none
 
 
 def test_a_secret_opens_other_addresses(

@@ -159,7 +159,7 @@ class FakeDevice:
                 self.require(target, size)
                 ctypes.memmove(target, source, size)
 
-        return stream.submit(work)
+        return (stream or self.compute).submit(work)
 
     def queue(self, stream: Any, work: Callable[[int], None]) -> DeviceEvent:
         self.check()

@@ -113,13 +113,13 @@ class Pins:
         self._groups: dict[str, tuple[Sequence[KVCacheBlock], ...]] = {}  # by request
         self._asking: set[str] = set()
 
-    def hold(self, request: Request) -> None:
-        """Keep what is cached of a request that waits."""
-        groups = self._groups[request.request_id] = self._cache.get_computed_blocks(request)[
-            0
-        ].blocks
-        for blocks in groups:
+    def hold(self, request: Request) -> int:
+        """Keep what is cached of a request that waits, and return how many tokens that are."""
+        found, num_tokens, *_ = self._cache.get_computed_blocks(request)
+        self._groups[request.request_id] = found.blocks
+        for blocks in found.blocks:
             self._pool.touch(blocks)
+        return int(num_tokens)
 
     def release(self, request_id: str) -> None:
         """Let the blocks of a request go, if any; the end of its prompt is evicted first."""

@@ -58,7 +58,7 @@ try:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_request_block_hasher
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -153,6 +153,9 @@ SIGNATURES = {
     "EventPublisher.publish": "events",
     "BlockPool.touch": "blocks",
     "BlockPool.free_blocks": "ordered_blocks",
+    "BlockPool._maybe_evict_cached_block": "block",  # ours in its place, if there is a pool
+    "BlockPool.get_cached_block": "block_hash kv_cache_group_ids",
+    "get_block_hash": "key",
     "SingleTypeKVCacheManager.get_num_skipped_tokens": "num_computed_tokens",
     "get_request_block_hasher": "hash_block_size caching_hash_fn",
     "get_hash_fn_by_name": "hash_fn_name",
@@ -227,6 +230,7 @@ ATTRIBUTES = {
         "enable_caching",  # R: whether there is a prefix cache
         "enable_kv_cache_events",  # R, W: switched on for routers
     ),
+    "KVCacheBlock": ("block_id", "block_hash"),  # R: of a cached one, hash and group
     "KVConnectorBase_V1": ("_vllm_config",),  # R
     "KVCacheManager": ("block_pool", "use_eagle"),  # R
     "KVCacheCoordinator": ("single_type_managers",),  # R: .block_size, .kv_cache_spec

@@ -36,6 +36,7 @@ from vllm_tetri.engine.compat import (
 from vllm_tetri.engine.continuation import teach_v1_runner
 from vllm_tetri.engine.endpoint import Endpoint
 from vllm_tetri.engine.identity import alone_identity, identity_of, shards_of, why_alone
+from vllm_tetri.engine.pool import pool_places
 from vllm_tetri.engine.roles import CONFIG_KEY, config_of_rank, rank_of
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
@@ -127,6 +128,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             max_len = self._vllm_config.model_config.max_model_len
             sizes = [each.kv_cache_spec.block_size for each in self._cache_config.kv_cache_groups]
             self.shape.arena = self.worker.open_arena(sum(-(-max_len // each) for each in sizes))
+            layout, config = self.shape.layout, self._tetri
+            size, _ = pool_places(config, self._vllm_config, self._cache_config, layout)
+            self.worker.open_pool(size)
         return self.shape
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -184,13 +188,20 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         endpoint = self.endpoint
-        if endpoint.sends.refuses(request.request_id, num_computed_tokens):
-            return None, False
         num_tokens, is_background = endpoint.receives.match(
             request, num_computed_tokens, is_busy=bool(endpoint.scheduler.running)
         )
         if num_tokens is None:
             return None, is_background
+        if not num_tokens:
+            num_tokens, is_background = endpoint.pool.match(
+                request, num_computed_tokens, is_busy=bool(endpoint.scheduler.running)
+            )
+            if num_tokens is None:
+                return None, is_background
+        endpoint.pool.ask(request.request_id)
+        if endpoint.sends.refuses(request.request_id, num_computed_tokens + num_tokens):
+            return None, False
         endpoint.scheduler.pins.ask(request.request_id)
         missing_tokens = request.num_tokens - 1 - num_computed_tokens - num_tokens
         is_admitted = endpoint.scheduler.admits(request, missing_tokens)
@@ -204,18 +215,22 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         block_ids = blocks.get_block_ids()
         self.endpoint.receives.admitted(request, block_ids, num_external_tokens)
+        self.endpoint.pool.admitted(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.endpoint.scheduler.pins.end_step()
         meta = StepMeta(loads=self.endpoint.receives.take_loads())
+        self.endpoint.pool.fill(meta)
         self.endpoint.sends.fill(meta, scheduler_output)
         meta.is_empty = not scheduler_output.total_num_scheduled_tokens
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         endpoint, report = self.endpoint, connector_output.kv_connector_worker_meta
+        endpoint.pool.distrust(connector_output.invalid_block_ids)
         if isinstance(report, WorkerReport):
             endpoint.receives.report(report)
+            endpoint.pool.report(report)
             endpoint.sends.report(report)
             # vLLM asserts on an id that it does not hold; never return one.
             connector_output.finished_sending = endpoint.sends.take_freeable(report)
@@ -225,6 +240,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         endpoint = self.endpoint
         endpoint.receives.finish(request)
+        endpoint.pool.release(request.request_id)
         endpoint.cache.record_request(request)
         must_stay, prefilled = endpoint.sends.finish(request, block_ids)
         self._send_notes()

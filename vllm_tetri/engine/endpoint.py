@@ -26,6 +26,7 @@ from vllm_tetri.engine.compat import Request, is_cpu
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.identity import checkpoint_name, served_names
 from vllm_tetri.engine.load import LoadReader
+from vllm_tetri.engine.pool import Pool, pool_places
 from vllm_tetri.engine.prediction import (
     LengthsStore,
     Predictions,
@@ -88,7 +89,8 @@ class Endpoint(LoadReader):
         has_arena = self.receiver.stats().arena_total_bytes > 0
         self._nixl = offer_nixl(self.receiver, config.link, config.host) if has_arena else None
         blocks, pins = self.scheduler.blocks, self.scheduler.pins
-        self.receives = ReceiveSide(self.receiver, shape.layout, blocks, pins, config)
+        self.pool = self._make_pool(shape)
+        self.receives = ReceiveSide(self.receiver, shape.layout, blocks, pins, self.pool, config)
         self.info = self._describe(shape, self.receiver.endpoint)
         self.agent = Agent(
             config.control,
@@ -178,6 +180,19 @@ class Endpoint(LoadReader):
                 limit, layout.block_bytes,
             )  # fmt: skip
         return receiver
+
+    def _make_pool(self, shape: WorkerShape) -> Pool:
+        scheduler, config, layout = self.scheduler, self.config, shape.layout
+        size, why = pool_places(config, self._vllm_config, scheduler.kv_cache_config, layout)
+        if scheduler.hash_block_size != scheduler.blocks.block_tokens or self.alone:
+            size, why = 0, self.alone or "it looks for prefixes of less than a block"
+        tokens = size * scheduler.blocks.block_tokens
+        if size:
+            logger.info("--tetri-kv-pool %s: %d blocks = %d tokens", config.kv_pool, size, tokens)
+        elif config.kv_pool:
+            logger.warning("--tetri-kv-pool %s is not used, since %s", config.kv_pool, why)
+        block_pool = scheduler.kv_cache_manager.block_pool
+        return Pool(size, config, layout, scheduler.blocks, block_pool, self.cache)
 
     def _arena_size(self, shape: WorkerShape) -> ArenaSize:
         layout = shape.layout

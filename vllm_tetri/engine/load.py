@@ -18,10 +18,11 @@ import psutil
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.chunk_size import is_dummy
-from vllm_tetri.engine.compat import KVCacheManager, Request
+from vllm_tetri.engine.compat import KVCacheConfig, KVCacheManager, Request
 from vllm_tetri.engine.continuation import Continuations
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.pacing import StepClock
+from vllm_tetri.engine.pool import Pool
 from vllm_tetri.engine.prediction import LengthsStore, Predictions
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.engine.receive import ReceiveSide
@@ -52,6 +53,8 @@ class SchedulerState(Protocol):
     running: list[Request]
     waiting: PrefillQueue
     kv_cache_manager: KVCacheManager
+    kv_cache_config: KVCacheConfig
+    hash_block_size: int
     blocks: PromptBlocks
     pins: Pins
     gate: DecodeGate  # the admission policy of decodes
@@ -77,6 +80,7 @@ class LoadReader:
     agent: Agent
     dispatcher: Dispatcher
     sends: SendSide
+    pool: Pool
     receives: ReceiveSide
     predictions: Predictions
     lengths_store: LengthsStore
@@ -133,6 +137,7 @@ class LoadReader:
             kv_gone=receives.num_gone,
             fetched_tokens=receives.fetched_tokens,
             fetches_failed=receives.fetches_failed,
+            **self.pool.numbers(),
             continued=continuations.num_continued,
             recomputed=sum(continuations.refused.values()),
             dropped_messages=agent.dropped_messages,
@@ -194,13 +199,15 @@ class LoadReader:
             return {}
         finished = len(requests)
         num_receives = len(self.receives)
-        used = len(self.sends) + num_receives  # transfers and loads that use blocks
+        num_loading = sum(not self.receives.knows(each) for each in list(self.pool.loading))
+        used = len(self.sends) + num_receives + num_loading  # what uses blocks
         arena, waiting = self.receiver.stats(), scheduler.waiting
         own_slots = arena.slots - arena.filling - arena.unclaimed - arena.quarantined
         found = {
             "finished requests whose blocks nothing uses": finished - used,
             "transfers without a request": used - finished,
             "KV blocks": 0 if finished else self._used_blocks(),
+            "places of the pool": 0 if self.pool.loading else self.pool.index.num_pinned,
             "arena slots": own_slots - num_receives,
             "continued requests": len(scheduler.continuations.entries),
             "predictions": len(self.predictions.entries),

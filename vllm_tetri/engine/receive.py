@@ -21,8 +21,9 @@ from cachetools import TTLCache
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
-from vllm_tetri.engine.compat import Request, is_cpu
-from vllm_tetri.engine.step import KVLayout, Load, Lost, WorkerReport, decode_note
+from vllm_tetri.engine.compat import Request
+from vllm_tetri.engine.pool import Pool
+from vllm_tetri.engine.step import KVLayout, Load, Lost, WorkerReport, decode_note, load_budget
 from vllm_tetri.engine.transfers import Receive, State
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Fetch, PriorOutput, attempt_names, prefix_of
@@ -32,9 +33,6 @@ from vllm_tetri.types import TransferId
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
-# What may be loaded in a step, for each distinct shard of the KV: that takes 6 ms on a CPU, by one
-# thread at 10 GB/s, and 1 ms on a GPU, by DMA at the 25 GB/s of PCIe 4, which has not run.
-CPU_LOAD_BYTES, LOAD_BYTES = 64 << 20, 32 << 20
 
 
 class ReceiveSide:
@@ -46,13 +44,13 @@ class ReceiveSide:
         layout: KVLayout,
         blocks: PromptBlocks,
         pins: Pins,
+        pool: Pool,
         config: TetriConfig,
     ) -> None:
         self._receiver, self._layout = receiver, layout
-        self._blocks, self._pins = blocks, pins
+        self._blocks, self._pins, self._pool = blocks, pins, pool
         self._timeout_s = timeout_s = config.transfer_timeout_s
-        shard_bytes = CPU_LOAD_BYTES if is_cpu() else LOAD_BYTES
-        self._load_bytes = config.load_budget_bytes or shard_bytes * layout.shards.num_parts
+        self._load_bytes = load_budget(config.load_budget_bytes, layout)
         self._entries: dict[str, Receive] = {}
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
@@ -81,7 +79,7 @@ class ReceiveSide:
         self._entries[name] = Receive(name, params, num_tokens, wait_s, deadline, is_early)
         self._users.setdefault(params.transfer, set()).add(name)
         if params.held_tokens:
-            self._pins.hold(request)
+            self._pool.reach(request, self._pins.hold(request), params.held_tokens)
 
     def refuse(self, request: Request, params: DecodeParams) -> None:
         """Drop what was handed over for a decode request that enters the engine with another
@@ -181,14 +179,15 @@ class ReceiveSide:
             return (None if entry.state is State.WAITING else 0), False
         total_tokens = min(request.num_tokens - 1, entry.num_tokens)
         num_tokens = total_tokens - num_local_tokens
-        if is_gone := num_local_tokens < entry.params.held_tokens:
+        held_tokens = self._pool.reach(request, num_local_tokens, entry.params.held_tokens)
+        if is_gone := held_tokens < entry.params.held_tokens:
             self.num_gone += 1
             self.fetches_failed += entry.is_fetch
             logger.info(
                 "request %s: of %d prompt tokens that were not sent, since this instance held "
-                "their KV, its prefix cache has %d left. It computes the others and all that "
+                "their KV, its caches have %d left. It computes the others and all that "
                 "follows. If it repeats, give it more memory for KV.",
-                request.request_id, entry.params.held_tokens, num_local_tokens,
+                request.request_id, entry.params.held_tokens, held_tokens,
             )  # fmt: skip
         if is_gone or num_tokens <= 0 or not self._blocks.holds(entry.num_tokens, total_tokens):
             self._give_back(entry)
@@ -300,6 +299,7 @@ class ReceiveSide:
                 num_parts=slot.num_ranks,
                 runs=self._blocks.runs(entry.num_tokens, block_ids, **where),
                 is_background=entry.is_background,
+                pool=self._pool.take(request.request_id, block_ids, entry.params.held_tokens),
             )
         )
         entry.state = State.LOADING

@@ -43,6 +43,7 @@ class CacheLog(EventPublisher):
         self._scale = max(1, self.block_tokens // scheduler.hash_block_size)
         self._lock = threading.Lock()
         self._held: set[bytes] = set()
+        self._pooled: set[bytes] = set()  # in host memory as well, or only there
         self._changes: dict[bytes, bool] = {}  # since the last report: whether it came
         self._was_cleared = False
         self._chains: deque[RequestChain] = deque(maxlen=_MAX_CHAINS)
@@ -75,8 +76,22 @@ class CacheLog(EventPublisher):
         if not is_known or is_full or event.group_idx not in (None, self._group):
             return
         names = [_name(each) for each in event.block_hashes]
+        names = names if is_new else [each for each in names if each not in self._pooled]
         (self._held.update if is_new else self._held.difference_update)(names)
         self._changes.update(dict.fromkeys(names, is_new))
+
+    def keep(self, block_hash: bytes) -> None:
+        """Record that a block is in the pool of this instance from now on (engine thread)."""
+        with self._lock:
+            self._pooled.add(_name(block_hash))
+
+    def drop(self, block_hashes: Sequence[bytes], gone: Sequence[bytes]) -> None:
+        """Record that blocks left the pool, and which of them are nowhere here (engine thread)."""
+        with self._lock:
+            self._pooled.difference_update(map(_name, block_hashes))
+            names = [each for each in map(_name, gone) if each in self._held]
+            self._held.difference_update(names)
+            self._changes.update(dict.fromkeys(names, False))
 
     def record_request(self, request: Request) -> None:
         """Record the blocks of a request that ends here (engine thread)."""

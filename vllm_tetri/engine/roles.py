@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import psutil
 from msgspec import structs
 
 from vllm_tetri.config import (
@@ -25,12 +26,13 @@ from vllm_tetri.config import (
     encode_config,
     is_loopback,
     option_of,
+    parse_pool,
 )
 from vllm_tetri.engine.compat import current_platform, is_cpu, memory_node
 from vllm_tetri.engine.prediction import require_predictor
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.security import read_secret, secret_file_of
-from vllm_tetri.transport.segments import sweep_segments
+from vllm_tetri.transport.segments import require_memory, sweep_segments
 from vllm_tetri.types import Role, rank_name
 
 if TYPE_CHECKING:
@@ -95,7 +97,14 @@ def expand_role(
     namespace.shutdown_timeout = 0
     require_predictor(config)
     read_secret(config.secret_file)
-    _require_free_ports(config, getattr(namespace, "data_parallel_size", None) or 1)
+    num_engines = getattr(namespace, "data_parallel_size", None) or 1
+    _require_free_ports(config, num_engines)
+    pool_bytes, folder = parse_pool(config.kv_pool)
+    try:
+        require_memory(pool_bytes * num_engines, folder, psutil.virtual_memory().available)
+    except OSError as error:
+        why = error.strerror or error  # without the name that a file would have had
+        raise ConfigError(f"--tetri-kv-pool {config.kv_pool}: {why}") from error
     namespace.scheduler_cls = SCHEDULER
     model = getattr(namespace, "model_tag", None) or namespace.model
     # Not vLLM's configuration: that knows one name only, offline the folder of the hub's cache.
@@ -103,7 +112,7 @@ def expand_role(
     namespace.kv_transfer_config = kv_transfer_config(config, names)
     # A new list: the argparse default is shared by all parsers.
     namespace.middleware = [*(namespace.middleware or []), MIDDLEWARE]
-    if (getattr(namespace, "data_parallel_size", None) or 1) > 1:
+    if num_engines > 1:
         if (getattr(namespace, "api_server_count", None) or 1) > 1:
             logger.warning(_ONE_SERVER, namespace.api_server_count)
         namespace.api_server_count = 1

@@ -222,6 +222,7 @@ class TetriScheduler(Scheduler):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         self.pins.release_all()  # vLLM resets it only while no block is used
+        self._endpoint.pool.clear()
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -11,7 +11,6 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -19,26 +18,19 @@ from numpy.typing import NDArray
 
 from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.compat import load_nccl
+from vllm_tetri.engine.pool import open_rows
 from vllm_tetri.engine.step import FREED, Load, Open, StepMeta, WorkerReport, Write
 from vllm_tetri.errors import ConfigError, TransferError
 from vllm_tetri.security import kv_key_of
-from vllm_tetri.transport.blocks import (
-    PIECE_BYTES,
-    BlockMover,
-    Cut,
-    HostMover,
-    LayerProgress,
-    pieces,
-)
+from vllm_tetri.transport.blocks import BlockMover, Cut, HostMover, LayerProgress, Rows, pieces
 from vllm_tetri.transport.device import DeviceArena, DeviceEvent
 from vllm_tetri.transport.links import ARENA_KINDS, link_kinds, parse_link
 from vllm_tetri.transport.native import Arena, Sender, Transfer, TransferState
-from vllm_tetri.transport.nccl import NcclReceiver, NcclWire
-from vllm_tetri.transport.nixl import NixlWire
-from vllm_tetri.transport.push import Push, Wire, failure
+from vllm_tetri.transport.nccl import NcclReceiver
+from vllm_tetri.transport.push import Push, failure
 from vllm_tetri.transport.segments import LEAST_CUDA_BYTES, arena_size
 from vllm_tetri.transport.shards import Shards
-from vllm_tetri.transport.wires import DmaWire, StagedWire
+from vllm_tetri.transport.wires import make_wires
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +83,7 @@ class KVWorker:
             key=kv_key_of(config.secret_file),
         )
         timeout_s = config.transfer_timeout_s
-        wires = _wires(mover, links, timeout_s)
+        wires = make_wires(mover, links, timeout_s, load_nccl)
         self._nccl: NcclReceiver | None = None
         self._push = Push(self._sender, wires, timeout_s) if wires else None
         self.sending: dict[str, _Sending] = {}
@@ -104,6 +96,7 @@ class KVWorker:
         self._loading: dict[str, tuple[Load, Future[None]]] = {}
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
+        self.pool: Rows | None = None  # memory of blocks that left the prefix cache
 
     def track_layers(self, layers: dict[str, torch.Tensor]) -> None:
         """Let layers of KV in host memory, by name, leave by themselves if `--tetri-push` may ask
@@ -142,10 +135,19 @@ class KVWorker:
         self._device_arena = DeviceArena(address, num_bytes, handle, kind)
         return self._device_arena
 
+    def open_pool(self, num_places: int) -> None:
+        """Get memory for blocks that leave the prefix cache, once. ConfigError if there is none."""
+        if num_places and self.pool is None:
+            self.pool = open_rows(self._mover, num_places, self._config.kv_pool)
+
     # -- before the forward pass -------------------------------------------
 
     def stop_preempted(self, meta: StepMeta) -> None:
-        """Stop transfers that read blocks of preempted requests, which are about to be reused."""
+        """Stop transfers that read blocks of preempted requests, which are about to be reused. What
+        the pool is to keep of reused blocks is copied first."""
+        if meta.saves is not None:
+            assert self.pool is not None
+            self._mover.save_rows(self.pool, *meta.saves)
         stopped = {name for name in meta.stops if name in self.sending}
         for request_id in stopped:
             self.sending[request_id].transfer.cancel()
@@ -158,6 +160,8 @@ class KVWorker:
 
     def begin_step(self, meta: StepMeta) -> None:
         """Open and feed transfers; blocks named here are complete."""
+        for order in meta.early_loads:
+            self._load_now(order)
         if self._rank == 0:
             for endpoint, note in meta.notes:
                 self.send_note(endpoint, note)
@@ -263,11 +267,16 @@ class KVWorker:
             self._scatter(order, None)
         except (ValueError, OSError, RuntimeError, TransferError) as caught:
             error = caught
-            self._failed_blocks.update(chain.from_iterable(ids.tolist() for _, ids in order.runs))
+            self._failed_blocks |= order.block_ids
         self._record_load(order, error)
 
     def _scatter(self, order: Load, after: DeviceEvent | None) -> None:
-        """Copy from the arena, behind an event of the device if there is one."""
+        """Copy from arena and pool, behind an event of the device if there is one."""
+        if order.pool is not None:
+            assert self.pool is not None
+            self._mover.load_rows(self.pool, *order.pool, after)
+        if not order.runs:
+            return
         if self._device_arena is None and order.segment not in self._arenas:
             self._arenas[order.segment] = Arena(order.segment)
         arena, count = self._device_arena or self._arenas[order.segment], order.num_parts
@@ -365,6 +374,7 @@ class KVWorker:
             return
         for sending in self.sending.values():
             sending.transfer.cancel()
+        self._mover.settle()
         deadline = time.monotonic() + STOP_DEADLINE_S
         for sending in self.sending.values():
             while not sending.transfer.quiesced and time.monotonic() < deadline:
@@ -386,15 +396,3 @@ class KVWorker:
             arena.close()
         self._arenas.clear()
         self.sending.clear()
-
-
-def _wires(mover: BlockMover, links: list[str], timeout_s: float) -> dict[str, Wire]:
-    """Make what moves KV that the C++ core cannot move, by the kind of link."""
-    wires: dict[str, Wire] = {"nixl": NixlWire(timeout_s)} if "nixl" in links else {}
-    if (device := mover.device) is not None:
-        buffer_bytes = max(PIECE_BYTES, mover.layout.block_bytes)
-        copies = DmaWire(device)
-        wires |= {"dma": copies, "ipc": copies, "tcp": StagedWire(device, buffer_bytes)}
-        if "nccl" in links:  # it says what was late before the core does
-            wires["nccl"] = NcclWire(device, load_nccl(), timeout_s / 2, buffer_bytes)
-    return wires

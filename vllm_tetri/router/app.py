@@ -244,6 +244,7 @@ class _Routes:
             {
                 "id": each.info.id,
                 "blocks": blocks[each.info.id],
+                "pool_blocks": each.load.kv_pool_blocks,
                 "block_tokens": each.info.block_size,
             }
             for each in self._scheduler.monitor.view().instances

@@ -51,6 +51,15 @@ class Layout:
     starts: NDArray[np.uint64]
     def part(self, first_page: int, num_pages: int) -> Layout:
         """These pages of every block alone, at the same places of the slot's blocks."""
+    def copy_rows(
+        self,
+        block_ids: NDArray[np.int32],
+        memory: NDArray[np.uint8],
+        rows: NDArray[np.int32],
+        to_blocks: bool,
+    ) -> None:
+        """(waits) Copy blocks to rows of other host memory, each as long as a block, or back.
+        Raises ValueError when anything is out of range."""
 
 class SlotState(Enum):
     FILLING = 0

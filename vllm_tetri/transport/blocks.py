@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from vllm_tetri.transport.native import Arena, Layout
 
 BlockIds = NDArray[np.int32]
 Words = NDArray[np.uint64]
+Rows = NDArray[np.uint8]  # host memory, in rows as long as a block
 PIECE_BYTES = 16 << 20  # of a device's memory, moved at once
 PAGE_GROUPS = 16  # parts in which blocks leave layer by layer
 
@@ -73,6 +75,24 @@ class BlockMover(Protocol):
         """Fill blocks from parts of a slot, on a device behind an event (None: host memory).
         Returns when they are filled. RuntimeError if the device failed, ValueError if the slot
         does not have them."""
+        ...
+
+    def adopt(self, memory: Rows) -> None:
+        """Make host memory reachable for the next two. RuntimeError if the device refuses it."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until no row is written any more."""
+        ...
+
+    def save_rows(self, memory: Rows, rows: BlockIds, block_ids: BlockIds) -> None:
+        """Copy blocks to rows, behind all work that was submitted so far, before what follows."""
+        ...
+
+    def load_rows(
+        self, memory: Rows, rows: BlockIds, block_ids: BlockIds, after: DeviceEvent | None
+    ) -> None:
+        """Fill blocks from rows as `scatter` does."""
         ...
 
     def close(self) -> None: ...
@@ -174,6 +194,20 @@ class HostMover:
                 self._layouts[cut] = cut.layout(self.layout)
             arena.load(offset, first_block, self._layouts[cut], block_ids)
 
+    def adopt(self, memory: Rows) -> None:
+        """Do nothing: the native core reaches all host memory."""
+
+    def settle(self) -> None:
+        """Do nothing: copies are over when they return."""
+
+    def save_rows(self, memory: Rows, rows: BlockIds, block_ids: BlockIds) -> None:
+        self.layout.copy_rows(block_ids, memory, rows, to_blocks=False)
+
+    def load_rows(
+        self, memory: Rows, rows: BlockIds, block_ids: BlockIds, after: DeviceEvent | None
+    ) -> None:
+        self.layout.copy_rows(block_ids, memory, rows, to_blocks=True)
+
     def progress(self, tensors: dict[str, torch.Tensor]) -> LayerProgress:
         """Return that of forward passes over these layers, whose tensors are this mover's."""
         begins, ends = self.layout.bases, self.layout.bases + self.layout.page_bytes
@@ -192,6 +226,7 @@ class DeviceMover:
     def __init__(self, device: Device, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
         self.layout = _layout_of(tensors, num_blocks, is_device=True)
         self.device: Device | None = device
+        self._device = device
         self.stream = device.make_stream()
         self._registered: dict[int, Device] = {}  # by address of the mapping
         self._lock = threading.Lock()  # a copier thread loads, and `close` is the engine's
@@ -205,12 +240,8 @@ class DeviceMover:
         after: DeviceEvent | None,
     ) -> None:
         """Copy into blocks what a slot has for them, behind `after`, and wait until it is there."""
-        device = self.device
-        assert device is not None
-        with self._lock:
-            if isinstance(arena, Arena) and arena.address not in self._registered:
-                device.register(arena.address, arena.num_bytes)
-                self._registered[arena.address] = device
+        if isinstance(arena, Arena):
+            self._reach(arena.address, arena.num_bytes)
         events = []
         for offset, cut in sources:
             layout = self.layout if cut is None else cut.layout(self.layout)
@@ -219,12 +250,36 @@ class DeviceMover:
             if begin + num_bytes > arena.num_bytes:
                 raise ValueError(f"bytes {begin} to {begin + num_bytes} are not in the arena")
             pages, places, sizes = places_of(layout, block_ids, arena.address + begin)
-            events.append(device.copy(self.stream, Copies(places, pages, sizes), after))
+            events.append(self._device.copy(self.stream, Copies(places, pages, sizes), after))
         for event in events:
             event.synchronize()
 
+    def _reach(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            if address not in self._registered:
+                self._device.register(address, num_bytes)
+                self._registered[address] = self._device
+
+    def settle(self) -> None:
+        with suppress(RuntimeError):  # the device failed
+            self._device.mark().synchronize()
+
+    def adopt(self, memory: Rows) -> None:
+        self._reach(memory.ctypes.data, memory.nbytes)
+
+    def save_rows(self, memory: Rows, rows: BlockIds, block_ids: BlockIds) -> None:
+        pages, places, sizes = places_of(self.layout, block_ids, memory.ctypes.data, rows)
+        self._device.copy(None, Copies(pages, places, sizes), None)
+
+    def load_rows(
+        self, memory: Rows, rows: BlockIds, block_ids: BlockIds, after: DeviceEvent | None
+    ) -> None:
+        pages, places, sizes = places_of(self.layout, block_ids, memory.ctypes.data, rows)
+        self._device.copy(self.stream, Copies(places, pages, sizes), after).synchronize()
+
     def close(self) -> None:
-        """Let go of arenas. No load may be under way."""
+        """Let go of host memory. No load may be under way."""
+        self.settle()
         with self._lock:
             for address, device in self._registered.items():
                 device.unregister(address)

@@ -41,9 +41,10 @@ class CudaDevice:
         return torch.cuda.Stream(device=self._device)
 
     def copy(
-        self, stream: torch.cuda.Stream, copies: Copies, after: DeviceEvent | None
+        self, stream: torch.cuda.Stream | None, copies: Copies, after: DeviceEvent | None
     ) -> DeviceEvent:
         columns = copies.sources, copies.targets, copies.sizes
+        stream = stream or torch.cuda.current_stream(self._device)
         if after is not None:
             assert isinstance(after, torch.cuda.Event)
             stream.wait_event(after)

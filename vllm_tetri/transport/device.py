@@ -91,8 +91,8 @@ class Device(Protocol):
 
     def make_stream(self) -> Any: ...
     def copy(self, stream: Any, copies: Copies, after: DeviceEvent | None) -> DeviceEvent:
-        """Queue copies behind `after` and all earlier ones of the stream, without waiting. The
-        event that is returned comes behind them."""
+        """Queue copies behind `after` and all earlier ones of the stream (None: the calling
+        thread's compute stream), without waiting. The event that is returned comes behind them."""
         ...
 
     def queue(self, stream: Any, work: Callable[[int], None]) -> DeviceEvent:
@@ -123,16 +123,20 @@ class Device(Protocol):
     def free_bytes(self) -> int: ...  # that nothing has allocated
 
 
-def places_of(layout: Layout, block_ids: NDArray[np.int32], base: int) -> tuple[Addresses, ...]:
+def places_of(
+    layout: Layout, block_ids: NDArray[np.int32], base: int, rows: NDArray[np.int32] | None = None
+) -> tuple[Addresses, ...]:
     """Return where blocks are in paged memory and where in dense memory from address `base` on,
-    and sizes. Runs that follow one another on both sides are one."""
-    ids, rows = block_ids.astype(np.int64)[:, None], np.arange(len(block_ids))[:, None]
+    there in these rows (None: 0, 1, ...), and sizes. Runs that follow one another on both sides are
+    one."""
+    numbers = np.arange(len(block_ids)) if rows is None else rows
+    ids, numbers = (each.astype(np.int64)[:, None] for each in (block_ids, numbers))
     bases, strides, sizes, starts = (
         each.astype(np.int64)
         for each in (layout.bases, layout.block_strides, layout.page_bytes, layout.starts)
     )
     pages = (bases + ids * strides).ravel()
-    places = (base + rows * layout.block_bytes + starts).ravel()
+    places = (base + numbers * layout.block_bytes + starts).ravel()
     sizes = np.tile(sizes, len(block_ids))
     ends_run = np.ones(len(sizes), dtype=np.bool_)
     ends_run[:-1] = pages[:-1] + sizes[:-1] != pages[1:]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -57,6 +59,32 @@ def arena_bounds(
         f"1/{SHARED_PART} of the free /dev/shm": free_bytes // SHARED_PART,
         f"1/{MEMORY_PART} of the memory": available_bytes // MEMORY_PART,
     }
+
+
+def map_memory(num_bytes: int, folder: str) -> mmap.mmap:
+    """Map host memory, or a file without a name in a folder, which goes with this process. OSError
+    if there is not as much, or the folder cannot be written."""
+    if not folder:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return mmap.mmap(-1, num_bytes, flags=flags)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return mmap.mmap(file.fileno(), num_bytes)
+
+
+def require_memory(
+    num_bytes: int, folder: str, available_bytes: int, limit: Path = MEMORY_LIMIT
+) -> None:
+    """Raise an OSError if `map_memory` would, or memory is short; nothing stays allocated."""
+    if folder:
+        tempfile.TemporaryFile(dir=folder).close()
+        free_bytes, where = shutil.disk_usage(folder).free, folder
+    else:
+        free_bytes, where = available_bytes, "memory"
+        with contextlib.suppress(OSError, ValueError):  # no file; or without a limit, "max"
+            free_bytes = min(free_bytes, int(limit.read_text()))
+    if free_bytes < num_bytes:
+        raise OSError(f"{where} has {free_bytes / (1 << 30):.1f} GiB left")
 
 
 def abandoned_segments(folder: Path = SHARED_MEMORY, *, remove: bool = False) -> list[Path]:

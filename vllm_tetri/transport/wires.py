@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vllm_tetri.errors import TransferError
+from vllm_tetri.transport.blocks import PIECE_BYTES, BlockMover
 from vllm_tetri.transport.device import (
     Copies,
     Device,
@@ -23,6 +25,9 @@ from vllm_tetri.transport.device import (
     span_of,
 )
 from vllm_tetri.transport.native import Arena, Layout, Order
+from vllm_tetri.transport.nccl import NcclWire
+from vllm_tetri.transport.nixl import NixlWire
+from vllm_tetri.transport.push import Wire
 
 MAX_ORDERS = 16  # queued on the device at once: what is behind them can still be cancelled
 NUM_BUFFERS = 4
@@ -189,3 +194,17 @@ def _dense(layout: Layout, num_blocks: int, owner: Any) -> Layout:
     starts, strides = layout.starts, np.full(layout.num_layers, layout.block_bytes, np.uint64)
     bases = np.uint64(owner.address) + starts
     return Layout(bases, strides, layout.page_bytes, num_blocks, owner, starts, layout.block_bytes)
+
+
+def make_wires(
+    mover: BlockMover, links: list[str], timeout_s: float, load_nccl: Callable[[], Any]
+) -> dict[str, Wire]:
+    """Make what moves KV that the C++ core cannot move, by the kind of link."""
+    wires: dict[str, Wire] = {"nixl": NixlWire(timeout_s)} if "nixl" in links else {}
+    if (device := mover.device) is not None:
+        buffer_bytes = max(PIECE_BYTES, mover.layout.block_bytes)
+        copies = DmaWire(device)
+        wires |= {"dma": copies, "ipc": copies, "tcp": StagedWire(device, buffer_bytes)}
+        if "nccl" in links:  # it says what was late before the core does
+            wires["nccl"] = NcclWire(device, load_nccl(), timeout_s / 2, buffer_bytes)
+    return wires
