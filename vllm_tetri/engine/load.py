@@ -94,8 +94,7 @@ class LoadReader:
     def read_load(self) -> InstanceLoad:
         """Return the numbers of the next load report; counters are exact at rest."""
         scheduler, agent, arena = self.scheduler, self.agent, self.receiver.stats()
-        sends, receives = self.sends, self.receives
-        predictions, continuations = self.predictions, scheduler.continuations
+        sends, receives, continuations = self.sends, self.receives, scheduler.continuations
         requests = [
             one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
         ]
@@ -104,7 +103,7 @@ class LoadReader:
         expected = partial(scheduler.lengths.total_tokens, end=End.EXPECTED)
         total_tokens = [expected(each, produced_tokens=each.num_output_tokens) for each in decodes]
         heavy = sum(total > HEAVY_TOKENS for total in total_tokens)
-        fit, predictor = scheduler.clock.fit, predictions.predictor
+        fit, predictor = scheduler.clock.fit, self.predictions.predictor
         tally = predictor.tally if predictor is not None else Tally()
         return InstanceLoad(
             running=len(running),
@@ -146,7 +145,7 @@ class LoadReader:
             cpu_s=self._cpu_s(),
             threads=threading.active_count(),
             predictions_made=tally.made,
-            predictions_missed=predictions.missed,
+            predictions_missed=self.predictions.missed,
             predictions_refused=tally.refused,
             predictions_failed=tally.failed,
             bucket_tokens=self.lengths_store.lengths.bucket_tokens(),
