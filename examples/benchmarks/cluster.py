@@ -78,6 +78,7 @@ SYSTEMS = {
     "adaptive-2p1d": System(3, up=("--mode", "adaptive", "--prefill", "2", "--decode", "1")),
     "whole-2": System(2, up=("--mode", "whole", "--both", "2")),
     "adaptive-2": System(2, up=("--mode", "adaptive", "--both", "2")),
+    "adaptive-3": System(3, up=("--mode", "adaptive", "--both", "3")),
     "tbt-slo": System(up=("--mode", "whole", "--both", "1"), serve=("--tetri-tbt-slo", "0.25")),
 }
 
@@ -157,9 +158,11 @@ def serving(name: str, site: Site, *, up: Sequence[str] = ()) -> Iterator[str]:
             facts = stack.enter_context(our_cluster(site, [*system.up, *up], name, system))
             yield facts["url"]
         elif name.startswith("replicas"):
-            places = _halves(site) if system.engines == 2 else [site.cores] * system.engines
+            is_shared = system.engines > len(site.cores)
+            places = [site.cores] * system.engines if is_shared else _halves(site)
+            calm = {**PASSIVE, "OMP_NUM_THREADS": "1"} if is_shared else None
             urls = [
-                stack.enter_context(stock(site, f"{name}-{part}", system, cores))
+                stack.enter_context(stock(site, f"{name}-{part}", system, cores, variables=calm))
                 for part, cores in enumerate(places)
             ]
             words = ["--policy", system.policy, "--worker-urls", *urls]

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_tetri.engine import endpoint
 from vllm_tetri.engine.compat import SchedulerOutput
 from vllm_tetri.engine.executor import CalmExecutor
 
@@ -68,6 +69,8 @@ class PacedExecutor(CalmExecutor):
     """Computes a step, then sleeps until it has taken as long as its `Pace` says."""
 
     def _init_executor(self) -> None:
+        # What instances of one machine share is its cores, which a modelled device has none of.
+        endpoint.device_place = lambda gpu: f"modelled {os.getpid()}"  # type: ignore[attr-defined]
         super()._init_executor()
         pace = Pace(**self.vllm_config.additional_config["pace"])
         self._timeline = Timeline(pace)

@@ -52,9 +52,10 @@ PAPER_SYSTEMS = {
 CONVERSATIONS = {
     "stock": "stock, one device",
     "replicas-3-cache": "3 replicas, vllm-router cache-aware",
-    "split-2p1d-uncached": "split, no caches",
-    "split-2p1d": "split",
-    "adaptive-2p1d": "adaptive",
+    "split-2p1d-uncached": "the same without caches",
+    "split-2p1d": "split, 2 prefill + 1 decode",
+    "adaptive-2p1d": "adaptive, 2 prefill + 1 decode",
+    "adaptive-3": "adaptive, 3 `both`",
 }
 MEANS = ("first_ttft_ms", "later_ttft_ms", "jct_ms", "cached", "kv_bytes_sent")
 
