@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -112,13 +113,18 @@ async def test_answers_of_known_length_are_priced_by_it() -> None:
         assert await where(made, max_tokens=4000, ignore_eos=True) == ("p", "p")
 
 
-async def test_requests_in_a_burst_spread_before_any_report() -> None:
+async def test_requests_in_a_burst_spread_before_any_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     many = [FakeInstance(name, Role.BOTH) for name in "abcd"]
     for each in many:
         each.load = FREE
     held_back(*many)
     async with cluster(*many, mode=Mode.ADAPTIVE) as made:
         await until_reported(made)
+        placer = made.scheduler.placer
+        placer._renew(time.monotonic(), "tiny")
+        monkeypatch.setattr(placer, "_renew", lambda *_: None)  # however long the burst takes
         tasks = await begin(made, 8)
         assert [len(each.calls) for each in many] == [2, 2, 2, 2]
         let_go(*many)
