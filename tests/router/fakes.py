@@ -514,8 +514,8 @@ async def refused(made: Cluster, who: str, path: str = "/v1/completions", **body
 async def until_reported(made: Cluster) -> None:
     """The router has the current report of every instance."""
     await eventually(made.is_reported)
-    # It looks at a picture for a moment.
-    made.scheduler.set_mode(made.scheduler.placer.mode)
+    # Placements use what they took of it for 20 ms, and take it again when that is older.
+    await asyncio.sleep(0.025)
 
 
 async def metric(made: Cluster, line: str) -> float:
