@@ -1,10 +1,12 @@
 // The few lines of a test framework that these tests need.
 #pragma once
 
+#include <chrono>
 #include <cstdio>
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -26,6 +28,17 @@ struct Registration {
 inline void check(bool holds, const char* what, const char* file, int line) {
   if (holds) return;
   throw std::runtime_error(std::string(file) + ":" + std::to_string(line) + ": " + what);
+}
+
+/// Waits until a condition holds, at most half a minute.
+template <typename Condition>
+void eventually(Condition condition) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + std::chrono::seconds(30);
+  while (!condition()) {
+    check(Clock::now() < deadline, "not in 30 s", __FILE__, __LINE__);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 }  // namespace tetri::test

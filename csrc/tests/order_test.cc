@@ -13,6 +13,7 @@
 #include "tetri/sender.h"
 
 using namespace tetri;
+using tetri::test::eventually;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
@@ -47,15 +48,6 @@ SenderOptions sending(std::vector<std::string> links = {"dma"}, const std::strin
   options.io_timeout = seconds(10);
   options.key = key;
   return options;
-}
-
-template <typename Check>
-void eventually(Check check) {
-  const TimePoint deadline = Clock::now() + seconds(30);
-  while (!check()) {
-    CHECK(Clock::now() < deadline);
-    std::this_thread::sleep_for(milliseconds(1));
-  }
 }
 
 std::vector<int32_t> ids(size_t count) {

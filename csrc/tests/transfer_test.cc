@@ -12,6 +12,7 @@
 #include "tetri/sender.h"
 
 using namespace tetri;
+using tetri::test::eventually;
 using std::chrono::seconds;
 
 namespace {
@@ -48,15 +49,6 @@ SenderOptions sending(const Links& links) {
   options.open_timeout = seconds(10);
   options.io_timeout = seconds(10);
   return options;
-}
-
-template <typename Check>
-void eventually(Check check) {
-  const TimePoint deadline = Clock::now() + seconds(30);
-  while (!check()) {
-    CHECK(Clock::now() < deadline);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
 }
 
 std::vector<int32_t> all_ids(unsigned seed) {

@@ -3,7 +3,7 @@
 The engine computes a small model and then waits until the step has taken as long as on a device of
 its own: scale * (base + per token + per token of context). The constants are SmolLM2-135M's,
 bfloat16, on one core of an AMX server CPU. KV is real and is handed over; only the time is not the
-machine's. `options` gives what `vllm serve` needs for it.
+machine's. The functions below give what `vllm serve` needs for it.
 """
 
 from __future__ import annotations
@@ -97,19 +97,29 @@ class PacedExecutor(CalmExecutor):
         return output
 
 
-def options(folder: Path, scale: float, kv_tokens: int) -> tuple[str, ...]:
-    """Return options of `vllm serve` for a paced engine with KV memory for `kv_tokens`."""
+def device_options(folder: Path, scale: float, kv_tokens: int) -> tuple[str, ...]:
+    """Return options of `vllm serve` for a modelled device with KV memory for `kv_tokens`."""
     pace = {"pace": asdict(Pace(str(folder), scale))}
     return (
         *("--distributed-executor-backend", "examples.benchmarks.pace.PacedExecutor"),
         *("--additional-config", json.dumps(pace), "--dtype", "float32"),
         *("--block-size", str(BLOCK_TOKENS), "--max-model-len", str(WINDOW_TOKENS)),
         *("--num-gpu-blocks-override", str(kv_tokens // BLOCK_TOKENS + 1)),
-        *("--kv-cache-memory-bytes", "128M", "--tetri-arena-bytes", "128M"),
-        *("--max-num-seqs", "256", "--tetri-report-period", str(0.1 * scale)),
+        *("--kv-cache-memory-bytes", "128M", "--max-num-seqs", "256"),
         *("--max-num-queued-tokens", str(1 << 30)),
-        *("--stream-interval", "1000000"),  # single tokens would cost more than computing them
     )
+
+
+def our_options(scale: float) -> tuple[str, ...]:
+    """Return the further options of an instance of ours on such a device."""
+    return ("--tetri-arena-bytes", "128M", "--tetri-report-period", str(0.1 * scale))
+
+
+def options(folder: Path, scale: float, kv_tokens: int) -> tuple[str, ...]:
+    """Return all options of an instance of ours whose single tokens are not looked at: each would
+    cost more than computing it."""
+    device = device_options(folder, scale, kv_tokens)
+    return (*device, *our_options(scale), "--stream-interval", "1000000")
 
 
 def worst_s(folder: Path) -> float:

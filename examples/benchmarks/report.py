@@ -52,7 +52,7 @@ PAPER_SYSTEMS = {
 CONVERSATIONS = {
     "stock": "stock, one device",
     "replicas-3-cache": "3 replicas, vllm-router cache-aware",
-    "split-2p1d-uncached": "the same without caches",
+    "split-2p1d-uncached": "split, without caches",
     "split-2p1d": "split, 2 prefill + 1 decode",
     "adaptive-2p1d": "adaptive, 2 prefill + 1 decode",
     "adaptive-3": "adaptive, 3 `both`",

@@ -131,16 +131,11 @@ def paced(name: str, site: Site, options: argparse.Namespace) -> Site:
         return site
     late = site.folder / "late"
     late.mkdir(exist_ok=True)
-    words = [*pace.options(late, options.scale, options.kv_tokens // SYSTEMS[name].engines)]
-    cuts = {"--stream-interval"} if SYSTEMS[name].up else {"--stream-interval", "--tetri"}
-    kept = [
-        each
-        for pair in zip(words[::2], words[1::2], strict=True)
-        for each in pair
-        if not pair[0].startswith(tuple(cuts))
-    ]
+    system = SYSTEMS[name]
+    words = pace.device_options(late, options.scale, options.kv_tokens // system.engines)
+    words += pace.our_options(options.scale) if system.up else ()
     environment = {**site.environment, "PYTHONPATH": str(ROOT)}
-    return replace(site, serve=(*kept, *site.serve), environment=environment)
+    return replace(site, serve=(*words, *site.serve), environment=environment)
 
 
 def main() -> None:

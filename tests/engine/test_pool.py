@@ -436,5 +436,5 @@ def test_any_mix_of_turns_is_right_and_ends_at_rest(
 
 
 def test_a_report_of_another_request_changes_nothing(engine: Engine) -> None:
-    engine.endpoint.pool.report(WorkerReport(loaded={"nobody": 1}))
+    engine.endpoint.pool.report(WorkerReport(loaded={"unknown": 1}))
     assert load(engine).kv_pool_bytes_loaded == 0

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from tests.transport.conftest import Backend, empty, ended, fails
 from tests.transport.sides import ARENA, BLOCKS, BUFFER, PAGE, Side, Two, make_two, still
 from vllm_tetri.transport import nccl
 from vllm_tetri.transport.device import DeviceArena, read_offer
-from vllm_tetri.transport.native import Status, TransferState
+from vllm_tetri.transport.native import Status, Transfer, TransferState
 
 BLOCK = 2 * PAGE  # bytes
 ALL = ARENA // BLOCK  # blocks
@@ -122,6 +123,16 @@ def posted(side: Side, name: str) -> int:
     return sum(call == name and size > 1 for call, size in side.library.calls)
 
 
+@contextmanager
+def under_way(out: Side, into: Side) -> Iterator[Transfer]:
+    """A transfer whose send is posted, and does not end before the context does."""
+    before = posted(out, "send")
+    with out.device.held(out.device.streams[-1]):
+        transfer = out.send(into, "t", [1, 2])
+        eventually(lambda: posted(out, "send") > before)
+        yield transfer
+
+
 def test_nothing_is_posted_before_the_blocks_are_complete(sides: tuple[Side, Side]) -> None:
     out, into = sides
     assert works(out, into)
@@ -141,10 +152,7 @@ def test_blocks_are_read_until_their_send_is_over(
 ) -> None:
     out, into = sides
     assert works(out, into)
-    before = posted(out, "send")
-    with out.device.held(out.device.streams[-1]):
-        transfer = out.send(into, "t", [1, 2])
-        eventually(lambda: posted(out, "send") > before)
+    with under_way(out, into) as transfer:
         if is_cancelled:
             transfer.cancel()
             into.receiver.cancel("t")
@@ -366,10 +374,7 @@ def test_versions_that_do_not_fit_are_named(two: Two) -> None:
 def test_a_device_that_fails_ends_its_transfers_at_once(sides: tuple[Side, Side]) -> None:
     out, into = sides
     assert works(out, into)
-    before = posted(out, "send")
-    with out.device.held(out.device.streams[-1]):
-        transfer = out.send(into, "t", [1, 2])
-        eventually(lambda: posted(out, "send") > before)
+    with under_way(out, into) as transfer:
         out.device.is_lost = True
         fails(transfer, Status.INVALID, "the device failed, restart this instance", 2.0)
     out.device.is_lost = False
