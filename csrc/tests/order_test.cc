@@ -13,9 +13,9 @@
 #include "tetri/sender.h"
 
 using namespace tetri;
-using tetri::test::eventually;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using tetri::test::eventually;
 
 namespace {
 

@@ -12,8 +12,8 @@
 #include "tetri/sender.h"
 
 using namespace tetri;
-using tetri::test::eventually;
 using std::chrono::seconds;
+using tetri::test::eventually;
 
 namespace {
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,16 @@ def test_nothing_is_left_after_close(core: Backend) -> None:
     assert not [path for path in segments if path.exists()]
 
 
+def core_threads() -> set[str]:
+    """The threads of this process that the core named: others come and go."""
+    named = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "comm").read_text().startswith("tetri-"):
+                named.add(task.name)
+    return named
+
+
 def wakes(threads: set[str]) -> int:
     """How often these threads of this process went to sleep so far."""
     states = (Path(f"/proc/self/task/{thread}/status").read_text() for thread in threads)
@@ -102,12 +113,12 @@ def wakes(threads: set[str]) -> int:
 
 
 def test_an_idle_pair_sleeps(core: Backend) -> None:
-    others = {path.name for path in Path("/proc/self/task").iterdir()}
+    others = core_threads()
     receiver, sender, cache = core.ends()
     ended(core.push(sender, receiver, "t", cache, range(8)))
     held = sender.open(receiver.endpoint, "held", 4, 512)
     eventually(lambda: receiver.find("held"))
-    threads = {path.name for path in Path("/proc/self/task").iterdir()} - others
+    threads = core_threads() - others
     assert threads
     before = wakes(threads)
     threading.Event().wait(1.0)
