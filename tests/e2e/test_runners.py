@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 RUNNERS = Path(__file__).parents[1] / "runners"
 REST_S = 30.0  # the interpreter is slow; what is left then is a leak
-NUM_BLOCKS = 32
+NUM_BLOCKS = 26
 BLOCK_BYTES = 48 << 10  # of 32 tokens
 SERVE = ("--max-model-len", "768", "--block-size", "32",
          "--kv-cache-memory-bytes", str(NUM_BLOCKS * BLOCK_BYTES))  # fmt: skip
@@ -51,8 +51,8 @@ ASKED = [
 ] + [chat(30, max_tokens=12, logprobs=True, top_logprobs=2, **STREAM)]  # fmt: skip
 # More than fit together into the KV caches of two decode instances.
 LONG = [
-    completion(50 + 9 * at, max_tokens=120, **STREAM, **(SEEDED if at % 2 else {}))
-    for at in range(14)
+    completion(50 + 9 * at, max_tokens=80, **STREAM, **(SEEDED if at % 2 else {}))
+    for at in range(10)
 ]
 
 

@@ -45,7 +45,7 @@ STEPS = (
     _step("B", "serving", "contract", 240, 300),
     _step("B", "serving", "dummy", 420, 300),
     _step("B", "serving", "real", 420, 0, "interpreted kernels are too slow for SmolLM2"),
-    _step("B", "serving", "kills", 480, 300),
+    _step("B", "serving", "kills", 480, 480),
     _step("B", "serving", "sleep", 300, 0, "vLLM's CPU worker ignores sleep mode"),
     _step("C", "speed", "graphs", 540, 0, "a CPU captures no graphs"),
     _step("C", "speed", "bench", 480, 600),

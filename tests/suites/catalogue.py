@@ -65,10 +65,27 @@ LOADS = {
     "burst": "--dataset-name random --random-input-len 32 --random-output-len 8 "
     "--num-prompts 100 --request-rate inf",
 }
-AIPERF = (
-    "--endpoint-type chat --streaming --concurrency 4 --request-count 24 "
-    "--synthetic-input-tokens-mean 100 --output-tokens-mean 16 --ui none"
-)
+AIPERF = {
+    "chat": "--concurrency 4 --request-count 24 --synthetic-input-tokens-mean 100 "
+    "--output-tokens-mean 16",
+    # Sessions: 24 requests of conversations with four turns.
+    "sessions": "--concurrency 3 --num-sessions 6 --session-turns-mean 4 --request-count 24 "
+    "--synthetic-input-tokens-mean 20 --output-tokens-mean 12 --session-turn-delay-mean 100",
+}
+# vLLM's multi-turn benchmark: six conversations of three turns, three side by side.
+MULTI_TURN = {
+    "filetype": "generate_conversations",
+    "num_conversations": 6,
+    "prompt_input": {
+        "num_turns": {"distribution": "constant", "value": 6},
+        "common_prefix_num_tokens": {"distribution": "constant", "value": 32},
+        "prefix_num_tokens": {"distribution": "constant", "value": 32},
+        "num_tokens": {"distribution": "uniform", "min": 8, "max": 16},
+    },
+    "prompt_output": {"num_tokens": {"distribution": "uniform", "min": 6, "max": 12}},
+}
+MULTI_TURN_ANSWERS = 15  # the last turn of a client's last conversation is not asked
+MULTI_TURN_OPTIONS = "--num-clients 3 --max-active-conversations 6 --no-early-stop"
 
 # On /openapi.json: valid requests to all routes, of which none may fail with a 5xx. Those of chats
 # take minutes on a CPU (and vLLM's test_openai_schema.py, which stock fails in two routes, too).
@@ -78,11 +95,14 @@ SCHEMATHESIS = (
     "--exclude-path-regex chat/completions --continue-on-failure --no-color"
 )
 
-SUITES = ("vllm-server", "vllm-nixl", "openai-python", "schemathesis", "bench-serve", "aiperf")
+SUITES = (
+    "vllm-server", "vllm-nixl", "openai-python", "schemathesis", "bench-serve", "aiperf",
+    "multi-turn",
+)  # fmt: skip
 
 
 def files(more: bool) -> dict[str, tuple[str, ...]]:
     """Files or folders of tests, by suite; names of loads where a suite is no pytest."""
-    loads = tuple(LOADS)
     vllm = VLLM + VLLM_MORE if more else VLLM
-    return dict(zip(SUITES, (vllm, NIXL, OPENAI, ("openapi",), loads, ("chat",)), strict=True))
+    loads = ("openapi",), tuple(LOADS), tuple(AIPERF), ("conversations",)
+    return dict(zip(SUITES, (vllm, NIXL, OPENAI, *loads), strict=True))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -39,18 +40,43 @@ def run_loads(place: Place, server: Server) -> dict[str, str]:
 
 
 def run_aiperf(place: Place, server: Server) -> dict[str, str]:
-    """The outcome of aiperf's load."""
-    folder = place.logs / "aiperf"
+    """Outcomes of aiperf's loads, by name."""
+    found = {}
+    for name, options in catalogue.AIPERF.items():
+        folder = place.logs / f"aiperf-{name}"
+        words = [
+            str(place.cache / "aiperf" / "bin" / "aiperf"), "profile", "--url", server.url,
+            "--model", catalogue.NAMES[0], "--tokenizer", catalogue.MODEL, "--ui", "none",
+            "--endpoint-type", "chat", "--streaming",
+            "--artifact-dir", str(folder), *shlex.split(options),
+        ]  # fmt: skip
+        status = run(words, place.logs / f"aiperf-{name}.log", LIMIT_S, place.variables())
+        reports = sorted(folder.rglob("profile_export_aiperf.json"))
+        found[name] = f"status {status}"
+        if not status and reports:
+            found[name] = _verdict(json.loads(reports[-1].read_text()), options)
+    return found
+
+
+def run_multi_turn(place: Place, server: Server) -> dict[str, str]:
+    """The outcome of vLLM's multi-turn benchmark."""
+    scripts, folder = place.cache / "src" / "vllm" / "multi_turn", place.logs / "multi-turn"
+    folder.mkdir(exist_ok=True)
+    (folder / "words.txt").write_text(" ".join(random.Random(0).choices(_WORDS, k=20_000)))
+    asked = {**catalogue.MULTI_TURN, "text_files": [str(folder / "words.txt")]}
+    (folder / "conversations.json").write_text(json.dumps(asked))
+    result = folder / "stats.json"
+    result.unlink(missing_ok=True)
     words = [
-        str(place.cache / "aiperf" / "bin" / "aiperf"), "profile", "--url", server.url,
-        "--model", catalogue.NAMES[0], "--tokenizer", catalogue.MODEL,
-        "--artifact-dir", str(folder), *shlex.split(catalogue.AIPERF),
+        sys.executable, str(scripts / "benchmark_serving_multi_turn.py"), "--url", server.url,
+        "--model", catalogue.MODEL, "--served-model-name", catalogue.NAMES[0],
+        "--input-file", str(folder / "conversations.json"), "--stats-json-output", str(result),
+        *shlex.split(catalogue.MULTI_TURN_OPTIONS),
     ]  # fmt: skip
-    status = run(words, place.logs / "aiperf.log", LIMIT_S, place.variables())
-    reports = sorted(folder.rglob("profile_export_aiperf.json"))
-    if status or not reports:
-        return {"chat": f"status {status}"}
-    return {"chat": _verdict(json.loads(reports[-1].read_text()))}
+    status = run(words, folder / "log", LIMIT_S, place.variables(), folder)
+    answered = len(json.loads(result.read_text())) if result.exists() else 0
+    is_whole = not status and answered == catalogue.MULTI_TURN_ANSWERS
+    return {"conversations": PASSED if is_whole else f"status {status}, {answered} answers"}
 
 
 def run_schemathesis(place: Place, server: Server) -> dict[str, str]:
@@ -69,10 +95,10 @@ def run_schemathesis(place: Place, server: Server) -> dict[str, str]:
     }
 
 
-def _verdict(report: dict[str, Any]) -> str:
+def _verdict(report: dict[str, Any], options: str) -> str:
     answered = report.get("request_count", {}).get("avg", 0)
     failed = report.get("error_request_count", {}).get("avg", 0)
-    wanted = _number_after("--request-count", catalogue.AIPERF)
+    wanted = _number_after("--request-count", options)
     return PASSED if answered == wanted and not failed else f"{answered} of {wanted}"
 
 

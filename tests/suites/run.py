@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.suites import catalogue
 from tests.suites.gate import compare, is_in, passed, read_allowed, table
 from tests.suites.hub import make_hub
-from tests.suites.loads import run_aiperf, run_loads, run_schemathesis
+from tests.suites.loads import run_aiperf, run_loads, run_multi_turn, run_schemathesis
 from tests.suites.process import Place, Server, run_pytest
 
 HERE = Path(__file__).parent
@@ -102,7 +102,10 @@ def _run_on(server: Server, place: Place, suite: str, tests: list[str]) -> dict[
     if suite == "openai-python":
         url = {"TEST_API_BASE_URL": f"{server.url}/v1"}
         return run_pytest(place, suite, "openai", tests, url, catalogue.OPENAI_CLIENTS)
-    by_suite = {"aiperf": run_aiperf, "schemathesis": run_schemathesis, "bench-serve": run_loads}
+    by_suite = {
+        "aiperf": run_aiperf, "schemathesis": run_schemathesis,
+        "bench-serve": run_loads, "multi-turn": run_multi_turn,
+    }  # fmt: skip
     return by_suite[suite](place, server)
 
 
