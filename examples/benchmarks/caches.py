@@ -33,16 +33,25 @@ from vllm_tetri.sim.cluster import run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
 from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.figures import figures
-from vllm_tetri.sim.modes import AdaptiveMode, LeastInFlight, SplitMode, WholeMode
+from vllm_tetri.sim.modes import AdaptiveMode, LeastInFlight, SimMode, SplitMode, WholeMode
 from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec, predicted, read_trace, with_names
 from vllm_tetri.types import InstanceId
 
-OURS: dict[str, Callable[[ClusterConfig], Any]] = {
+OURS: dict[str, type[SimMode]] = {
     "ours, whole": WholeMode,
     "ours, adaptive": AdaptiveMode,
     "ours, split": SplitMode,
 }
-SYSTEMS = {**OURS, "least in flight": LeastInFlight, **MODES}
+NO_FETCHES: dict[str, Callable[[ClusterConfig], Any]] = {
+    f"{name}, no fetches": type("NoFetches", (mode,), {"may_fetch": False})
+    for name, mode in OURS.items()
+}
+SYSTEMS: dict[str, Callable[[ClusterConfig], Any]] = {
+    **OURS,
+    **NO_FETCHES,
+    "least in flight": LeastInFlight,
+    **MODES,
+}
 PREFILL_PART = 0.625  # of the instances of a split: prompts are 35 times as long as outputs
 SLO = Objective(ttft_s=5.0, tpot_s=0.05)
 KEPT = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "jct_mean_s", "good", "split")
@@ -92,7 +101,7 @@ def simulate(
     system: str, count: int, engine: EngineConfig, specs: Sequence[RequestSpec], progress: Progress
 ) -> dict[str, float]:
     """Return the figures of one system."""
-    prefill = round(count * PREFILL_PART) if SYSTEMS[system] is SplitMode else 0
+    prefill = round(count * PREFILL_PART) if system.startswith("ours, split") else 0
     decode = count - prefill if prefill else 0
     instances = make_instances(prefill, decode, count - prefill - decode, engine=engine)
     task = progress.add_task(f"{count} instances, {system}", total=len(specs))
@@ -103,6 +112,7 @@ def simulate(
     found = figures(outcome.served, SLO)
     return {
         "hits": found["cached"],
+        "fetched": found["fetched"],
         **{name: found[name] for name in KEPT},
         "busy": sum(outcome.busy.values()) / count,
         "preemptions": outcome.preemptions,

@@ -244,7 +244,7 @@ def test_of_many_instances_a_router_asks_few() -> None:
         mode.residency.update(each.id, range(number), (), is_all=False)
     rows: list[Any] = [SimpleNamespace(id=each.id) for each in config.instances]
 
-    held = mode.look_up(named(0, 4100, 1, tuple(range(8))), rows)
+    held = mode.look_up(named(0, 4100, 1, tuple(range(8))), rows).cached
 
     assert held == {f"both-{number}": 512 * number for number in (5, 6, 7, 8)}
 

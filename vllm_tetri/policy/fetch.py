@@ -74,7 +74,8 @@ class Prefix:
         compute_s = ttft_s(row, self._prompt_tokens, here)
         for holder in self._holders:
             there = min(self.cached.get(holder.id, 0), self._prompt_tokens - 1)
-            if there <= here or holder.id == row.id or holder.key != row.key:
+            can_send = holder.key == row.key and holder.kv_endpoint and not holder.alone
+            if there <= here or holder.id == row.id or not can_send:
                 continue
             seconds = fetch_s(holder, there - here)
             saved_s = compute_s - ttft_s(row, self._prompt_tokens, there)

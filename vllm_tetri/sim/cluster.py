@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.cluster import ClusterTable, TableMaker
+from vllm_tetri.policy.fetch import FetchPlan
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Split
 from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock
@@ -20,7 +21,7 @@ from vllm_tetri.sim.links import Links, Transfer
 from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.modes import MODES, SimMode
 from vllm_tetri.sim.request import SimRequest
-from vllm_tetri.sim.workload import RequestSpec
+from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec
 from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView
 
 # The class that simulates each kind of engine. Add a line for an own kind.
@@ -127,7 +128,11 @@ class _Simulation:
         is_split = isinstance(route, Split)
         first = route.prefill if isinstance(route, Split) else route.instance
         request = SimRequest(spec, str(spec.id), first, is_split, None, spec.prompt_tokens)
-        self._instances[first].submit(request, now)
+        plan = self._mode.plan_fetch(spec, first)
+        if plan is None:
+            self._instances[first].submit(request, now)
+        else:
+            self._fetch(request, plan, now)
 
     def _report(self, now: float) -> None:
         if self._is_done() or not self.loop.due:
@@ -159,6 +164,28 @@ class _Simulation:
 
     # -- between instances -----------------------------------------------------------
 
+    def _fetch(self, request: SimRequest, plan: FetchPlan, now: float) -> None:
+        """Ask an instance for a prefix of a prompt that waits for it where it will be computed."""
+        target, holder = self._receiver(request.prefill), self._receiver(plan.holder)
+        names, size = request.spec.names[: plan.tokens // NAME_TOKENS], holder.engine.block_size
+        spec = replace(request.spec, prompt_tokens=plan.tokens, output_tokens=2, names=names)
+        held_tokens = target.cache.find(names)[0] * NAME_TOKENS
+        asked = SimRequest(
+            spec, f"{spec.id} fetches", plan.holder, True, request.prefill, plan.tokens + size,
+            sent_tokens=held_tokens + size, held_tokens=held_tokens, is_granted=True,
+            waiting=request,
+        )  # fmt: skip
+        target.fetching[request] = plan.tokens
+        target.has_changed = True
+        self.loop.at(now + plan.wait_s, partial(self.refused, asked))
+        holder.ask(asked, now)
+
+    def refused(self, request: SimRequest, now: float) -> None:
+        """A prompt waits no longer for a prefix."""
+        target, waiting = self._receiver(request.decode), request.waiting
+        if waiting in target.fetching:
+            target.submit(waiting, now)
+
     def computed(self, request: SimRequest, now: float) -> None:
         if request.is_split and request.decode is None:
             self._dispatch(request, now, may_wait=True)
@@ -166,7 +193,8 @@ class _Simulation:
             self._send(request, now, is_last=False)
 
     def prefilled(self, request: SimRequest, now: float) -> bool:
-        self._mode.prefilled(request.spec, now)
+        if request.waiting is None:
+            self._mode.prefilled(request.spec, now)
         if request.is_split and request.decode is None:
             self._dispatch(request, now, may_wait=False)  # it hands over what is granted at once
         elif request.is_split and request.is_granted:
@@ -188,10 +216,11 @@ class _Simulation:
             request.is_split = False
             return
         request.decode, request.sent_tokens = chosen.instance, request.held_tokens
-        self._receiver(request).open(request, now)
+        self._receiver(request.decode).open(request, now)
 
     def _hand_over(self, request: SimRequest, now: float) -> None:
-        self._receiver(request).expect(request, now)
+        if request.waiting is None:
+            self._receiver(request.decode).expect(request, now)
         if self._links is not None:
             self._send(request, now, is_last=True)
             return
@@ -220,17 +249,17 @@ class _Simulation:
 
     def _handed_over(self, request: SimRequest, now: float) -> None:
         self._instances[request.prefill].release(request, now)
-        self._receiver(request).receive(request, now)
+        self._receiver(request.decode).receive(request, now)
 
-    def _receiver(self, request: SimRequest) -> TetriInstance:
-        assert request.decode is not None
-        found = self._instances[request.decode]
-        assert isinstance(found, TetriInstance), f"{request.decode} takes no KV"
+    def _receiver(self, name: InstanceId | None) -> TetriInstance:
+        assert name is not None
+        found = self._instances[name]
+        assert isinstance(found, TetriInstance), f"{name} takes no KV"
         return found
 
     def ended(self, request: SimRequest, now: float) -> None:
         if request.is_split and request.decode is not None and request.num_output_tokens == 1:
-            self._receiver(request).drop(request, now)  # the first token was the last one
+            self._receiver(request.decode).drop(request, now)  # the first token was the last one
             request.decode = None
         request.decode = request.decode or request.prefill
         request.is_split = request.decode != request.prefill

@@ -43,6 +43,8 @@ def figures(
         "good_per_s": good / (end_s - first_s),
         "split": sum(each.is_split for each in served) / max(1, len(served)),
         "refused": len(refused),
+        "fetched": sum(each.fetched_tokens for each in served)
+        / max(1, sum(each.spec.prompt_tokens for each in served)),
         "cached": sum(each.cached_tokens for each in served)
         / max(1, sum(each.spec.prompt_tokens for each in served)),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from heapq import nlargest
 from operator import itemgetter
@@ -14,6 +13,7 @@ from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.adaptive import PriceCandidates, price_route
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
+from vllm_tetri.policy.fetch import FetchPlan, Prefix
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.residency import Chain, Residency
@@ -51,6 +51,11 @@ class SimMode(ABC):
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
         """Choose the instance of a new request, or refuse it with `Late`."""
 
+    def plan_fetch(self, spec: RequestSpec, instance: InstanceId) -> FetchPlan | None:
+        """Return what the instance to which a request was routed just now fetches before it
+        computes the prompt."""
+        return None
+
     def dispatch(
         self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
     ) -> Dispatch | None:
@@ -75,6 +80,7 @@ class SplitMode(SimMode):
     `engine.dispatcher`."""
 
     is_anywhere = False
+    may_fetch = True
 
     def __init__(self, config: ClusterConfig) -> None:
         self._state = ClusterState(_GRACE_S)
@@ -92,15 +98,28 @@ class SplitMode(SimMode):
             for each in config.instances
         }
         self._held: dict[int, dict[InstanceId, int]] = {}  # when it was routed, by request
+        self._prefix = Prefix(0)  # of the request that was routed last
 
-    def look_up(self, spec: RequestSpec, rows: Sequence[InstanceRow]) -> dict[InstanceId, int]:
+    def look_up(self, spec: RequestSpec, rows: Sequence[InstanceRow]) -> Prefix:
         """Find out what instances hold of a prompt. Of many a router asks only those that served
         its start last; here these are the ones that hold most."""
         held = self.held_tokens(spec, rows)
         if len(rows) > _MAX_ASKED:
             held = dict(nlargest(_MAX_HOLDERS, held.items(), key=itemgetter(1)))
         self._held[spec.id] = held
-        return held
+        holders = [self._state.row(row) for row in rows if row.id in held and self.may_fetch]
+        self._prefix = Prefix(spec.prompt_tokens, held, holders)
+        return self._prefix
+
+    def plan_fetch(self, spec: RequestSpec, instance: InstanceId) -> FetchPlan | None:
+        row = self._state.table.by_id.get(instance)
+        return self._prefix.plan(self._state.row(row)) if row is not None else None
+
+    def need(self, spec: RequestSpec, instance: InstanceId, output_tokens: float = 0.0) -> Need:
+        """Return what a request needs at the instance that computes its prompt."""
+        plan = self.plan_fetch(spec, instance)
+        cached_tokens = self._prefix.cached.get(instance, 0) if plan is None else plan.tokens
+        return Need(spec.prompt_tokens, output_tokens, cached_tokens=cached_tokens)
 
     def dispatch(
         self, request: SimRequest, table: ClusterTable, now: float, *, may_wait: bool
@@ -129,12 +148,11 @@ class SplitMode(SimMode):
         if self._routes is None or table is not self._state.table:
             self._state.observe(table)
             self._routes = RouteCandidates(self._state, rows)
-        held = self.look_up(spec, rows)
-        route = choose_route(self._routes, may_split=True, cached=held)
+        prefix = self.look_up(spec, rows)
+        route = choose_route(self._routes, may_split=True, cached=prefix.cached, reach=prefix.reach)
         assert isinstance(route, Split | Whole), "there is an instance"
         first = route.prefill if isinstance(route, Split) else route.instance
-        need = Need(spec.prompt_tokens, 0, cached_tokens=held.get(first, 0))
-        self._state.record_sent(first, None, need, now)
+        self._state.record_sent(first, None, self.need(spec, first), now)
         return route
 
 
@@ -159,10 +177,13 @@ class AdaptiveMode(SplitMode):
                 self._state, rows, usual, self._rng, spares_prefill=self.may_split
             )
         need = Need(spec.prompt_tokens, expected)
-        held = self.look_up(spec, table.by_model[MODEL])
-        priced = price_route(self._candidates, need, may_split=self.may_split, cached=held)
+        prefix = self.look_up(spec, table.by_model[MODEL])
+        priced = price_route(
+            self._candidates, need, may_split=self.may_split, cached=prefix.cached,
+            reach=prefix.reach,
+        )  # fmt: skip
         assert priced is not None, "there is an instance"
-        need = replace(need, cached_tokens=held.get(priced.prefill, 0))
+        need = self.need(spec, priced.prefill, expected)
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)
         if priced.is_split:

@@ -38,8 +38,10 @@ class SimRequest:
     arrived_tokens: int = 0  # whose KV is in the arena of `decode`
     cached_tokens: int = 0  # of the prompt, in the prefix cache when it was started first
     reused_tokens: int = 0  # as well when it was started last
+    fetched_tokens: int = 0  # of the prompt, which another instance sent
     num_names: int = 0  # named blocks in use by it where its KV is
     transfer: Transfer | None = None
+    waiting: SimRequest | None = None  # the prompt for which this one fetches a prefix
     joined_step: int = 0  # of the decode batch
     settled_step: int = 0
     preemptions: int = 0

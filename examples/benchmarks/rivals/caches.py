@@ -20,7 +20,7 @@ from vllm_tetri.types import InstanceId
 class BlindMode(WholeMode):
     """Ours, with instances that do not tell what they hold."""
 
-    def look_up(self, *_: object) -> dict[InstanceId, int]:
+    def held_tokens(self, *_: object) -> dict[InstanceId, int]:
         return {}
 
 

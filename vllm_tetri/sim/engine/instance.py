@@ -32,10 +32,12 @@ class Cluster(Protocol):
 
     # `computed` follows every chunk of a prompt but the last, `granted` memory in an arena,
     # and `ended` the last token; `prefilled` says whether another instance decodes the rest.
+    # `refused` is a prefix that is asked for and not here any more.
     def computed(self, request: SimRequest, now: float) -> None: ...
     def prefilled(self, request: SimRequest, now: float) -> bool: ...
     def granted(self, request: SimRequest, now: float) -> None: ...
     def ended(self, request: SimRequest, now: float) -> None: ...
+    def refused(self, request: SimRequest, now: float) -> None: ...
 
 
 class Instance(ABC):
@@ -169,8 +171,7 @@ class Instance(ABC):
 
     def find(self, request: SimRequest) -> tuple[int, int]:
         """Return how many names a request finds in the cache, such that at least a token is left to
-        compute, and how many blocks of these other requests use. What is fetched from another
-        instance would have to be stored under its names before."""
+        compute, and how many blocks of these other requests use."""
         if not request.spec.names or not self.engine.kind.has_prefix_cache:
             return 0, 0
         self.cache.shrink(self.free_blocks // self._name_blocks)

@@ -33,6 +33,8 @@ class TetriInstance(Instance):
         self._opened: deque[SimRequest] = deque()  # transfers that wait for memory there
         self.held: deque[SimRequest] = deque()  # waiting for the batch, with all KV here or lost
         self.coming: dict[SimRequest, None] = {}  # KV of computed prompts, on its way here
+        self.fetching: dict[SimRequest, int] = {}  # prompts that wait for KV of so many tokens
+        self._asked: deque[SimRequest] = deque()  # for prefixes, by other instances
         self._predicted: dict[str, Prediction | None] = {}
         self.gate = DecodeGate(
             load_policy("admission", engine.admission),
@@ -51,6 +53,7 @@ class TetriInstance(Instance):
     # -- work that comes -------------------------------------------------------------
 
     def submit(self, request: SimRequest, now: float) -> None:
+        self.fetching.pop(request, None)
         self._predicted[request.request_id] = request.spec.predicted
         self._news.append(partial(self.queue.add, request))
         self.wake(now)
@@ -68,8 +71,20 @@ class TetriInstance(Instance):
         self.wake(now)
 
     def receive(self, request: SimRequest, now: float) -> None:
-        """All KV has arrived."""
-        self._news.append(partial(self._hold, request))
+        """All KV has arrived. That of a prefix takes no room of the arena."""
+        waiting, names = request.waiting, request.spec.names
+        if waiting is None:
+            self._news.append(partial(self._hold, request))
+            self.wake(now)
+        elif waiting in self.fetching:  # else it comes too late
+            waiting.fetched_tokens = request.moved_tokens
+            self.cache.use(names)
+            self.cache.let_go(names)
+            self.submit(waiting, now)
+
+    def ask(self, request: SimRequest, now: float) -> None:
+        """Take a request for the KV of a prefix, of which the last block is computed."""
+        self._news.append(partial(self._asked.append, request))
         self.wake(now)
 
     def _hold(self, request: SimRequest) -> None:
@@ -119,7 +134,7 @@ class TetriInstance(Instance):
     def compose(self, now: float) -> list[Share]:
         self.settle(now)
         chunk_tokens = self.begin_step(now)
-        if not self.held and not self.started and not self.queue:
+        if not (self.held or self.started or self.queue or self._asked):
             self._is_stuck = False
             self.grow(now)
             return []
@@ -130,6 +145,7 @@ class TetriInstance(Instance):
         left = self.go_on(chunk_tokens, shares, now, parts)
         # vLLM admits no request in a step with a preemption.
         if self.preemptions == preemptions:
+            self._start_asked(shares, now)
             num_ready = sum(not request.missing_tokens for request in self.held)
             self.start(self.admit(left + num_ready, shares), shares)
         # The KV that split prompts have so far can be sent now, in order of arrival.
@@ -251,6 +267,21 @@ class TetriInstance(Instance):
             shares.append((request, tokens))
             left_tokens -= tokens
 
+    def _start_asked(self, shares: list[Share], now: float) -> None:
+        """Start requests for prefixes. They take tokens on top of the chunk, and end with the
+        step."""
+        while self._asked and self.has_place():
+            request = self._asked[0]
+            found, shared_blocks = self.find(request)
+            if found < len(request.spec.names):
+                self.cluster.refused(self._asked.popleft(), now)
+                continue
+            if self.blocks(request.target_tokens) - shared_blocks > self.free_blocks:
+                return
+            self.reuse(request, found)
+            self.started.append(self._asked.popleft())
+            shares.append((request, self.take_blocks(request, request.missing_tokens)))
+
     def _share_out(self, chunk_tokens: int) -> dict[str, int] | None:
         """Share out a step under a preemptive order; None: started prompts get what they can
         take."""
@@ -268,7 +299,8 @@ class TetriInstance(Instance):
     def load(self) -> InstanceLoad:
         self.batch.settle()
         rows, context_tokens = [], 0
-        for requests in (self.batch, self.held, self.coming, self.queue, self.started):
+        lanes = self.batch, self.held, self.coming, self.queue, self.started, self.fetching
+        for requests in lanes:
             for request in requests:
                 if not (request.is_split and request.prefill == self.config.id):
                     # The first token comes with the KV.
@@ -286,12 +318,13 @@ class TetriInstance(Instance):
             for each in (*self.held, *self.started)
             if each.missing_tokens and each.num_output_tokens
         )
+        again_tokens += sum(each.num_prompt_tokens - num for each, num in self.fetching.items())
         running = len(self.batch) + len(self.started)
         config, token_bytes = self.cluster.config, self.engine.kv_token_bytes or 0
         token_s = config.handover_token_s if config.link is None else token_bytes / config.link
         return InstanceLoad(
             running=running,
-            waiting=len(self.held) + len(self.coming) + len(self.queue),
+            waiting=len(self.held) + len(self.coming) + len(self.queue) + len(self.fetching),
             queued_prefill_tokens=self.queue.unfinished_tokens + again_tokens,
             blocks_used=self.engine.kv_blocks - self.free_blocks,
             blocks_total=self.engine.kv_blocks,
