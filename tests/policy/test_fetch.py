@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,3 +113,10 @@ def test_a_prompt_goes_to_an_idle_instance_sooner_if_that_can_fetch() -> None:
 def test_plans_say_how_long_they_are_worth_waiting_for() -> None:
     assert FetchPlan(A, 100, 0.01, 50).wait_s == 1.0
     assert FetchPlan(A, 100, 2.0, 50).wait_s > 4.0
+
+
+@pytest.mark.parametrize("changes", [{"alone": "it is multimodal"}, {"kv_endpoint": ""}])
+def test_nothing_is_fetched_from_instances_that_hand_nothing_over(changes: Any) -> None:
+    holder = serving("b")
+    assert plan(serving("a"), holder, b=900) is not None
+    assert plan(serving("a"), replace(holder, info=replace(holder.info, **changes)), b=900) is None

@@ -247,6 +247,8 @@ def test_of_many_instances_a_router_asks_few() -> None:
     held = mode.look_up(named(0, 4100, 1, tuple(range(8))), rows).cached
 
     assert held == {f"both-{number}": 512 * number for number in (5, 6, 7, 8)}
+    alike = [mode.look_up(named(number, 600, 1, (0,)), rows).cached for number in range(9)]
+    assert {name for each in alike for name in each} == {each.id for each in config.instances[1:]}
 
 
 @pytest.mark.parametrize("link", [None, 1000 / HANDOVER_TOKEN_S])

@@ -73,6 +73,17 @@ def test_only_what_the_instance_lacks_travels() -> None:
     assert served.fetched_tokens == 1024
 
 
+def test_what_is_fetched_is_not_counted_as_to_be_computed() -> None:
+    """Where the prefix goes, 64 tokens are queued, and at the third instance 1,000."""
+    more = [named(3, 1000, 1, (), 100.005), named(4, 500, 1, (), 100.02)]
+    config = cluster()
+    config = replace(config, instances=make_instances(both=3, engine=config.instances[0].engine))
+
+    *_, served, third, last = simulate(config, [*SPECS, *more])
+
+    assert [each.prefill for each in (third, served, last)] == ["both-1", "both-2", "both-2"]
+
+
 def test_what_is_dearer_to_fetch_is_computed() -> None:
     slow = replace(cluster(), handover_token_s=0.011)
 

@@ -102,8 +102,9 @@ class SplitMode(SimMode):
 
     def look_up(self, spec: RequestSpec, rows: Sequence[InstanceRow]) -> Prefix:
         """Find out what instances hold of a prompt. Of many a router asks only those that served
-        its start last; here these are the ones that hold most."""
-        held = self.held_tokens(spec, rows)
+        its start last; here they are those that hold most, of equal ones other ones every time."""
+        first = spec.id % len(rows) if len(rows) > _MAX_ASKED else 0
+        held = self.held_tokens(spec, [*rows[first:], *rows[:first]])
         if len(rows) > _MAX_ASKED:
             held = dict(nlargest(_MAX_HOLDERS, held.items(), key=itemgetter(1)))
         self._held[spec.id] = held
