@@ -47,6 +47,17 @@ def spec(
     return RequestSpec(number, arrival_s, prompt_tokens, output_tokens)
 
 
+def named(
+    number: int, prompt: int, output: int, names: tuple[int, ...], at_s: float = 0.0
+) -> RequestSpec:
+    return replace(spec(number, prompt, output, at_s), names=names)
+
+
+def prompt_s(tokens: int) -> float:
+    """A step with a prompt alone."""
+    return COST.step_s(0, 0, tokens, 0)
+
+
 def decode_s(context_tokens: int, steps: int) -> float:
     """Steps of one request alone, from so much context on."""
     return sum(COST.step_s(1, context_tokens + step, 0, 0) for step in range(steps))

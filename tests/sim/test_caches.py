@@ -12,7 +12,17 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.sim.builders import COST, HANDOVER_S, HANDOVER_TOKEN_S, decode_s, engine, one, pair, spec
+from tests.sim.builders import (
+    COST,
+    HANDOVER_S,
+    HANDOVER_TOKEN_S,
+    decode_s,
+    engine,
+    named,
+    one,
+    pair,
+    prompt_s,
+)
 from vllm_tetri import cli
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.cluster import ClusterTable
@@ -25,20 +35,9 @@ from vllm_tetri.sim.engine.tetri import TetriInstance
 from vllm_tetri.sim.figures import figures
 from vllm_tetri.sim.modes import SplitMode, WholeMode
 from vllm_tetri.sim.request import SimRequest
-from vllm_tetri.sim.workload import RequestSpec, predicted, read_trace, with_names
+from vllm_tetri.sim.workload import predicted, read_trace, with_names
 
 ROOMY = {"kv_blocks": 300, "chunk_tokens": 2048}
-
-
-def named(
-    number: int, prompt: int, output: int, names: tuple[int, ...], at_s: float = 0.0
-) -> RequestSpec:
-    return replace(spec(number, prompt, output, at_s), names=names)
-
-
-def prompt_s(tokens: int) -> float:
-    """A step with a prompt alone."""
-    return COST.step_s(0, 0, tokens, 0)
 
 
 # -- the cache by hand ---------------------------------------------------------------------
@@ -200,6 +199,7 @@ def test_memory_is_exact_whatever_happens(mode: str, seed: int) -> None:
     assert len(outcome.served) == len(specs)
     assert outcome.preemptions
     assert sum(each.cached_tokens for each in outcome.served) > 5_000
+    assert any(each.fetched_tokens for each in outcome.served)
     assert all(each.cached_tokens < each.spec.prompt_tokens for each in outcome.served)
 
 

@@ -7,13 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.sim.builders import HANDOVER_S, HANDOVER_TOKEN_S, decode_s, engine
-from tests.sim.test_caches import named, prompt_s
+from tests.sim.builders import HANDOVER_S, HANDOVER_TOKEN_S, decode_s, engine, named, prompt_s
 from vllm_tetri.policy.fetch import FetchPlan
 from vllm_tetri.sim.cluster import ENGINES, simulate
-from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock, make_instances
+from vllm_tetri.sim.config import ClusterConfig, EngineKind, make_instances
 from vllm_tetri.sim.engine.tetri import TetriInstance
-from vllm_tetri.sim.modes import SplitMode, WholeMode
+from vllm_tetri.sim.modes import WholeMode
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId, InstanceLoad
 
@@ -133,14 +132,7 @@ def test_a_prefix_that_comes_late_is_dropped() -> None:
     assert served.ttft_s == pytest.approx(1.0 + 7 * 1.0 + 16.0)
 
 
-def test_nothing_is_fetched_from_or_by_engines_without_hand_over() -> None:
-    *_, served = simulate(cluster(kind=Stock(256)), SPECS)
-
-    assert served.fetched_tokens == 0
-
-
 def test_a_mode_may_do_without_fetches() -> None:
-    for mode in (WholeMode, SplitMode):
-        kind = type("NoFetches", (mode,), {"may_fetch": False})
-        *_, served = simulate(cluster(kind), SPECS)
-        assert served.fetched_tokens == 0
+    *_, served = simulate(cluster(type("NoFetches", (WholeMode,), {"may_fetch": False})), SPECS)
+
+    assert (served.fetched_tokens, served.cached_tokens) == (0, 0)
