@@ -8,13 +8,15 @@ shows it together with what one of them sent.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import exp, inf
 from operator import attrgetter
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_tetri.policy.lengths import HEAVY_TOKENS
 from vllm_tetri.policy.step_cost import GUESS
@@ -306,3 +308,43 @@ class ClusterState:
         if found is None:
             found = self._changed[name] = self.table.by_id[name].copy()
         return found
+
+
+class Ranked:
+    """Instances by a cost that only grows with what is sent to them. They are ordered once per
+    view, when first asked for; a row that was sent something since moves back when it is met, so
+    that few of many are looked at."""
+
+    def __init__(
+        self, state: ClusterState, rows: Iterable[InstanceRow], cost: Callable[[InstanceRow], Any]
+    ) -> None:
+        self._state, self._cost = state, cost
+        self.by_id = {row.id: row for row in rows}
+
+    @cached_property
+    def _order(self) -> list[tuple[Any, int, InstanceRow]]:
+        """Costs as last looked at, a number that is another one for every row, and the rows."""
+        rows = enumerate(self.by_id.values())
+        return sorted((self._cost(self._state.row(row)), number, row) for number, row in rows)
+
+    def least(self, count: int, taken: Collection[InstanceId] = ()) -> list[InstanceRow]:
+        """Return the cheapest that are not `taken`, the first of equals first."""
+        order, found, at = self._order, list[InstanceRow](), 0
+        while at < len(order) and len(found) < count:
+            known, number, base = order[at]
+            row = self._state.row(base)
+            if row is not base and (cost := self._cost(row)) > known:
+                del order[at]
+                insort(order, (cost, number, base), at)
+                continue
+            at += 1
+            if base.id not in taken:
+                found.append(row)
+        return found
+
+    def named(
+        self, names: Iterable[InstanceId], taken: Collection[InstanceId] = ()
+    ) -> list[InstanceRow]:
+        """Return those of the named that are among them and not `taken`."""
+        found = (self.by_id.get(name) for name in names if name not in taken)
+        return [self._state.row(row) for row in found if row is not None]

@@ -89,7 +89,6 @@ class Placer:
         self.mode = Mode.SPLIT
         self._view, self._shares = view, shares
         self._objective, self._refuses_late = objective, refuses_late
-        self._rng = Random()
         self._tables = TableMaker()
         self._state = ClusterState(_GRACE_S)
         self._seen_mode: Mode | None = None  # in which the cluster was looked at last
@@ -380,7 +379,6 @@ class Placer:
                 self._state,
                 rows,
                 usual,
-                self._rng,
                 spares_prefill=self.mode is not Mode.WHOLE,
                 spares_decode=self.mode is Mode.SPLIT,
             )
