@@ -11,6 +11,7 @@ import argparse
 import gc
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -147,15 +148,15 @@ def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
         lambda: view, shares, objective=NO_OBJECTIVE, refuses_late=False, max_queue_delay_s=1e9
     )
     placer.mode = mode
+    seqs = Counter[InstanceId]()
     for user in range(count + WARM_UP):
         entry, holders = RequestId(f"r{user}"), [2 * rng.randrange(size // 2) + i for i in range(2)]
         names = b"".join((user << 16 | each).to_bytes(NAME_BYTES, "big") for each in range(100))
         for holder in (instances[each].info.id for each in holders):
             placer.record_sent(entry, turn(user, 7), Whole(holder, ""))
-            chain = RequestChain(f"chatcmpl-{entry}", 1600, names)
-            placer.record_cache(
-                CacheReport(holder, 1, 16, is_all=True, added=names, chains=[chain])
-            )
+            chain, seqs[holder] = RequestChain(f"chatcmpl-{entry}", 1600, names), seqs[holder] + 1
+            report = CacheReport(holder, seqs[holder], 16, is_all=seqs[holder] == 1, added=names)
+            assert placer.record_cache(msgspec.structs.replace(report, chains=[chain]))
     requests = [turn(user, 9) for user in range(count + WARM_UP)]
     assert all(each.starts for each in requests)  # named once, whatever the cluster is
     queue = iter(enumerate(requests))

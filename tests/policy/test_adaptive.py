@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from random import Random
 from typing import Any
 
 import pytest

@@ -39,9 +39,10 @@ _MAX_WEIGHT = 50.0
 _MIN_S = 1e-6
 # Part of the cost by which splitting must be better: with guessed step times, and known ones.
 _MARGIN_GUESSED, _MARGIN_KNOWN = 0.25, 0.05
-# With more instances than this, only so many that are best for usual requests are priced.
+# With more instances than this, only these are priced: the best for a usual request, so many for a
+# prompt and for an output, and those that hold a part of the prompt's KV.
 _ALL = 8
-_BEST = 2
+_BEST_PREFILL, _BEST_WHOLE = 1, 2
 # Weight of a second beyond its objective.
 _LATE_WEIGHT = 20.0
 
@@ -57,8 +58,7 @@ class Objective:
 NO_OBJECTIVE = Objective()
 
 
-@dataclass(frozen=True, slots=True)
-class PricedRoute:
+class PricedRoute(NamedTuple):
     """Where a request goes, and why."""
 
     prefill: InstanceId  # computes its prompt
@@ -90,9 +90,8 @@ def ttft_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -
     steps = -(-tokens // row.chunk_tokens)
     if row.decodes:
         steps += 0.5  # what is left of the one that runs
-    each_s = cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s
-    step_s = cost.base_s + row.decodes * row.request_s  # without prompts
-    return (tokens * each_s + steps * step_s) * (1 + row.busy_others)
+    each_s = cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s  # as `token_s`
+    return (tokens * each_s + steps * row.step_s) * (1 + row.busy_others)
 
 
 def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
@@ -108,23 +107,21 @@ def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float 
 
 def tpot_s(row: InstanceRow, context_tokens: float) -> float:
     """Return the time per token of one more output of that context, prompts counted in."""
-    own_s = row.cost.request_s + context_tokens * row.cost.token_s
-    step_s = row.cost.base_s + row.decodes * row.request_s + own_s
+    cost = row.cost
+    step_s = row.step_s + cost.request_s + context_tokens * cost.token_s
     return step_s * (1 + row.busy_others) / (1 - row.prompt_share)
 
 
 def decode_harm_s(row: InstanceRow, need: Need) -> float:
     """Return how long the decodes on its device wait for one more output."""
-    if not (row.decodes or row.others):
+    decodes, others, tokens = row.decodes, row.others, need.output_tokens
+    if not (decodes or others):
         return 0.0
-    context = need.prompt_tokens + need.output_tokens / 2
-    own_s = row.cost.request_s + context * row.cost.token_s
-    harm_s = 0.0
-    if row.decodes:
-        harm_s = row.decodes * min(need.output_tokens, row.left_tokens) * own_s
-    if row.others:
-        own_s += 0.0 if row.decodes else row.cost.base_s
-        harm_s += row.others * need.output_tokens * own_s
+    own_s = row.cost.request_s + (need.prompt_tokens + tokens / 2) * row.cost.token_s
+    harm_s = min(decodes * tokens, row.remaining_tokens) * own_s if decodes else 0.0
+    if others:
+        own_s += 0.0 if decodes else row.cost.base_s
+        harm_s += others * tokens * own_s
     return harm_s / (1 - row.prompt_share)
 
 
@@ -161,51 +158,48 @@ class PriceCandidates:
 
         def kinds(cost: Callable[[InstanceRow], float], spared: Role | None) -> list[Ranked]:
             able = [row for row in rows if row.role is not spared or row.alone]
-            return [Ranked(state, able, cost), Ranked(state, rows, cost)]
+            sets = [able, rows] if len(able) < len(rows) else [rows]
+            return [Ranked(state, each, cost) for each in sets]
 
         def first_s(row: InstanceRow) -> float:
             return ttft_s(row, usual.prompt_tokens)
 
-        def output_s(row: InstanceRow) -> float:
-            return _decode_cost(row, usual)[1]
-
         def whole_s(row: InstanceRow) -> float:
-            return self._weight * first_s(row) + output_s(row)
+            return weight * first_s(row) + _decode_cost(row, usual)[1]
 
         self._prefill = kinds(first_s, Role.DECODE if spares_decode else None)
-        self._decode = kinds(output_s, Role.PREFILL if spares_prefill else None)
         self._whole = kinds(whole_s, Role.PREFILL if spares_prefill else None)
-        best = self._prefill[1].least(1) + self._decode[1].least(1)
-        self._weight = _weight(first_s(best[0]), output_s(best[1])) if best else 1.0
+        best = self._prefill[-1].least(1)
+        weight = _weight(first_s(best[0]), _decode_cost(best[0], usual)[1]) if best else 1.0
 
     def prefill(
         self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
     ) -> list[InstanceRow]:
         """Return instances for a prompt, among them those that hold a part of its KV."""
-        return self._some_of(self._prefill, taken, holders)
-
-    def decode(
-        self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
-    ) -> list[InstanceRow]:
-        """Return instances for an output, among them those that hold a part of its prompt's KV."""
-        return self._some_of(self._decode, taken, holders)
+        return self._some_of(self._prefill, _BEST_PREFILL, taken, holders)
 
     def whole(
         self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
     ) -> list[InstanceRow]:
-        """Return instances for both, among them those that hold a part of the prompt's KV."""
-        return self._some_of(self._whole, taken, holders)
+        """Return instances for an output, and for both if that is cheaper, among them those that
+        hold a part of the prompt's KV."""
+        return self._some_of(self._whole, _BEST_WHOLE, taken, holders)
 
     def _some_of(
-        self, kinds: list[Ranked], taken: Collection[InstanceId], holders: Collection[InstanceId]
+        self,
+        kinds: list[Ranked],
+        count: int,
+        taken: Collection[InstanceId],
+        holders: Collection[InstanceId],
     ) -> list[InstanceRow]:
         """Return all of the first kind that has any, if they are few; else the best and holders."""
         for kind in kinds:
             if len(kind.by_id) <= _ALL:
                 found = kind.named(kind.by_id, taken)
             else:
-                found = kind.least(_BEST, taken)
-                found += [row for row in kind.named(holders, taken) if row not in found]
+                found = kind.least(count, taken)
+                if holders:
+                    found += [row for row in kind.named(holders, taken) if row not in found]
             if found:
                 return found
         return []
@@ -231,27 +225,27 @@ def price_route(
     if not wholes:
         return None
     prefills = candidates.prefill(taken, cached) if may_split else []
-    decodes = candidates.decode(taken, cached) if may_split else []
     firsts: dict[InstanceRow, tuple[float, float]] = {}  # tokens not computed, first token
-    least_s, tokens = inf, need.prompt_tokens
+    outputs: dict[InstanceRow, tuple[float, float, float]] = {}
+    least_s, least_each_s, tokens = inf, inf, need.prompt_tokens
     for row in prefills + wholes:
         if row not in firsts:
             found = cached.get(row.id, 0) if reach is None else reach(row)
-            found = min(found, tokens - 1)
-            firsts[row] = found, ttft_s(row, tokens, found)
-            least_s = min(least_s, firsts[row][1])
-    outputs = {row: _decode_cost(row, need, objective) for row in decodes}
+            found = found if found < tokens else tokens - 1
+            first_s = ttft_s(row, tokens, found)
+            firsts[row] = found, first_s
+            least_s = first_s if first_s < least_s else least_s
     for row in wholes:
-        if row not in outputs:
-            outputs[row] = _decode_cost(row, need, objective)
+        outputs[row] = output = _decode_cost(row, need, objective)
+        least_each_s = output[0] if output[0] < least_each_s else least_each_s
     # A second before the first token weighs more than one of the output: both waits count in
     # proportion to what they would be at best.
-    weight = _weight(least_s, min(outputs.values())[0] * need.output_tokens)
+    weight = _weight(least_s, least_each_s * need.output_tokens)
     costs = {}
     for row, (found, first_s) in firsts.items():
-        late_s = max(0.0, first_s - objective.ttft_s)
-        harm_s = prefill_harm_s(row, tokens, found)
-        costs[row] = weight * first_s + harm_s + _LATE_WEIGHT * late_s
+        costs[row] = weight * first_s + prefill_harm_s(row, tokens, found)
+        if first_s > objective.ttft_s:
+            costs[row] += _LATE_WEIGHT * (first_s - objective.ttft_s)
     cost_s, one = inf, wholes[0]
     for row in wholes:
         _, output_s, room_s = outputs[row]
@@ -262,12 +256,11 @@ def price_route(
     prefill = decode = one
     against = f"of {len(firsts)}"
     if may_split:
-        pair_s, first, second = _best_pair(prefills, decodes, costs, outputs, need, firsts, cached)
-        if first is not None and (prefers_split or pair_s < cost_s * (1 - margin(one))):
+        most_s = inf if prefers_split else cost_s * (1 - margin(one))
+        pair = _best_pair(prefills, costs, outputs, need, firsts, cached, most_s)
+        if pair is not None:
             against = f"aggregated on {one.id} {cost_s:.3g}"
-            prefill, decode, cost_s = first, second, pair_s
-        elif first is not None:
-            against = f"split over {first.id} and {second.id} {pair_s:.3g}"
+            prefill, decode, cost_s = pair
     (found, first_s), (each_s, _, room_s) = firsts[prefill], outputs[decode]
     first_s += room_s * (prefill is decode)
     reason = (
@@ -320,24 +313,26 @@ def price_decode(
 
 def _best_pair(
     prefills: list[InstanceRow],
-    decodes: list[InstanceRow],
     costs: dict[InstanceRow, float],
     outputs: dict[InstanceRow, tuple[float, float, float]],
     need: Need,
     firsts: Mapping[InstanceRow, tuple[float, float]],
     there: Mapping[InstanceId, int],
-) -> tuple[float, InstanceRow | None, InstanceRow]:
-    """Find two instances between which KV may travel: their cost together, and both."""
-    best: tuple[float, InstanceRow | None, InstanceRow] = (inf, None, decodes[0])
-    tokens = need.prompt_tokens
+    most_s: float,
+) -> tuple[InstanceRow, InstanceRow, float] | None:
+    """Find two instances between which KV may travel, and their cost together; None if it is
+    `most_s` or more for all of them."""
+    best, tokens = None, need.prompt_tokens
     for row in prefills:
+        if costs[row] >= most_s:
+            continue
         first_s, here = costs[row] + _capacity_s(row, tokens), firsts[row][0]
-        for other in decodes:
-            pair_s = first_s + outputs[other][1]
-            if other is not row and other.key == row.key and pair_s < best[0]:
+        for other, (_, output_s, _) in outputs.items():
+            pair_s = first_s + output_s
+            if pair_s < most_s and other is not row and other.key == row.key:
                 pair_s += hand_over_s(row, tokens, here, there.get(other.id, 0))
-                if pair_s < best[0]:
-                    best = (pair_s, row, other)
+                if pair_s < most_s:
+                    best, most_s = (row, other, pair_s), pair_s
     return best
 
 
@@ -347,8 +342,9 @@ def _decode_cost(
     """Return an output's time per token, its cost, and how much of that is waiting for room."""
     tokens = max(1.0, need.output_tokens)
     each_s = tpot_s(row, need.prompt_tokens + tokens / 2)
-    late_s = max(0.0, each_s - objective.tpot_s)
-    cost_s = tokens * (each_s + _LATE_WEIGHT * late_s) + decode_harm_s(row, need)
+    cost_s = tokens * each_s + decode_harm_s(row, need)
+    if each_s > objective.tpot_s:
+        cost_s += tokens * _LATE_WEIGHT * (each_s - objective.tpot_s)
     room_s = _capacity_s(row, need.prompt_tokens + tokens, each_s)
     return each_s, cost_s + room_s, room_s
 

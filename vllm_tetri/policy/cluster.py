@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import exp, inf
 from operator import attrgetter
@@ -36,8 +35,7 @@ _MAX_SHARE = 0.9
 _DEFAULT_CHUNK_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """What a request needs."""
 
     prompt_tokens: int  # to be computed, or handed over
@@ -88,6 +86,7 @@ class InstanceRow:
         self.others = self.busy_others = 0  # on its device: decodes, and instances with work
         context = load.context_tokens / max(1, self.decodes)
         self.request_s = cost.request_s + context * cost.token_s  # a decode of usual context
+        self.step_s = cost.base_s + self.decodes * self.request_s  # without prompts
 
     @property
     def left_tokens(self) -> float:
@@ -120,6 +119,7 @@ class InstanceRow:
         self.heavy += need.is_heavy
         self.light += not need.is_heavy
         self.decodes += 1
+        self.step_s += self.request_s
         self.remaining_tokens += need.output_tokens
         self.sent_tokens += need.total_tokens
         self.free_bytes -= need.num_bytes
@@ -304,9 +304,8 @@ class ClusterState:
                 _count_neighbours([self._own(each.id) for each in self.table.devices[row.device]])
 
     def _own(self, name: InstanceId) -> InstanceRow:
-        found = self._changed.get(name)
-        if found is None:
-            found = self._changed[name] = self.table.by_id[name].copy()
+        """Return a new row to be changed; nobody's row changes otherwise."""
+        found = self._changed[name] = self.row(self.table.by_id[name]).copy()
         return found
 
 
@@ -331,14 +330,14 @@ class Ranked:
         """Return the cheapest that are not `taken`, the first of equals first."""
         order, found, at = self._order, list[InstanceRow](), 0
         while at < len(order) and len(found) < count:
-            known, number, base = order[at]
-            row = self._state.row(base)
-            if row is not base and (cost := self._cost(row)) > known:
+            _, number, before = order[at]
+            row = self._state.row(before)
+            if row is not before:
                 del order[at]
-                insort(order, (cost, number, base), at)
+                insort(order, (self._cost(row), number, row), at)
                 continue
             at += 1
-            if base.id not in taken:
+            if row.id not in taken:
                 found.append(row)
         return found
 
@@ -346,5 +345,5 @@ class Ranked:
         self, names: Iterable[InstanceId], taken: Collection[InstanceId] = ()
     ) -> list[InstanceRow]:
         """Return those of the named that are among them and not `taken`."""
-        found = (self.by_id.get(name) for name in names if name not in taken)
-        return [self._state.row(row) for row in found if row is not None]
+        rows, row_of = self.by_id, self._state.row
+        return [row_of(rows[name]) for name in names if name in rows and name not in taken]

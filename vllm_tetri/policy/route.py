@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 
 from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Ranked
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Role
@@ -17,8 +17,7 @@ from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceStat
 _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """`prefill` computes the prompt and names the decode instance itself: one of that role,
     or with `anywhere` any, itself included."""
 
@@ -27,16 +26,14 @@ class Split:
     anywhere: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """`instance` does everything."""
 
     instance: InstanceId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AllAtLimit:
+class AllAtLimit(NamedTuple):
     """All `instances` that the request could go to are at their limits; `who` they are."""
 
     instances: tuple[InstanceId, ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from heapq import nlargest
 from operator import itemgetter
@@ -161,7 +160,7 @@ class AdaptiveMode(SplitMode):
         held = self.look_up(spec, table.by_model[MODEL])
         priced = price_route(self._candidates, need, may_split=self.may_split, cached=held)
         assert priced is not None, "there is an instance"
-        need = replace(need, cached_tokens=held.get(priced.prefill, 0))
+        need = need._replace(cached_tokens=held.get(priced.prefill, 0))
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)
         if priced.is_split:
