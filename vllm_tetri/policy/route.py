@@ -98,16 +98,18 @@ def choose_route(
         return AllAtLimit(tuple(kind.by_id), who)
     best = able[0]
     if cached:
-        saved = dict(cached) if reach is None else {**cached, best.id: reach(best)}
-        able += kind.named(cached, taken)
-        best = min(able, key=lambda row: row.queued_tokens - saved.get(row.id, 0))
+        saved = cached.get(best.id, 0) if reach is None else reach(best)
+        least_tokens = best.queued_tokens - saved
+        for row in kind.named(cached, taken):
+            if row.queued_tokens - cached[row.id] < least_tokens:
+                best, least_tokens = row, row.queued_tokens - cached[row.id]
     words = f"{best.queued_tokens} tokens queued"
     words += f", {cached[best.id]} cached" if cached.get(best.id) else ""
     if not splits:
         why = "no pair to split over" if may_split else "not split"
         why = f"{why}, since {best.alone}" if best.alone else why
         return Whole(best.id, f"{why}: {best.role} with {words}")
-    if all(row.id in at_limit for row in candidates.decodes):
+    if at_limit and all(row.id in at_limit for row in candidates.decodes):
         return AllAtLimit(tuple(row.id for row in candidates.decodes), "decode instances")
     return Split(best.id, f"least of {len(kind.by_id)}: {words}")
 

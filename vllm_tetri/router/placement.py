@@ -92,6 +92,7 @@ class Placer:
         self._objective, self._refuses_late = objective, refuses_late
         self._tables = TableMaker()
         self._state = ClusterState(_GRACE_S)
+        self._fresh_until_s = -inf
         self._seen_mode: Mode | None = None  # in which the cluster was looked at last
         self.backlogs = Backlogs(max_queue_delay_s)
         self._limit_log = LimitLog()
@@ -361,13 +362,13 @@ class Placer:
         """Look at the cluster again if the snapshot is old, or a model's first instance may have
         just joined."""
         table = self._state.table
-        fresh_s = max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         is_known = model in table.by_model and self._seen_mode is self.mode
-        if is_known and now - table.at_s < fresh_s:
+        if is_known and now < self._fresh_until_s:
             return
         view = self._view()
         table, self._seen_mode = self._tables.make(view, now), self.mode
         self._state.observe(table)
+        self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         self._routes.clear()
         self._candidates.clear()
         known = {each.info.id for each in view.instances}
