@@ -154,8 +154,6 @@ class PriceCandidates:
         spares_prefill: bool = True,
         spares_decode: bool = False,
     ) -> None:
-        self._state = state
-
         def kinds(cost: Callable[[InstanceRow], float], spared: Role | None) -> list[Ranked]:
             able = [row for row in rows if row.role is not spared or row.alone]
             sets = [able, rows] if len(able) < len(rows) else [rows]
@@ -167,42 +165,26 @@ class PriceCandidates:
         def whole_s(row: InstanceRow) -> float:
             return weight * first_s(row) + _decode_cost(row, usual)[1]
 
-        self._prefill = kinds(first_s, Role.DECODE if spares_decode else None)
-        self._whole = kinds(whole_s, Role.PREFILL if spares_prefill else None)
-        best = self._prefill[-1].least(1)
+        self.prefill = kinds(first_s, Role.DECODE if spares_decode else None)
+        self.whole = kinds(whole_s, Role.PREFILL if spares_prefill else None)
+        best = self.prefill[-1].least(1)
         weight = _weight(first_s(best[0]), _decode_cost(best[0], usual)[1]) if best else 1.0
 
-    def prefill(
-        self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
-    ) -> list[InstanceRow]:
-        """Return instances for a prompt, among them those that hold a part of its KV."""
-        return self._some_of(self._prefill, _BEST_PREFILL, taken, holders)
 
-    def whole(
-        self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
-    ) -> list[InstanceRow]:
-        """Return instances for an output, and for both if that is cheaper, among them those that
-        hold a part of the prompt's KV."""
-        return self._some_of(self._whole, _BEST_WHOLE, taken, holders)
-
-    def _some_of(
-        self,
-        kinds: list[Ranked],
-        count: int,
-        taken: Collection[InstanceId],
-        holders: Collection[InstanceId],
-    ) -> list[InstanceRow]:
-        """Return all of the first kind that has any, if they are few; else the best and holders."""
-        for kind in kinds:
-            if len(kind.by_id) <= _ALL:
-                found = kind.named(kind.by_id, taken)
-            else:
-                found = kind.least(count, taken)
-                if holders:
-                    found += [row for row in kind.named(holders, taken) if row not in found]
-            if found:
-                return found
-        return []
+def _some_of(
+    kinds: list[Ranked], count: int, taken: Collection[InstanceId], holders: Collection[InstanceId]
+) -> list[InstanceRow]:
+    """Return of the first of `kinds` that has any: all if they are few, else the best and those
+    that hold a part of the prompt's KV."""
+    for kind in kinds:
+        if len(kind.by_id) <= _ALL:
+            found = kind.named(kind.by_id, taken)
+        else:
+            found = kind.least(count, taken)
+            found += [row for row in kind.named(holders, taken) if row not in found]
+        if found:
+            return found
+    return []
 
 
 def price_route(
@@ -221,10 +203,10 @@ def price_route(
     wherever two can, whatever it costs. `cached` tokens of the prompt lie in an instance's prefix
     cache: they are not sent there. It need not compute these, or as many as `reach` tells
     (`policy.fetch.Prefix`)."""
-    wholes = candidates.whole(taken, cached)
+    wholes = _some_of(candidates.whole, _BEST_WHOLE, taken, cached)
     if not wholes:
         return None
-    prefills = candidates.prefill(taken, cached) if may_split else []
+    prefills = _some_of(candidates.prefill, _BEST_PREFILL, taken, cached) if may_split else []
     firsts: dict[InstanceRow, tuple[float, float]] = {}  # tokens not computed, first token
     outputs: dict[InstanceRow, tuple[float, float, float]] = {}
     least_s, least_each_s, tokens = inf, inf, need.prompt_tokens
