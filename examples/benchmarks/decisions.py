@@ -11,7 +11,6 @@ import argparse
 import gc
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +134,7 @@ def namings(count: int) -> list[float]:
 
 def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
     """Time where a router sends requests, of each of which two instances hold the first blocks."""
-    rng = Random(seed)
+    rng, seqs = Random(seed), [0] * size
     view = view_of(size, "all have capacity", rng)
     roles = (Role.PREFILL, Role.DECODE)
     instances = [
@@ -148,15 +147,15 @@ def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
         lambda: view, shares, objective=NO_OBJECTIVE, refuses_late=False, max_queue_delay_s=1e9
     )
     placer.mode = mode
-    seqs = Counter[InstanceId]()
     for user in range(count + WARM_UP):
         entry, holders = RequestId(f"r{user}"), [2 * rng.randrange(size // 2) + i for i in range(2)]
         names = b"".join((user << 16 | each).to_bytes(NAME_BYTES, "big") for each in range(100))
-        for holder in (instances[each].info.id for each in holders):
+        for each in holders:
+            holder, seqs[each] = instances[each].info.id, seqs[each] + 1
             placer.record_sent(entry, turn(user, 7), Whole(holder, ""))
-            chain, seqs[holder] = RequestChain(f"chatcmpl-{entry}", 1600, names), seqs[holder] + 1
-            report = CacheReport(holder, seqs[holder], 16, is_all=seqs[holder] == 1, added=names)
-            assert placer.record_cache(msgspec.structs.replace(report, chains=[chain]))
+            chain = RequestChain(f"chatcmpl-{entry}", 1600, names)
+            report = CacheReport(holder, seqs[each], 16, seqs[each] == 1, names, b"", [chain])
+            assert placer.record_cache(report)
     requests = [turn(user, 9) for user in range(count + WARM_UP)]
     assert all(each.starts for each in requests)  # named once, whatever the cluster is
     queue = iter(enumerate(requests))

@@ -207,30 +207,20 @@ def price_route(
     if not wholes:
         return None
     prefills = _some_of(candidates.prefill, _BEST_PREFILL, taken, cached) if may_split else []
-    firsts: dict[InstanceRow, tuple[float, float]] = {}  # tokens not computed, first token
-    outputs: dict[InstanceRow, tuple[float, float, float]] = {}
-    least_s, least_each_s, tokens = inf, inf, need.prompt_tokens
-    for row in prefills + wholes:
-        if row not in firsts:
-            found = cached.get(row.id, 0) if reach is None else reach(row)
-            found = found if found < tokens else tokens - 1
-            first_s = ttft_s(row, tokens, found)
-            firsts[row] = found, first_s
-            least_s = first_s if first_s < least_s else least_s
-    for row in wholes:
-        outputs[row] = output = _decode_cost(row, need, objective)
-        least_each_s = output[0] if output[0] < least_each_s else least_each_s
+    tokens = need.prompt_tokens
+    firsts = _firsts(prefills + wholes, tokens, cached, reach)
+    outputs = {row: _decode_cost(row, need, objective) for row in wholes}
     # A second before the first token weighs more than one of the output: both waits count in
     # proportion to what they would be at best.
-    weight = _weight(least_s, least_each_s * need.output_tokens)
+    (least_s, _), (each_s, _, _) = min(firsts.values()), min(outputs.values())
+    weight = _weight(least_s, each_s * need.output_tokens)
     costs = {}
-    for row, (found, first_s) in firsts.items():
+    for row, (first_s, found) in firsts.items():
         costs[row] = weight * first_s + prefill_harm_s(row, tokens, found)
         if first_s > objective.ttft_s:
             costs[row] += _LATE_WEIGHT * (first_s - objective.ttft_s)
     cost_s, one = inf, wholes[0]
-    for row in wholes:
-        _, output_s, room_s = outputs[row]
+    for row, (_, output_s, room_s) in outputs.items():
         # On one instance the first token waits for room, too; on two it does not.
         whole_s = costs[row] + output_s + weight * room_s
         if whole_s < cost_s:
@@ -239,11 +229,10 @@ def price_route(
     against = f"of {len(firsts)}"
     if may_split:
         most_s = inf if prefers_split else cost_s * (1 - margin(one))
-        pair = _best_pair(prefills, costs, outputs, need, firsts, cached, most_s)
-        if pair is not None:
+        if pair := _best_pair(prefills, costs, outputs, need, firsts, cached, most_s):
             against = f"aggregated on {one.id} {cost_s:.3g}"
             prefill, decode, cost_s = pair
-    (found, first_s), (each_s, _, room_s) = firsts[prefill], outputs[decode]
+    (first_s, found), (each_s, _, room_s) = firsts[prefill], outputs[decode]
     first_s += room_s * (prefill is decode)
     reason = (
         f"{'aggregated' if prefill is decode else 'split'}: costs {cost_s:.3g} s, {against}; "
@@ -256,6 +245,23 @@ def price_route(
         shares=decode.decodes > 0 or decode.prompt_share > 0,
         confidence=min(prefill.cost.confidence, decode.cost.confidence),
     )  # fmt: skip
+
+
+def _firsts(
+    rows: Iterable[InstanceRow],
+    prompt_tokens: int,
+    cached: Mapping[InstanceId, int],
+    reach: Callable[[InstanceRow], float] | None,
+) -> dict[InstanceRow, tuple[float, float]]:
+    """Return the time to the first token, and of how many tokens of the prompt nothing is computed
+    for it."""
+    firsts: dict[InstanceRow, tuple[float, float]] = {}
+    for row in rows:
+        if row not in firsts:
+            found = cached.get(row.id, 0) if reach is None else reach(row)
+            found = found if found < prompt_tokens else prompt_tokens - 1
+            firsts[row] = ttft_s(row, prompt_tokens, found), found
+    return firsts
 
 
 def _weight(first_s: float, output_s: float) -> float:
@@ -308,7 +314,7 @@ def _best_pair(
     for row in prefills:
         if costs[row] >= most_s:
             continue
-        first_s, here = costs[row] + _capacity_s(row, tokens), firsts[row][0]
+        first_s, here = costs[row] + _capacity_s(row, tokens), firsts[row][1]
         for other, (_, output_s, _) in outputs.items():
             pair_s = first_s + output_s
             if pair_s < most_s and other is not row and other.key == row.key:

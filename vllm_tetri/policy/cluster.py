@@ -304,15 +304,14 @@ class ClusterState:
                 _count_neighbours([self._own(each.id) for each in self.table.devices[row.device]])
 
     def _own(self, name: InstanceId) -> InstanceRow:
-        """Return a new row to be changed; nobody's row changes otherwise."""
+        """Return a new row that may be changed: those that were read do not change."""
         found = self._changed[name] = self.row(self.table.by_id[name]).copy()
         return found
 
 
 class Ranked:
-    """Instances by a cost that only grows with what is sent to them. They are ordered once per
-    view, when first asked for; a row that was sent something since moves back when it is met, so
-    that few of many are looked at."""
+    """Instances by a cost that only grows with what is sent to them: ordered once per view, when
+    first asked for. A row that was sent something since moves back when it is met."""
 
     def __init__(
         self, state: ClusterState, rows: Iterable[InstanceRow], cost: Callable[[InstanceRow], Any]

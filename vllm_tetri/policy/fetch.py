@@ -9,7 +9,6 @@ prefix is copied to where a queue is shorter, and hot prefixes lie at several in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -57,9 +56,7 @@ class Prefix:
             (self._held(row), fetch_s(row, 0), row.view.load.handover_token_s, row)
             for row in holders
         ]
-        if len(offers) > 1:
-            offers.sort(key=itemgetter(1))
-            offers.sort(key=itemgetter(0), reverse=True)
+        offers.sort(key=lambda offer: (-offer[0], offer[1]))
         for offer in offers[:_MAX_HOLDERS]:
             _, none_s, each_s, row = offer
             for _, other_s, other_each_s, other in self._offers:
