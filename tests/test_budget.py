@@ -37,6 +37,7 @@ PACKAGE = ROOT / "vllm_tetri"
 # A pool of blocks that leave the prefix cache added 540: its index, orders that copy, loads from
 # it, and what routers and operators are told; 600 to the tests. With these the package is above
 # the 26,000; the predictor's server, protocol and training are to leave it.
+# The cheapest instances, found as by sorting them whatever was sent, added 44 to the tests.
 FOLDERS = {
     "vllm_tetri": 26_700,
     "vllm_tetri/policy": 3_472,
@@ -50,7 +51,7 @@ FOLDERS = {
     "examples/benchmarks": 6_140,
     "examples/predictor": 900,
     "csrc": 8_000,
-    "tests": 41_563,
+    "tests": 41_564,
 }
 MODULES = {"vllm_tetri/router": 23, "vllm_tetri/engine": 24, "vllm_tetri/policy": 17}
 FILE_LINES = 400
