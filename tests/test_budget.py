@@ -37,7 +37,8 @@ PACKAGE = ROOT / "vllm_tetri"
 # A pool of blocks that leave the prefix cache added 540: its index, orders that copy, loads from
 # it, and what routers and operators are told; 600 to the tests. With these the package is above
 # the 26,000; the predictor's server, protocol and training are to leave it. Fetches of the
-# simulator (modes that plan them, holders, prompts that wait) added 90, and 150 of tests.
+# simulator (modes that plan them, holders, prompts that wait) added 90, and 150 of tests. The
+# cheapest instances, found as by sorting them whatever was sent, added 44 to the tests.
 FOLDERS = {
     "vllm_tetri": 26_790,
     "vllm_tetri/policy": 3_473,
@@ -51,7 +52,7 @@ FOLDERS = {
     "examples/benchmarks": 6_150,
     "examples/predictor": 900,
     "csrc": 8_000,
-    "tests": 41_680,
+    "tests": 41_730,
 }
 MODULES = {"vllm_tetri/router": 23, "vllm_tetri/engine": 24, "vllm_tetri/policy": 17}
 FILE_LINES = 400

@@ -134,7 +134,7 @@ def namings(count: int) -> list[float]:
 
 def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
     """Time where a router sends requests, of each of which two instances hold the first blocks."""
-    rng = Random(seed)
+    rng, seqs = Random(seed), [0] * size
     view = view_of(size, "all have capacity", rng)
     roles = (Role.PREFILL, Role.DECODE)
     instances = [
@@ -150,12 +150,12 @@ def placements(size: int, mode: Mode, count: int, seed: int) -> list[float]:
     for user in range(count + WARM_UP):
         entry, holders = RequestId(f"r{user}"), [2 * rng.randrange(size // 2) + i for i in range(2)]
         names = b"".join((user << 16 | each).to_bytes(NAME_BYTES, "big") for each in range(100))
-        for holder in (instances[each].info.id for each in holders):
+        for each in holders:
+            holder, seqs[each] = instances[each].info.id, seqs[each] + 1
             placer.record_sent(entry, turn(user, 7), Whole(holder, ""))
             chain = RequestChain(f"chatcmpl-{entry}", 1600, names)
-            placer.record_cache(
-                CacheReport(holder, 1, 16, is_all=True, added=names, chains=[chain])
-            )
+            report = CacheReport(holder, seqs[each], 16, seqs[each] == 1, names, b"", [chain])
+            assert placer.record_cache(report)
     requests = [turn(user, 9) for user in range(count + WARM_UP)]
     assert all(each.starts for each in requests)  # named once, whatever the cluster is
     queue = iter(enumerate(requests))

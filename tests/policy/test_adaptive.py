@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
-from random import Random
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def choose(
 ) -> PricedRoute | None:
     made = known(*instances)
     spares = {"spares_prefill": spares_prefill, "spares_decode": spares_decode}
-    candidates = PriceCandidates(made.state, made.bases, USUAL, Random(0), **spares)
+    candidates = PriceCandidates(made.state, made.bases, USUAL, **spares)
     them = set(map(InstanceId, taken))
     return price_route(candidates, Need(prompt, answer), may_split=may_split, taken=them, **options)
 
@@ -179,7 +178,7 @@ def test_nobody_is_left_when_all_are_taken() -> None:
 
 def test_what_was_sent_since_the_last_report_spreads_requests() -> None:
     made = known(*(serving(name) for name in "abcd"))
-    candidates = PriceCandidates(made.state, made.bases, USUAL, Random(0))
+    candidates = PriceCandidates(made.state, made.bases, USUAL)
     sent = Counter[str]()
     for _ in range(20):
         place = price_route(candidates, USUAL, may_split=True)

@@ -18,7 +18,7 @@ from vllm_tetri.policy.adaptive import (
     tpot_s,
     ttft_s,
 )
-from vllm_tetri.policy.cluster import InstanceRow, Need
+from vllm_tetri.policy.cluster import InstanceRow, Need, Ranked
 from vllm_tetri.policy.step_cost import GUESS
 from vllm_tetri.types import InstanceId, InstanceView, StepCoefficients
 
@@ -226,7 +226,8 @@ def test_what_is_sent_counts_at_once() -> None:
     assert d.free_tokens == free_tokens - 680
     sites.send(p.id, d.id, Need(10, 20), NOW)
     assert counted(sites) == (610, 2)
-    assert d.left_tokens == 50
+    assert d.left_tokens == 80  # what one has read does not change
+    assert sites.by_id[d.id].left_tokens == 50
     assert (p.decodes, d.queued_tokens) == (0, 0)
     sites.send(None, d.id, NEED, NOW)  # the prompt is computed already
     sites.send(p.id, None, NEED, NOW)  # the output has no place yet
@@ -284,3 +285,47 @@ def test_all_that_is_sent_and_not_reported_counts_and_nothing_else(
         assert found <= here - sum(each[1] == name for each in old)
     total = sum(each.decodes for each in sites.by_id.values())
     assert len(new) <= total <= len(sent) - len(old)
+
+
+# -- the cheapest of many -------------------------------------------------------------
+
+names = st.integers(0, 11)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    st.lists(st.tuples(names, st.integers(1, 4), st.integers(0, 4), st.frozensets(names))),
+)
+def test_the_cheapest_are_found_as_by_sorting_whatever_was_sent(
+    queued: list[int], steps: list[tuple[int, int, int, frozenset[int]]]
+) -> None:
+    rows = [serving(f"i{number}", queued_tokens=tokens) for number, tokens in enumerate(queued)]
+    made = known(*rows)
+    ranked = Ranked(made.state, made.bases, lambda row: row.queued_tokens)
+    for number, tokens, count, some in steps:
+        made.send(InstanceId(f"i{number}"), None, Need(tokens, 0), NOW)
+        taken = {InstanceId(f"i{each}") for each in some}
+        able = [row for row in made.by_id.values() if row.id not in taken]
+        best = sorted(able, key=lambda row: row.queued_tokens)[:count]
+        assert ranked.least(count, taken) == best
+        assert ranked.named([*sorted(taken), InstanceId("gone")]) == [
+            made.by_id[name] for name in sorted(taken) if name in made.by_id
+        ]
+        assert ranked.named(made.by_id, taken) == able
+
+
+def test_few_of_many_are_looked_at() -> None:
+    made = known(*(serving(f"i{number}", queued_tokens=number) for number in range(100)))
+    looked = list[InstanceId]()
+
+    def cost(row: InstanceRow) -> float:
+        looked.append(row.id)
+        return row.queued_tokens
+
+    ranked = Ranked(made.state, made.bases, cost)
+    assert not looked
+    for number in range(50):
+        (best,) = ranked.least(1)
+        assert best.id == f"i{number}"
+        made.send(best.id, None, Need(1000, 0), NOW)
+    assert len(looked) == 100 + 49

@@ -24,14 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import inf
 from operator import itemgetter
-from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need
+from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need, Ranked
 from vllm_tetri.types import InstanceId, Role
 
 # Weight of the relative growth of the time to the first token, if that of the whole time has 1.
@@ -41,9 +39,10 @@ _MAX_WEIGHT = 50.0
 _MIN_S = 1e-6
 # Part of the cost by which splitting must be better: with guessed step times, and known ones.
 _MARGIN_GUESSED, _MARGIN_KNOWN = 0.25, 0.05
-# With more instances than this, only those that were best for the view and random ones count.
+# With more instances than this, only these are priced: the best for a usual request, so many for a
+# prompt and for an output, and those that hold a part of the prompt's KV.
 _ALL = 8
-_PROBES = 2
+_BEST_PREFILL, _BEST_WHOLE = 1, 2
 # Weight of a second beyond its objective.
 _LATE_WEIGHT = 20.0
 
@@ -59,8 +58,7 @@ class Objective:
 NO_OBJECTIVE = Objective()
 
 
-@dataclass(frozen=True, slots=True)
-class PricedRoute:
+class PricedRoute(NamedTuple):
     """Where a request goes, and why."""
 
     prefill: InstanceId  # computes its prompt
@@ -81,19 +79,19 @@ class PricedRoute:
 def token_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
     """Return the time per token of a prompt that is not cached, decodes and the step's base
     aside."""
-    return row.cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * row.cost.context_s
+    cost = row.cost
+    return cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s
 
 
 def ttft_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
     """Return the time to the first token of a prompt that arrives now, of which the instance has
     the KV of `cached_tokens`."""
-    tokens = row.queued_tokens + prompt_tokens - cached_tokens
-    step_s = row.cost.base_s + row.decodes * row.request_s  # without prompts
+    tokens, cost = row.queued_tokens + prompt_tokens - cached_tokens, row.cost
     steps = -(-tokens // row.chunk_tokens)
     if row.decodes:
         steps += 0.5  # what is left of the one that runs
-    alone_s = tokens * token_s(row, prompt_tokens, cached_tokens) + steps * step_s
-    return alone_s * (1 + row.busy_others)
+    each_s = cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s  # as `token_s`
+    return (tokens * each_s + steps * row.step_s) * (1 + row.busy_others)
 
 
 def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
@@ -109,23 +107,21 @@ def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float 
 
 def tpot_s(row: InstanceRow, context_tokens: float) -> float:
     """Return the time per token of one more output of that context, prompts counted in."""
-    own_s = row.cost.request_s + context_tokens * row.cost.token_s
-    step_s = row.cost.base_s + row.decodes * row.request_s + own_s
+    cost = row.cost
+    step_s = row.step_s + cost.request_s + context_tokens * cost.token_s
     return step_s * (1 + row.busy_others) / (1 - row.prompt_share)
 
 
 def decode_harm_s(row: InstanceRow, need: Need) -> float:
     """Return how long the decodes on its device wait for one more output."""
-    if not (row.decodes or row.others):
+    decodes, others, tokens = row.decodes, row.others, need.output_tokens
+    if not (decodes or others):
         return 0.0
-    context = need.prompt_tokens + need.output_tokens / 2
-    own_s = row.cost.request_s + context * row.cost.token_s
-    harm_s = 0.0
-    if row.decodes:
-        harm_s = row.decodes * min(need.output_tokens, row.left_tokens) * own_s
-    if row.others:
-        own_s += 0.0 if row.decodes else row.cost.base_s
-        harm_s += row.others * need.output_tokens * own_s
+    own_s = row.cost.request_s + (need.prompt_tokens + tokens / 2) * row.cost.token_s
+    harm_s = min(decodes * tokens, row.remaining_tokens) * own_s if decodes else 0.0
+    if others:
+        own_s += 0.0 if decodes else row.cost.base_s
+        harm_s += others * tokens * own_s
     return harm_s / (1 - row.prompt_share)
 
 
@@ -141,77 +137,54 @@ def hand_over_s(
     return load.handover_s + min(moved_tokens, late_tokens) * load.handover_token_s
 
 
-class _Ordered(NamedTuple):
-    """Instances in an order, and by name."""
-
-    rows: Sequence[InstanceRow]
-    by_id: Mapping[InstanceId, InstanceRow]
-
-    @classmethod
-    def of(cls, rows: Sequence[InstanceRow]) -> _Ordered:
-        return cls(rows, {row.id: row for row in rows})
-
-
 class PriceCandidates:
-    """The instances worth pricing for requests of one model, chosen once per view.
+    """The instances worth pricing for requests of one model, ordered once per view by what a
+    `usual` request costs there.
 
     With `spares_prefill` outputs go to prefill instances only if there is no other: that these are
     free of decodes is what makes them quick. `spares_decode` does so with prompts and decode
-    instances. Many instances are ordered by what a `usual` request costs there."""
+    instances."""
 
     def __init__(
         self,
         state: ClusterState,
         rows: Sequence[InstanceRow],
         usual: Need,
-        rng: Random,
         *,
         spares_prefill: bool = True,
         spares_decode: bool = False,
     ) -> None:
-        self._state, self._rng, self._all = state, rng, _Ordered.of(rows)
+        def kinds(cost: Callable[[InstanceRow], float], spared: Role | None) -> list[Ranked]:
+            able = [row for row in rows if row.role is not spared or row.alone]
+            sets = [able, rows] if len(able) < len(rows) else [rows]
+            return [Ranked(state, each, cost) for each in sets]
 
-        def able(spared: Role | None) -> list[InstanceRow]:
-            return [row for row in rows if row.role is not spared or row.alone]
+        def first_s(row: InstanceRow) -> float:
+            return ttft_s(row, usual.prompt_tokens)
 
-        prefill = able(Role.DECODE if spares_decode else None)
-        decode = able(Role.PREFILL if spares_prefill else None)
-        if len(prefill) > _ALL:
-            prefill.sort(key=lambda row: ttft_s(row, usual.prompt_tokens))
-        if len(decode) > _ALL:
-            decode.sort(key=lambda row: _decode_cost(row, usual)[1])
-        self._prefill, self._decode = _Ordered.of(prefill), _Ordered.of(decode)
+        def whole_s(row: InstanceRow) -> float:
+            return weight * first_s(row) + _decode_cost(row, usual)[1]
 
-    def prefill(
-        self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
-    ) -> list[InstanceRow]:
-        """Return instances for a prompt, among them those that hold a part of its KV."""
-        found = self._some_of(self._prefill, taken, holders)
-        return found or self._some_of(self._all, taken, holders)
+        self.prefill = kinds(first_s, Role.DECODE if spares_decode else None)
+        self.whole = kinds(whole_s, Role.PREFILL if spares_prefill else None)
+        best = self.prefill[-1].least(1)
+        weight = _weight(first_s(best[0]), _decode_cost(best[0], usual)[1]) if best else 1.0
 
-    def decode(
-        self, taken: Collection[InstanceId], holders: Collection[InstanceId] = ()
-    ) -> list[InstanceRow]:
-        """Return instances for an output, among them those that hold a part of its prompt's KV."""
-        found = self._some_of(self._decode, taken, holders)
-        return found or self._some_of(self._all, taken, holders)
 
-    def _some_of(
-        self, ordered: _Ordered, taken: Collection[InstanceId], holders: Collection[InstanceId]
-    ) -> list[InstanceRow]:
-        """Return all candidates if they are few; otherwise the best, random ones and holders."""
-        rows = ordered.rows
-        able = (row for row in rows if row.id not in taken)
-        if len(rows) <= _ALL:
-            return [self._state.row(row) for row in able]
-        found = dict.fromkeys(islice(able, _PROBES))
-        held = (ordered.by_id.get(name) for name in holders if name not in taken)
-        found |= dict.fromkeys(row for row in held if row is not None)
-        for _ in range(2 * _PROBES - len(found)):
-            row = rows[int(self._rng.random() * len(rows))]
-            if row.id not in taken:
-                found[row] = None
-        return [self._state.row(row) for row in found]
+def _some_of(
+    kinds: list[Ranked], count: int, taken: Collection[InstanceId], holders: Collection[InstanceId]
+) -> list[InstanceRow]:
+    """Return of the first of `kinds` that has any: all if they are few, else the best and those
+    that hold a part of the prompt's KV."""
+    for kind in kinds:
+        if len(kind.by_id) <= _ALL:
+            found = kind.named(kind.by_id, taken)
+        else:
+            found = kind.least(count, taken)
+            found += [row for row in kind.named(holders, taken) if row not in found]
+        if found:
+            return found
+    return []
 
 
 def price_route(
@@ -230,50 +203,71 @@ def price_route(
     wherever two can, whatever it costs. `cached` tokens of the prompt lie in an instance's prefix
     cache: they are not sent there. It need not compute these, or as many as `reach` tells
     (`policy.fetch.Prefix`)."""
-    prefills, decodes = candidates.prefill(taken, cached), candidates.decode(taken, cached)
-    if not decodes:
+    wholes = _some_of(candidates.whole, _BEST_WHOLE, taken, cached)
+    if not wholes:
         return None
-    written = [_decode_cost(row, need, objective) for row in decodes]
-    rows = {*prefills, *decodes}
-    found: dict[InstanceId, float] = {row.id: cached.get(row.id, 0) for row in rows}
-    found |= {row.id: reach(row) for row in prefills} if reach is not None else {}
-    found = {name: min(tokens, need.prompt_tokens - 1) for name, tokens in found.items()}
-    ttfts = {row.id: ttft_s(row, need.prompt_tokens, found[row.id]) for row in rows}
+    prefills = _some_of(candidates.prefill, _BEST_PREFILL, taken, cached) if may_split else []
+    tokens = need.prompt_tokens
+    firsts = _firsts(prefills + wholes, tokens, cached, reach)
+    outputs = {row: _decode_cost(row, need, objective) for row in wholes}
     # A second before the first token weighs more than one of the output: both waits count in
     # proportion to what they would be at best.
-    first_s, output_s = max(_MIN_S, min(ttfts.values())), min(written)[0] * need.output_tokens
-    weight = 1 + min(_MAX_WEIGHT, _FIRST_TOKEN_PART * (first_s + output_s) / first_s)
-    costs = {
-        row.id: _prefill_cost(row, need, found[row.id], ttfts[row.id], weight, objective)
-        for row in rows
-    }
-    # On one instance the first token waits for room, too; on two it does not.
-    sums = [
-        costs[row.id] + decode_s + weight * room_s
-        for row, (_, decode_s, room_s) in zip(decodes, written, strict=True)
-    ]
-    index, cost_s = min(enumerate(sums), key=itemgetter(1))
-    prefill = one = decodes[index]
-    against = f"of {len(ttfts)}"
-    if may_split and ttfts.keys() != {one.id}:
-        pair_s, first, at = _best_pair(prefills, decodes, costs, written, need, found, cached)
-        if first is not None and (prefers_split or pair_s < cost_s * (1 - margin(one))):
+    (least_s, _), (each_s, _, _) = min(firsts.values()), min(outputs.values())
+    weight = _weight(least_s, each_s * need.output_tokens)
+    costs = {}
+    for row, (first_s, found) in firsts.items():
+        costs[row] = weight * first_s + prefill_harm_s(row, tokens, found)
+        if first_s > objective.ttft_s:
+            costs[row] += _LATE_WEIGHT * (first_s - objective.ttft_s)
+    cost_s, one = inf, wholes[0]
+    for row, (_, output_s, room_s) in outputs.items():
+        # On one instance the first token waits for room, too; on two it does not.
+        whole_s = costs[row] + output_s + weight * room_s
+        if whole_s < cost_s:
+            cost_s, one = whole_s, row
+    prefill = decode = one
+    against = f"of {len(firsts)}"
+    if may_split:
+        most_s = inf if prefers_split else cost_s * (1 - margin(one))
+        if pair := _best_pair(prefills, costs, outputs, need, firsts, cached, most_s):
             against = f"aggregated on {one.id} {cost_s:.3g}"
-            prefill, index, cost_s = first, at, pair_s
-        elif first is not None:
-            against = f"split over {first.id} and {decodes[at].id} {pair_s:.3g}"
-    decode, (each_s, _, room_s) = decodes[index], written[index]
-    first_s = ttfts[prefill.id] + room_s * (prefill is decode)
-    reason = "aggregated" if prefill is decode else "split"
-    reason += f": costs {cost_s:.3g} s, {against}; first token in {first_s:.3g} s, "
-    cached_words = f"{found[prefill.id]:.0f} tokens of {need.prompt_tokens} cached"
-    reason += f"then {each_s * 1e3:.3g} ms each; {cached_words}"
+            prefill, decode, cost_s = pair
+    (first_s, found), (each_s, _, room_s) = firsts[prefill], outputs[decode]
+    first_s += room_s * (prefill is decode)
+    reason = (
+        f"{'aggregated' if prefill is decode else 'split'}: costs {cost_s:.3g} s, {against}; "
+        f"first token in {first_s:.3g} s, then {each_s * 1e3:.3g} ms each; "
+        f"{found:.0f} tokens of {tokens} cached"
+    )
     return PricedRoute(
         prefill.id, decode.id, first_s, each_s, cost_s, reason,
         waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
         shares=decode.decodes > 0 or decode.prompt_share > 0,
         confidence=min(prefill.cost.confidence, decode.cost.confidence),
     )  # fmt: skip
+
+
+def _firsts(
+    rows: Iterable[InstanceRow],
+    prompt_tokens: int,
+    cached: Mapping[InstanceId, int],
+    reach: Callable[[InstanceRow], float] | None,
+) -> dict[InstanceRow, tuple[float, float]]:
+    """Return the time to the first token, and of how many tokens of the prompt nothing is computed
+    for it."""
+    firsts: dict[InstanceRow, tuple[float, float]] = {}
+    for row in rows:
+        if row not in firsts:
+            found = cached.get(row.id, 0) if reach is None else reach(row)
+            found = found if found < prompt_tokens else prompt_tokens - 1
+            firsts[row] = ttft_s(row, prompt_tokens, found), found
+    return firsts
+
+
+def _weight(first_s: float, output_s: float) -> float:
+    """Return what a second before the first token counts, if the best waits are these."""
+    first_s = max(_MIN_S, first_s)
+    return 1 + min(_MAX_WEIGHT, _FIRST_TOKEN_PART * (first_s + output_s) / first_s)
 
 
 def price_decode(
@@ -307,45 +301,27 @@ def price_decode(
 
 def _best_pair(
     prefills: list[InstanceRow],
-    decodes: list[InstanceRow],
-    costs: dict[InstanceId, float],
-    written: list[tuple[float, float, float]],
+    costs: dict[InstanceRow, float],
+    outputs: dict[InstanceRow, tuple[float, float, float]],
     need: Need,
-    here: Mapping[InstanceId, float],
+    firsts: Mapping[InstanceRow, tuple[float, float]],
     there: Mapping[InstanceId, int],
-) -> tuple[float, InstanceRow | None, int]:
-    """Find two instances between which KV may travel: their cost together, the first, and the
-    other's place in `decodes`."""
-    best: tuple[float, InstanceRow | None, int] = (inf, None, 0)
-    order = sorted(range(len(decodes)), key=lambda index: written[index][1])
-    tokens = need.prompt_tokens
+    most_s: float,
+) -> tuple[InstanceRow, InstanceRow, float] | None:
+    """Find two instances between which KV may travel, and their cost together; None if it is
+    `most_s` or more for all of them."""
+    best, tokens = None, need.prompt_tokens
     for row in prefills:
-        prefill_s = costs[row.id] + _capacity_s(row, tokens, tpot_s(row, tokens))
-        has_rest = False  # the cheapest of those that hold nothing is known: as much is moved
-        for index in order:
-            other = decodes[index]
-            held = there.get(other.id, 0)
-            if other is row or other.key != row.key or (has_rest and not held):
-                continue
-            has_rest = has_rest or not held
-            moved_s = hand_over_s(row, tokens, here[row.id], held)
-            pair_s = prefill_s + moved_s + written[index][1]
-            if pair_s < best[0]:
-                best = (pair_s, row, index)
+        if costs[row] >= most_s:
+            continue
+        first_s, here = costs[row] + _capacity_s(row, tokens), firsts[row][1]
+        for other, (_, output_s, _) in outputs.items():
+            pair_s = first_s + output_s
+            if pair_s < most_s and other is not row and other.key == row.key:
+                pair_s += hand_over_s(row, tokens, here, there.get(other.id, 0))
+                if pair_s < most_s:
+                    best, most_s = (row, other, pair_s), pair_s
     return best
-
-
-def _prefill_cost(
-    row: InstanceRow,
-    need: Need,
-    cached_tokens: float,
-    first_s: float,
-    weight: float,
-    objective: Objective,
-) -> float:
-    late_s = max(0.0, first_s - objective.ttft_s)
-    harm_s = prefill_harm_s(row, need.prompt_tokens, cached_tokens)
-    return weight * first_s + harm_s + _LATE_WEIGHT * late_s
 
 
 def _decode_cost(
@@ -354,20 +330,23 @@ def _decode_cost(
     """Return an output's time per token, its cost, and how much of that is waiting for room."""
     tokens = max(1.0, need.output_tokens)
     each_s = tpot_s(row, need.prompt_tokens + tokens / 2)
-    late_s = max(0.0, each_s - objective.tpot_s)
-    cost_s = tokens * (each_s + _LATE_WEIGHT * late_s) + decode_harm_s(row, need)
+    cost_s = tokens * each_s + decode_harm_s(row, need)
+    if each_s > objective.tpot_s:
+        cost_s += tokens * _LATE_WEIGHT * (each_s - objective.tpot_s)
     room_s = _capacity_s(row, need.prompt_tokens + tokens, each_s)
     return each_s, cost_s + room_s, room_s
 
 
-def _capacity_s(row: InstanceRow, tokens: float, each_s: float) -> float:
-    """Return the time until requests have ended whose KV is in the way of that many tokens. All
-    that is in use is free after twice the mean output that is left, if outputs end evenly."""
+def _capacity_s(row: InstanceRow, tokens: float, each_s: float | None = None) -> float:
+    """Return the time until requests have ended whose KV is in the way of that many tokens, if
+    theirs take `each_s` each. All that is in use is free after twice the mean output that is left,
+    if outputs end evenly."""
     missing_tokens = tokens - row.free_tokens
     if missing_tokens <= 0:
         return 0.0
     used_tokens = max(1.0, row.block_size * row.view.load.blocks_total - row.free_tokens)
     ends = 2 * row.left_tokens * missing_tokens / used_tokens
+    each_s = tpot_s(row, tokens) if each_s is None else each_s
     return max(min(row.left_tokens, missing_tokens), ends) * each_s
 
 

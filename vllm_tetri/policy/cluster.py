@@ -8,13 +8,14 @@ shows it together with what one of them sent.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from math import exp, inf
 from operator import attrgetter
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_tetri.policy.lengths import HEAVY_TOKENS
 from vllm_tetri.policy.step_cost import GUESS
@@ -34,8 +35,7 @@ _MAX_SHARE = 0.9
 _DEFAULT_CHUNK_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """What a request needs."""
 
     prompt_tokens: int  # to be computed, or handed over
@@ -86,6 +86,7 @@ class InstanceRow:
         self.others = self.busy_others = 0  # on its device: decodes, and instances with work
         context = load.context_tokens / max(1, self.decodes)
         self.request_s = cost.request_s + context * cost.token_s  # a decode of usual context
+        self.step_s = cost.base_s + self.decodes * self.request_s  # without prompts
 
     @property
     def left_tokens(self) -> float:
@@ -118,6 +119,7 @@ class InstanceRow:
         self.heavy += need.is_heavy
         self.light += not need.is_heavy
         self.decodes += 1
+        self.step_s += self.request_s
         self.remaining_tokens += need.output_tokens
         self.sent_tokens += need.total_tokens
         self.free_bytes -= need.num_bytes
@@ -302,7 +304,45 @@ class ClusterState:
                 _count_neighbours([self._own(each.id) for each in self.table.devices[row.device]])
 
     def _own(self, name: InstanceId) -> InstanceRow:
-        found = self._changed.get(name)
-        if found is None:
-            found = self._changed[name] = self.table.by_id[name].copy()
+        """Return a new row that may be changed: those that were read do not change."""
+        found = self._changed[name] = self.row(self.table.by_id[name]).copy()
         return found
+
+
+class Ranked:
+    """Instances by a cost that only grows with what is sent to them: ordered once per view, when
+    first asked for. A row that was sent something since moves back when it is met."""
+
+    def __init__(
+        self, state: ClusterState, rows: Iterable[InstanceRow], cost: Callable[[InstanceRow], Any]
+    ) -> None:
+        self._state, self._cost = state, cost
+        self.by_id = {row.id: row for row in rows}
+
+    @cached_property
+    def _order(self) -> list[tuple[Any, int, InstanceRow]]:
+        """Costs as last looked at, a number that is another one for every row, and the rows."""
+        rows = enumerate(self.by_id.values())
+        return sorted((self._cost(self._state.row(row)), number, row) for number, row in rows)
+
+    def least(self, count: int, taken: Collection[InstanceId] = ()) -> list[InstanceRow]:
+        """Return the cheapest that are not `taken`, the first of equals first."""
+        order, found, at = self._order, list[InstanceRow](), 0
+        while at < len(order) and len(found) < count:
+            _, number, before = order[at]
+            row = self._state.row(before)
+            if row is not before:
+                del order[at]
+                insort(order, (self._cost(row), number, row), at)
+                continue
+            at += 1
+            if row.id not in taken:
+                found.append(row)
+        return found
+
+    def named(
+        self, names: Iterable[InstanceId], taken: Collection[InstanceId] = ()
+    ) -> list[InstanceRow]:
+        """Return those of the named that are among them and not `taken`."""
+        rows, row_of = self.by_id, self._state.row
+        return [row_of(rows[name]) for name in names if name in rows and name not in taken]

@@ -47,42 +47,62 @@ class Prefix:
         cached: Mapping[InstanceId, int] = MappingProxyType({}),
         holders: Sequence[InstanceRow] = (),
     ) -> None:
-        self.cached = cached
-        self._prompt_tokens = prompt_tokens
-        most = sorted(holders, key=lambda row: cached.get(row.id, 0), reverse=True)
-        self._holders = most[:_MAX_HOLDERS]
+        self.cached, self._prompt_tokens = cached, prompt_tokens
         self._plans: dict[InstanceId, FetchPlan | None] = {}
+        # What may be fetched: tokens, the time for none and for each of them, and from where. One
+        # that is slower to fetch than as many or more tokens of its kind is none.
+        self._offers: list[tuple[int, float, float, InstanceRow]] = []
+        offers = [
+            (self._held(row), fetch_s(row, 0), row.view.load.handover_token_s, row)
+            for row in holders
+            if row.kv_endpoint and not row.alone
+        ]
+        offers.sort(key=lambda offer: (-offer[0], offer[1]))
+        for offer in offers[:_MAX_HOLDERS]:
+            _, none_s, each_s, row = offer
+            for _, other_s, other_each_s, other in self._offers:
+                if other_s <= none_s and other_each_s <= each_s and other.key == row.key:
+                    break
+            else:
+                self._offers.append(offer)
+        self._most_tokens = self._offers[0][0] if self._offers else 0
+
+    def _held(self, row: InstanceRow) -> int:
+        """Return how many tokens it holds, the last one aside, which is always computed."""
+        return min(self.cached.get(row.id, 0), self._prompt_tokens - 1)
 
     def reach(self, row: InstanceRow) -> float:
         """Return how many tokens an instance need not compute: those that it holds, and what a
         fetch is worth to it."""
-        plan = self.plan(row)
-        return self.cached.get(row.id, 0) + (plan.worth_tokens if plan is not None else 0.0)
+        here = self.cached.get(row.id, 0)
+        plan = self.plan(row) if here < self._most_tokens else None
+        return here if plan is None else here + plan.worth_tokens
 
     def plan(self, row: InstanceRow) -> FetchPlan | None:
         """Return what an instance fetches before it computes the prompt; None if computing all
         that it lacks is not surely dearer."""
+        if not self._offers:
+            return None
         if row.id not in self._plans:
-            self._plans[row.id] = self._best_plan(row)
+            is_able = bool(row.kv_endpoint) and not row.alone
+            self._plans[row.id] = self._best_plan(row) if is_able else None
         return self._plans[row.id]
 
     def _best_plan(self, row: InstanceRow) -> FetchPlan | None:
-        if row.alone or not row.kv_endpoint:
-            return None
         best: FetchPlan | None = None
-        here = min(self.cached.get(row.id, 0), self._prompt_tokens - 1)
-        compute_s = ttft_s(row, self._prompt_tokens, here)
-        for holder in self._holders:
-            there = min(self.cached.get(holder.id, 0), self._prompt_tokens - 1)
-            can_send = holder.key == row.key and holder.kv_endpoint and not holder.alone
-            if there <= here or holder.id == row.id or not can_send:
+        here, prompt_tokens, compute_s = self._held(row), self._prompt_tokens, 0.0
+        for there, none_s, each_s, holder in self._offers:
+            num_tokens = there - here
+            if num_tokens <= 0 or holder.key != row.key:
                 continue
-            seconds = fetch_s(holder, there - here)
-            saved_s = compute_s - ttft_s(row, self._prompt_tokens, there)
+            compute_s = compute_s or ttft_s(row, prompt_tokens, here)
+            seconds = none_s + num_tokens * each_s
+            saved_s = compute_s - ttft_s(row, prompt_tokens, there)
             gain_s = saved_s * (1 - margin(row)) - seconds
-            each_s = max(token_s(row, self._prompt_tokens, here), saved_s / (there - here))
-            worth_tokens = (saved_s - seconds) / each_s
-            if gain_s > 0 and (best is None or worth_tokens > best.worth_tokens):
+            if gain_s <= 0:
+                continue
+            worth_tokens = gain_s / max(token_s(row, prompt_tokens, here), saved_s / num_tokens)
+            if best is None or worth_tokens > best.worth_tokens:
                 best = FetchPlan(holder.id, there, seconds, worth_tokens)
         return best
 
@@ -90,8 +110,7 @@ class Prefix:
 def fetch_s(holder: InstanceRow, num_tokens: float) -> float:
     """Return the time until KV of so many tokens is somewhere else that an instance holds."""
     load, cost = holder.view.load, holder.cost
-    step_s = cost.base_s + holder.decodes * holder.request_s
-    step_s += min(holder.queued_tokens, holder.chunk_tokens) * cost.prompt_s
+    step_s = holder.step_s + min(holder.queued_tokens, holder.chunk_tokens) * cost.prompt_s
     is_busy = holder.decodes or holder.queued_tokens
     steps_s = step_s * (1.5 if is_busy else 1.0) + holder.block_size * cost.prompt_s
     moved_s = load.handover_s + num_tokens * load.handover_token_s

@@ -75,5 +75,7 @@ class Residency:
         names = self._names.get(instance)
         if not names or not chain.names or chain.names[0] not in names:
             return 0
+        if chain.names[-1] in names:
+            return len(chain.names) * chain.block_tokens
         held = bisect_left(chain.names, True, key=lambda name: name not in names)
         return held * chain.block_tokens

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
-from operator import itemgetter
 from types import MappingProxyType
+from typing import NamedTuple
 
-from vllm_tetri.policy.cluster import ClusterState, InstanceRow
+from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Ranked
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Role
 
 _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """`prefill` computes the prompt and names the decode instance itself: one of that role,
     or with `anywhere` any, itself included."""
 
@@ -30,16 +26,14 @@ class Split:
     anywhere: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(NamedTuple):
     """`instance` does everything."""
 
     instance: InstanceId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AllAtLimit:
+class AllAtLimit(NamedTuple):
     """All `instances` that the request could go to are at their limits; `who` they are."""
 
     instances: tuple[InstanceId, ...]
@@ -47,21 +41,6 @@ class AllAtLimit:
 
 
 Route = Split | Whole
-
-
-class _Kind:
-    """Instances of which a request could go to any."""
-
-    def __init__(self, rows: Iterable[InstanceRow], second: Callable[[InstanceRow], int]) -> None:
-        self.by_id = {row.id: row for row in rows}
-        # Tokens queued as last looked at, what decides between equals, which no request changes,
-        # and a number that keeps the order: nothing makes a row better until the next view.
-        self.heap = [
-            (row.queued_tokens, second(row), number, row)
-            for number, row in enumerate(self.by_id.values())
-        ]
-        heapify(self.heap)
-        self.second = second
 
 
 class RouteCandidates:
@@ -77,49 +56,16 @@ class RouteCandidates:
             for row in rows
             if row.role is not Role.DECODE and takers[row.key] > (row.role is Role.BOTH)
         )
-        self.prefills = _Kind(able, lambda row: row.role is Role.BOTH)
+        self.prefills = Ranked(state, able, lambda row: (row.queued_tokens, row.role is Role.BOTH))
         last = min((_LAST_RESORT[row.role] for row in rows), default=0)
         able = (row for row in rows if _LAST_RESORT[row.role] == last or row.alone)
-        self.wholes = _Kind(able, lambda row: row.num_requests)
+        self.wholes = Ranked(state, able, lambda row: (row.queued_tokens, row.num_requests))
 
     def without(self, excluded: Collection[InstanceId]) -> RouteCandidates:
         """Return the candidates without some instances, which may change what others are for."""
         if not excluded:
             return self
         return RouteCandidates(self._state, [row for row in self._rows if row.id not in excluded])
-
-    def least(
-        self,
-        kind: _Kind,
-        taken: Collection[InstanceId],
-        cached: Mapping[InstanceId, int],
-        reach: Callable[[InstanceRow], float] | None = None,
-    ) -> InstanceRow | None:
-        """Return the one with the fewest tokens to compute, what it has cached taken off."""
-        heap, aside, best_key = kind.heap, [], (inf, 0)
-        best: InstanceRow | None = None
-        while heap and best is None:
-            queued, second, number, base = heap[0]
-            row = self._state.row(base)
-            if row.queued_tokens != queued:
-                heapreplace(heap, (row.queued_tokens, second, number, base))
-            elif base.id in taken:
-                aside.append(heappop(heap))
-            else:
-                saved_tokens = reach(row) if reach is not None and cached else 0
-                best, best_key = row, (queued - saved_tokens, second)
-        for entry in aside:
-            heappush(heap, entry)
-        for name, tokens in cached.items():
-            holder = kind.by_id.get(name)
-            if holder is not None and name not in taken:
-                row = self._state.row(holder)
-                best, best_key = min(
-                    (best, best_key),
-                    (row, (row.queued_tokens - tokens, kind.second(row))),
-                    key=itemgetter(1),
-                )
-        return best
 
 
 def choose_route(
@@ -146,17 +92,24 @@ def choose_route(
     if not kind.by_id:
         return None
     taken = {*refused, *at_limit} if refused else at_limit
-    best = candidates.least(kind, taken, cached, reach)
-    if best is None:
+    able = kind.least(1, taken)
+    if not able:
         who = "prefill instances" if splits else "instances that could serve it alone"
         return AllAtLimit(tuple(kind.by_id), who)
+    best = able[0]
+    if cached:
+        saved = cached.get(best.id, 0) if reach is None else reach(best)
+        least_tokens = best.queued_tokens - saved
+        for row in kind.named(cached, taken):
+            if row.queued_tokens - cached[row.id] < least_tokens:
+                best, least_tokens = row, row.queued_tokens - cached[row.id]
     words = f"{best.queued_tokens} tokens queued"
     words += f", {cached[best.id]} cached" if cached.get(best.id) else ""
     if not splits:
         why = "no pair to split over" if may_split else "not split"
         why = f"{why}, since {best.alone}" if best.alone else why
         return Whole(best.id, f"{why}: {best.role} with {words}")
-    if all(row.id in at_limit for row in candidates.decodes):
+    if at_limit and all(row.id in at_limit for row in candidates.decodes):
         return AllAtLimit(tuple(row.id for row in candidates.decodes), "decode instances")
     return Split(best.id, f"least of {len(kind.by_id)}: {words}")
 

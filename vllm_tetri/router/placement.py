@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from math import inf
-from operator import is_
-from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
@@ -55,6 +53,7 @@ _MAX_CHOICES = 16
 _ARENA_SLACK = 1.25
 _MAX_NAMED = 5
 _MAX_ASKED = 8  # of more instances, only those that served a prompt's start are asked for it
+_UNKNOWN = Prefix(0)
 _PER_INSTANCE = "the limit of requests per instance (--max-in-flight, or its own)"
 LATE = "expected_late"
 
@@ -68,6 +67,8 @@ class Lookup(NamedTuple):
     held: dict[InstanceId, int]  # tokens of the chain that is known, by instance
     cached: dict[InstanceId, int]  # at most as many as the prompt has of it
     prefix: Prefix
+    size: Need
+    sizes: dict[InstanceId, Need]  # at instances that may compute it, with what is cached there
 
 
 class Placer:
@@ -89,9 +90,9 @@ class Placer:
         self.mode = Mode.SPLIT
         self._view, self._shares = view, shares
         self._objective, self._refuses_late = objective, refuses_late
-        self._rng = Random()
         self._tables = TableMaker()
         self._state = ClusterState(_GRACE_S)
+        self._fresh_until_s = -inf
         self._seen_mode: Mode | None = None  # in which the cluster was looked at last
         self.backlogs = Backlogs(max_queue_delay_s)
         self._limit_log = LimitLog()
@@ -101,9 +102,9 @@ class Placer:
         self._arena_tokens: dict[str, float] = {}  # of the largest receive arena, by model
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
-        self._asked: tuple[ApiRequest, ClusterTable] | None = None  # what was looked up last
-        self._found = Lookup(None, {}, {}, Prefix(0))
-        self._size: Need | None = None  # of that request
+        # What was looked up last.
+        self._asked: tuple[ApiRequest | None, ClusterTable | None] = None, None
+        self._found = Lookup(None, {}, {}, _UNKNOWN, Need(1, 0), {})
 
     def models(self) -> dict[str, InstanceInfo]:
         """Return every model name that a ready instance serves, and one such instance."""
@@ -146,14 +147,15 @@ class Placer:
             if candidates is None:
                 rows = self._state.table.by_model.get(model, ())
                 candidates = self._routes[model] = RouteCandidates(self._state, rows)
+            found = self.look_up(request)
             return choose_route(
                 candidates,
                 may_split=may_split,
                 excluded=excluded,
                 refused=at_limit,
                 at_limit=limited,
-                cached=self.look_up(request).cached,
-                reach=self.look_up(request).prefix.reach,
+                cached=found.cached,
+                reach=found.prefix.reach if found.cached else None,
             )
 
         if request.rules is not None:
@@ -206,26 +208,28 @@ class Placer:
 
     def look_up(self, request: ApiRequest) -> Lookup:
         """Find out what instances hold of a prompt; once per request and snapshot."""
-        asked = request, self._state.table
-        if self._asked is not None and all(map(is_, self._asked, asked)):
+        table = self._state.table
+        if request is self._asked[0] and table is self._asked[1]:
             return self._found
         known = self._prefixes.find(request.starts)
-        self._asked, self._found, self._size = asked, Lookup(known, {}, {}, Prefix(0)), None
+        tokens = request.approx_tokens if known is None else known.prompt_tokens
+        size = self._size_of(request, tokens)
+        self._asked = request, table
         if known is None:
+            self._found = Lookup(None, {}, {}, _UNKNOWN, size, {})
             return self._found
-        rows = self._state.table.by_model.get(request.model, ())
+        rows = table.by_model.get(request.model, ())
         names = [row.id for row in rows] if len(rows) <= _MAX_ASKED else known.holders
-        tokens = {name: self._residency.held_tokens(name, known.chain) for name in names}
-        held = {name: each for name, each in tokens.items() if each}
-        cached = {name: min(each, known.common_tokens) for name, each in held.items()}
-        able = map(self._state.table.by_id.get, cached if request.may_fetch else ())
-        holders = [  # of an adapter, block hashes have only the name
-            self._state.row(row)
-            for row in able
-            if row is not None and request.model not in row.view.info.adapters
-        ]
+        held, cached, holders = dict[InstanceId, int](), dict[InstanceId, int](), []
+        for name in names:
+            if found := self._residency.held_tokens(name, known.chain):
+                held[name], cached[name] = found, min(found, known.common_tokens)
+                row = table.by_id.get(name)
+                # Of an adapter, block hashes have only the name.
+                if request.may_fetch and row and request.model not in row.view.info.adapters:
+                    holders.append(self._state.row(row))
         prefix = Prefix(known.prompt_tokens, cached, holders)
-        self._found = Lookup(known, held, cached, prefix)
+        self._found = Lookup(known, held, cached, prefix, size, {})
         return self._found
 
     def plan_fetch(self, instance: InstanceId, request: ApiRequest) -> FetchPlan | None:
@@ -255,18 +259,22 @@ class Placer:
 
     def _size_at(self, instance: InstanceId, request: ApiRequest) -> Need:
         """Return what a request needs at the instance that computes its prompt."""
-        size, found = self._size_of(request), self.look_up(request)
-        plan = self.plan_fetch(instance, request)
-        cached_tokens = found.cached.get(instance, 0) if plan is None else plan.tokens
-        cached_tokens = min(cached_tokens, size.prompt_tokens - 1)
-        return Need(size.prompt_tokens, size.output_tokens, cached_tokens=cached_tokens)
+        found = self.look_up(request)
+        if instance not in found.sizes:
+            plan = self.plan_fetch(instance, request)
+            cached_tokens = found.cached.get(instance, 0) if plan is None else plan.tokens
+            prompt_tokens, output_tokens = found.size.prompt_tokens, found.size.output_tokens
+            cached_tokens = min(cached_tokens, prompt_tokens - 1)
+            size = Need(prompt_tokens, output_tokens, cached_tokens=cached_tokens)
+            found.sizes[instance] = size
+        return found.sizes[instance]
 
     def refuse_late(self, request: ApiRequest) -> None:
         """Raise `Refusal` 429 for a new request that is expected to miss its promises."""
         if not self._refuses_late:
             return
         place = self._cheapest(request, (), request.is_splittable, time.monotonic())
-        tokens = self._size_of(request).output_tokens
+        tokens = self.look_up(request).size.output_tokens
         late = expected_late(place, self._objective, tokens) if place is not None else None
         if late is not None:
             self._limit_log.record("--refuse-late", f"{late.reason}; such requests get 429")
@@ -319,47 +327,50 @@ class Placer:
         self, request: ApiRequest, taken: Collection[InstanceId], may_split: bool, now: float
     ) -> PricedRoute | None:
         self._renew(now, request.model)
+        found = self.look_up(request)
         candidates = self._candidates.get(request.model)
         if candidates is None:
-            return None
+            candidates = self._candidates[request.model] = PriceCandidates(
+                self._state,
+                self._state.table.by_model.get(request.model, ()),
+                Need(_USUAL_PROMPT_TOKENS, self._output_tokens),
+                spares_prefill=self.mode is not Mode.WHOLE,
+                spares_decode=self.mode is Mode.SPLIT,
+            )
         return price_route(
             candidates,
-            self._size_of(request),
+            found.size,
             may_split=may_split and self.mode is not Mode.WHOLE,
             prefers_split=self.mode is Mode.SPLIT,
             objective=self._objective,
             taken=taken,
-            cached=self.look_up(request).cached,
-            reach=self.look_up(request).prefix.reach,
+            cached=found.cached,
+            reach=found.prefix.reach if found.cached else None,
         )
 
-    def _size_of(self, request: ApiRequest) -> Need:
-        known = self.look_up(request).known
-        if self._size is not None:
-            return self._size
+    def _size_of(self, request: ApiRequest, prompt_tokens: int) -> Need:
         tokens, rows = self._output_tokens, self._state.table.by_model.get(request.model)
         if request.max_tokens is not None:
             bound = request.max_tokens
             tokens = bound if request.ignores_eos else min(tokens, bound)
         if rows:
             tokens = min(tokens, rows[0].view.info.max_model_len)
-        prompt_tokens = request.approx_tokens if known is None else known.prompt_tokens
         prompt_tokens = max(1, prompt_tokens)  # a body may be empty, a prompt is not
-        self._size = Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
-        return self._size
+        return Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
 
     def _renew(self, now: float, model: str) -> None:
         """Look at the cluster again if the snapshot is old, or a model's first instance may have
         just joined."""
         table = self._state.table
-        fresh_s = max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         is_known = model in table.by_model and self._seen_mode is self.mode
-        if is_known and now - table.at_s < fresh_s:
+        if is_known and now < self._fresh_until_s:
             return
         view = self._view()
         table, self._seen_mode = self._tables.make(view, now), self.mode
         self._state.observe(table)
+        self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         self._routes.clear()
+        self._candidates.clear()
         known = {each.info.id for each in view.instances}
         self._residency.retain(known)
         for gone in self._cache_seqs.keys() - known:
@@ -371,18 +382,6 @@ class Placer:
         self._arena_tokens = {
             model: max(
                 (row.arena_tokens for row in rows if row.role is not Role.PREFILL), default=inf
-            )
-            for model, rows in table.by_model.items()
-        }
-        usual = Need(_USUAL_PROMPT_TOKENS, self._output_tokens)
-        self._candidates = {
-            model: PriceCandidates(
-                self._state,
-                rows,
-                usual,
-                self._rng,
-                spares_prefill=self.mode is not Mode.WHOLE,
-                spares_decode=self.mode is Mode.SPLIT,
             )
             for model, rows in table.by_model.items()
         }

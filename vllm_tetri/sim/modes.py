@@ -164,7 +164,6 @@ class AdaptiveMode(SplitMode):
 
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
-        self._rng = Random(f"{config.seed} adaptive")
         self._candidates: PriceCandidates | None = None
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
@@ -175,7 +174,7 @@ class AdaptiveMode(SplitMode):
             usual = Need(_USUAL_PROMPT_TOKENS, expected)
             rows = table.by_model[MODEL]
             self._candidates = PriceCandidates(
-                self._state, rows, usual, self._rng, spares_prefill=self.may_split
+                self._state, rows, usual, spares_prefill=self.may_split
             )
         need = Need(spec.prompt_tokens, expected)
         prefix = self.look_up(spec, table.by_model[MODEL])
