@@ -76,6 +76,12 @@ def test_what_a_slot_holds_is_enough_or_refused() -> None:
     assert not blocks_of(FULL, STATE).holds(100, 99)  # there is no state of 99 tokens
 
 
+def test_what_is_held_is_a_hit_in_whole_blocks_unless_there_is_a_state() -> None:
+    assert blocks_of(FULL).hit_tokens(100, 70) == 64
+    assert blocks_of(FULL).hit_tokens(64, 64) == 48  # a block is left
+    assert blocks_of(FULL, STATE).hit_tokens(4096, 4096) == 0
+
+
 def test_an_arena_holds_prompts_by_their_groups() -> None:
     assert blocks_of(FULL).most_tokens(10) == 10 * BLOCK
     assert blocks_of(FULL, WINDOW).most_tokens(10) == 7 * BLOCK

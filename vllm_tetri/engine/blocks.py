@@ -58,8 +58,11 @@ class PromptBlocks:
         return sum(map(len, self.spans(tokens, first)))
 
     def hit_tokens(self, tokens: int, held: int) -> int:
-        """Return how many tokens of a prompt an instance that holds so many has a prefix hit on,
-        such that its last block is left to be sent in any case."""
+        """Return how many tokens of a prompt an instance that holds so many surely has a prefix hit
+        on, such that its last block is left to be sent in any case. Where layers have a state there
+        is none: a state is cached where a step ended, if at all, and reports do not tell."""
+        if self.has_state:
+            return 0
         num_hits = min(held, tokens - 1) // self._hit_tokens - self._num_taken_back
         return max(0, num_hits) * self._hit_tokens
 
