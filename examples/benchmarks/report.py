@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,12 @@ CONVERSATIONS = {
     "replicas-3-cache": "3 replicas, vllm-router cache-aware",
     "split-2p1d-uncached": "split, without caches",
     "split-2p1d": "split, 2 prefill + 1 decode",
+    "nixl": "NIXL pair, vllm-router",
+    "split": "split, 1 prefill + 1 decode",
     "adaptive-2p1d": "adaptive, 2 prefill + 1 decode",
     "adaptive-3": "adaptive, 3 `both`",
 }
-MEANS = ("first_ttft_ms", "later_ttft_ms", "jct_ms", "cached", "kv_bytes_sent")
+MEANS = ("first_ttft_ms", "later_ttft_ms", "jct_ms", "cached", "kv_bytes_sent", "fetched_tokens")
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
@@ -248,35 +251,41 @@ def transfers() -> str:
     return markdown(rows)
 
 
-def conversations() -> str:
-    """What turns of conversations take, and what is sent for them in parts of the KV that is new:
-    that of tokens which no turn before had. Without caches all of a prompt is sent."""
-    lines = gzip.decompress((RESULTS / "turns.jsonl.gz").read_bytes()).splitlines()
+def conversations(file: str = "turns.jsonl.gz") -> str:
+    """What turns of conversations take, and the KV blocks sent for them in parts of those that are
+    new: which no instance of any system found again. Without caches all of a prompt is sent."""
+    lines = gzip.decompress((RESULTS / file).read_bytes()).splitlines()
     found: dict[str, list[Any]] = {}
     for line in map(json.loads, lines):
         if "cell" in line:
             found.setdefault(line["cell"]["system"], []).append(line["cell"])
-    whole = found["split-2p1d-uncached"]
-    turns = [each for cell in whole for each in cell["turns"]]
-    last = max(each["turn"] for each in turns)
-    prompts = {turn: sum(each["prompt_tokens"] for each in turns if each["turn"] == turn)
-               for turn in range(1, last + 1)}  # fmt: skip
-    # All but the last answer is in the prompt of the next turn.
-    part = prompts[last] / sum(prompts.values())
-    new_bytes = part * sum(cell["kv_bytes_sent"] for cell in whole) / len(whole)
+    known: dict[Any, int] = {}  # most tokens of a turn's prompt that any system has found
+    for each in (turn for cells in found.values() for cell in cells for turn in cell["turns"]):
+        key = each["seed"], each["turn"]
+        known[key] = max(known.get(key, 0), each["cached_tokens"])
+    (whole,) = found["split-2p1d-uncached"]
+    size = max(cell["block_tokens"] for cells in found.values() for cell in cells)
+    of_turns = [(each, -(-each["prompt_tokens"] // size)) for each in whole["turns"]]
+    block_bytes = whole["kv_bytes_sent"] / sum(blocks for _, blocks in of_turns)
+    new_blocks = sum(blocks - known[each["seed"], each["turn"]] / size for each, blocks in of_turns)
     rows = []
     for name, title in CONVERSATIONS.items():
-        cells = found[name]
+        cells = found.get(name, ())
+        if not cells:
+            continue
         mean = {key: sum(cell[key] for cell in cells) / len(cells) for key in MEANS}
-        later = ", ".join(str(cell["later_ttft_ms"]) for cell in cells)
+        parts = mean["kv_bytes_sent"] / block_bytes, mean["fetched_tokens"] / size
+        sent, fetched = (f"{each / new_blocks:.2f}" for each in parts)
+        is_counted = name.startswith(("split", "adaptive"))
         rows.append(
             {
                 "system": title,
                 "first TTFT": f"{mean['first_ttft_ms']:.0f}",
-                "later TTFT (each repeat)": f"{mean['later_ttft_ms']:.0f} ({later})",
+                "later TTFT": f"{mean['later_ttft_ms']:.0f}",
                 "JCT, s": f"{mean['jct_ms'] / 1e3:.1f}",
                 "cached": f"{mean['cached']:.0%}",
-                "sent / new": f"{mean['kv_bytes_sent'] / new_bytes:.2f}",
+                "sent / new": sent if is_counted else "–",
+                "fetched / new": fetched if is_counted else "–",
             }
         )
     return markdown(rows)
@@ -289,6 +298,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Router": ("benchmarks.md", as_kept("router")),
     "KV transport": ("benchmarks.md", transfers),
     "Conversations": ("benchmarks.md", conversations),
+    "Conversations, SmolLM2": ("benchmarks.md", partial(conversations, "turns-smollm2.jsonl.gz")),
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
     "Prefix caches of a cluster": ("benchmarks.md", caches),
     "The papers' experiments": ("simulator.md", paper_classes),

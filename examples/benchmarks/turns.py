@@ -39,6 +39,9 @@ WORDS = (
     "summer letter morning orange forest bridge music kitchen number story"
 )
 ROOT = Path(__file__).parents[2]
+# KV that instances sent, for hand-overs and as prefixes, and prompt tokens that came as prefixes.
+COUNTERS = ("kv_bytes_sent", "fetched_tokens")
+REPORTED_S = 1.0  # more than the time between two reports of an instance
 TIMEOUT = aiohttp.ClientTimeout(total=600)
 
 
@@ -98,19 +101,34 @@ async def converse(
 
 async def measure(
     url: str, model: str, options: argparse.Namespace, repeat: int
-) -> list[dict[str, Any]]:
-    """Hold all conversations of a repeat side by side, after one that does not count."""
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Hold all conversations of a repeat side by side, after one that does not count. Returns a
+    row per turn, what instances counted meanwhile, and the size of their blocks."""
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         await converse(session, url, model, options, f"{options.seed} warm-up {repeat}")
+        before = await counted(url)
         seeds = [f"{options.seed} {repeat} {each}" for each in range(options.conversations)]
         held = (converse(session, url, model, options, seed) for seed in seeds)
-        return [row for rows in await asyncio.gather(*held) for row in rows]
+        rows = [row for rows in await asyncio.gather(*held) for row in rows]
+        after = await counted(url)
+    counts = {name: after[name] - before[name] for name in COUNTERS}
+    caches = get_json(f"{url}/tetri/v1/cache").get("instances", ())
+    return rows, {
+        **counts,
+        "block_tokens": max((each["block_tokens"] for each in caches), default=0),
+    }
 
 
-def kv_bytes(url: str) -> int:
-    """KV that prefill instances have sent; 0 for stock vLLM."""
-    rows = get_json(f"{url}/tetri/v1/instances").get("instances", ())
-    return sum(each["kv_bytes_sent"] for each in rows)
+async def counted(url: str) -> dict[str, int]:
+    """Sums over all instances, once reports do not change them any more; 0 for stock vLLM."""
+    newest: dict[str, int] = {}
+    while True:
+        before = newest
+        rows = get_json(f"{url}/tetri/v1/instances").get("instances", ())
+        newest = {name: sum(each[name] for each in rows) for name in COUNTERS}
+        if newest == before:
+            return newest
+        await asyncio.sleep(REPORTED_S)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -164,10 +182,8 @@ def main() -> None:
                 continue
             up = ("--placement", "shared-cores") if options.scale else ()
             with serving(name, paced(name, site, options), up=up) as url:
-                before = kv_bytes(url)
-                rows = asyncio.run(measure(url, site.name, options, repeat))
-                sent = kv_bytes(url) - before
-            cell = {"kv_bytes_sent": sent, **summary(rows)}
+                rows, counts = asyncio.run(measure(url, site.name, options, repeat))
+            cell = {**counts, **summary(rows)}
             results.add(system=name, repeat=repeat, **cell, turns=rows)
             print(f"repeat {repeat}, {name}: {cell}", flush=True)
 

@@ -242,7 +242,9 @@ def test_of_many_instances_a_router_asks_few() -> None:
     mode = WholeMode(config)
     for number, each in enumerate(config.instances):
         mode.residency.update(each.id, range(number), (), is_all=False)
-    rows: list[Any] = [SimpleNamespace(id=each.id, kv_endpoint="", alone="") for each in config.instances]
+    rows: list[Any] = [
+        SimpleNamespace(id=each.id, kv_endpoint="", alone="") for each in config.instances
+    ]
 
     held = mode.look_up(named(0, 4100, 1, tuple(range(8))), rows).cached
 
