@@ -53,7 +53,7 @@ FOLDERS = {
     "examples/benchmarks": 6_180,
     "examples/predictor": 900,
     "csrc": 8_000,
-    "tests": 41_730,
+    "tests": 41_735,
 }
 MODULES = {"vllm_tetri/router": 23, "vllm_tetri/engine": 24, "vllm_tetri/policy": 17}
 FILE_LINES = 400
@@ -63,7 +63,7 @@ SERVE_OPTIONS = 26
 COMMANDS = 14
 COMMANDS_IN_HELP = 12
 DOC_PAGES = 15
-DOC_WORDS = 19_580  # tables of models, links, layers, caches and conversations have 750
+DOC_WORDS = 19_790  # tables of models, links, layers, caches and conversations have 900
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}
