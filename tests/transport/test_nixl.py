@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,26 @@ def test_bytes_reach_another_process(nixl: Backend) -> None:
             process.stdin.write(name + "\n")
             process.stdin.flush()
             assert process.stdout.readline().strip() == sha256(cache.bytes_of(ids)).hexdigest()
+
+
+def test_blocks_leave_when_their_event_fires_and_not_before(nixl: Backend) -> None:
+    receiver, sender = offering(nixl), sending(nixl)
+    push, cache, fired = nixl.closing[-2], nixl.cache(seed=1), threading.Event()
+    assert isinstance(push, Push)
+    num_bytes, ids = cache.layout.block_bytes, np.arange(8, dtype=np.int32)
+
+    def send(name: str, tag: int) -> Any:
+        transfer = sender.open(receiver.endpoint, name, 8, num_bytes)
+        transfer.write(cache.layout, 0, ids, tag)
+        transfer.finish()
+        return transfer
+
+    assert ended(send("connects", 0)) == TransferState.DONE
+    waits = send("waits", push.mark(SimpleNamespace(query=fired.is_set)))  # type: ignore[arg-type]
+    assert ended(send("overtakes", 0)) == TransferState.DONE
+    assert not waits.bytes_sent
+    fired.set()
+    assert ended(waits) == TransferState.DONE
 
 
 def test_a_cancelled_transfer_frees_its_slot(nixl: Backend) -> None:

@@ -19,7 +19,7 @@ from tests.transport.fake_device import POISON, FakeDevice
 from tests.transport.sides import BLOCKS, BUFFER, PAGE, Two, make_two, still
 from vllm_tetri.transport import wires
 from vllm_tetri.transport.blocks import DeviceMover
-from vllm_tetri.transport.device import Copies, DeviceArena, places_of
+from vllm_tetri.transport.device import Copies, DeviceArena, DeviceEvent, places_of
 from vllm_tetri.transport.native import Status, TransferState
 
 
@@ -137,6 +137,35 @@ def test_a_load_is_over_when_its_copies_are(direct: Two) -> None:
             assert not empty(into.receiver)  # the slot is not another transfer's yet
         done.result(10.0)
     assert into.holds([4, 5], 5)
+
+
+def test_a_pool_gets_and_gives_blocks_in_the_order_of_the_device(dma: Two) -> None:
+    side = dma.side(1)
+    mover, device, rows = side.mover, side.device, np.array([0, 1], np.int32)
+    memory = np.zeros((2, mover.layout.block_bytes), np.uint8)
+    mover.adopt(memory)
+
+    def load(after: DeviceEvent | None) -> None:
+        mover.load_rows(memory, rows, np.array([4, 5], np.int32), after)
+
+    with device.held(device.compute):
+        side.compute([1, 2], 5)
+        mover.save_rows(memory, rows, np.array([1, 2], np.int32))
+        side.compute([1, 2], 9)  # of the request that gets these blocks
+        assert still(lambda: not memory.any())
+    device.synchronize()
+    assert (memory == 5).all()
+    with ThreadPoolExecutor(1) as copier:
+        with device.held(device.compute):
+            side.compute([4, 5], 9)  # of a request that had these blocks
+            done = copier.submit(load, device.mark())
+            assert still(lambda: not done.done())
+        done.result(10.0)
+        assert side.holds([4, 5], 5)
+        with device.held(mover.stream):
+            done = copier.submit(load, None)
+            assert still(lambda: not done.done())
+        done.result(10.0)
 
 
 def test_a_full_ring_makes_orders_wait_and_not_the_engine(staged: Two) -> None:
@@ -329,5 +358,7 @@ def test_both_directions_at_once_for_many_rounds(every: Two) -> None:
             if ended(transfer) is TransferState.DONE:
                 other.load(f"t{number}", targets, other.device.mark())
                 assert other.holds(targets, value)
+            else:  # it may have arrived before the sender's word, as a router tells both sides
+                other.receiver.cancel(f"t{number}")
     for side in sides:
         eventually(lambda side=side: empty(side.receiver))
