@@ -270,9 +270,9 @@ def conversations(file: str = "turns.jsonl.gz") -> str:
     new_blocks = sum(blocks - known[each["seed"], each["turn"]] / size for each, blocks in of_turns)
     rows = []
     for name, title in CONVERSATIONS.items():
-        cells = found.get(name, ())
-        if not cells:
+        if name not in found:
             continue
+        cells = found[name]
         mean = {key: sum(cell[key] for cell in cells) / len(cells) for key in MEANS}
         parts = mean["kv_bytes_sent"] / block_bytes, mean["fetched_tokens"] / size
         sent, fetched = (f"{each / new_blocks:.2f}" for each in parts)

@@ -86,12 +86,12 @@ def token_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) 
 def ttft_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
     """Return the time to the first token of a prompt that arrives now, of which the instance has
     the KV of `cached_tokens`."""
-    tokens, cost = row.queued_tokens + prompt_tokens - cached_tokens, row.cost
+    tokens = row.queued_tokens + prompt_tokens - cached_tokens
     steps = -(-tokens // row.chunk_tokens)
     if row.decodes:
         steps += 0.5  # what is left of the one that runs
-    each_s = cost.prompt_s + (cached_tokens + prompt_tokens) / 2 * cost.context_s  # as `token_s`
-    return (tokens * each_s + steps * row.step_s) * (1 + row.busy_others)
+    alone_s = tokens * token_s(row, prompt_tokens, cached_tokens) + steps * row.step_s
+    return alone_s * (1 + row.busy_others)
 
 
 def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:

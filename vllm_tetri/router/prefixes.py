@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import pairwise
-from time import monotonic
 from typing import Any, NamedTuple
 
 import msgspec
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 
 from vllm_tetri.policy.residency import Chain
 from vllm_tetri.types import InstanceId
@@ -71,17 +69,12 @@ class PrefixIndex:
         self._learnt: LRUCache[bytes, _Learnt] = LRUCache(
             _MAX_NAMES, getsizeof=lambda each: each.share
         )
-        self._pending: OrderedDict[str, tuple[float, list[Start]]] = OrderedDict()
+        self._pending: TTLCache[str, list[Start]] = TTLCache(_MAX_PENDING, _PENDING_S)
 
     def expect(self, entry: str, starts: list[Start]) -> None:
         """Keep the starts of a request that was sent to an instance, until its chain comes."""
         if starts:
-            pending, now = self._pending, monotonic()
-            while pending and next(iter(pending.values()))[0] < now - _PENDING_S:
-                pending.popitem(last=False)
-            pending[entry] = now, starts
-            if len(pending) > _MAX_PENDING:
-                pending.popitem(last=False)
+            self._pending[entry] = starts
 
     def learn(self, instance: InstanceId, vllm_name: str, chain: Chain, prompt_tokens: int) -> None:
         """Record the chain that an instance reports for a request that ended there."""
@@ -105,8 +98,9 @@ class PrefixIndex:
         """Find a request by vLLM's name of it: ours, after a word and before numbers."""
         name = vllm_name.partition("-")[2]
         while name:
-            if name in self._pending:
-                return self._pending[name][1]
+            found: list[Start] | None = self._pending.get(name)
+            if found is not None:
+                return found
             name = name.rpartition("-")[0]
         return None
 
