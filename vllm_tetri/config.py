@@ -33,7 +33,8 @@ POLICY_KINDS: dict[str, Kind] = {
     "decode_policy": "admission",
     "dispatch_policy": "dispatch",
 }
-DEFAULT_CONTROL = "tcp://127.0.0.1:18555"
+CONTROL_PORT = 18555
+DEFAULT_CONTROL = f"tcp://127.0.0.1:{CONTROL_PORT}"
 DEFAULT_MODE = Mode.ADAPTIVE
 # Time to finish requests after SIGTERM; Kubernetes kills a pod 30 s after it.
 DRAIN_S = 25.0

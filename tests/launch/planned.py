@@ -26,6 +26,12 @@ def parsed(*words: str, tail: tuple[str, ...] = ()) -> argparse.Namespace:
     return namespace
 
 
-def make_plan(given: argparse.Namespace, machine: Machine, gpus_each: int = 1) -> plan.LaunchPlan:
+def make_plan(
+    given: argparse.Namespace,
+    machine: Machine,
+    gpus_each: int = 1,
+    *,
+    may_take_default: bool = True,
+) -> plan.LaunchPlan:
     serve = replace(serve_options_in(given.tail), num_workers=gpus_each)
-    return plan.make_plan(given, machine, serve)
+    return plan.make_plan(given, machine, serve, may_take_default=may_take_default)

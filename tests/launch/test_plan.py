@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from tests.launch.planned import CPU, GPU, GPUS, make_plan, options, parsed
-from vllm_tetri.config import DEFAULT_MODE
+from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.launch.machine import Machine
+from vllm_tetri.launch.machine import Machine, claim, free_port
 
 
 def command(machine: Machine, *words: str, tail: tuple[str, ...] = ()) -> list[str]:
@@ -27,6 +27,19 @@ def test_routers_have_ports_and_addresses_of_their_own_that_instances_know() -> 
         words = spec.command(1)
         assert words[words.index("--tetri-control") + 1] == ",".join(controls)
     assert make_plan(options(), CPU).routers[0].name == "router"
+
+
+def test_only_one_of_two_clusters_that_start_at_once_takes_the_default_address() -> None:
+    with claim(port := free_port()) as is_first, claim(port) as is_second:
+        assert (is_first, is_second) == (True, False)
+        with claim(free_port()) as is_third:
+            assert is_third
+    with claim(port) as is_free_again:
+        assert is_free_again
+    plan = make_plan(options("--routers=2"), CPU, may_take_default=False)
+    controls = plan.control.split(",")
+    assert len(set(controls)) == 2
+    assert DEFAULT_CONTROL not in controls
 
 
 def test_routers_take_the_ports_that_follow_or_say_which_is_taken() -> None:

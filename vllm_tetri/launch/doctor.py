@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_tetri import TESTED_VLLM, __version__
-from vllm_tetri.config import DEFAULT_CONTROL
+from vllm_tetri.config import CONTROL_PORT
 from vllm_tetri.errors import TetriError
 from vllm_tetri.launch import machine
 from vllm_tetri.transport import segments
@@ -80,9 +80,8 @@ def examine() -> Iterator[Diagnosis]:
     yield shared_memory()
     yield _leftovers()
     yield from _hardware()
-    control = int(DEFAULT_CONTROL.rpartition(":")[2])
-    taken = [str(port) for port in (_HTTP_PORT, control) if not machine.is_port_free(port)]
-    fact = f"{', '.join(taken)} in use" if taken else f"{_HTTP_PORT} and {control} are free"
+    taken = [str(port) for port in (_HTTP_PORT, CONTROL_PORT) if not machine.is_port_free(port)]
+    fact = f"{', '.join(taken)} in use" if taken else f"{_HTTP_PORT} and {CONTROL_PORT} are free"
     advice = "a router may already be running; else choose others with --port and --control"
     yield Diagnosis(not taken, "ports", fact, advice)
 

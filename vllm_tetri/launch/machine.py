@@ -18,7 +18,7 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata, util
 from itertools import takewhile
@@ -297,6 +297,19 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     with contextlib.suppress(OSError), socket.create_server((host, port)):
         return True
     return False
+
+
+@contextlib.contextmanager
+def claim(port: int) -> Iterator[bool]:
+    """Claim a port of the loopback interface before a child listens there; False if another
+    process of this machine claims it. The kernel ends a claim with the process."""
+    with socket.socket(socket.AF_UNIX) as name:
+        is_ours = True
+        try:
+            name.bind(f"\0vllm-tetri-port-{port}")
+        except OSError:
+            is_ours = False
+        yield is_ours
 
 
 def free_port(host: str = "127.0.0.1") -> int:

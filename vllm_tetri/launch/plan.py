@@ -8,7 +8,7 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 
-from vllm_tetri.config import DEFAULT_CONTROL
+from vllm_tetri.config import CONTROL_PORT
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import (
     Machine,
@@ -73,9 +73,12 @@ class LaunchPlan:
     control: str  # where they meet: one address per router, separated by commas
 
 
-def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions) -> LaunchPlan:
-    """What to run for these options of `up` on this machine; ConfigError if there is no instance,
-    a contradiction, too little machine, or a port in use."""
+def make_plan(
+    options: argparse.Namespace, machine: Machine, serve: ServeOptions, *, may_take_default: bool
+) -> LaunchPlan:
+    """What to run for these options of `up` on this machine, with routers at the default control
+    address only if they `may_take_default`; ConfigError if there is no instance, a contradiction,
+    too little machine, or a port in use."""
     for name in serve.names & _OWN_OPTIONS:
         raise ConfigError(
             f"--{name} cannot be given after --: `up` sets it for every instance; options of the "
@@ -84,7 +87,7 @@ def make_plan(options: argparse.Namespace, machine: Machine, serve: ServeOptions
     roles = _roles(options, machine, serve.num_workers)
     placements = place(roles, machine, options.placement, serve.num_workers)
     ports = _router_ports(options)
-    controls = _control_addresses(options.routers)
+    controls = _control_addresses(options.routers, may_take_default)
     of_instances, of_routers = _keys(options, serve.api_keys)
     workers = len(roles) * serve.num_workers
     words = [*SERVE, options.model, *options.tail]
@@ -167,12 +170,11 @@ def _ports(option: str, first: int, number: int, host: str) -> list[int]:
     return [*range(first, first + number)]
 
 
-def _control_addresses(number: int) -> list[str]:
+def _control_addresses(number: int, may_take_default: bool) -> list[str]:
     """The default address first, so that instances started by hand find a router; other
-    addresses when a second cluster on this machine has taken it."""
-    port = int(DEFAULT_CONTROL.rpartition(":")[2])
-    ports = [port, *_free_ports(number - 1, HOST)] if is_port_free(port, HOST) else []
-    return [f"tcp://{HOST}:{port}" for port in ports or _free_ports(number, HOST)]
+    addresses when a second cluster on this machine has taken it or is about to."""
+    ports = [CONTROL_PORT] if may_take_default and is_port_free(CONTROL_PORT, HOST) else []
+    return [f"tcp://{HOST}:{port}" for port in ports + _free_ports(number - len(ports), HOST)]
 
 
 def _free_ports(number: int, host: str) -> list[int]:

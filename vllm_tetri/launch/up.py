@@ -10,10 +10,11 @@ from logging import INFO, WARNING
 from pathlib import Path
 from typing import get_args
 
+from vllm_tetri.config import CONTROL_PORT
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.cluster import LocalCluster
 from vllm_tetri.launch.doctor import shared_memory
-from vllm_tetri.launch.machine import CoreSharing, inspect, read_serve_options, require_vllm
+from vllm_tetri.launch.machine import CoreSharing, claim, inspect, read_serve_options, require_vllm
 from vllm_tetri.launch.plan import make_plan
 from vllm_tetri.logs import LEVEL_VARIABLE, configure_logging
 from vllm_tetri.router.command import add_serving_options, count, positive
@@ -78,17 +79,18 @@ def run(options: argparse.Namespace) -> int:
     # One of several routers decides on roles; the kernel forgets the lease when it ends.
     if options.routers > 1:
         options.flip_lease = in_memory("tetri-lease")
-    plan = make_plan(options, inspect(serve), serve)
-    options.secret_file = share_secret(options.secret_file)
-    if options.log_dir is not None:
-        try:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--log-dir {options.log_dir}: {error}") from error
-    memory = shared_memory()
-    level, advice = (INFO, "") if memory.is_fine else (WARNING, f"; {memory.advice}")
-    _log.log(level, "%s: %s%s", memory.subject, memory.fact, advice)
-    return asyncio.run(LocalCluster(options, plan).run())
+    with claim(CONTROL_PORT) as is_ours:
+        plan = make_plan(options, inspect(serve), serve, may_take_default=is_ours)
+        options.secret_file = share_secret(options.secret_file)
+        if options.log_dir is not None:
+            try:
+                options.log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--log-dir {options.log_dir}: {error}") from error
+        memory = shared_memory()
+        level, advice = (INFO, "") if memory.is_fine else (WARNING, f"; {memory.advice}")
+        _log.log(level, "%s: %s%s", memory.subject, memory.fact, advice)
+        return asyncio.run(LocalCluster(options, plan).run())
 
 
 def _count(text: str) -> int:
