@@ -206,7 +206,7 @@ def price_route(
     wholes = _some_of(candidates.whole, _BEST_WHOLE, taken, cached)
     if not wholes:
         return None
-    prefills = _some_of(candidates.prefill, _BEST_PREFILL, taken, cached) if may_split else []
+    prefills = _some_of(candidates.prefill, _BEST_PREFILL, taken, cached)
     tokens = need.prompt_tokens
     firsts = _firsts(prefills + wholes, tokens, cached, reach)
     outputs = {row: _decode_cost(row, need, objective) for row in wholes}
