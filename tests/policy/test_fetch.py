@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.policy.builders import alone, known, serving
@@ -20,12 +20,16 @@ A, B, C = map(InstanceId, "abc")
 SLOW = {"handover_s": 0.5, "handover_token_s": 1e-3}
 
 
+def held_of(tokens: dict[str, int]) -> dict[InstanceId, int]:
+    return {InstanceId(name): each for name, each in tokens.items()}
+
+
 def rows_of(*instances: InstanceView) -> dict[InstanceId, InstanceRow]:
     return {row.id: row for row in known(*instances).bases}
 
 
 def plan(*instances: InstanceView, prompt: int = 1000, at: InstanceId = A, **cached: int) -> Any:
-    rows, held = rows_of(*instances), {InstanceId(name): each for name, each in cached.items()}
+    rows, held = rows_of(*instances), held_of(cached)
     return Prefix(prompt, held, [rows[name] for name in held]).plan(rows[at])
 
 
@@ -91,7 +95,7 @@ def test_nothing_is_fetched(other: InstanceView) -> None:
 
 
 def route(*instances: InstanceView, **cached: int) -> Split:
-    made, held = known(*instances), {InstanceId(name): each for name, each in cached.items()}
+    made, held = known(*instances), held_of(cached)
     prefix = Prefix(2000, held, [made.by_id[name] for name in held])
     candidates = RouteCandidates(made.state, made.bases)
     found = choose_route(candidates, may_split=True, cached=held, reach=prefix.reach)
@@ -108,6 +112,24 @@ def test_a_prompt_goes_to_an_idle_instance_sooner_if_that_can_fetch() -> None:
     assert route(*cluster(1000), a=1900).prefill == B
     assert route(*cluster(1000, **SLOW), a=1900).prefill == A
     assert route(*cluster(3000, **SLOW), a=1900).prefill == B
+
+
+@example([(0, 0), (1, 5), (1, 1)])
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), min_size=1, max_size=5))
+def test_a_prompt_goes_where_least_is_left_to_compute(loads: list[tuple[int, int]]) -> None:
+    instances = [
+        serving(f"p{number}", "prefill", queued_tokens=400 * queued)
+        for number, (queued, _) in enumerate(loads)
+    ]
+    held = {f"p{number}": 400 * each for number, (_, each) in enumerate(loads) if each}
+    made = known(*instances, serving("d", "decode"))
+    prefix = Prefix(2000, held_of(held), [made.by_id[InstanceId(name)] for name in held])
+    idlest = min(made.bases[:-1], key=lambda row: row.queued_tokens)
+    left = {
+        row.id: row.queued_tokens - (prefix.reach(row) if row is idlest else held.get(row.id, 0))
+        for row in made.bases[:-1]
+    }
+    assert left[route(*instances, serving("d", "decode"), **held).prefill] == min(left.values())
 
 
 def test_plans_say_how_long_they_are_worth_waiting_for() -> None:
