@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.client import ask
-from tests.e2e.cluster import MODEL, Cluster, Stock
+from tests.e2e.cluster import MODEL, Cluster, Stock, side_by_side
 from tests.e2e.prompts import text_prompt
+from tests.models.families import FAMILIES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONVERSATIONS, TURNS = 6, 3
 # 21 blocks of 128 tokens of the tiny model, in float32, which hold three of the conversations; the
 # pool has room for all.
-OWN: dict[str, Any] = {"serve": ("--kv-cache-memory-bytes", str(4 << 20), "--tetri-kv-pool", "64M")}
+POOL = "--tetri-kv-pool", "64M"
+OWN: dict[str, Any] = {"serve": ("--kv-cache-memory-bytes", str(4 << 20), *POOL)}
 
 
 def body_of(messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -31,18 +34,33 @@ def body_of(messages: list[dict[str, str]]) -> dict[str, Any]:
     }
 
 
-async def test_turns_are_as_stock_and_find_their_kv_in_the_pool(stock: Stock, own: Cluster) -> None:
+async def converse(stock: Stock, ours: Cluster) -> None:
+    """Turns are as stock's, and find their KV in the pool."""
     held = [
         [{"role": "user", "content": f"{seed}: {text_prompt(600 + seed)}"}]
         for seed in range(CONVERSATIONS)
     ]
     for turn in range(TURNS):
         for messages in held:  # one after another, so that each pushes the others out
-            ours, theirs = [await ask(each.url, body_of(messages)) for each in (own, stock)]
-            assert ours.token_ids == theirs.token_ids
-            messages.append({"role": "assistant", "content": ours.text})
+            own, theirs = [await ask(each.url, body_of(messages)) for each in (ours, stock)]
+            assert own.token_ids == theirs.token_ids
+            messages.append({"role": "assistant", "content": own.text})
             messages.append({"role": "user", "content": text_prompt(10 + turn)})
-    for each in own.instances().values():
+    for each in ours.instances().values():
         assert each["kv_pool_hit_tokens"] > 0
         assert each["kv_pool_bytes_saved"] > 0
         assert each["kv_gone"] == 0
+
+
+async def test_turns_of_full_attention(stock: Stock, own: Cluster) -> None:
+    await converse(stock, own)
+
+
+async def test_turns_of_layers_with_windows(tmp_path: Path) -> None:
+    family = FAMILIES["Gemma-3-text"]
+    stock = Stock(family.make(), tmp_path, serve=family.serve)
+    room = "--kv-cache-memory-bytes", str(6 << 20)
+    ours = Cluster(family.make(), tmp_path, serve=(*family.serve, *room, *POOL))
+    with side_by_side(stock, ours):
+        await converse(stock, ours)
+        ours.rest()

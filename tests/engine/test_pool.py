@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Event
 from typing import Any
 
 import pytest
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+import torch
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from tests.engine.harness import BLOCK, FULL, LAYERS, PAGE, SHAPE, Engine
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.config import decode_config
-from vllm_tetri.engine.step import StepMeta, WorkerReport
+from vllm_tetri.engine.pool import pool_places
+from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.transport import segments
+from vllm_tetri.transport.shards import Shards
 from vllm_tetri.types import Role, TransferId
 
 BLOCK_BYTES = BLOCK * PAGE * LAYERS
 FIRST = prompt(8 * BLOCK + 5)
 SECOND = [*FIRST, 7, 7, 7, 7, *prompt(40, seed=11)]
+
+
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
+CHUNKS = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=48)
+MIXED = {"windows": (FULL, WINDOW), "all windows": (WINDOW,), "chunks": (FULL, CHUNKS, WINDOW)}
 
 
 def size(num_blocks: int, num_ranks: int = 1) -> str:
@@ -113,6 +128,47 @@ def test_what_is_left_of_a_prefix_and_what_the_pool_has_go_together(engine: Engi
     assert load(engine).kv_pool_bytes_saved - before < 20 * BLOCK_BYTES
 
 
+@pytest.mark.parametrize("left", [0, 1, 3, 6, 8, 11])
+@pytest.mark.parametrize("kind", MIXED)
+def test_layers_with_windows_come_back(tmp_path: Path, kind: str, left: int) -> None:
+    """What requests since then left of a prefix in the cache of the device goes with it, also where
+    the cache alone has no hit, as layers lack other blocks of it each."""
+    specs = MIXED[kind]
+    engine = Engine(tmp_path, Role.BOTH, specs=specs, num_blocks=49, kv_pool=size(600))
+    serve(engine, "a", FIRST)
+    push_out(engine, 12 - left, 3)
+    assert serve(engine, "b", SECOND) == len(SECOND) - 8 * BLOCK
+    push_out(engine, 12)
+    assert serve(engine, "c", SECOND) < BLOCK + 5
+    assert load(engine).kv_pool_hit_tokens > 8 * BLOCK
+    engine.run_until(lambda: engine.is_at_rest)
+    assert engine.endpoint.pool.index.num_pinned == 0
+    engine.close()
+
+
+def test_a_long_prompt_finds_its_short_beginning(engine: Engine) -> None:
+    serve(engine, "a", FIRST)
+    push_out(engine)
+    request = engine.add("long", [*FIRST[: 8 * BLOCK], *prompt(200 * BLOCK, seed=3)])
+    assert engine.endpoint.pool.reach(request, 0, 208 * BLOCK) == 8 * BLOCK
+    engine.abort("long")
+    engine.run_until(lambda: engine.is_at_rest)
+
+
+def test_blocks_in_use_are_not_copied_since_they_may_be_computed_in_this_step(
+    engine: Engine,
+) -> None:
+    push_out(engine)
+    engine.add("a", FIRST, max_tokens=20)
+    engine.run_until(lambda: "a" in engine.outputs)
+    pool, request = engine.endpoint.pool, engine.add("b", SECOND)
+    assert pool.reach(request, 0, 8 * BLOCK) == 0
+    engine.run_until(lambda: "a" in engine.finished)
+    assert pool.reach(request, 0, 8 * BLOCK) == 8 * BLOCK
+    pool.release("b")
+    engine.run_until(lambda: engine.is_at_rest)
+
+
 def test_the_bytes_of_the_pool_are_what_is_computed_with(engine: Engine) -> None:
     serve(engine, "a", FIRST)
     push_out(engine)
@@ -149,16 +205,27 @@ def test_blocks_whose_load_failed_are_not_kept(engine: Engine) -> None:
     serve(engine, "a", FIRST)
     cached = [each for each in engine.scheduler.kv_cache_manager.block_pool.blocks
               if each.block_hash is not None]  # fmt: skip
-    engine.endpoint.pool.distrust({each.block_id for each in cached[:3]})
+    pool = engine.endpoint.pool
+    pool.distrust({each.block_id for each in cached[:3]})
+    push_out(engine, 4, 6)  # something else is in the pool, and the blocks still in the cache
+    assert len(pool.index) > 0
+    assert pool.reach(engine.add("x", FIRST), 0, 8 * BLOCK) == 0
+    engine.abort("x")
     push_out(engine)
     assert serve(engine, "b", FIRST) == len(FIRST)
     push_out(engine)
     assert serve(engine, "c", FIRST) == 5  # they have been computed anew meanwhile
 
 
-def test_a_load_that_fails_is_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["host", *MIXED])
+def test_a_load_that_fails_is_computed(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = MIXED.get(kind, (FULL,))
+    blocks, pool = 1 + 32 * len(specs), size(64 * len(specs))
+    engine = Engine(tmp_path, Role.BOTH, specs=specs, num_blocks=blocks, kv_pool=pool)
     serve(engine, "a", FIRST)
-    push_out(engine)
+    push_out(engine, 12)
 
     def fail(*_: Any) -> None:
         raise ValueError("no such row")
@@ -166,8 +233,10 @@ def test_a_load_that_fails_is_computed(engine: Engine, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(engine.mover, "load_rows", fail)
         assert serve(engine, "b", FIRST) >= len(FIRST)
-    assert (load(engine).kv_loads_failed, load(engine).kv_pool_blocks) == (1, 0)
+    assert load(engine).kv_loads_failed == 1
+    assert load(engine).kv_pool_blocks <= 8 * len(specs)  # those that made room since
     engine.run_until(lambda: engine.is_at_rest)
+    engine.close()
 
 
 def test_a_prompt_that_reads_no_cache_reads_no_pool(engine: Engine) -> None:
@@ -278,6 +347,28 @@ def test_a_difference_follows_what_the_pool_has(tmp_path: Path) -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("more", [1, 20, 40])
+@pytest.mark.parametrize("kind", MIXED)
+def test_a_difference_of_windows_follows_what_the_pool_has(
+    tmp_path: Path, kind: str, more: int
+) -> None:
+    """Of a window that the difference begins in, the pool has the rest."""
+    options = {"num_blocks": 1 + 32 * len(MIXED[kind]), "kv_pool": size(600)}
+    pair = Pair(tmp_path, arena_bytes=1 << 20, num_blocks=200, specs=MIXED[kind], decode=options)
+    tokens = [*FIRST[: 8 * BLOCK], *prompt(more, seed=11)]
+    serve(pair.decode, "a", FIRST)
+    push_out(pair.decode, 12)
+    assert pair.sent("b", tokens, held=8 * BLOCK).held_tokens == 8 * BLOCK
+    pair.decoding("b", tokens, held_tokens=8 * BLOCK)
+    pair.end("b")
+    spans = pair.decode.scheduler.blocks.spans(len(tokens))
+    num_blocks = sum(len(range(span.start, 8)) for span in spans)
+    seen = load(pair.decode)
+    assert (seen.kv_gone, seen.kv_pool_bytes_loaded) == (0, num_blocks * BLOCK_BYTES)
+    assert pair.decode.computed["b"] == 4
+    pair.close()
+
+
 def test_what_waits_for_its_difference_stays_in_the_pool(tmp_path: Path) -> None:
     options = {"num_blocks": 33, "kv_pool": size(10)}
     pair = Pair(tmp_path, arena_bytes=1 << 20, num_blocks=64, decode=options)
@@ -314,8 +405,11 @@ def test_a_transfer_that_fails_leaves_the_pool(tmp_path: Path) -> None:
 # -- what routers are told -------------------------------------------------------------
 
 
-def test_routers_are_told_of_both_caches(tmp_path: Path) -> None:
-    engine = Engine(tmp_path, Role.BOTH, num_blocks=33, kv_pool=size(20))
+@pytest.mark.parametrize("kind", ["host", "windows", "chunks"])
+def test_routers_are_told_of_both_caches(tmp_path: Path, kind: str) -> None:
+    specs = MIXED.get(kind, (FULL,))
+    blocks, places = 1 + 32 * len(specs), size(20 * len(specs))
+    engine = Engine(tmp_path, Role.BOTH, specs=specs, num_blocks=blocks, kv_pool=places)
     engine.endpoint.agent.close()  # it reads reports, too
     pool, cached = engine.endpoint.pool, engine.scheduler.kv_cache_manager.block_pool
     told, known = set[bytes](), set[bytes]()
@@ -324,7 +418,8 @@ def test_routers_are_told_of_both_caches(tmp_path: Path) -> None:
         if number == 20:
             engine.scheduler.reset_prefix_cache()
             serve(engine, "first", FIRST)
-        known |= {each.block_hash[:-4] for each in cached.blocks if each.block_hash is not None}
+        keys = {each.block_hash for each in cached.blocks if each.block_hash is not None}
+        known |= {key for key in keys if get_group_id(key) == 0}  # of full attention
         report = engine.endpoint.read_cache(number + 1, is_all=False)
         assert report is not None
         if report.is_all:
@@ -334,7 +429,9 @@ def test_routers_are_told_of_both_caches(tmp_path: Path) -> None:
             for names in (report.added, report.removed)
         ]
         told = (told | split[0]) - split[1]
-        held = {name for name in known if name in pool.index or cached.get_cached_block(name, [0])}
+        held = {
+            key[:-4] for key in known if key in pool.index or cached.get_cached_block(key[:-4], [0])
+        }
         assert told == {name[-8:] for name in held}
     assert load(engine).kv_pool_evictions > 0
     engine.close()
@@ -343,14 +440,16 @@ def test_routers_are_told_of_both_caches(tmp_path: Path) -> None:
 # -- where there is no pool --------------------------------------------------------------
 
 
-WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
+STATE = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"specs": (FULL, WINDOW)}, "not all layers of its model have full attention alike"),
-        ({"specs": (WINDOW,)}, "not all layers of its model have full attention alike"),
+        (
+            {"specs": (FULL, STATE)},
+            "some layers of its model keep a state, or are of a kind that it does not know",
+        ),
         ({"args": {"enable_prefix_caching": False}}, "it has no prefix cache"),
         ({"kv_pool": "100"}, "not one block fits"),
     ],
@@ -369,6 +468,16 @@ def test_where_it_cannot_be_used_one_line_says_so(
     push_out(engine)
     serve(engine, "b", FIRST)
     assert load(engine).kv_pool_blocks == 0
+    engine.close()
+
+
+def test_blocks_of_different_sizes_have_no_pool(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, Role.BOTH)
+    config = decode_config({"role": "both", "kv_pool": size(8)})
+    groups = [KVCacheGroupSpec([""], each) for each in (FULL, replace(WINDOW, block_size=32))]
+    cache = replace(engine.cache_config, kv_cache_groups=groups)
+    places, why = pool_places(config, engine.config, cache, KVLayout(BLOCK_BYTES, Shards()))
+    assert (places, why) == (0, "layers of its model have blocks of different sizes")
     engine.close()
 
 
@@ -398,7 +507,7 @@ def test_memory_and_disks_that_are_too_small_are_refused(tmp_path: Path) -> None
 # -- any order ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["host", "two ranks", "device"])
+@pytest.mark.parametrize("kind", ["host", "two ranks", "device", *MIXED])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_any_mix_of_turns_is_right_and_ends_at_rest(
     tmp_path: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -407,6 +516,9 @@ def test_any_mix_of_turns_is_right_and_ends_at_rest(
     monkeypatch.setattr(Engine, "on_device", kind == "device")
     rng, turns = Random(seed), [prompt(30, seed=each) for each in range(1, 7)]
     options = {"num_ranks": 2, "kv_pool": size(24, 2)} if kind == "two ranks" else {}
+    if kind in MIXED:
+        number = len(MIXED[kind])
+        options = {"specs": MIXED[kind], "num_blocks": 40 * number, "kv_pool": size(24 * number)}
     engine = Engine(tmp_path, Role.BOTH, **{"num_blocks": 40, "kv_pool": size(24)} | options)
     live: dict[str, Any] = {}
     for number in range(50):

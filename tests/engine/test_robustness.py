@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from tests.engine.harness import BLOCK, Engine
+from tests.engine.harness import BLOCK, FULL, SHAPE, Engine
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
 from vllm_tetri.engine.receive import MAX_REMEMBERED
@@ -163,9 +164,14 @@ def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
     assert pair.decode.endpoint.read_load().arena_used_bytes == 0
 
 
-@pytest.mark.parametrize("budget", [1, 1 << 30], ids=["background", "in step"])
-def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
-    pair = Pair(tmp_path, arena_bytes=1 << 20, load_budget_bytes=budget)
+@pytest.mark.parametrize(
+    ("budget", "spec"),
+    [(1, FULL), (1 << 30, FULL), (1 << 30, SlidingWindowSpec(**SHAPE, sliding_window=32))],
+    ids=["background", "in step", "window"],
+)
+def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int, spec: Any) -> None:
+    """The whole prompt is: of a window, tokens before what was loaded are not there."""
+    pair = Pair(tmp_path, arena_bytes=1 << 20, load_budget_bytes=budget, specs=(spec,))
 
     def broken(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -177,6 +183,7 @@ def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int) -> None:
     pair.sent("a", tokens)
     pair.decoding("a", tokens)
     assert pair.decode.endpoint.receives.loads_failed == 1
+    assert pair.decode.computed["a"] >= len(tokens)
     for name in ("a", "busy"):
         pair.decode.abort(name)
     pair.settle()

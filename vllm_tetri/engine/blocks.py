@@ -26,18 +26,21 @@ _MANY_TOKENS = 1 << 40
 
 class PromptBlocks:
     """The groups of one KV cache. ``block_tokens`` is how many tokens one more block of each
-    group that grows with its request holds, and ``num_growing`` how many such groups there are."""
+    group that grows with its request holds, and ``growing`` has the numbers of such groups."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._groups = kv_cache.coordinator.single_type_managers
         self.has_state = any(isinstance(each.kv_cache_spec, MambaSpec) for each in self._groups)
         growing = [each for each in self._groups if not each.get_num_skipped_tokens(_MANY_TOKENS)]
-        self.num_growing = len(growing)
+        self.growing = [self._groups.index(each) for each in growing]
         sizes = [each.block_size for each in growing or self._groups]
         self.block_tokens = min(sizes, default=1)
         # A prefix hit ends with a block of every group; for EAGLE and MTP vLLM takes back one.
         self._hit_tokens, self._num_taken_back = lcm(*sizes), int(kv_cache.use_eagle)
         self.num_groups = len(self._groups)
+        # After a load that fails vLLM computes from its first block on, for which all before have
+        # to be there; after one in the background it computes the prompt.
+        self.is_uniform = self.num_groups == len(self.growing) == 1
         # A group that holds whole prefixes, and how many tokens its blocks have: one that grows.
         prefix = growing[0] if growing else self._groups[0]
         self.prefix_group = self._groups.index(prefix), prefix.block_size

@@ -58,7 +58,13 @@ try:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_request_block_hasher
+    from vllm.v1.core.kv_cache_utils import (
+        KVCacheBlock,
+        get_block_hash,
+        get_group_id,
+        get_request_block_hasher,
+        make_block_hash_with_group_id,
+    )
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -156,6 +162,8 @@ SIGNATURES = {
     "BlockPool._maybe_evict_cached_block": "block",  # ours in its place, if there is a pool
     "BlockPool.get_cached_block": "block_hash kv_cache_group_ids",
     "get_block_hash": "key",
+    "get_group_id": "key",
+    "make_block_hash_with_group_id": "block_hash group_id",
     "SingleTypeKVCacheManager.get_num_skipped_tokens": "num_computed_tokens",
     "get_request_block_hasher": "hash_block_size caching_hash_fn",
     "get_hash_fn_by_name": "hash_fn_name",

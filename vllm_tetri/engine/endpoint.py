@@ -186,9 +186,9 @@ class Endpoint(LoadReader):
         size, why = pool_places(config, self._vllm_config, scheduler.kv_cache_config, layout)
         if scheduler.hash_block_size != scheduler.blocks.block_tokens or self.alone:
             size, why = 0, self.alone or "it looks for prefixes of less than a block"
-        tokens = size * scheduler.blocks.block_tokens
         if size:
-            logger.info("--tetri-kv-pool %s: %d blocks = %d tokens", config.kv_pool, size, tokens)
+            tokens = scheduler.blocks.block_tokens
+            logger.info("--tetri-kv-pool %s: %d blocks of %d tokens", config.kv_pool, size, tokens)
         elif config.kv_pool:
             logger.warning("--tetri-kv-pool %s is not used, since %s", config.kv_pool, why)
         block_pool = scheduler.kv_cache_manager.block_pool
@@ -231,7 +231,7 @@ class Endpoint(LoadReader):
             kv_endpoint=endpoint,
             identity=shape.identity,
             max_model_len=model.max_model_len,
-            block_size=max(1, blocks.block_tokens // max(1, blocks.num_growing)),
+            block_size=max(1, blocks.block_tokens // max(1, len(blocks.growing))),
             pid=os.getpid(),
             version=vllm_tetri.__version__,
             continues=continuations.is_supported,

@@ -167,7 +167,7 @@ class LoadReader:
 
     def _reserved_blocks(self) -> int:
         scheduler = self.scheduler
-        return scheduler.gate.admission.reserved_blocks * scheduler.blocks.num_growing
+        return scheduler.gate.admission.reserved_blocks * len(scheduler.blocks.growing)
 
     def _used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -13,14 +13,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from itertools import islice
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_tetri.config import TetriConfig, parse_pool
 from vllm_tetri.engine.blocks import IdsByGroup, PromptBlocks
-from vllm_tetri.engine.compat import BlockPool, KVCacheBlock, KVCacheConfig, Request, get_block_hash
+from vllm_tetri.engine.compat import (
+    BlockPool,
+    KVCacheBlock,
+    KVCacheConfig,
+    Request,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
 from vllm_tetri.engine.identity import specs_of
 from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.step import KVLayout, Load, Pooled, StepMeta, WorkerReport, load_budget
@@ -34,7 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FULL_ATTENTION = {"FullAttentionSpec", "MLAAttentionSpec"}
+_KINDS = {
+    "FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec",
+}  # fmt: skip
+_MAX_ENDS = 64  # of a hit that are tried where windows lack blocks
 
 
 def pool_places(
@@ -45,13 +56,14 @@ def pool_places(
     num_bytes, folder = parse_pool(config.kv_pool)
     shards, groups = layout.shards, kv_cache.kv_cache_groups
     kinds = {type(spec).__name__ for group in groups for spec in specs_of(group)}
+    sizes = {group.kv_cache_spec.block_size for group in groups}
     # vLLM clears new blocks of layers whose KV has different types before they can be copied.
     is_cleared = getattr(kv_cache, "needs_kv_cache_zeroing", False)
     found = {
         "it has no prefix cache": not vllm_config.cache_config.enable_prefix_caching,
-        "not all layers of its model have full attention alike": len(groups) != 1
-        or not kinds <= _FULL_ATTENTION
-        or is_cleared,
+        "some layers of its model keep a state, or are of a kind that it does not know": is_cleared
+        or not kinds <= _KINDS,
+        "layers of its model have blocks of different sizes": len(sizes) > 1,
         "a GPU does not reach a file": bool(folder) and layout.is_device,
     }
     why = next((reason for reason, applies in found.items() if applies), "")
@@ -71,10 +83,15 @@ def open_rows(mover: BlockMover, num_places: int, text: str) -> Rows:
     return memory
 
 
+Block = tuple[int, int]  # a group, and the number of a request's block in it
+
+
 @dataclass(slots=True)
 class _Use:
-    first: int  # the request's block that the first place holds
-    places: list[int]  # pinned
+    first: int  # tokens of the prefix cache hit
+    tokens: int  # those that are here from the first one on
+    blocks: list[Block]
+    places: list[int]  # of these blocks, pinned
     is_background: bool = False
     num_loaded: int = 0  # ranks that have executed the load
 
@@ -93,7 +110,8 @@ class Pool:
     ) -> None:
         self.index = PoolIndex(size)
         self._layout, self._blocks, self._block_pool, self._log = layout, blocks, block_pool, log
-        self._block_tokens = blocks.block_tokens
+        # The group that routers are told of.
+        self._group, self._block_tokens = blocks.prefix_group
         self._load_bytes = load_budget(config.load_budget_bytes, layout)
         self._uses: dict[str, _Use] = {}  # by request that is not admitted yet
         self._asking: set[str] = set()  # those that may be admitted in this step
@@ -115,21 +133,25 @@ class Pool:
         is_valid = block_id not in self._invalid
         self._invalid.discard(block_id)
         if was_cached and key is not None and is_valid:
-            name = get_block_hash(key)
-            place, dropped = self.index.put(name)
-            if dropped is not None:
-                self.num_evicted += 1
-                self._forget([dropped])
-            if place is not None:
-                self._saves[place] = block_id
-                self.bytes_saved += self._layout.block_bytes
-            if name in self.index:
-                self._log.keep(name)
+            self._keep(key, block_id)
         return was_cached
 
-    def _forget(self, names: list[bytes]) -> None:
+    def _keep(self, key: bytes, block_id: int) -> None:
+        """Put a block of the prefix cache in the pool, if there is a place."""
+        place, dropped = self.index.put(key)
+        if dropped is not None:
+            self.num_evicted += 1
+            self._forget([dropped])
+        if place is not None:
+            self._saves[place] = block_id
+            self.bytes_saved += self._layout.block_bytes
+        if key in self.index and get_group_id(key) == self._group:
+            self._log.keep(get_block_hash(key))
+
+    def _forget(self, keys: list[bytes]) -> None:
         cached = self._block_pool.get_cached_block
-        self._log.drop(names, [each for each in names if cached(each, [0]) is None])
+        names = [get_block_hash(key) for key in keys if get_group_id(key) == self._group]
+        self._log.drop(names, [each for each in names if cached(each, [self._group]) is None])
 
     def distrust(self, block_ids: set[int]) -> None:
         """Keep nothing that blocks held whose load failed, nor what may be computed from it."""
@@ -157,32 +179,89 @@ class Pool:
 
     # -- requests ---------------------------------------------------------------
 
-    def reach(self, request: Request, num_local: int, until: int) -> int:
-        """Return how many tokens of a request, up to `until`, are here if its prefix cache hit has
-        the first `num_local`. The others are pinned until `release`, or `take` and the report."""
-        first, stop = num_local // self._block_tokens, until // self._block_tokens
+    def reach(self, request: Request, num_local: int, until: int, total: int = 0) -> int:
+        """Return how many tokens of a request, up to `until`, where a hit may end, are here if its
+        prefix cache hit has the first `num_local`. The others are pinned until `release`, or `take`
+        and the report. Of windows only what the token after `total` ones needs has to be here, at
+        least what the one after those that are returned does."""
+        until -= until % self._block_tokens
         self.release(request.request_id)
-        if first >= stop or not len(self.index) or request.skip_reading_prefix_cache:
+        if num_local >= until or not len(self.index) or request.skip_reading_prefix_cache:
             return num_local
-        places = self.index.pin(islice(request.block_hashes, first, stop))
+        tokens, blocks = self._find(request, num_local, until, total)
+        places = self._pin([*blocks.values()])
+        if len(places) < len(blocks):
+            return num_local
         if places:
-            self._uses[request.request_id] = _Use(first, places)
-        return num_local + len(places) * self._block_tokens
+            self._uses[request.request_id] = _Use(num_local, tokens, [*blocks], places)
+        return tokens
+
+    def _find(
+        self, request: Request, num_local: int, until: int, total: int
+    ) -> tuple[int, dict[Block, bytes]]:
+        """Return how many tokens are here, and the blocks of those behind the prefix cache hit."""
+        size, hashes, end = self._block_tokens, request.block_hashes, until
+
+        @cache
+        def key_of(block: Block) -> bytes | None:
+            key = make_block_hash_with_group_id(hashes[block[1]], block[0])
+            return key if key in self.index or self._idle_block(key) is not None else None
+
+        def end_before(number: int) -> int:
+            return self._blocks.hit_tokens(request.num_tokens, number * size)
+
+        if end // size > len(hashes):
+            end = end_before(len(hashes))
+        for group in self._blocks.growing:
+            numbers = range(num_local // size, end // size)
+            gone = next((each for each in numbers if key_of((group, each)) is None), None)
+            end = end if gone is None else end_before(gone)
+        for _ in range(_MAX_ENDS):
+            if end <= num_local:
+                break
+            spans = enumerate(self._blocks.spans(max(end, total), num_local))
+            blocks = [(group, each) for group, span in spans for each in span if each < end // size]
+            gone = next((each[1] for each in reversed(blocks) if key_of(each) is None), None)
+            if gone is None:
+                return end, {each: key for each in blocks if (key := key_of(each)) is not None}
+            end = end_before(gone)
+        return num_local, {}
+
+    def _idle_block(self, key: bytes) -> KVCacheBlock | None:
+        """Return a block of the prefix cache that no request uses: it is surely computed."""
+        found = self._block_pool.get_cached_block(get_block_hash(key), [get_group_id(key)])
+        block = found[0] if found else None
+        is_idle = block is not None and not block.ref_cnt and block.block_id not in self._invalid
+        return block if is_idle else None
+
+    def _pin(self, keys: list[bytes]) -> list[int]:
+        """Pin blocks, of the prefix cache, too, and return their places; none if one has none."""
+        here = [key for key in keys if key in self.index]
+        places = dict(zip(here, self.index.pin(here), strict=True))
+        for key in keys:
+            if key not in places and (block := self._idle_block(key)) is not None:
+                self._keep(key, block.block_id)
+                places |= zip([key], self.index.pin([key]), strict=False)
+        if len(places) == len(keys):
+            return [places[key] for key in keys]
+        self.index.unpin([*places.values()])
+        return []
 
     def match(self, request: Request, num_local: int, *, is_busy: bool) -> tuple[int | None, bool]:
         """Return how many tokens beyond the prefix cache hit can be loaded (None: ask again), and
         whether in the background."""
         if request.request_id in self.loading:
             return None, False  # preempted before its load was reported
-        reach = self.reach(request, num_local, request.num_tokens)
-        num_tokens = self._blocks.hit_tokens(request.num_tokens, reach) - num_local
+        until = self._blocks.hit_tokens(request.num_tokens, request.num_tokens)
+        num_tokens = self.reach(request, num_local, until) - num_local
         if num_tokens <= 0:
-            self.release(request.request_id)
             return 0, False
-        num_bytes = num_tokens // self._block_tokens * self._layout.block_bytes
-        is_background = (is_busy and num_bytes > self._load_bytes) or self._layout.is_device
-        self._uses[request.request_id].is_background = is_background
-        return num_tokens, is_background
+        use = self._uses[request.request_id]
+        is_large = len(use.places) * self._layout.block_bytes > self._load_bytes
+        use.is_background = (
+            (is_busy and is_large) or not self._blocks.is_uniform or self._layout.is_device
+        )
+        return num_tokens, use.is_background
 
     def ask(self, request_id: str) -> None:
         """Record that a request may be admitted in this step; else its pins go."""
@@ -193,18 +272,13 @@ class Pool:
         if (use := self._uses.pop(request_id, None)) is not None:
             self.index.unpin(use.places)
 
-    def take(self, request_id: str, block_ids: IdsByGroup, until: int) -> Pooled | None:
-        """Return what is loaded for an admitted request: its blocks here up to `until` tokens."""
+    def take(self, request_id: str, block_ids: IdsByGroup) -> Pooled | None:
+        """Return what is loaded for an admitted request, into its blocks."""
         if (use := self._uses.pop(request_id, None)) is None:
             return None
-        count = max(0, until // self._block_tokens - use.first)
-        self.index.unpin(use.places[count:])
-        del use.places[count:]
-        if not use.places:
-            return None
         self.loading[request_id] = use
-        self.hit_tokens += len(use.places) * self._block_tokens
-        ids = block_ids[0][use.first : use.first + len(use.places)]
+        self.hit_tokens += use.tokens - use.first
+        ids = [block_ids[group][number] for group, number in use.blocks]
         return np.asarray(use.places, dtype=np.int32), np.asarray(ids, dtype=np.int32)
 
     def admitted(self, request_id: str, block_ids: IdsByGroup, num_external: int) -> None:
@@ -213,7 +287,7 @@ class Pool:
         if use is None or not num_external:
             self.release(request_id)
             return
-        pool = self.take(request_id, block_ids, use.first * self._block_tokens + num_external)
+        pool = self.take(request_id, block_ids)
         load = Load(request_id, "", 0, 0, 0, [], use.is_background, pool)
         (self._loads if use.is_background else self._early_loads).append(load)
 
@@ -230,7 +304,10 @@ class Pool:
         self._loads = []
 
     def report(self, report: WorkerReport) -> None:
-        """Let go of places that all workers have loaded."""
+        """Let go of places that all workers have loaded. After a load that failed nothing is tried
+        again: that would fail as well."""
+        if report.load_errors and self.loading:
+            self.clear()
         for request_id, num_ranks in report.loaded.items():
             use = self.loading.get(request_id)
             if use is None:

@@ -79,7 +79,7 @@ class ReceiveSide:
         self._entries[name] = Receive(name, params, num_tokens, wait_s, deadline, is_early)
         self._users.setdefault(params.transfer, set()).add(name)
         if params.held_tokens:
-            self._pool.reach(request, self._pins.hold(request), params.held_tokens)
+            self._pool.reach(request, self._pins.hold(request), params.held_tokens, num_tokens)
 
     def refuse(self, request: Request, params: DecodeParams) -> None:
         """Drop what was handed over for a decode request that enters the engine with another
@@ -179,7 +179,8 @@ class ReceiveSide:
             return (None if entry.state is State.WAITING else 0), False
         total_tokens = min(request.num_tokens - 1, entry.num_tokens)
         num_tokens = total_tokens - num_local_tokens
-        held_tokens = self._pool.reach(request, num_local_tokens, entry.params.held_tokens)
+        held_tokens = entry.params.held_tokens
+        held_tokens = self._pool.reach(request, num_local_tokens, held_tokens, total_tokens)
         if is_gone := held_tokens < entry.params.held_tokens:
             self.num_gone += 1
             self.fetches_failed += entry.is_fetch
@@ -195,10 +196,8 @@ class ReceiveSide:
         entry.local_tokens = num_local_tokens
         num_blocks = self._blocks.count(entry.num_tokens, num_local_tokens)
         is_large = num_blocks * self._layout.block_bytes > self._load_bytes
-        # Only in the background may a load of several groups fail: vLLM then computes the prompt.
-        # Copies of a device are waited for there, and not by a step.
         entry.is_background = (
-            (is_busy and is_large) or self._blocks.num_groups > 1 or self._layout.is_device
+            (is_busy and is_large) or not self._blocks.is_uniform or self._layout.is_device
         )
         return num_tokens, entry.is_background
 
@@ -299,7 +298,7 @@ class ReceiveSide:
                 num_parts=slot.num_ranks,
                 runs=self._blocks.runs(entry.num_tokens, block_ids, **where),
                 is_background=entry.is_background,
-                pool=self._pool.take(request.request_id, block_ids, entry.params.held_tokens),
+                pool=self._pool.take(request.request_id, block_ids),
             )
         )
         entry.state = State.LOADING

@@ -88,11 +88,11 @@ class TetriScheduler(Scheduler):
         self.pins = Pins(self.kv_cache_manager, blocks)
         total_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
         self.gate = DecodeGate(
-            load_policy("admission", config.decode_policy if blocks.num_growing else "greedy"),
+            load_policy("admission", config.decode_policy if blocks.growing else "greedy"),
             config.reserve_end,
             lengths=self.lengths,
             block_size=blocks.block_tokens,
-            total_blocks=total_blocks // max(1, blocks.num_growing),
+            total_blocks=total_blocks // max(1, len(blocks.growing)),
             draft_tokens=self.num_spec_tokens + self.num_lookahead_tokens,
         )
         self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
@@ -261,7 +261,7 @@ class TetriScheduler(Scheduler):
         """Return how many free blocks there are for each group that grows with its requests;
         without one, vLLM's own check is enough: blocks do not follow from tokens."""
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        num_growing = self.blocks.num_growing
+        num_growing = len(self.blocks.growing)
         return int(free_blocks) // num_growing if num_growing else _ANY_BLOCKS
 
     def _set_budget(self) -> None:
