@@ -85,5 +85,5 @@ def test_what_is_held_is_a_hit_in_whole_blocks_unless_there_is_a_state() -> None
 def test_an_arena_holds_prompts_by_their_groups() -> None:
     assert blocks_of(FULL).most_tokens(10) == 10 * BLOCK
     assert blocks_of(FULL, WINDOW).most_tokens(10) == 7 * BLOCK
-    assert blocks_of(FULL, FULL).num_growing == 2
-    assert blocks_of(WINDOW).num_growing == 0
+    assert blocks_of(WINDOW, FULL, FULL).growing == [1, 2]
+    assert blocks_of(WINDOW).growing == []

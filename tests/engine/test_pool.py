@@ -155,6 +155,17 @@ def test_a_long_prompt_finds_its_short_beginning(engine: Engine) -> None:
     engine.run_until(lambda: engine.is_at_rest)
 
 
+def test_a_draft_model_computes_the_last_block_that_is_here(engine: Engine) -> None:
+    """Its KV of a block's last token depends on the token after it."""
+    serve(engine, "a", FIRST)
+    push_out(engine)
+    engine.scheduler.blocks.num_taken_back = 1
+    request = engine.add("b", [*FIRST[: 8 * BLOCK], *prompt(BLOCK + 5, seed=11)])
+    assert engine.endpoint.pool.match(request, 0, is_busy=False) == (7 * BLOCK, False)
+    engine.abort("b")
+    engine.run_until(lambda: engine.is_at_rest)
+
+
 def test_blocks_in_use_are_not_copied_since_they_may_be_computed_in_this_step(
     engine: Engine,
 ) -> None:
@@ -451,6 +462,7 @@ STATE = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
             "some layers of its model keep a state, or are of a kind that it does not know",
         ),
         ({"args": {"enable_prefix_caching": False}}, "it has no prefix cache"),
+        ({"args": {"scheduling_policy": "priority"}}, "requests have priorities"),
         ({"kv_pool": "100"}, "not one block fits"),
     ],
 )

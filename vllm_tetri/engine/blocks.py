@@ -36,7 +36,7 @@ class PromptBlocks:
         sizes = [each.block_size for each in growing or self._groups]
         self.block_tokens = min(sizes, default=1)
         # A prefix hit ends with a block of every group; for EAGLE and MTP vLLM takes back one.
-        self._hit_tokens, self._num_taken_back = lcm(*sizes), int(kv_cache.use_eagle)
+        self._hit_tokens, self.num_taken_back = lcm(*sizes), int(kv_cache.use_eagle)
         self.num_groups = len(self._groups)
         # After a load that fails vLLM computes from its first block on, for which all before have
         # to be there; after one in the background it computes the prompt.
@@ -66,7 +66,7 @@ class PromptBlocks:
         is none: a state is cached where a step ended, if at all, and reports do not tell."""
         if self.has_state:
             return 0
-        num_hits = min(held, tokens - 1) // self._hit_tokens - self._num_taken_back
+        num_hits = min(held, tokens - 1) // self._hit_tokens - self.num_taken_back
         return max(0, num_hits) * self._hit_tokens
 
     def most_tokens(self, num_blocks: int) -> int:

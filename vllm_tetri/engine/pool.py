@@ -61,6 +61,8 @@ def pool_places(
     is_cleared = getattr(kv_cache, "needs_kv_cache_zeroing", False)
     found = {
         "it has no prefix cache": not vllm_config.cache_config.enable_prefix_caching,
+        # vLLM then preempts requests of the same step, whose new blocks it has named already.
+        "requests have priorities": vllm_config.scheduler_config.policy == "priority",
         "some layers of its model keep a state, or are of a kind that it does not know": is_cleared
         or not kinds <= _KINDS,
         "layers of its model have blocks of different sizes": len(sizes) > 1,
@@ -212,17 +214,21 @@ class Pool:
 
         if end // size > len(hashes):
             end = end_before(len(hashes))
-        for group in self._blocks.growing:
-            numbers = range(num_local // size, end // size)
+        growing, taken_back = self._blocks.growing, 0 if total else self._blocks.num_taken_back
+        for group in growing:
+            numbers = range(num_local // size, min(end // size + taken_back, len(hashes)))
             gone = next((each for each in numbers if key_of((group, each)) is None), None)
             end = end if gone is None else end_before(gone)
         for _ in range(_MAX_ENDS):
             if end <= num_local:
                 break
-            spans = enumerate(self._blocks.spans(max(end, total), num_local))
-            blocks = [(group, each) for group, span in spans for each in span if each < end // size]
-            gone = next((each[1] for each in reversed(blocks) if key_of(each) is None), None)
+            spans = [*enumerate(self._blocks.spans(max(end, total), num_local))]
+            last = end // size
+            windows = ((group, each) for group, span in spans if group not in growing
+                       for each in reversed(span) if each < last)  # fmt: skip
+            gone = next((each for group, each in windows if key_of((group, each)) is None), None)
             if gone is None:
+                blocks = ((group, each) for group, span in spans for each in span if each < last)
                 return end, {each: key for each in blocks if (key := key_of(each)) is not None}
             end = end_before(gone)
         return num_local, {}
@@ -237,6 +243,8 @@ class Pool:
     def _pin(self, keys: list[bytes]) -> list[int]:
         """Pin blocks, of the prefix cache, too, and return their places; none if one has none."""
         here = [key for key in keys if key in self.index]
+        if len(keys) - len(here) > self.index.size - self.index.num_pinned:
+            return []
         places = dict(zip(here, self.index.pin(here), strict=True))
         for key in keys:
             if key not in places and (block := self._idle_block(key)) is not None:
@@ -254,9 +262,9 @@ class Pool:
             return None, False  # preempted before its load was reported
         until = self._blocks.hit_tokens(request.num_tokens, request.num_tokens)
         num_tokens = self.reach(request, num_local, until) - num_local
-        if num_tokens <= 0:
+        use = self._uses.get(request.request_id)
+        if num_tokens <= 0 or use is None:
             return 0, False
-        use = self._uses[request.request_id]
         is_large = len(use.places) * self._layout.block_bytes > self._load_bytes
         use.is_background = (
             (is_busy and is_large) or not self._blocks.is_uniform or self._layout.is_device
