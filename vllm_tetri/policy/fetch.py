@@ -9,7 +9,6 @@ prefix is copied to where a queue is shorter, and hot prefixes lie at several in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -49,30 +48,24 @@ class Prefix:
         holders: Sequence[InstanceRow] = (),
     ) -> None:
         self.cached, self._prompt_tokens = cached, prompt_tokens
-        self._holders = holders
         self._plans: dict[InstanceId, FetchPlan | None] = {}
-        self._most_tokens = min(max(cached.values(), default=0), prompt_tokens - 1)
-
-    @cached_property
-    def _offers(self) -> list[tuple[int, float, float, InstanceRow]]:
-        """What may be fetched: tokens, the time for none and for each of them, and from where. One
-        that is slower to fetch than as many or more tokens of its kind is left out."""
+        # What may be fetched: tokens, the time for none and for each of them, and from where. One
+        # that is slower to fetch than as many or more tokens of its kind is none.
+        self._offers: list[tuple[int, float, float, InstanceRow]] = []
         offers = [
             (self._held(row), fetch_s(row, 0), row.view.load.handover_token_s, row)
-            for row in self._holders
+            for row in holders
             if row.kv_endpoint and not row.alone
         ]
         offers.sort(key=lambda offer: (-offer[0], offer[1]))
-        del offers[_MAX_HOLDERS:]
-        return [
-            (tokens, none_s, each_s, row)
-            for place, (tokens, none_s, each_s, row) in enumerate(offers)
-            if not [
-                other
-                for _, other_s, other_each_s, other in offers[:place]
-                if other_s <= none_s and other_each_s <= each_s and other.key == row.key
-            ]
-        ]
+        for offer in offers[:_MAX_HOLDERS]:
+            _, none_s, each_s, row = offer
+            for _, other_s, other_each_s, other in self._offers:
+                if other_s <= none_s and other_each_s <= each_s and other.key == row.key:
+                    break
+            else:
+                self._offers.append(offer)
+        self._most_tokens = self._offers[0][0] if self._offers else 0
 
     def _held(self, row: InstanceRow) -> int:
         """Return how many tokens it holds, the last one aside, which is always computed."""
@@ -81,16 +74,18 @@ class Prefix:
     def reach(self, row: InstanceRow) -> float:
         """Return how many tokens an instance need not compute: those that it holds, and what a
         fetch is worth to it."""
-        plan, here = self.plan(row), self.cached.get(row.id, 0)
+        here = self.cached.get(row.id, 0)
+        plan = self.plan(row) if here < self._most_tokens else None
         return here if plan is None else here + plan.worth_tokens
 
     def plan(self, row: InstanceRow) -> FetchPlan | None:
         """Return what an instance fetches before it computes the prompt; None if computing all
         that it lacks is not surely dearer."""
-        if not row.kv_endpoint or row.alone or self._held(row) >= self._most_tokens:
+        if not self._offers:
             return None
         if row.id not in self._plans:
-            self._plans[row.id] = self._best_plan(row)
+            is_able = bool(row.kv_endpoint) and not row.alone
+            self._plans[row.id] = self._best_plan(row) if is_able else None
         return self._plans[row.id]
 
     def _best_plan(self, row: InstanceRow) -> FetchPlan | None:

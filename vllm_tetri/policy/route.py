@@ -84,8 +84,8 @@ def choose_route(
     where it would disturb what they do; those that exchange KV with none serve all that is not
     split. Of the `candidates`, `excluded` ones already failed this request, `refused` ones just had
     no capacity for it, and those `at_limit` have as many requests in flight as they may. `reach`
-    tells how many tokens of the prompt one need not compute, fetched ones included, at most as many
-    as are `cached` anywhere; only the one with the shortest queue is asked."""
+    tells how many tokens of the prompt one need not compute, fetched ones included; only the one
+    with the shortest queue is asked."""
     candidates = candidates.without(excluded)
     splits = may_split and bool(candidates.prefills.by_id)
     kind = candidates.prefills if splits else candidates.wholes
@@ -98,13 +98,11 @@ def choose_route(
         return AllAtLimit(tuple(kind.by_id), who)
     best = able[0]
     if cached:
-        rows = [best, *kind.named(cached, taken)]
-        left = [row.queued_tokens - cached.get(row.id, 0) for row in rows]
-        least_tokens = min(left)
-        # What it may fetch makes the first one the best only if it could fetch all for nothing.
-        may_win = best.queued_tokens - max(cached.values()) < least_tokens
-        if not (may_win and reach and best.queued_tokens - reach(best) <= least_tokens):
-            best = rows[left.index(least_tokens)]
+        saved = cached.get(best.id, 0) if reach is None else reach(best)
+        least_tokens = best.queued_tokens - saved
+        for row in kind.named(cached, taken):
+            if row.queued_tokens - cached[row.id] < least_tokens:
+                best, least_tokens = row, row.queued_tokens - cached[row.id]
     words = f"{best.queued_tokens} tokens queued"
     words += f", {cached[best.id]} cached" if cached.get(best.id) else ""
     if not splits:
