@@ -9,6 +9,7 @@ Verdicts go to `tests/models/results.json` one by one, so that a run can be brok
 equal       answers are those of stock, and KV went from one instance to the other
 aggregated  they are those of stock, and one instance served each request whole
 refused     an instance does not start, or does not answer, and says why
+unstable    stock answers most requests otherwise when it is asked again
 differs     anything else: a defect
 not on CPU  stock vLLM itself does not start
 no cache    stock vLLM found nothing in its prefix cache
@@ -188,6 +189,7 @@ async def judged(asked: list[Asked], stock: Stock) -> Verdict:
             apart = max(apart, *(abs(one - another) for one, another in pairs))
     split = sum(r.headers["x-tetri-prefill"] != r.headers["x-tetri-decode"] for _, r, _ in asked)
     word = "differs" if wrong else "equal" if split else "aggregated"
+    word = "unstable" if 2 * own > len(asked) else word
     counts = {"verdict": word, "asked": len(asked), "split": split, "apart": apart}
     return counts | ({"stock_differs": own} if own else {}) | ({"wrong": wrong} if wrong else {})
 

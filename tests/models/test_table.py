@@ -13,4 +13,4 @@ def test_the_readme_has_the_table_of_the_results() -> None:
     results = json.loads(RESULTS.read_text())["models"]
     assert written == table(results)
     words = {verdict["verdict"] for found in results.values() for verdict in found.values()}
-    assert words <= {"equal", "aggregated", "refused", "no cache", "not on CPU"}
+    assert words <= {"equal", "aggregated", "refused", "no cache", "not on CPU", "unstable"}
