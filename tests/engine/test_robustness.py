@@ -170,7 +170,7 @@ def test_a_slot_is_kept_until_every_rank_has_loaded_it(pair: Pair) -> None:
     ids=["background", "in step", "window"],
 )
 def test_a_load_that_fails_is_recomputed(tmp_path: Path, budget: int, spec: Any) -> None:
-    """The whole prompt is: of a window, tokens before what was loaded are not there."""
+    """All of a prompt is computed where tokens of a window before what was loaded are missing."""
     pair = Pair(tmp_path, arena_bytes=1 << 20, load_budget_bytes=budget, specs=(spec,))
 
     def broken(*_: object) -> None:

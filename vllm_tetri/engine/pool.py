@@ -90,6 +90,8 @@ Block = tuple[int, int]  # a group, and the number of a request's block in it
 
 @dataclass(slots=True)
 class _Use:
+    """What is pinned for a request."""
+
     first: int  # tokens of the prefix cache hit
     tokens: int  # those that are here from the first one on
     blocks: list[Block]
@@ -114,7 +116,7 @@ class Pool:
         self._layout, self._blocks, self._block_pool, self._log = layout, blocks, block_pool, log
         # The group that routers are told of.
         self._group, self._block_tokens = blocks.prefix_group
-        self._load_bytes = load_budget(config.load_budget_bytes, layout)
+        self._budget = load_budget(config.load_budget_bytes, layout, is_uniform=blocks.is_uniform)
         self._uses: dict[str, _Use] = {}  # by request that is not admitted yet
         self._asking: set[str] = set()  # those that may be admitted in this step
         self.loading: dict[str, _Use] = {}  # by request
@@ -265,10 +267,7 @@ class Pool:
         use = self._uses.get(request.request_id)
         if num_tokens <= 0 or use is None:
             return 0, False
-        is_large = len(use.places) * self._layout.block_bytes > self._load_bytes
-        use.is_background = (
-            (is_busy and is_large) or not self._blocks.is_uniform or self._layout.is_device
-        )
+        use.is_background = self._budget.is_background(len(use.places), is_busy=is_busy)
         return num_tokens, use.is_background
 
     def ask(self, request_id: str) -> None:

@@ -50,7 +50,7 @@ class ReceiveSide:
         self._receiver, self._layout = receiver, layout
         self._blocks, self._pins, self._pool = blocks, pins, pool
         self._timeout_s = timeout_s = config.transfer_timeout_s
-        self._load_bytes = load_budget(config.load_budget_bytes, layout)
+        self._budget = load_budget(config.load_budget_bytes, layout, is_uniform=blocks.is_uniform)
         self._entries: dict[str, Receive] = {}
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
@@ -195,10 +195,7 @@ class ReceiveSide:
             return 0, False
         entry.local_tokens = num_local_tokens
         num_blocks = self._blocks.count(entry.num_tokens, num_local_tokens)
-        is_large = num_blocks * self._layout.block_bytes > self._load_bytes
-        entry.is_background = (
-            (is_busy and is_large) or not self._blocks.is_uniform or self._layout.is_device
-        )
+        entry.is_background = self._budget.is_background(num_blocks, is_busy=is_busy)
         return num_tokens, entry.is_background
 
     def _try_take(self, request: Request, entry: Receive) -> bool:
