@@ -63,9 +63,19 @@ class Process:
         deadline = time.monotonic() + START_S
         while not is_ready():
             if self.child.poll() is not None or time.monotonic() > deadline:
-                tail = self.log.read_text(errors="replace")[-4000:]
-                raise AssertionError(f"{what} is not ready; its log ends with\n{tail}")
+                raise AssertionError(f"{what} is not ready; its log ends with\n{self.log_end()}")
             time.sleep(0.1)
+
+    def must_run(self, what: str) -> None:
+        status = self.child.poll()
+        if status is not None:
+            raise AssertionError(f"{what} ended with {status}; its log ends with\n{self.log_end()}")
+
+    def log_end(self) -> str:
+        """The last lines of the log, without what nanobind says of every process that ends."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        told = [line for line in lines if "nanobind" not in line and " - leaked " not in line]
+        return "\n".join(told[-60:])[-6000:]
 
     def stop(self) -> int:
         """Ctrl-C, and a kill when that is not enough."""

@@ -32,9 +32,12 @@ def _started(
         both[1].audit()
 
 
-@pytest.fixture(scope="session")
-def stock(_started: tuple[Stock, Cluster]) -> Stock:
-    return _started[0]
+@pytest.fixture
+def stock(_started: tuple[Stock, Cluster]) -> Iterator[Stock]:
+    """One for all tests: should it end, the test says so in which it did, and all later ones."""
+    _started[0].must_run("stock vLLM")
+    yield _started[0]
+    _started[0].must_run("stock vLLM")
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Joiner(Process):
         )  # fmt: skip
 
     def says(self, words: str) -> bool:
-        assert self.child.poll() is None, self.log.read_text()[-4000:]
+        self.must_run("the instance that joins")
         return words in self.log.read_text()
 
 
