@@ -43,13 +43,14 @@ PACKAGE = ROOT / "vllm_tetri"
 # the default control port, for clusters that start at once, added 10, and 19 of tests. Tests of
 # where a prompt goes whose prefix can be fetched added 30.
 # The pool for layers with windows, and what lies in the prefix cache behind a hit, added 111 to the
-# engine and 158 to its tests.
+# engine and 158 to its tests. That instances report of windows what vLLM has hits on added 35, and
+# 51 of tests.
 FOLDERS = {
-    "vllm_tetri": 26_908,
-    "vllm_tetri/policy": 3_473,
+    "vllm_tetri": 26_943,
+    "vllm_tetri/policy": 3_483,
     "vllm_tetri/control": 1_180,
     "vllm_tetri/transport": 2_290,
-    "vllm_tetri/engine": 6_063,
+    "vllm_tetri/engine": 6_076,
     "vllm_tetri/router": 5_800,
     "vllm_tetri/predictor": 750,
     "vllm_tetri/launch": 1_800,
@@ -57,7 +58,7 @@ FOLDERS = {
     "examples/benchmarks": 6_180,
     "examples/predictor": 900,
     "csrc": 8_000,
-    "tests": 41_988,
+    "tests": 42_039,
 }
 MODULES = {"vllm_tetri/router": 23, "vllm_tetri/engine": 24, "vllm_tetri/policy": 17}
 FILE_LINES = 400
@@ -67,7 +68,7 @@ SERVE_OPTIONS = 26
 COMMANDS = 14
 COMMANDS_IN_HELP = 12
 DOC_PAGES = 15
-DOC_WORDS = 19_790  # tables of models, links, layers, caches and conversations have 900
+DOC_WORDS = 19_815  # tables of models, links, layers, caches and conversations have 900
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}

@@ -97,7 +97,9 @@ class RequestChain(msgspec.Struct, frozen=True, array_like=True):
 class CacheReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Instance → router: which prefix blocks came and went since the report before this one, or
     with `is_all` which are there, and the chains of requests that ended. `added`, `removed` and
-    chains hold names of 8 bytes (`policy.residency`). A router that misses one asks for all."""
+    chains hold names of 8 bytes (`policy.residency`). A router that misses one asks for all. Where
+    layers have windows names are of their blocks, and a prefix is there if its last `tail_blocks`
+    are."""
 
     instance: InstanceId
     seq: Epoch
@@ -106,6 +108,7 @@ class CacheReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     added: bytes = b""
     removed: bytes = b""
     chains: list[RequestChain] = []
+    tail_blocks: Annotated[int, msgspec.Meta(ge=0, le=_MOST)] = 0
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):

@@ -62,4 +62,5 @@ async def test_turns_of_layers_with_windows(tmp_path: Path) -> None:
     ours = Cluster(family.make(), tmp_path, serve=(*family.serve, *room))
     with side_by_side(stock, ours):
         await converse(stock, ours)
+        assert [each["kv_gone"] for each in ours.instances().values()] == [0, 0]
         ours.rest()

@@ -27,7 +27,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -57,6 +63,8 @@ SHAPE: dict[str, Any] = {
     "block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32
 }  # fmt: skip
 FULL = FullAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
+CHUNKS = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=48)
 
 
 def vllm_config(
@@ -119,6 +127,7 @@ class Engine:
         specs: Sequence[Any] = (FULL,),
         identity: dict[str, str] = IDENTITY,
         args: dict[str, Any] | None = None,
+        retention: int | None = None,
         **options: Any,
     ) -> None:
         self.identity = identity
@@ -137,6 +146,7 @@ class Engine:
                 for group, spec in enumerate(specs)
             ],
         )
+        self.cache_config.prefix_cache_retention_interval = retention
         heads = num_heads or num_ranks
         parts = min(num_ranks, heads)
         shape = num_blocks, heads // parts, BLOCK, page

@@ -12,13 +12,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
-    SlidingWindowSpec,
 )
 
-from tests.engine.harness import BLOCK, FULL, SHAPE
+from tests.engine.harness import BLOCK, FULL, SHAPE, WINDOW
 from vllm_tetri.engine.blocks import PromptBlocks
 
-WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 CHUNK = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 STATE = MambaSpec(block_size=1024, shapes=((2048,),), dtypes=(torch.float32,))
 

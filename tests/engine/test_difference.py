@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, SHAPE, Engine
+from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, WINDOW, Engine
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
@@ -24,7 +24,6 @@ from vllm_tetri.handover import KEY, PrefillParams, PriorOutput, from_params, to
 from vllm_tetri.transport.native import Sender, TransferState
 from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
 
-WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 OPTIONS: dict[str, Any] = {"arena_bytes": 1 << 20, "transfer_timeout_s": 5.0}
 FIRST = prompt(5 * BLOCK + 7)  # the first turn of a conversation
 SECOND = [*FIRST, 7, 7, 7, 7, *prompt(60, seed=11)]

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, SHAPE, Engine
+from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, WINDOW, Engine
 from tests.engine.pair import CHUNK, prompt
 from tests.eventually import eventually
 from vllm_tetri.engine.step import WorkerReport
@@ -28,7 +27,6 @@ from vllm_tetri.policy.residency import Chain
 from vllm_tetri.transport.native import Sender, TransferState
 from vllm_tetri.types import RequestId, Role, TransferId
 
-WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 OPTIONS: dict[str, Any] = {"arena_bytes": 1 << 20, "transfer_timeout_s": 5.0, "chunk_size": CHUNK}
 FIRST = prompt(10 * BLOCK + 7)
 NEXT = [*FIRST, 7, 7, 7, *prompt(60, seed=11)]

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
-from tests.engine.harness import BLOCK, FULL, LAYERS, PAGE, SHAPE, Engine
+from tests.engine.harness import BLOCK, CHUNKS, FULL, LAYERS, PAGE, WINDOW, Engine
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.config import decode_config
 from vllm_tetri.engine.pool import pool_places
@@ -35,8 +30,6 @@ FIRST = prompt(8 * BLOCK + 5)
 SECOND = [*FIRST, 7, 7, 7, 7, *prompt(40, seed=11)]
 
 
-WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=32)
-CHUNKS = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=48)
 MIXED = {"windows": (FULL, WINDOW), "all windows": (WINDOW,), "chunks": (FULL, CHUNKS, WINDOW)}
 
 
@@ -431,7 +424,8 @@ def test_routers_are_told_of_both_caches(tmp_path: Path, kind: str) -> None:
             engine.scheduler.reset_prefix_cache()
             serve(engine, "first", FIRST)
         keys = {each.block_hash for each in cached.blocks if each.block_hash is not None}
-        known |= {key for key in keys if get_group_id(key) == 0}  # of full attention
+        group = engine.scheduler.blocks.prefix_group[0]
+        known |= {key for key in keys if get_group_id(key) == group}
         report = engine.endpoint.read_cache(number + 1, is_all=False)
         assert report is not None
         if report.is_all:
@@ -442,7 +436,9 @@ def test_routers_are_told_of_both_caches(tmp_path: Path, kind: str) -> None:
         ]
         told = (told | split[0]) - split[1]
         held = {
-            key[:-4] for key in known if key in pool.index or cached.get_cached_block(key[:-4], [0])
+            key[:-4]
+            for key in known
+            if key in pool.index or cached.get_cached_block(key[:-4], [group])
         }
         assert told == {name[-8:] for name in held}
     assert load(engine).kv_pool_evictions > 0

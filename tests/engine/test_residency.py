@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.distributed.kv_events import EventPublisherFactory
 from vllm.v1.request import Request
 
-from tests.engine.harness import BLOCK, Engine
+from tests.engine.harness import BLOCK, CHUNKS, FULL, WINDOW, Engine
 from vllm_tetri.engine import residency
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.messages import CacheReport, decode_to_router, encode
@@ -46,7 +46,9 @@ class Reader:
         assert isinstance(report, CacheReport)
         self.seq = report.seq
         added, removed = names_of(report.added), names_of(report.removed)
-        self.residency.update(ME, added, removed, is_all=report.is_all)
+        self.residency.update(
+            ME, added, removed, is_all=report.is_all, tail_blocks=report.tail_blocks
+        )
         for each in report.chains:
             self.chains[each.request] = Chain(names_of(each.names), report.block_tokens)
         return report
@@ -89,6 +91,27 @@ def test_evicted_and_cleared_blocks_are_taken_back(engine: Engine) -> None:
     reader.read()
     assert reader.residency.count(ME) == 5
     assert reader.held("b") == 5 * BLOCK
+
+
+@pytest.mark.parametrize("prompt_tokens", range(60, 100, 3))
+@pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW,), (FULL, CHUNKS, WINDOW)])
+def test_of_windows_it_reports_where_vllm_has_a_hit(
+    tmp_path: Path, specs: tuple[Any, ...], prompt_tokens: int
+) -> None:
+    engine = Engine(tmp_path, Role.BOTH, specs=specs, num_blocks=97, retention=0)  # vLLM's default
+    engine.endpoint.agent.close()
+    reader, prompt = Reader(engine), list(range(100, 100 + prompt_tokens))
+    serve(engine, "a", prompt, max_tokens=40)  # its last blocks of windows are not kept
+    reader.read()
+    again = engine.add("b", [*prompt, *engine.outputs["a"], 1, 2])
+    held = reader.held("a")
+    assert held == engine.scheduler.kv_cache_manager.get_computed_blocks(again)[1]
+    assert prompt_tokens - 2 * BLOCK < held <= prompt_tokens
+    late = Reader(engine)
+    late.read(is_all=True)
+    late.chains = reader.chains
+    assert late.held("a") == held
+    engine.close()
 
 
 def test_who_missed_a_report_gets_all(engine: Engine) -> None:

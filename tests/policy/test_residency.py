@@ -27,6 +27,18 @@ def test_the_start_of_a_chain_that_lies_at_an_instance() -> None:
     assert residency.count(A) == residency.held_tokens(A, chain) == 0
 
 
+@pytest.mark.parametrize(
+    ("held", "tokens"),
+    [([3, 4], 4), ([3, 4, 5], 5), ([4], 0), ([1], 1), ([1, 2, 4], 2), ([2, 3, 5], 3), ([], 0)],
+)
+def test_of_windows_the_last_blocks_of_a_prefix_have_to_be_there(
+    held: list[int], tokens: int
+) -> None:
+    residency, chain = Residency(), Chain([1, 2, 3, 4, 5], 1)
+    residency.update(A, held, [], is_all=True, tail_blocks=2)
+    assert residency.held_tokens(A, chain) == tokens
+
+
 def test_it_follows_what_is_reported() -> None:
     rng, residency, model = Random(0), Residency(), dict[InstanceId, set[int]]()
     for _ in range(2000):

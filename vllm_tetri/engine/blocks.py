@@ -41,9 +41,17 @@ class PromptBlocks:
         # After a load that fails vLLM computes from its first block on, for which all before have
         # to be there; after one in the background it computes the prompt.
         self.is_uniform = self.num_groups == len(self.growing) == 1
-        # A group that holds whole prefixes, and how many tokens its blocks have: one that grows.
-        prefix = growing[0] if growing else self._groups[0]
-        self.prefix_group = self._groups.index(prefix), prefix.block_size
+        # The group that tells where a prefix hit may end, how many tokens its blocks have, and how
+        # many of them a hit needs, the last ones: the group with the largest window, else one that
+        # needs all (0).
+        prefix, tail_tokens = (growing or self._groups)[0], 0
+        for each in self._groups:
+            seen_tokens = max(1, _MANY_TOKENS - each.get_num_skipped_tokens(_MANY_TOKENS))
+            if each not in growing and not self.has_state and seen_tokens > tail_tokens:
+                prefix, tail_tokens = each, seen_tokens
+        self.prefix_group = (
+            self._groups.index(prefix), prefix.block_size, -(-tail_tokens // prefix.block_size)
+        )  # fmt: skip
 
     def spans(self, tokens: int, first: int = 0) -> list[range]:
         """Return by group which of a request's blocks the token after `tokens` ones needs, less

@@ -115,7 +115,7 @@ class Pool:
         self.index = PoolIndex(size)
         self._layout, self._blocks, self._block_pool, self._log = layout, blocks, block_pool, log
         # The group that routers are told of.
-        self._group, self._block_tokens = blocks.prefix_group
+        self._group, self._block_tokens, _ = blocks.prefix_group
         self._budget = load_budget(config.load_budget_bytes, layout, is_uniform=blocks.is_uniform)
         self._uses: dict[str, _Use] = {}  # by request that is not admitted yet
         self._asking: set[str] = set()  # those that may be admitted in this step

@@ -2,8 +2,9 @@
 
 vLLM's block pool tells of every block that enters or leaves its prefix cache by KV events. This
 module reads them where vLLM publishes them and passes them on, so that a user's own publisher
-(`--kv-events-config`) gets what it would get. Of several groups of a KV cache one that grows
-with its request is followed: the others hold parts of the same prefixes.
+(`--kv-events-config`) gets what it would get. Of several groups of a KV cache one is followed: one
+with a window, since vLLM keeps of windows only what a repeated prompt needs, and so has no hit
+elsewhere (`prefix_cache_retention_interval`); else one that grows with its request.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CacheLog(EventPublisher):
         pool = scheduler.kv_cache_manager.block_pool
         self.is_on = bool(pool.enable_caching)
         pool.enable_kv_cache_events = pool.enable_kv_cache_events or self.is_on
-        self._group, self.block_tokens = blocks.prefix_group
+        self._group, self.block_tokens, self._tail_blocks = blocks.prefix_group
         self._scale = max(1, self.block_tokens // scheduler.hash_block_size)
         self._lock = threading.Lock()
         self._held: set[bytes] = set()
@@ -132,7 +133,9 @@ class CacheLog(EventPublisher):
         if is_all:
             with self._lock:
                 held = b"".join(self._held)
-            return CacheReport(instance, seq, self.block_tokens, is_all=True, added=held)
+            return CacheReport(
+                instance, seq, self.block_tokens, True, held, tail_blocks=self._tail_blocks
+            )
         with self._lock:
             changes, self._changes = self._changes, {}
             chains, self._chains = [*self._chains], deque(maxlen=_MAX_CHAINS)
@@ -141,7 +144,9 @@ class CacheLog(EventPublisher):
             return None
         added = b"".join(name for name, came in changes.items() if came)
         removed = b"".join(name for name, came in changes.items() if not came)
-        return CacheReport(instance, seq, self.block_tokens, was_cleared, added, removed, chains)
+        return CacheReport(
+            instance, seq, self.block_tokens, was_cleared, added, removed, chains, self._tail_blocks
+        )
 
 
 def _name(block_hash: bytes | int) -> bytes:

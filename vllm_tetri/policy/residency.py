@@ -45,6 +45,7 @@ class Residency:
 
     def __init__(self) -> None:
         self._names: dict[InstanceId, set[int]] = {}
+        self._tails: dict[InstanceId, int] = {}
 
     def update(
         self,
@@ -53,17 +54,19 @@ class Residency:
         removed: Collection[int],
         *,
         is_all: bool,
+        tail_blocks: int = 0,
     ) -> None:
-        """Record what came and went, or with `is_all` everything that is there."""
+        """Record what came and went, or with `is_all` everything that is there. Of a prefix all
+        blocks have to be there, or the last `tail_blocks`."""
         names = set() if is_all else self._names.get(instance, set())
         names.difference_update(removed)
         names.update(added)
-        self._names[instance] = names
+        self._names[instance], self._tails[instance] = names, tail_blocks
 
     def retain(self, instances: Collection[InstanceId]) -> None:
         """Forget all but these instances."""
         for gone in self._names.keys() - set(instances):
-            del self._names[gone]
+            del self._names[gone], self._tails[gone]
 
     def count(self, instance: InstanceId) -> int:
         """Return how many blocks an instance has reported."""
@@ -73,9 +76,23 @@ class Residency:
         """Return how many tokens of a chain's start lie at an instance. vLLM evicts the end of a
         prefix before its start, so a search by halves finds the border."""
         names = self._names.get(instance)
-        if not names or not chain.names or chain.names[0] not in names:
+        if not names or not chain.names:
+            return 0
+        if tail_blocks := self._tails[instance]:
+            return _end_of_run(chain.names, names, tail_blocks) * chain.block_tokens
+        if chain.names[0] not in names:
             return 0
         if chain.names[-1] in names:
             return len(chain.names) * chain.block_tokens
         held = bisect_left(chain.names, True, key=lambda name: name not in names)
         return held * chain.block_tokens
+
+
+def _end_of_run(names: Sequence[int], held: Collection[int], least: int) -> int:
+    """Return where the last run of at least so many names ends, or one from the first name on."""
+    run = 0
+    for at in range(len(names) - 1, -1, -1):
+        run = run + 1 if names[at] in held else 0
+        if run == least or (run and at == 0):
+            return at + run
+    return 0

@@ -196,7 +196,9 @@ class Placer:
             return False
         self._cache_seqs[report.instance] = report.seq
         added, removed = names_of(report.added), names_of(report.removed)
-        self._residency.update(report.instance, added, removed, is_all=report.is_all)
+        self._residency.update(
+            report.instance, added, removed, is_all=report.is_all, tail_blocks=report.tail_blocks
+        )
         for each in report.chains:
             chain = Chain(names_of(each.names), report.block_tokens)
             self._prefixes.learn(report.instance, each.request, chain, each.prompt_tokens)
