@@ -32,6 +32,7 @@ class ChildProcess:
     ) -> None:
         self._process = process
         self._on_line = on_line
+        self._is_gone = False  # its process id may be another process's
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._pump = asyncio.create_task(self._read_lines(log))
 
@@ -84,6 +85,9 @@ class ChildProcess:
 
     def kill(self) -> None:
         """End the tree at once: the guard leads the group, and the kernel kills its command."""
+        if self._is_gone:
+            return
+        self._is_gone = self._process.returncode is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
