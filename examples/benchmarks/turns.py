@@ -172,7 +172,8 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=24576, help="of a system, if modelled")
     parser.add_argument("--output", type=Path, required=True, help="result file (JSON lines)")
     options, site = parse(parser)
-    given = {key: str(value) for key, value in vars(options).items()}
+    where = ("model", "folder", "output")  # of this machine
+    given = {key: str(value) for key, value in vars(options).items() if key not in where}
     results = Results(options.output, conditions(site, given=given))
     for repeat in range(options.repeats):
         systems = options.systems.split(",")
