@@ -32,12 +32,20 @@ def _started(
         both[1].audit()
 
 
-@pytest.fixture
-def stock(_started: tuple[Stock, Cluster]) -> Iterator[Stock]:
-    """One for all tests: should it end, the test says so in which it did, and all later ones."""
-    _started[0].must_run("stock vLLM")
-    yield _started[0]
-    _started[0].must_run("stock vLLM")
+@pytest.fixture(scope="session")
+def stock(_started: tuple[Stock, Cluster]) -> Stock:
+    return _started[0]
+
+
+@pytest.fixture(autouse=True)
+def _stock_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Should the instance for all tests end, the test says so in which it did, and all later."""
+    stocks = [request.getfixturevalue("stock")] if "stock" in request.fixturenames else []
+    for each in stocks:
+        each.must_run("stock vLLM")
+    yield
+    for each in stocks:
+        each.must_run("stock vLLM")
 
 
 @pytest.fixture
