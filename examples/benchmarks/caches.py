@@ -153,7 +153,7 @@ def traffic(turnover: int, prompt_blocks: int) -> dict[str, float]:
         kv_cache_manager=SimpleNamespace(block_pool=pool),
         hash_block_size=BLOCK_TOKENS,
     )
-    log = CacheLog(scheduler, SimpleNamespace(prefix_group=(0, BLOCK_TOKENS)))  # type: ignore[arg-type]
+    log = CacheLog(scheduler, SimpleNamespace(prefix_group=(0, BLOCK_TOKENS, 0)))  # type: ignore[arg-type]
     residency, me, held = Residency(), InstanceId("both-0"), list[bytes]()
     num_blocks, tokens = round(turnover * PERIOD_S), prompt_blocks * BLOCK_TOKENS
     num_bytes, instance_s, router_s = 0, 0.0, 0.0
