@@ -37,6 +37,9 @@ def test_of_windows_the_last_blocks_of_a_prefix_have_to_be_there(
     residency, chain = Residency(), Chain([1, 2, 3, 4, 5], 1)
     residency.update(A, held, [], is_all=True, tail_blocks=2)
     assert residency.held_tokens(A, chain) == tokens
+    residency.update(A, [10, 11], [], is_all=True, tail_blocks=2)
+    assert residency.held_tokens(A, Chain(range(1000), 1)) == 12
+    assert residency.held_tokens(A, Chain(range(9000), 1)) == 0  # not looked at
 
 
 def test_it_follows_what_is_reported() -> None:

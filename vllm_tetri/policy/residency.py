@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from vllm_tetri.types import InstanceId
 
+_MAX_LOOKED_AT = 1024
+
 
 def names_of(packed: bytes) -> array[int]:
     """Return the names in bytes as `engine.residency` packs them, 8 for each."""
@@ -89,9 +91,10 @@ class Residency:
 
 
 def _end_of_run(names: Sequence[int], held: Collection[int], least: int) -> int:
-    """Return where the last run of at least so many names ends, or one from the first name on."""
-    run = 0
-    for at in range(len(names) - 1, -1, -1):
+    """Return where the last run of at least so many names ends, or one from the first name on; 0
+    if that is far from the end: to look takes 0.1 µs a name."""
+    run, last = 0, len(names) - 1
+    for at in range(last, max(-1, last - _MAX_LOOKED_AT), -1):
         run = run + 1 if names[at] in held else 0
         if run == least or (run and at == 0):
             return at + run
