@@ -44,14 +44,14 @@ class PromptBlocks:
         # The group that tells where a prefix hit may end, how many tokens its blocks have, and how
         # many of them a hit needs, the last ones: the group with the largest window, else one that
         # needs all (0).
-        prefix, tail_tokens = (growing or self._groups)[0], 0
-        for each in self._groups:
-            seen_tokens = max(1, _MANY_TOKENS - each.get_num_skipped_tokens(_MANY_TOKENS))
-            if each not in growing and not self.has_state and seen_tokens > tail_tokens:
-                prefix, tail_tokens = each, seen_tokens
-        self.prefix_group = (
-            self._groups.index(prefix), prefix.block_size, -(-tail_tokens // prefix.block_size)
-        )  # fmt: skip
+        windows = {
+            index: max(1, _MANY_TOKENS - each.get_num_skipped_tokens(_MANY_TOKENS))
+            for index, each in enumerate(self._groups)
+            if index not in self.growing and not self.has_state
+        }
+        index = max(windows, key=windows.__getitem__, default=[*self.growing, 0][0])
+        size = self._groups[index].block_size
+        self.prefix_group = index, size, -(-windows.get(index, 0) // size)
 
     def spans(self, tokens: int, first: int = 0) -> list[range]:
         """Return by group which of a request's blocks the token after `tokens` ones needs, less
