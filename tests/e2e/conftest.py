@@ -40,12 +40,12 @@ def stock(_started: tuple[Stock, Cluster]) -> Stock:
 @pytest.fixture(autouse=True)
 def _stock_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Should the instance for all tests end, the test says so in which it did, and all later."""
-    stocks = [request.getfixturevalue("stock")] if "stock" in request.fixturenames else []
-    for each in stocks:
-        each.must_run("stock vLLM")
+    stock = request.getfixturevalue("stock") if "stock" in request.fixturenames else None
+    if stock is not None:
+        stock.must_run("stock vLLM")
     yield
-    for each in stocks:
-        each.must_run("stock vLLM")
+    if stock is not None:
+        stock.must_run("stock vLLM")
 
 
 @pytest.fixture

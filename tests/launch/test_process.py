@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 
 import pytest
 
+from tests.eventually import eventually
+from tests.launch.fakes import is_alive
 from vllm_tetri.launch.machine import Placement
 from vllm_tetri.launch.plan import ChildSpec
 from vllm_tetri.launch.process import ChildProcess
@@ -32,11 +35,12 @@ async def test_a_group_is_killed_once_after_its_end(monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_a_killed_guard_leaves_ends() -> None:
-    words = sys.executable, "-c", "import time; print('runs', flush=True); time.sleep(600)"
-    child = await ChildProcess.start(
-        ChildSpec("child", words, Placement(), "/"), 1, lambda _: None, None
-    )
+    words = sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    said = asyncio.Queue[str]()
+    spec = ChildSpec("child", words, Placement(), "/")
+    child = await ChildProcess.start(spec, 1, said.put_nowait, None)
+    command = int(await said.get())
+    assert is_alive(command)
     os.kill(child.pid, signal.SIGKILL)
     assert await child.wait() == -signal.SIGKILL
-    with pytest.raises(ProcessLookupError):
-        os.killpg(child.pid, 0)
+    eventually(lambda: not is_alive(command))
