@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-suites demo check test test-rest test-all suites canary models soak bench gpu predictor \
+.PHONY: help install install-suites demo check test test-rest test-all test-long suites canary models soak bench gpu predictor \
 	clean
 
 help: ## show this
@@ -26,11 +26,14 @@ check: install ## style, types, layering, budgets, language: seconds
 test: install ## check, unit tests, native tests, one end-to-end pass: at most 10 minutes
 	@.ci/test quick
 
-test-rest: install-suites ## what test-all has beyond test: faults, soak, fuzzing, sanitizers, wheel, vLLM 0.31, suites
+test-rest: install-suites ## what test-all has beyond test: faults, fuzzing, sanitizers, wheel, vLLM 0.31, suites
 	@.ci/test rest
 
-test-all: install-suites ## test and test-rest: about an hour on two cores
+test-all: install-suites ## test and test-rest: at most 45 minutes on two cores
 	@.ci/test quick rest
+
+test-long: install ## every model runner, every kind of fault, soak: what test-all leaves out; an hour
+	@.ci/test long
 
 suites: install-suites ## tests of vLLM and openai-python, schemathesis, load generators, through us
 	@$(BIN)/python -m tests.suites.run --more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -16,6 +17,10 @@ settings.register_profile("calm", deadline=None)
 settings.load_profile("calm")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# vLLM's modules and all tests are millions of objects that stay: a quarter of the time in which
+# tests are collected went into looking for garbage among them.
+gc.set_threshold(50_000, 20, 100)
 
 # A shell starts its background jobs without it, and what tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -96,6 +96,7 @@ def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(
         process.wait_until(lambda: False, 30)
 
 
+@pytest.mark.slow
 def test_bench_transfer_moves_pages_by_every_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

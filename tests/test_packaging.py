@@ -82,7 +82,9 @@ def test_a_wheel_has_the_package_its_command_and_its_plugin(wheel: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("place", ["an empty folder", "a clone"])
+@pytest.mark.parametrize(
+    "place", ["an empty folder", pytest.param("a clone", marks=pytest.mark.long)]
+)
 def test_the_installed_package_starts_from(
     place: str, installed: Path, clone: Path, tmp_path: Path, tiny_llama: Path
 ) -> None:

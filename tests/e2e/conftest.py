@@ -13,6 +13,11 @@ from tests.e2e.cluster import Cluster, Stock, running, side_by_side
 FORKED = Path(__file__).parents[1] / "forked"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run last what leaves the shared cluster changed."""
+    items.sort(key=lambda item: item.path.stem == "test_capabilities")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _forked() -> Iterator[None]:
     """Servers fork their engine processes; those of `test_smollm2` spawn them."""
@@ -27,7 +32,8 @@ def _started(
 ) -> Iterator[tuple[Stock, Cluster]]:
     folder = tmp_path_factory.mktemp("e2e")
     stock = Stock(tiny_llama, folder, serve=("--scheduling-policy", "priority"))  # as instances do
-    with side_by_side(stock, Cluster(tiny_llama, folder)) as both:
+    roles = ("--prefill", "1", "--decode", "1", "--routers", "2")
+    with side_by_side(stock, Cluster(tiny_llama, folder, roles=roles)) as both:
         yield both
         both[1].audit()
 

@@ -12,7 +12,7 @@ from tests.e2e.cluster import Cluster, Stock, get, side_by_side
 from tests.e2e.prompts import completion
 from tests.tiny_vision import tiny_vision
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 WHY = "its media have no names without caches of them and of prefixes"
 SERVE = ("--mm-processor-cache-gb", "0", "--no-enable-prefix-caching")

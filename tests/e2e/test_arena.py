@@ -15,7 +15,7 @@ from tests.needed import shared_memory_of
 ARENA_BYTES = 2 << 20
 BLOCK_TOKENS = 128  # of a CPU
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(("shared_memory", "is_split"), [("64m", True), ("16k", False)])

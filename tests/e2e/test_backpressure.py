@@ -13,7 +13,7 @@ from tests.e2e.client import Answer, ask, ask_all, assert_as_stock
 from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import chat, completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 BOUND_TOKENS = 600  # one of the prompts below at a time; the decode instance has it too
 OWN = {"serve": ("--max-num-queued-tokens", str(BOUND_TOKENS))}

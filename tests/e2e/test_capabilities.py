@@ -1,15 +1,13 @@
 """One pass over what a cluster can do beyond a plain hand-over, in the order of this file.
 
-Two routers, a prefill and a decode instance that predict output lengths with the oracle. The other
-modules of `make test` share a cluster whose roles stay; `make test-all` has a module, with clusters
-of its own, for most of these subjects.
+It is run last, as it exchanges the roles of the cluster that all modules share and leaves one
+instance of it. `make test-all` has a module, with clusters of its own, for most of these subjects.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from typing import Any
 
 import psutil
 import pytest
@@ -22,8 +20,6 @@ from tests.eventually import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-OWN = {"roles": ("--prefill", "1", "--decode", "1", "--routers", "2"),
-       "serve": ("--tetri-predictor", "oracle")}  # fmt: skip
 BODIES = [
     completion(num_tokens, max_tokens=max_tokens, **options)
     for num_tokens, max_tokens, options in (
@@ -35,9 +31,9 @@ BODIES = [
 ]
 
 
-async def test_both_routers_give_the_tokens_of_one_instance(own: Cluster, stock: Stock) -> None:
+async def test_both_routers_give_the_tokens_of_one_instance(cluster: Cluster, stock: Stock) -> None:
     expected = await ask_all(stock.url, BODIES)
-    for router in own.facts["routers"]:
+    for router in cluster.facts["routers"]:
         for output, reference in zip(await ask_all(router["url"], BODIES), expected, strict=True):
             assert output.same_as(reference)
             assert output.headers["x-tetri-prefill"] == "prefill-0"
@@ -45,9 +41,11 @@ async def test_both_routers_give_the_tokens_of_one_instance(own: Cluster, stock:
 
 
 @pytest.mark.slow
-async def test_what_a_dead_router_asked_for_is_freed_and_the_next_one_serves(own: Cluster) -> None:
-    url = own.facts["routers"][1]["url"]
-    expected = await ask(own.url, completion(300))
+async def test_what_a_dead_router_asked_for_is_freed_and_the_next_one_serves(
+    cluster: Cluster,
+) -> None:
+    url = cluster.facts["routers"][1]["url"]
+    expected = await ask(cluster.url, completion(300))
     streams = [completion(100 + index, max_tokens=1500, stream=True) for index in range(3)]
     prompts = [completion(1500 - index, max_tokens=500) for index in range(6)]
     for index, body in enumerate(prompts):
@@ -56,12 +54,12 @@ async def test_what_a_dead_router_asked_for_is_freed_and_the_next_one_serves(own
     await until(lambda: phases(url).count("decoding") >= 3, "outputs are generated")
     orphans += [asyncio.create_task(ask(url, body)) for body in prompts]
     await until(lambda: "prefilling" in phases(url), "prompts are computed")
-    mine = asyncio.create_task(ask(own.url, completion(300)))
-    send([router_at(own, url)], signal.SIGKILL)
+    mine = asyncio.create_task(ask(cluster.url, completion(300)))
+    send([router_at(cluster, url)], signal.SIGKILL)
     await asyncio.wait(orphans, timeout=20.0)
     assert all(orphan.exception() is not None for orphan in orphans)
     assert (await mine).same_as(expected)
-    await asyncio.to_thread(own.rest, 20.0)
+    await asyncio.to_thread(cluster.rest, 20.0)
 
     def serves() -> bool:
         try:
@@ -84,52 +82,28 @@ def router_at(cluster: Cluster, url: str) -> psutil.Process:
     return found[-1]  # below its guard
 
 
-async def test_output_lengths_are_predicted(own: Cluster) -> None:
-    def predicted() -> int:
-        return int(own.instances()["prefill-0"]["predictions_made"])
-
-    before = predicted()
-    await ask(own.url, completion(100, max_tokens=20))
-    await until(lambda: predicted() > before, "a prediction", 10.0)
-
-
-async def test_roles_are_exchanged_while_requests_run(own: Cluster, stock: Stock) -> None:
+async def test_roles_are_exchanged_while_requests_run(cluster: Cluster, stock: Stock) -> None:
     expected = await ask_all(stock.url, BODIES)
-    requests = asyncio.create_task(ask_all(own.url, BODIES * 4))
+    requests = asyncio.create_task(ask_all(cluster.url, BODIES * 4))
     for name, role in (("prefill-0", "decode"), ("decode-0", "prefill")):
-        url = f"{own.url}/tetri/v1/instances/{name}/flip"
+        url = f"{cluster.url}/tetri/v1/instances/{name}/flip"
         await asyncio.to_thread(post, url, {"role": role, "now": True, "force": True})
         await until(
-            lambda name=name, role=role: own.instances()[name]["role"] == role, f"{name} is {role}"
+            lambda name=name, role=role: cluster.instances()[name]["role"] == role,
+            f"{name} is {role}",
         )
     for output, reference in zip(await requests, expected * 4, strict=True):
         assert output.same_as(reference)
-    swapped = await ask(own.url, BODIES[0])
+    swapped = await ask(cluster.url, BODIES[0])
     assert swapped.same_as(expected[0])
     assert swapped.headers["x-tetri-prefill"] == "decode-0"
     assert swapped.decode == "prefill-0"
 
 
-async def test_a_stream_continues_when_its_decode_instance_is_killed(
-    own: Cluster, stock: Stock
+async def test_an_instance_is_drained_and_the_other_one_serves(
+    cluster: Cluster, stock: Stock
 ) -> None:
-    body: dict[str, Any] = completion(50, max_tokens=600, **STREAM)
-    expected = await ask(stock.url, body)
-    stream = asyncio.create_task(ask(own.url, body))
-    await until(lambda: decoding_on(own), "the output is being generated")
-    send(own.processes(decoding_on(own))[1:], signal.SIGKILL)  # all but the guard
-    assert (await stream).same_as(expected)
-    await until(lambda: own.are_ready(2), "the killed instance is back", 120)
-
-
-def decoding_on(cluster: Cluster) -> str:
-    """Name of the decode instance of a request whose output has begun; empty if there is none."""
-    rows = cluster.requests()
-    return next((row["decode"] for row in rows if row["phase"] == "decoding"), "")
-
-
-async def test_an_instance_is_drained_and_the_other_one_serves(own: Cluster, stock: Stock) -> None:
     expected = await ask(stock.url, BODIES[0])
-    post(f"{own.url}/tetri/v1/instances/prefill-0/drain", {"force": True})
-    eventually(lambda: own.state_of("prefill-0") == "gone", 120, "the instance has left")
-    assert (await ask(own.url, BODIES[0])).same_as(expected)
+    post(f"{cluster.url}/tetri/v1/instances/prefill-0/drain", {"force": True})
+    eventually(lambda: cluster.state_of("prefill-0") == "gone", 120, "the instance has left")
+    assert (await ask(cluster.url, BODIES[0])).same_as(expected)

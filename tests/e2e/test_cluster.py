@@ -127,6 +127,7 @@ async def test_instances_join_and_leave_under_load(
         assert f"{name}: ended" not in log
 
 
+@pytest.mark.long
 async def test_the_last_of_its_kind_stays_unless_it_is_forced(stock: Stock, many: Cluster) -> None:
     for name in [each for each in many.instances() if each not in ("prefill-0", "decode-1")]:
         assert (await drain(many, name))[0] == 0

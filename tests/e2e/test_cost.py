@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.cluster import ARENA_BYTES, Cluster, Stock
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 WATCH_S = 6.0
 # Loads are reported every 100 ms, by two processes of an instance. Waking counts, not

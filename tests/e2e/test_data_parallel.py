@@ -22,7 +22,7 @@ from tests.e2e.client import (
 from tests.e2e.cluster import Cluster, post, running
 from tests.e2e.prompts import LENGTHS, STREAM, chat, completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 RANKS = ("both-0-dp0", "both-0-dp1")
 ASKED = [

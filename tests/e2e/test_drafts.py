@@ -20,7 +20,7 @@ from tests.e2e.prompts import STREAM, completion, token_prompt
 from tests.tiny_model import tiny_model
 from vllm_tetri.router.merged import read_families
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 NGRAM = {
     "method": "ngram",

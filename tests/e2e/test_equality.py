@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import urllib.request
 from typing import Any
 
@@ -39,8 +40,10 @@ def assert_equal(ours: list[Answer], stock: list[Answer], asked: list[dict[str, 
 async def assert_equal_one_by_one(
     cluster: Cluster, stock: Stock, asked: list[dict[str, Any]]
 ) -> None:
-    ours = [await ask(cluster.url, body) for body in asked]
-    theirs = [await ask(stock.url, body) for body in asked]
+    async def one_by_one(url: str) -> list[Answer]:
+        return [await ask(url, body) for body in asked]
+
+    ours, theirs = await asyncio.gather(one_by_one(cluster.url), one_by_one(stock.url))
     assert_equal(ours, theirs, asked)
 
 

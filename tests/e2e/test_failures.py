@@ -153,7 +153,9 @@ def check(what: str, seen: list[Seen], replies: list[Reply], asked: list[dict[st
         same(one, reply, body)
 
 
-@pytest.mark.parametrize("who", ["all", "engine", "server"])
+@pytest.mark.parametrize(
+    "who", ["all", *(pytest.param(name, marks=pytest.mark.long) for name in ("engine", "server"))]
+)
 async def test_a_decode_instance_ends_mid_stream(stock: Stock, cluster: Cluster, who: str) -> None:
     """SIGKILL; or SIGINT to its server: vLLM gives up what it has, at once."""
     asked = bodies()
@@ -204,6 +206,7 @@ async def test_a_prefill_instance_is_killed_while_it_prefills(
     await until(is_back, "it is back and counts its reports from the start")
 
 
+@pytest.mark.long
 async def test_a_decode_instance_that_is_stopped_is_given_up(
     stock: Stock, cluster: Cluster
 ) -> None:

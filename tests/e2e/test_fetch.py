@@ -16,7 +16,7 @@ from tests.e2e.client import Answer, ask, until
 from tests.e2e.cluster import Cluster, Stock, side_by_side
 from tests.e2e.prompts import chat, completion, text_prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 SERVE = ("--kv-cache-memory-bytes", str(1 << 30), "--tetri-chunk-size", "256")
 ROLES = ("--prefill", "2", "--decode", "1")

@@ -63,6 +63,7 @@ async def test_usage_of_every_event_begins_with_one_token(
     assert joined(ours) == joined(theirs)
 
 
+@pytest.mark.slow
 async def test_texts_of_many_first_tokens(stock: Stock, cluster: Cluster) -> None:
     """Spaces, parts of characters and special tokens come first in some of these."""
     first = set()
@@ -136,7 +137,7 @@ async def test_the_first_token_does_not_wait_for_the_decode_instance(
     assert joined(parsed(seen)) == joined(await events(stock.url, body))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_when_the_decode_instance_dies_after_the_token_the_text_is_the_same(
     stock: Stock, own_started: Cluster
 ) -> None:

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]  # five instances on two cores
 
-NUM_FLIPS, EACH = 100, 30  # requests for each flip
+EACH = 30  # requests for each flip
 CLIENTS = 12
 # Prompts of less than a chunk to many, short and long answers, every other one streamed.
 BODIES = [
@@ -54,15 +54,16 @@ async def flip_one(cluster: Cluster, rng: Random, *, is_now: bool) -> dict[str, 
     return dict(row["flip"])
 
 
-async def test_a_hundred_flips_under_load_lose_nothing_and_change_nothing(
-    stock: Stock, many: Cluster
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.long)])
+async def test_many_flips_under_load_lose_nothing_and_change_nothing(
+    stock: Stock, many: Cluster, count: int
 ) -> None:
     expected = [await ask(stock.url, body) for body in BODIES]
     assert all(answer.token_ids for answer in expected)
     rng = Random(7)
     flips: list[dict[str, Any]] = []
     async with load(many.url, BODIES, expected, CLIENTS) as clients:
-        while len(flips) < NUM_FLIPS:
+        while len(flips) < count:
             flips.append(await flip_one(many, rng, is_now=len(flips) % 2 == 1))
             # So that the flips are spread over all of the load.
             await clients.more(max(0, len(flips) * EACH - len(clients.all)))
@@ -167,6 +168,7 @@ async def test_a_flip_goes_on_while_the_router_is_started_anew(stock: Stock, man
     assert all(a.same_as(b) for a, b in zip(answers, expected, strict=True))
 
 
+@pytest.mark.long
 async def test_one_that_dies_while_it_drains_costs_a_pause_and_no_token(many: Cluster) -> None:
     prefills, decodes = await split(many)
     long = [completion(9, max_tokens=1500, **STREAM)] * 4

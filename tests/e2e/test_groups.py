@@ -38,7 +38,9 @@ LONG = [completion(200 + 61 * at, max_tokens=200, **STREAM) for at in range(4)]
 PROMPTS = [completion(1400 + at, max_tokens=6) for at in range(4)]
 
 
-@pytest.fixture(scope="module", params=["Gemma-3-text", "DeepSeek-V2"])
+@pytest.fixture(
+    scope="module", params=["Gemma-3-text", pytest.param("DeepSeek-V2", marks=pytest.mark.long)]
+)
 def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
@@ -99,6 +101,7 @@ async def test_a_decode_instance_is_killed_while_it_streams(
     await until(lambda: not cluster.are_ready(3), "its end is noticed")
 
 
+@pytest.mark.long
 async def test_the_prefill_instance_is_killed_while_it_computes_prompts(
     cluster: Cluster, expected: list[Answer]
 ) -> None:

@@ -23,7 +23,7 @@ from tests.e2e.prompts import completion
 from tests.faults.hosts import Hosts, hosts, require_hosts
 from vllm_tetri import cli
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 
 STREAM = {"stream": True}
 BODIES: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from tests.e2e.cluster import CHUNK, SERVE, ByHand, Cluster, Process, Stock, ans
 from tests.e2e.prompts import completion
 from tests.tiny_model import SEED, quantized_model, tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 HUB_NAME, REVISION = "org/tiny-llama", 40 * "a"
 LIMITS = SERVE[2:]  # without a served name

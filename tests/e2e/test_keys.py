@@ -12,7 +12,7 @@ from tests.certificates import CERTIFICATE, CERTIFICATE_KEY, trusting
 from tests.e2e.cluster import Cluster, running
 from tests.e2e.prompts import completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 async def ask(url: str, key: str, body: dict[str, Any]) -> tuple[int, str]:

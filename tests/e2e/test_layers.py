@@ -10,7 +10,7 @@ from tests.e2e.client import assert_handed_over_as_stock
 from tests.e2e.cluster import Cluster, Stock
 from tests.e2e.prompts import chat, completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 OWN = {"serve": ("--tetri-push", "layer")}
 

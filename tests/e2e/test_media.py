@@ -169,6 +169,7 @@ async def test_an_address_whose_image_changes_never_gets_a_mixture(
 # -- a killed instance; the last test, since it is not waited for -----------------
 
 
+@pytest.mark.long
 async def test_another_instance_continues_a_stream_with_an_image(
     both: tuple[Stock, Cluster], files: str
 ) -> None:

@@ -63,7 +63,13 @@ async def test_tokens_are_the_same_in_every_mode(stock: Stock, free: Cluster, mo
         assert not any(map(is_split, [*answers, *together]))
 
 
-@pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.ADAPTIVE])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(Mode.SPLIT, marks=pytest.mark.long),
+        pytest.param(Mode.ADAPTIVE, marks=pytest.mark.slow),
+    ],
+)
 async def test_hundreds_at_once_wait_and_are_all_answered(
     stock: Stock, free: Cluster, mode: Mode
 ) -> None:

@@ -10,7 +10,7 @@ from tests.e2e.prompts import chat, completion
 from tests.needed import needed
 
 needed("nixl._api")
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 OWN = {"serve": ("--tetri-link", "nixl")}
 

@@ -55,6 +55,7 @@ async def test_turns_of_full_attention(stock: Stock, own: Cluster) -> None:
     assert [each["kv_gone"] for each in own.instances().values()] == [0, 0]
 
 
+@pytest.mark.long
 async def test_turns_of_layers_with_windows(tmp_path: Path) -> None:
     family = FAMILIES["Gemma-3-text"]
     stock = Stock(family.make(), tmp_path, serve=family.serve)

@@ -20,7 +20,7 @@ from tests.e2e.prompts import chat
 from tests.eventually import eventually
 from tests.predictor.tiny_artefact import make
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 COMEBACK_S = 60.0
 GRANULARITY = 30

@@ -11,7 +11,7 @@ from tests.e2e.client import ask, ask_all
 from tests.e2e.cluster import Cluster, Stock, running
 from tests.e2e.prompts import completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # 21 blocks of 128 tokens of the tiny model, in float32.
 POOL_BYTES = 4 << 20

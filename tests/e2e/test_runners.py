@@ -22,7 +22,7 @@ from tests.e2e.cluster import Cluster, Stock, answers, running
 from tests.e2e.compare import Reply, ask_raw, difference, merged
 from tests.e2e.prompts import STREAM, chat, completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 RUNNERS = Path(__file__).parents[1] / "runners"
 REST_S = 30.0  # the interpreter is slow; what is left then is a leak

@@ -50,6 +50,7 @@ def metrics(url: str) -> str:
         return str(response.read())
 
 
+@pytest.mark.long
 async def test_instances_restart_one_after_the_other_under_load(
     started: tuple[Cluster, list[Answer]],
 ) -> None:

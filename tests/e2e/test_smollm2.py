@@ -13,7 +13,7 @@ from tests.e2e.client import ask, ask_all
 from tests.e2e.cluster import MODEL, Cluster, Stock, side_by_side
 from tests.e2e.prompts import chat, completion
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SERVE = ("--kv-cache-memory-bytes", str(1 << 30), "--tetri-chunk-size", "256")
 LENGTHS = (3, 10, 50, 127, 128, 129, 200, 255, 256, 257, 300, 400, 511, 513, 700, 1025, 1500)

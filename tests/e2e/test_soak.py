@@ -12,7 +12,7 @@ import pytest
 
 from tests.predictor.tiny_artefact import make
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 SERVE = ("--dtype", "float32", "--kv-cache-memory-bytes", "134217728", "--max-num-seqs", "32",

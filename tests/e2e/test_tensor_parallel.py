@@ -26,7 +26,7 @@ from tests.e2e.client import (
 from tests.e2e.cluster import Cluster, running
 from tests.e2e.prompts import LENGTHS, STREAM, completion
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 WORKERS = ("--tensor-parallel-size", "2")
 REST_S = 60.0  # a core that four polling workers share comes late; what is left then is a leak

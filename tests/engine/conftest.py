@@ -15,7 +15,10 @@ from tests.transport.fake_nccl import FakeNccl
 from vllm_tetri.engine import worker
 from vllm_tetri.types import Role
 
-# Test modules in which `make test` also runs a GPU's defaults. The rest of the matrix is slow.
+# What vLLM's CPU build runs, and what it runs on GPUs unless told otherwise.
+USUAL, GPU = Cell(), Cell("v2", "async")
+
+# Test modules half of whose cases `make test` runs in a GPU's cell, the others in the usual one.
 BOTH = {
     "test_continuation",
     "test_decode_admission",
@@ -30,13 +33,39 @@ BOTH = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests that step an engine in every cell."""
-    if not {"Engine", "Pair"} & vars(metafunc.module).keys():
-        return
-    in_both = metafunc.module.__name__.rpartition(".")[2] in BOTH
-    quick = {Cell(), Cell("v2", "async")} if in_both else {Cell()}
-    cells = [Cell(runner, how) for runner in ("v1", "v2") for how in ("sync", "async")]
-    params = [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in cells]
-    metafunc.parametrize("cell", params, ids=str, indirect=True, scope="module")
+    if {"Engine", "Pair"} & vars(metafunc.module).keys():
+        cells = [Cell(runner, how) for runner in ("v1", "v2") for how in ("sync", "async")]
+        metafunc.parametrize("cell", cells, ids=str, indirect=True, scope="module")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` (no mark), `make test-all` (slow) and `make test-long` (long) run.
+
+    `make test-all` runs every case in the two cells that are somebody's default, and of every
+    test one case in six, another one from test to test, in the two others.
+    """
+    tests: dict[tuple[str, str], dict[Cell, list[pytest.Item]]] = {}
+    for item in items:
+        callspec = getattr(item, "callspec", None)  # none without parameters
+        cell = callspec.params.get("cell") if callspec else None
+        if isinstance(cell, Cell):
+            name = item.nodeid.partition("[")[0].rpartition("::")
+            tests.setdefault((name[0], name[2]), {}).setdefault(cell, []).append(item)
+    for number, ((path, _), cells) in enumerate(tests.items()):
+        in_both = Path(path).stem in BOTH
+        for cell, cases in cells.items():
+            for index, case in enumerate(cases):
+                if mark := mark_of(cell, number + index, len(cases), in_both):
+                    case.add_marker(mark)
+
+
+def mark_of(cell: Cell, number: int, count: int, in_both: bool) -> str:
+    """The mark of the case `number` of `count` in a cell."""
+    if cell not in (USUAL, GPU):
+        return "slow" if number % min(count, 6) == 0 else "long"
+    is_quick = (count == 1 or number % 2 == (cell == GPU)) if in_both else cell == USUAL
+    return "" if is_quick else "slow"
 
 
 @pytest.fixture(scope="module", autouse=True)

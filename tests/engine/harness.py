@@ -9,6 +9,7 @@ model runner the scheduler works, and whether it schedules ahead of results.
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections import Counter, deque
@@ -77,9 +78,6 @@ def vllm_config(
         options: For us.
     """
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    # Nothing listens at that address: no cluster on this machine shall see it.
-    own = {"instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",)}
-    tetri = TetriConfig(role=role, **{**own, **options})
     usual = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
     return EngineArgs(
         model=str(folder),
@@ -88,9 +86,29 @@ def vllm_config(
         block_size=BLOCK,
         scheduler_cls=roles.SCHEDULER,
         distributed_executor_backend=roles.EXECUTOR,
-        kv_transfer_config=roles.kv_transfer_config(tetri, ["harness"]),
+        kv_transfer_config=transfer_config(role, **options),
         **usual | (args or {}),
     ).create_engine_config()
+
+
+_configs: dict[tuple[Role, str], Any] = {}
+
+
+def copied_config(folder: Path, role: Role, args: dict[str, Any] | None, **options: Any) -> Any:
+    """What `vllm_config` returns, by a copy of an earlier one: it takes 13 ms, a copy 0.6."""
+    key = role, repr(args)
+    if key not in _configs:
+        _configs[key] = vllm_config(folder, role, args=args)
+    made = copy.deepcopy(_configs[key])
+    made.model_config.model = str(folder)  # what is learnt is kept by it
+    made.kv_transfer_config = transfer_config(role, **options)
+    return made
+
+
+def transfer_config(role: Role, **options: Any) -> Any:
+    """Nothing listens at that address: no cluster on this machine shall see it."""
+    own = {"instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",)}
+    return roles.kv_transfer_config(TetriConfig(role=role, **{**own, **options}), ["harness"])
 
 
 @dataclass(frozen=True)
@@ -131,7 +149,7 @@ class Engine:
         **options: Any,
     ) -> None:
         self.identity = identity
-        self.config = vllm_config(folder, role, args=args, **options)
+        self.config = copied_config(folder, role, args, **options)
         self._ahead: deque[tuple[Any, KVConnectorOutput]] | None = None
         if self.cell.is_async:  # vLLM's platform of CPUs turns it off
             self.config.scheduler_config.async_scheduling = True

@@ -48,7 +48,7 @@ def contract(device: str, folder: Path) -> dict[str, Any]:
     words = ["tests/engine/test_contract.py"]
     if device == "cuda":  # in the suite of a CPU host they are anyway
         words += ["tests/engine/test_handover.py", "tests/engine/test_continuation.py"]
-    return run_pytest(folder, "-m", "not slow and not e2e", *words)
+    return run_pytest(folder, "-m", "not slow and not long and not e2e", *words)
 
 
 def dummy(device: str, folder: Path) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
     assert time.monotonic() - begin_s < 60
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_everything_and_shows_what_has_run(tmp_path: Path) -> None:
     left = tmp_path / "out" / "A-hangs" / "pid"
     with start(tmp_path, "good", "slow", "good") as running:

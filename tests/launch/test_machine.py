@@ -205,6 +205,7 @@ def test_vllms_own_parser_reads_a_config_file(tmp_path: Path) -> None:
     assert found.names & {"port", "role", "host", "uds"} == {"uds"}
 
 
+@pytest.mark.slow
 def test_an_option_that_vllm_refuses_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^after --: unrecognized arguments: --no-such$"):
         ask_vllm(["--model", "m", "--no-such"])

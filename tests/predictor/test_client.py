@@ -194,6 +194,7 @@ def test_the_process_ends_with_a_parent_that_is_killed() -> None:
         until(lambda: not is_alive(pid), "the predictor ends with its parent")
 
 
+@pytest.mark.slow
 def test_it_predicts_what_the_artefact_predicts_of_the_text(
     tmp_path: Path, tiny_llama: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 # Its transports behave a little differently, and so the own HTTP is tried on both.
-_ON_BOTH = ("test_http_client.py", "test_resume.py")
+_ON_BOTH = ("test_http_client.py",)
 
 
 def pytest_asyncio_loop_factories(

@@ -125,7 +125,9 @@ def test_a_listener_elsewhere_cannot_relay_the_proof(core: Backend) -> None:
     core.still_works(receiver, key=KEY)
 
 
-@pytest.mark.parametrize("key", [b"", KEY], ids=["open", "guarded"])
+@pytest.mark.parametrize(
+    "key", [pytest.param(b"", id="open", marks=pytest.mark.slow), pytest.param(KEY, id="guarded")]
+)
 def test_a_peer_that_waits_before_it_has_said_who_it_is_is_closed(tcp: Backend, key: bytes) -> None:
     receiver = tcp.receiver(key=key)
     with Rogue(receiver.endpoint) as silent, Prover(receiver.endpoint) as slow:

@@ -164,6 +164,7 @@ def test_a_killed_receiver_fails_the_transfer_and_no_other(nixl: Backend) -> Non
     assert nixl.arrived(other, "next", cache) == cache.bytes_of([5, 6])
 
 
+@pytest.mark.slow
 def test_a_stopped_receiver_fails_the_transfer_in_time(nixl: Backend) -> None:
     sender, cache = sending(nixl, timeout_s=1.0), nixl.cache(seed=1)
     with receiving() as (process, endpoint):

@@ -340,10 +340,11 @@ def test_runs_that_follow_one_another_are_one_copy(dma: Two) -> None:
     assert places_of(side.mover.layout, ids, 0)[2].tolist() == [PAGE] * 8
 
 
-def test_both_directions_at_once_for_many_rounds(every: Two) -> None:
+@pytest.mark.parametrize("rounds", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_both_directions_at_once_for_many_rounds(every: Two, rounds: int) -> None:
     """Every round has its own bytes, so what is read too early or too late shows."""
     dice, sides = random.Random(11), [every.side(1), every.side(2)]
-    for number in range(1000 if every.link in ("dma", "ipc") else 200):
+    for number in range(rounds):
         value, ids = number % 199 + 1, dice.sample(range(8), dice.randint(1, 4))
         sent = []
         for me, other in (sides, sides[::-1]):

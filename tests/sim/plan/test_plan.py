@@ -220,6 +220,7 @@ def measured(tmp_path: Path) -> list[str]:
 SLOS = ["--ttft-slo", "0.3", "--tpot-slo", "0.1"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_advice(
     measured: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
