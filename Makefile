@@ -29,7 +29,7 @@ test: install ## check, unit tests, native tests, one end-to-end pass: at most 1
 test-rest: install-suites ## what test-all has beyond test: faults, fuzzing, sanitizers, wheel, vLLM 0.31, suites
 	@.ci/test rest
 
-test-all: install-suites ## test and test-rest: at most 45 minutes on two cores
+test-all: install-suites ## test and test-rest: about 50 minutes on two cores
 	@.ci/test quick rest
 
 test-long: install ## every model runner, every kind of fault, soak: what test-all leaves out; an hour
