@@ -5,8 +5,8 @@ BIN = $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-suites demo check test test-rest test-all test-long suites canary models soak bench gpu predictor \
-	clean
+.PHONY: help install install-suites demo check test test-rest test-all test-long suites canary models soak bench gpu \
+	predictor clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -42,26 +43,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make test` (no mark), `make test-all` (slow) and `make test-long` (long) run.
 
-    `make test-all` runs every case in the two cells that are somebody's default, and of every
-    test one case in six, another one from test to test, in the two others.
+    `make test-all` runs every case in the two cells that vLLM takes by default, and one case in six
+    of every test in the two others.
     """
-    tests: dict[tuple[str, str], dict[Cell, list[pytest.Item]]] = {}
+    tests: dict[tuple[str, Cell], list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)  # none without parameters
         cell = callspec.params.get("cell") if callspec else None
         if isinstance(cell, Cell):
-            name = item.nodeid.partition("[")[0].rpartition("::")
-            tests.setdefault((name[0], name[2]), {}).setdefault(cell, []).append(item)
-    for number, ((path, _), cells) in enumerate(tests.items()):
-        in_both = Path(path).stem in BOTH
-        for cell, cases in cells.items():
-            for index, case in enumerate(cases):
-                if mark := mark_of(cell, number + index, len(cases), in_both):
-                    case.add_marker(mark)
+            tests.setdefault((item.nodeid.partition("[")[0], cell), []).append(item)
+    for (test, cell), cases in tests.items():
+        # Another case from test to test, the same ones whatever else is collected.
+        for number, case in enumerate(cases, crc32(test.encode())):
+            if mark := mark_of(cell, number, len(cases), case.path.stem in BOTH):
+                case.add_marker(mark)
 
 
 def mark_of(cell: Cell, number: int, count: int, in_both: bool) -> str:
-    """The mark of the case `number` of `count` in a cell."""
+    """Return the mark of the case `number`, of `count` in a row, in a cell."""
     if cell not in (USUAL, GPU):
         return "slow" if number % min(count, 6) == 0 else "long"
     is_quick = (count == 1 or number % 2 == (cell == GPU)) if in_both else cell == USUAL
