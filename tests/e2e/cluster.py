@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -69,7 +70,9 @@ class Process:
     def must_run(self, what: str) -> None:
         status = self.child.poll()
         if status is not None:
-            raise AssertionError(f"{what} ended with {status}; its log ends with\n{self.log_end()}")
+            log = self.log.read_text(errors="replace").partition("startup complete")[2]
+            said = " | ".join(re.findall(".*(?:WARN|ERROR|Error|shutdown|Fatal).*", log)[:6])
+            raise AssertionError(f"{what} ended with {status}: {said[:700]}\n{self.log_end()}")
 
     def log_end(self) -> str:
         """The last lines of the log, without what nanobind says of every process that ends."""
@@ -98,7 +101,7 @@ class Stock(Process):
             ["vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port), *SERVE,
              "--distributed-executor-backend", UNIPROC, *serve],
             folder / "stock.log",
-            VLLM_PLUGINS="any_runner,forked",  # none of ours
+            VLLM_PLUGINS="any_runner",  # none of ours, and its engine is spawned as a user's is
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # else every worker wants a core of its own
         )  # fmt: skip
 
@@ -211,6 +214,22 @@ class Cluster(Process):
         return found
 
 
+def by_hand(
+    folder: Path, name: str, role: str, model: Path, control: str, *serve: str, **environment: str
+) -> Process:
+    """One instance, which joins a cluster."""
+    return Process(
+        ["vllm.entrypoints.cli.main", "serve", str(model), *SERVE, "--role", role,
+         "--port", str(free_port()), "--distributed-executor-backend", UNIPROC,
+         "--tetri-instance", name, "--tetri-control", control,
+         "--tetri-arena-bytes", str(ARENA_BYTES), "--tetri-chunk-size", str(CHUNK), *serve],
+        folder / f"{name}.log",
+        VLLM_SERVER_DEV_MODE="1",
+        **PASSIVE,
+        **environment,
+    )  # fmt: skip
+
+
 class ByHand(Cluster):
     """A router, and instances that are started one by one."""
 
@@ -229,15 +248,7 @@ class ByHand(Cluster):
         self.wait_for(lambda: answers(f"{self.url}/tetri/v1/instances"), "the router")
 
     def start(self, name: str, role: str, model: Path, *serve: str) -> None:
-        self.parts[name] = Process(
-            ["vllm.entrypoints.cli.main", "serve", str(model), *SERVE, "--role", role,
-             "--port", str(free_port()), "--distributed-executor-backend", UNIPROC,
-             "--tetri-instance", name, "--tetri-control", self.control,
-             "--tetri-arena-bytes", str(ARENA_BYTES), "--tetri-chunk-size", str(CHUNK), *serve],
-            self.folder / f"{name}.log",
-            VLLM_SERVER_DEV_MODE="1",
-            **PASSIVE,
-        )  # fmt: skip
+        self.parts[name] = by_hand(self.folder, name, role, model, self.control, *serve)
 
     def wait(self, *names: str) -> None:
         for name in names:

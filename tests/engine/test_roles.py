@@ -250,7 +250,8 @@ def test_ranks_have_names_and_kv_ports_of_their_own(capsys: pytest.CaptureFixtur
     assert roles.config_of_rank(one, None) is one
     second = roles.config_of_rank(one, 1)
     assert (second.instance, second.kv_port) == ("d-dp1", 0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    # Of the ports that the kernel gives to others, the one before could be taken, too.
+    with socket.create_server(("127.0.0.1", 20_001 + os.getpid() % 5_000 * 2)) as taken:
         port = taken.getsockname()[1]
         words = ("--role", "decode", "--tetri-kv-port", str(port - 1))
         third = roles.config_of_rank(config(parse(*words)), 2)
