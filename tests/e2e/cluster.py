@@ -71,7 +71,7 @@ class Process:
         status = self.child.poll()
         if status is not None:
             log = self.log.read_text(errors="replace").partition("startup complete")[2]
-            said = " | ".join(re.findall(".*(?:WARN|ERROR|Error|shutdown|Fatal).*", log)[:6])
+            said = " | ".join(re.findall(r"(?:\w+Error: |[Ff]atal|\[shutdown).*", log)[:6])
             raise AssertionError(f"{what} ended with {status}: {said[:700]}\n{self.log_end()}")
 
     def log_end(self) -> str:
@@ -101,7 +101,7 @@ class Stock(Process):
             ["vllm.entrypoints.cli.main", "serve", str(model), "--port", str(self.port), *SERVE,
              "--distributed-executor-backend", UNIPROC, *serve],
             folder / "stock.log",
-            VLLM_PLUGINS="any_runner",  # none of ours, and its engine is spawned as a user's is
+            VLLM_PLUGINS="any_runner,forked",  # none of ours
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # else every worker wants a core of its own
         )  # fmt: skip
 

@@ -31,7 +31,9 @@ def _started(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Stock, Cluster]]:
     folder = tmp_path_factory.mktemp("e2e")
-    stock = Stock(tiny_llama, folder, serve=("--scheduling-policy", "priority"))  # as instances do
+    # Whole prompts: on CPUs vLLM's engine ends when it cuts one with a seed (patches/0001).
+    serve = ("--scheduling-policy", "priority", "--max-num-batched-tokens", "8192")
+    stock = Stock(tiny_llama, folder, serve=serve)
     roles = ("--prefill", "1", "--decode", "1", "--routers", "2")
     with side_by_side(stock, Cluster(tiny_llama, folder, roles=roles)) as both:
         yield both

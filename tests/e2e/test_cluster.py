@@ -18,8 +18,8 @@ from tests.e2e.prompts import STREAM, completion
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
-]  # six instances on two cores
+    pytest.mark.timeout(300),  # six instances on two cores
+]
 
 # The paper's classes (section 5.1.1), scaled to the tiny model: prompts of less than a
 # chunk or of many, answers of a few tokens or of many.
