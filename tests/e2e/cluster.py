@@ -214,9 +214,7 @@ class Cluster(Process):
         return found
 
 
-def by_hand(
-    folder: Path, name: str, role: str, model: Path, control: str, *serve: str, **environment: str
-) -> Process:
+def by_hand(folder: Path, name: str, role: str, model: Path, control: str, *serve: str) -> Process:
     """One instance, which joins a cluster."""
     return Process(
         ["vllm.entrypoints.cli.main", "serve", str(model), *SERVE, "--role", role,
@@ -226,7 +224,6 @@ def by_hand(
         folder / f"{name}.log",
         VLLM_SERVER_DEV_MODE="1",
         **PASSIVE,
-        **environment,
     )  # fmt: skip
 
 

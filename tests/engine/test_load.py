@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.pair import Pair, prompt
 from tests.eventually import eventually
+from vllm_tetri.engine.endpoint import release_port
 from vllm_tetri.types import Role
 
 
@@ -76,3 +79,14 @@ def test_unfinished_work_is_named_by_role(shm_pair: Pair) -> None:
     shm_pair.prefill.run_until(lambda: shm_pair.prefill.is_at_rest)
     assert prefill.unfinished(Role.BOTH) == ""
     assert decode.unfinished(Role.BOTH) == "1 transfers in the arena"
+
+
+def test_an_engine_lets_go_of_the_port_of_its_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        release_port(f"http://127.0.0.1:{address[1] + 1}")
+        socket.create_connection(address).close()
+        release_port(f"http://127.0.0.1:{address[1]}")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        os.fstat(server.fileno())  # not another file's, which the object would close

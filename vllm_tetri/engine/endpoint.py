@@ -10,11 +10,15 @@ import logging
 import multiprocessing
 import os
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from secrets import token_hex
+from socket import AF_INET, AF_INET6, socket
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import psutil
 from msgspec.structs import replace as replace_struct
@@ -57,6 +61,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
+
+
+def release_port(url: str) -> None:
+    """Let go of the API server's socket, which a forked engine has open, too. vLLM's server looks
+    for another process with its port when it ends, and ends with status 1 instead of 0 if that is
+    its own engine that has just become a zombie (`launcher.serve_http`)."""
+    port, nowhere = urlsplit(url).port, os.open(os.devnull, os.O_RDWR)
+    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError), socket(fileno=os.dup(number)) as each:  # else not a socket
+            if each.family in (AF_INET, AF_INET6) and each.getsockname()[1] == port:
+                # The number stays taken: an object that was inherited may close it.
+                os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 class Endpoint(LoadReader):
@@ -118,6 +135,7 @@ class Endpoint(LoadReader):
         self._has_started = True
         if multiprocessing.parent_process() is not None:  # an engine process, in its main thread
             signal.signal(signal.SIGUSR1, lambda *_: self._leave())
+            release_port(config.url)
         if config.chunk_size != "auto":
             self.join()
 
