@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
             "uvloop",
         },
     ),
-    "predictor": (VALUES | {"logs"}, {"msgspec", "torch", "transformers"}),
+    "predictor": (VALUES, {"numpy"}),
     "engine": (
         SHARED | {"control", "transport", "predictor", "__init__"},
         {

@@ -112,8 +112,9 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "power-of-two, power-of-two-ratio (the paper's), or your own as module:attribute",
         "NAME")] = "power-of-two"
     predictor: Annotated[str, msgspec.Meta(min_length=1), _option(
-        "predictor of output lengths (paper section 3.3.2): its folder, oracle (the true "
-        "length, where the client fixes it) or none", "FOLDER|oracle|none")] = "none"
+        "predictor of output lengths (paper section 3.3.2): head (learns from hidden states), "
+        "oracle (the length that a client fixes), a folder with predictor.py, or none: a histogram",
+        "head|oracle|FOLDER|none")] = "none"
     predictor_mode: Annotated[Literal["parallel", "sequential"], _option(
         "compute a prompt while its output length is predicted, or afterwards")] = "parallel"
     granularity: Annotated[Positive | None, _option(

@@ -124,6 +124,7 @@ class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
     is_early: bool = False
     cached_tokens: NumTokens = 0  # as the prefill instance counted them
     held_tokens: NumTokens = 0  # of the prompt, that the transfer leaves out
+    prefill: InstanceId = InstanceId("")  # that sends the KV
 
 
 Handover = PrefillParams | Prefilled | DecodeParams | Fetch

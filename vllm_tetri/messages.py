@@ -28,7 +28,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_BUCKETS = 1 << 18  # of predicted lengths
@@ -222,9 +222,20 @@ class TransferLost(msgspec.Struct, frozen=True, tag=True):
     transfer: TransferId
 
 
-ToRouter = Hello | LoadReport | CacheReport | Dispatched | Flipped | Goodbye
+class OutputEnded(msgspec.Struct, frozen=True, tag=True):
+    """Decode instance → router → prefill instance: the output after this transfer's prompt ended
+    with so many tokens; it would have been longer if it `is_cut`."""
+
+    prefill: Annotated[InstanceId, msgspec.Meta(max_length=512)]
+    transfer: Annotated[TransferId, msgspec.Meta(max_length=160)]
+    output_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+    is_cut: bool = False
+
+
+ToRouter = Hello | LoadReport | CacheReport | Dispatched | OutputEnded | Flipped | Goodbye
 ToInstance = (
-    WhoAreYou
+    OutputEnded
+    | WhoAreYou
     | SendCache
     | Refused
     | Poll

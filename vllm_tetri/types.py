@@ -255,6 +255,9 @@ class InstanceLoad:
     predictions_missed: Annotated[int, _counter("Predictions that were late.", "predictions")] = 0
     predictions_refused: Annotated[int, _counter("Predictions not queued.", "predictions")] = 0
     predictions_failed: Annotated[int, _counter("Predictions that failed.", "predictions")] = 0
+    length_states: Annotated[int, _gauge("Hidden states that the head learns from.", "states")] = 0
+    length_error: Annotated[float, _gauge("Mean error of lengths by the head.", "tokens")] = 0.0
+    length_usual_error: Annotated[float, _gauge("The same by the histogram.", "tokens")] = 0.0
     # Output tokens by predicted bucket, the last entry without a prediction, as observed by
     # this instance; empty before the first output ended.
     bucket_tokens: tuple[int, ...] = ()

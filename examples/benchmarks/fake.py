@@ -26,7 +26,7 @@ import uvloop
 from vllm_tetri import handover
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams, PriorOutput
-from vllm_tetri.messages import Dispatched, PrefillEnding
+from vllm_tetri.messages import Dispatched, OutputEnded, PrefillEnding
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
 
 MODEL = "fake"
@@ -84,6 +84,7 @@ class Fake:
 
     def cancel(self, transfer: TransferId) -> None: ...
     def lose(self, transfer: TransferId) -> None: ...
+    def on_output_ended(self, message: OutputEnded) -> None: ...
     def abandon(self, router: str) -> None: ...
     def on_drained(self) -> None: ...
 

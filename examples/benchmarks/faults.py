@@ -112,7 +112,7 @@ def members(root: psutil.Process, routers: Mapping[int, str]) -> dict[str, list[
     for name, processes in list(found.items()):
         for each in processes:
             words = _words(each)
-            if "vllm_tetri" in words and "predictor" in words and "--role" not in words:
+            if "predictor.server" in words and "--role" not in words:
                 found[f"{name}'s predictor"] = [each]
     return found
 

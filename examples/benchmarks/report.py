@@ -20,6 +20,7 @@ import matplotlib as mpl
 import pandas as pd
 
 from examples.benchmarks.figures import interval
+from examples.predictor.head import scores
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -234,6 +235,22 @@ def as_kept(name: str, columns: Iterable[str] = ()) -> Callable[[], str]:
     return derive
 
 
+def length_head() -> str:
+    """What the head predicted of answers, by how many it had seen, and with sources in turn."""
+    rows = {order: pd.read_csv(RESULTS / f"head-{order}.csv.gz") for order in ("mixed", "source")}
+    mixed, half = rows["mixed"], len(rows["mixed"]) // 2
+    parts = {f"to {half}": mixed[:half], f"from {half}": mixed[half:], "in turn": rows["source"]}
+    named = {"error": "error", "error of the median": "of the median", "Spearman": "Spearman",
+             "AUC heavy": "AUC of > 128", "coverage": "in 5 to 95 %",
+             "accuracy 200": "right by 200", "majority 200": "commonest"}  # fmt: skip
+    table = []
+    for name, part in parts.items():
+        found = scores(part)
+        cells = {new: f"{found[old]:.{0 if 'error' in old else 2}f}" for old, new in named.items()}
+        table.append({"answers": name, **cells})
+    return markdown(table)
+
+
 def transfers() -> str:
     """GB/s of every way to move KV, and ms of one block alone, by size of a block."""
     ways = {"memcpy": "memcpy", "shm": "shm", "emulated": "emulated", "4 groups": "shm, 4 groups",
@@ -304,6 +321,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "The papers' experiments": ("simulator.md", paper_classes),
     "What decisions cost": ("policies.md", decisions),
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
+    "The length head": ("predictor.md", length_head),
 }
 """Title, page and derivation of every table of the documentation that has raw results."""
 

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 import openai
 
+from examples.predictor.model import Target
 from examples.predictor.outputs import Output, append, open_outputs
 from examples.predictor.prompts import Prompt, read_prompts
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.predictor.model import Target
 
 TIMEOUT_S = 3600.0  # an output may wait for many others on a slow target; this only ends a hang
 CHAT, PLAIN = "chat/completions", "completions"

@@ -17,10 +17,10 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.stats import mannwhitneyu, spearmanr
 
+from examples.predictor.model import Artefact, load, median_bucket
 from examples.predictor.outputs import Buckets, Example, read_outputs, split
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import HEAVY_TOKENS
-from vllm_tetri.predictor.model import Artefact, load, median_bucket
 
 Floats = NDArray[np.float64]
 FACTORS = (1, 2, 4)  # coarser buckets come from adding up finer ones

@@ -15,9 +15,9 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
+from examples.predictor.model import TARGET_FORMAT, Target
 from examples.predictor.prompts import key_of
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.predictor.model import TARGET_FORMAT, Target
 
 QUARTERS = 4  # any of them may be the one that is held out
 _VALIDATION_PERCENT = 10

@@ -23,8 +23,8 @@ from scipy.stats import norm
 
 from examples.predictor import outputs as data
 from examples.predictor.evaluate import guess_of, majority, predicted, scores_of
+from examples.predictor.model import ABOUT_FILE, About, digest_of, encode, load, write_about
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.predictor.model import ABOUT_FILE, About, digest_of, encode, load, write_about
 
 DEFAULT_BASE = "facebook/opt-125m"  # the paper's
 # A package with a small encoder inside, for machines that reach no hub.

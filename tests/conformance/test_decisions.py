@@ -16,9 +16,10 @@ from vllm.v1.request import Request
 from tests.engine.harness import Engine
 from tests.sim.builders import steps
 from vllm_tetri.engine import scheduler as engine_scheduler
+from vllm_tetri.handover import DecodeParams
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, InstanceConfig
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
-from vllm_tetri.types import InstanceId, Prediction, Role, StepCoefficients
+from vllm_tetri.types import InstanceId, Prediction, Role, StepCoefficients, TransferId
 
 WINDOW_TOKENS = GRANULARITY_TOKENS * NUM_BUCKETS  # so that there are as many buckets
 _WORD, _STOP = 7, 3
@@ -79,8 +80,8 @@ class Played(Engine):
     def _enter(self, spec: RequestSpec) -> None:
         request = self.add(str(spec.id), [9] * spec.prompt_tokens, max_tokens=WINDOW_TOKENS)
         request.sampling_params.stop_token_ids = [_STOP]
-        assert spec.predicted is not None
-        self.endpoint.predictions.keep(str(spec.id), spec.predicted)
+        origin = DecodeParams(TransferId(""), "", predicted=spec.predicted)
+        self.endpoint.predictions.keep(str(spec.id), origin)
 
 
 def assert_same(

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import Dispatched
+from vllm_tetri.messages import Dispatched, OutputEnded
 from vllm_tetri.security import Secret
 from vllm_tetri.types import (
     ClusterView,
@@ -45,6 +45,7 @@ class FakeEngine:
     def __init__(self, **options: Callable[..., Any]) -> None:
         self.cancelled: list[TransferId] = []
         self.lost: list[TransferId] = []
+        self.ended: list[OutputEnded] = []
         self.abandoned: list[str] = []
         self.drained = threading.Event()
         self.busy = True
@@ -68,6 +69,9 @@ class FakeEngine:
 
     def lose(self, transfer: TransferId) -> None:
         self.lost.append(transfer)
+
+    def on_output_ended(self, message: OutputEnded) -> None:
+        self.ended.append(message)
 
     def abandon(self, router: str) -> None:
         self.abandoned.append(router)

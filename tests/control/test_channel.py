@@ -28,7 +28,7 @@ from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import free_port
-from vllm_tetri.messages import CancelTransfer
+from vllm_tetri.messages import CancelTransfer, OutputEnded
 from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, InstanceLoad, TransferId
 
@@ -112,10 +112,14 @@ async def test_messages_travel_both_ways(secret: Secret | None) -> None:
         await eventually(lambda: states(router))
         one.agent.publish(DISPATCHED)
         await eventually(lambda: side.dispatched == [DISPATCHED])
+        ended = [OutputEnded(InstanceId(name), TransferId("t"), 7) for name in ("i", "gone")]
+        for each in ended:  # which the instance gets that has the prompt
+            one.agent.publish(each)
+        await eventually(lambda: one.engine.ended == ended[:1])
         assert router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
         await eventually(lambda: one.engine.cancelled == ["t"])
         assert not router.send(InstanceId("unknown"), CancelTransfer(TransferId("t")))
-        assert router.counters.undelivered == 1
+        assert router.counters.undelivered == 2
         assert router.counters.dropped == one.agent.dropped_messages == 0
 
 

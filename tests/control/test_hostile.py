@@ -16,6 +16,7 @@ from vllm_tetri.control.view import row_of
 from vllm_tetri.messages import (
     CancelTransfer,
     FlipRole,
+    OutputEnded,
     Poll,
     Refused,
     RoleCommitted,
@@ -56,6 +57,7 @@ GOOD = [
         Refused("why"),
         CancelTransfer(TransferId("x")),
         TransferLost(TransferId("x")),
+        OutputEnded(InstanceId("i"), TransferId("x"), 5),
     )
 ]
 

@@ -47,7 +47,7 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
 def predictor(cluster: Cluster) -> psutil.Process | None:
     """The process beside the prefill instance; the only one there is."""
     found = [
-        process for process in cluster.tree() if "vllm_tetri.predictor.server" in process.cmdline()
+        process for process in cluster.tree() if "examples.predictor.server" in process.cmdline()
     ]
     assert len(found) <= 1
     return found[0] if found else None

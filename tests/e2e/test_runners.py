@@ -110,7 +110,7 @@ def started(
     cell: Cell, expected: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     folder, roles = tmp_path_factory.mktemp("cell"), ("--prefill", "1", "--decode", "2")
-    serve = (*SERVE, "--tetri-decode-policy", "greedy")
+    serve = (*SERVE, "--tetri-decode-policy", "greedy", "--tetri-predictor", "head")
     with pytest.MonkeyPatch.context() as monkeypatch:
         cell.chosen(monkeypatch)
         made = Cluster(tiny_llama, folder, roles=roles, serve=serve)
@@ -143,6 +143,8 @@ async def test_equal(cell: Cell, cluster: Cluster, expected: Any) -> None:
     can_continue = cell != Cell("v1", "async")
     assert (sum(row["continued"] for row in decodes) > 0) == can_continue
     assert rows["prefill-0"]["kv_bytes_sent"] > 0
+    # Hidden states were read, of prompts whose outputs ended by themselves elsewhere.
+    await until(lambda: cluster.instances()["prefill-0"]["length_states"], "lengths are learnt")
 
 
 async def test_clients_that_leave(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ from vllm.entrypoints.cli.serve import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.request import RequestStatus
 
+from examples.predictor.model import WEIGHTS_FILE
 from tests.engine.harness import Engine
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.predictor.tiny_artefact import make
@@ -24,7 +25,6 @@ from vllm_tetri.engine.prediction import (
     LengthsStore,
     Predictions,
     buckets_of,
-    require_predictor,
     tells_length,
 )
 from vllm_tetri.errors import ConfigError
@@ -32,7 +32,6 @@ from vllm_tetri.handover import DecodeParams, digest_of, to_params
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.predictor.base import Query, Tally
-from vllm_tetri.predictor.model import WEIGHTS_FILE
 from vllm_tetri.types import Prediction, Role, TransferId
 
 THIRD = Prediction(3, 10, 200)
@@ -330,8 +329,8 @@ def test_a_damaged_artefact_is_refused_at_the_start(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / WEIGHTS_FILE).write_bytes(b"half of the wei")
     with pytest.raises(ConfigError, match="damaged"):
-        require_predictor(config(predictor=str(tmp_path)))
-    require_predictor(config(predictor="oracle"))
+        buckets_of(config(predictor=str(tmp_path)), 1)
+    buckets_of(config(predictor="oracle"), 1)
 
 
 def test_an_unusable_predictor_is_refused_before_the_model_is_loaded(
@@ -341,4 +340,4 @@ def test_an_unusable_predictor_is_refused_before_the_model_is_loaded(
     parser = make_arg_parser(FlexibleArgumentParser())
     with pytest.raises(SystemExit):
         parser.parse_args(["m", "--role", "prefill", "--tetri-predictor", str(tmp_path / "no")])
-    assert "no predictor: predictor.json" in capsys.readouterr().err
+    assert "predictor.py cannot be loaded" in capsys.readouterr().err

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from examples.predictor.model import load, read_about
 from tests.needed import needed
 from tests.predictor.tiny_artefact import TARGET, make_base
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.predictor.model import load, read_about
 
 for module in ("accelerate", "openai", "pandas", "scipy"):
     needed(module)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_tetri.predictor.server import Server, end_with
+from examples.predictor.server import Server, end_with
 
 
 def count(batch: Sequence[Sequence[int]]) -> list[int]:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from examples.predictor import client
+from examples.predictor.client import QUEUE_PROMPTS, PredictorProcess, serve_command
+from examples.predictor.model import load
 from tests.launch.fakes import is_alive, until
 from tests.predictor.tiny_artefact import make
-from vllm_tetri.predictor import client
 from vllm_tetri.predictor.base import Query
-from vllm_tetri.predictor.client import QUEUE_PROMPTS, PredictorProcess, serve_command
-from vllm_tetri.predictor.model import load
 from vllm_tetri.types import Prediction
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -172,7 +172,7 @@ def test_the_process_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import sys, time\n"
         "from vllm_tetri.predictor.base import Query\n"
-        "from vllm_tetri.predictor.client import PredictorProcess\n"
+        "from examples.predictor.client import PredictorProcess\n"
         f"process = PredictorProcess([sys.executable, {str(FAKE)!r}], 200, 10)\n"
         "while process.process is None: time.sleep(0.01)\n"
         "found = [('', None)]\n"

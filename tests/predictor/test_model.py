@@ -10,10 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.predictor import tiny_artefact
-from tests.predictor.tiny_artefact import TARGET, WINDOW_TOKENS
-from vllm_tetri.errors import ConfigError
-from vllm_tetri.predictor.model import (
+from examples.predictor.model import (
     ABOUT_FILE,
     WEIGHTS_FILE,
     Artefact,
@@ -23,6 +20,9 @@ from vllm_tetri.predictor.model import (
     read_about,
     write_about,
 )
+from tests.predictor import tiny_artefact
+from tests.predictor.tiny_artefact import TARGET, WINDOW_TOKENS
+from vllm_tetri.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

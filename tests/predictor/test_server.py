@@ -11,9 +11,7 @@ from random import Random
 
 import pytest
 
-from tests.mutation import COUNTS, strange_frame
-from tests.predictor.tiny_artefact import make
-from vllm_tetri.predictor.server import (
+from examples.predictor.server import (
     BATCH_PROMPTS,
     BATCH_TOKENS,
     CUTTING_TOKENS,
@@ -27,6 +25,8 @@ from vllm_tetri.predictor.server import (
     shortened,
     take_batch,
 )
+from tests.mutation import COUNTS, strange_frame
+from tests.predictor.tiny_artefact import make
 
 TIMEOUT_S = 10.0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vllm_tetri.predictor.model import About, Target, digest_of, write_about
+from examples.predictor.model import About, Target, digest_of, write_about
 
 WINDOW_TOKENS = 64
 TARGET = Target(

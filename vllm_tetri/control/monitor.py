@@ -236,6 +236,9 @@ class Monitor:
                     self._router.on_dispatched(message)
                 else:
                     self._ask_for_hello(sender)
+            case messages.OutputEnded(prefill=prefill):
+                if sender in self.members.names:
+                    self.send(prefill, message)
             case messages.CacheReport(instance=instance):
                 is_known = self.members.names.get(sender) == instance  # a report asks for hello
                 if is_known and not self._router.on_cache(message):

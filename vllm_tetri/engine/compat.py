@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -118,6 +119,13 @@ def copy_batch() -> CopyBatch | None:
         return None
     found: CopyBatch | None = getattr(_custom_ops, "swap_blocks_batch", None)
     return found
+
+
+def loaded_runners() -> tuple[Any, Any]:
+    """Return the classes of V1's and V2's model runner, None for one that is not in use here."""
+    names = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+    first, second = (getattr(sys.modules.get(each), "GPUModelRunner", None) for each in names)
+    return first, second
 
 
 def load_nccl() -> Any:

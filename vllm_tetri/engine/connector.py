@@ -37,7 +37,9 @@ from vllm_tetri.engine.continuation import teach_v1_runner
 from vllm_tetri.engine.endpoint import Endpoint
 from vllm_tetri.engine.identity import alone_identity, identity_of, shards_of, why_alone
 from vllm_tetri.engine.pool import pool_places
+from vllm_tetri.engine.prediction import HEAD
 from vllm_tetri.engine.roles import CONFIG_KEY, config_of_rank, rank_of
+from vllm_tetri.engine.states import StateReader, watch_runners
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.errors import ProtocolError
@@ -75,6 +77,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self._tetri = config_of_rank(decode_config(extra[CONFIG_KEY]), rank_of(vllm_config))
         self._cache_config = kv_cache_config
         self.worker: KVWorker | None = None  # executes the orders of steps
+        self._states: StateReader | None = None  # on the first rank, for the length head
         self.shape: WorkerShape | None = None  # of the worker, once it has KV
         if role is KVConnectorRole.SCHEDULER:
             self.endpoint = Endpoint(fit_to_chunking(self._tetri, vllm_config), vllm_config)
@@ -92,6 +95,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         teach_v1_runner()
         tensors, alone = list(kv_caches.values()), self._alone
         group = get_tp_group()
+        if self._tetri.predictor == HEAD and group.rank_in_group == 0:
+            self._states = StateReader()
+            watch_runners(self._states)
         try:
             mover = (
                 None if alone else mover_for(tensors, self._cache_config.num_blocks, copy_batch())
@@ -139,6 +145,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        if self._states is not None:
+            self._states.begin_step(connector_metadata.reads)
         if self.worker is not None:
             self.worker.begin_step(connector_metadata)
 
@@ -175,7 +183,11 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_failed_blocks() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker.take_report() if self.worker is not None else None
+        report = self.worker.take_report() if self.worker is not None else None
+        if self._states is not None and (states := self._states.take()):
+            report = report or WorkerReport()
+            report.states = states
+        return report
 
     # -- scheduler half -----------------------------------------------------
 
@@ -223,6 +235,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self.endpoint.pool.fill(meta)
         self.endpoint.sends.fill(meta, scheduler_output)
         meta.is_empty = not scheduler_output.total_num_scheduled_tokens
+        meta.reads = self.endpoint.predictions.reads(
+            scheduler_output.num_scheduled_tokens, self.endpoint.scheduler.requests
+        )
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -246,7 +261,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self._send_notes()
         if prefilled is None:
             endpoint.scheduler.record_decoded(request)
-        endpoint.predictions.end(request.request_id)
+        endpoint.predictions.end(request.request_id, prefilled.transfer if prefilled else "")
         endpoint.dispatcher.policy.forget(request.request_id)
         return must_stay, to_params(prefilled) if prefilled is not None else None
 

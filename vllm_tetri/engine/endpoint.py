@@ -44,7 +44,7 @@ from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.errors import TransferError
 from vllm_tetri.handover import RANK_DRAINED, DecodeParams, Fetch, PrefillParams
-from vllm_tetri.messages import CacheReport
+from vllm_tetri.messages import CacheReport, OutputEnded
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.transport.nixl import offer_nixl
@@ -290,10 +290,14 @@ class Endpoint(LoadReader):
             case DecodeParams():
                 if params.transfer and not self.alone:
                     self.receives.add(request, params, request.num_prompt_tokens)
-                if params.predicted is not None:
-                    self.predictions.keep(request.request_id, params.predicted)
+                self.predictions.keep(request.request_id, params)
             case _:
                 self.predictions.begin(request)
+
+    def learn(self, request: Request) -> None:
+        """Learn from an output that ended here, and let the instance learn that has its prompt."""
+        if (ended := self.predictions.learn(request)) is not None:
+            self.agent.publish(ended)
 
     def goes_first(self, request: Request) -> bool:
         """Whether a waiting request has next to nothing to compute: it is ordered with no other."""
@@ -318,6 +322,10 @@ class Endpoint(LoadReader):
     def lose(self, transfer: TransferId) -> None:
         """Record that the sender of a transfer is unresponsive."""
         self.receives.lose(transfer)
+
+    def on_output_ended(self, message: OutputEnded) -> None:
+        """Learn how long the output of a prompt was that was computed here."""
+        self.predictions.tell(message)
 
     def abandon(self, router: str) -> None:
         """Drop the transfers of a router that is gone."""

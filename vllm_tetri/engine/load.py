@@ -31,7 +31,6 @@ from vllm_tetri.engine.send import SendSide
 from vllm_tetri.policy.admission import DecodeGate
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, OutputLengths
 from vllm_tetri.policy.role import DRAINS, Work
-from vllm_tetri.predictor.base import Tally
 from vllm_tetri.transport.native import Receiver
 from vllm_tetri.types import InstanceLoad, Role
 
@@ -103,8 +102,7 @@ class LoadReader:
         expected = partial(scheduler.lengths.total_tokens, end=End.EXPECTED)
         total_tokens = [expected(each, produced_tokens=each.num_output_tokens) for each in decodes]
         heavy = sum(total > HEAVY_TOKENS for total in total_tokens)
-        fit, predictor = scheduler.clock.fit, self.predictions.predictor
-        tally = predictor.tally if predictor is not None else Tally()
+        fit = scheduler.clock.fit
         return InstanceLoad(
             running=len(running),
             waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
@@ -144,10 +142,7 @@ class LoadReader:
             flips=agent.num_flips,
             cpu_s=self._cpu_s(),
             threads=threading.active_count(),
-            predictions_made=tally.made,
-            predictions_missed=self.predictions.missed,
-            predictions_refused=tally.refused,
-            predictions_failed=tally.failed,
+            **self.predictions.numbers(),
             bucket_tokens=self.lengths_store.lengths.bucket_tokens(),
             leftovers=self._lasting_leaks(time.monotonic()),
         )

@@ -13,21 +13,25 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from runpy import run_path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_tetri.config import TetriConfig, option_of
 from vllm_tetri.engine.chunk_size import is_dummy
-from vllm_tetri.engine.compat import Request, RequestStatus
+from vllm_tetri.engine.compat import COMPLETE, Request, RequestStatus
+from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.handover import DecodeParams
+from vllm_tetri.messages import OutputEnded
 from vllm_tetri.policy.lengths import End, Lengths
-from vllm_tetri.predictor.base import Oracle, Predictor, Query
-from vllm_tetri.predictor.client import PredictorProcess, serve_command
-from vllm_tetri.predictor.model import read_about, require_whole
+from vllm_tetri.predictor.base import Oracle, Predictor, Query, Tally
+from vllm_tetri.predictor.learning import HeadPredictor
 from vllm_tetri.types import Prediction, Role
 
 if TYPE_CHECKING:
@@ -36,7 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRANULARITY_TOKENS = 200  # paper section 3.3.2
-NONE, ORACLE = "none", "oracle"
+HEAD, NONE, ORACLE = "head", "none", "oracle"
+_HEAD_GRANULARITY_TOKENS, _HEAD_BUCKETS = 64, 48
 # Sequential mode: a prompt without a reply of the predictor starts after this, unpredicted.
 SEQUENTIAL_WAIT_S = 1.0
 SAVE_PERIOD_S = 30.0
@@ -59,28 +64,46 @@ def buckets_of(config: TetriConfig, window_tokens: int) -> Buckets:
         ConfigError: There is no such artefact, or it has other buckets.
     """
     granularity = config.granularity
+    if config.predictor == HEAD:
+        return Buckets(granularity or _HEAD_GRANULARITY_TOKENS, _HEAD_BUCKETS, HEAD)
     if config.predictor in (NONE, ORACLE):
         width = granularity or GRANULARITY_TOKENS
         count = min(max(1, -(-window_tokens // width)), _MOST_BUCKETS)
         return Buckets(width, count, config.predictor)
-    about = read_about(Path(config.predictor))
-    if granularity not in (None, about.granularity_tokens):
+    folder = Path(config.predictor).absolute()
+    found = Buckets(*code_in(folder).describe(folder))
+    if granularity not in (None, found.granularity_tokens):
         raise ConfigError(
             f"{option_of('granularity')} {granularity}: {config.predictor} was trained for "
-            f"buckets of {about.granularity_tokens} tokens; leave the option out"
+            f"buckets of {found.granularity_tokens} tokens; leave the option out"
         )
-    return Buckets(about.granularity_tokens, about.num_buckets, about.weights_digest)
+    return found
 
 
-def require_predictor(config: TetriConfig) -> None:
-    """Check the configured predictor before the model is loaded.
+class PredictorCode(Protocol):
+    """What the file `predictor.py` of a predictor's folder defines."""
 
-    Raises:
-        ConfigError: It is missing, damaged, or has other buckets.
-    """
-    buckets_of(config, window_tokens=1)
-    if config.predictor not in (NONE, ORACLE):
-        require_whole(Path(config.predictor))
+    # Tokens per bucket, number of buckets, and what names it in caches. ConfigError if the folder
+    # is damaged.
+    def describe(self, folder: Path) -> tuple[int, int, str]: ...
+    # Start it: for prompts of this tokenizer, on these cores if there are any.
+    def make(self, folder: Path, tokenizer: str, cores: Sequence[int]) -> Predictor: ...
+
+
+def code_in(folder: Path) -> PredictorCode:
+    """Load the code of a predictor's folder; ConfigError if there is none, or it fails."""
+    path = folder / "predictor.py"
+    try:
+        code: Any = SimpleNamespace(**run_path(str(path)))
+        if not (callable(code.describe) and callable(code.make)):
+            raise TypeError("describe and make are no functions")
+    except Exception as error:  # whatever the file does
+        raise ConfigError(
+            f"{option_of('predictor')} {folder}: {path} cannot be loaded: {error}. It defines "
+            "describe and make (docs/predictor.md)"
+        ) from error
+    found: PredictorCode = code
+    return found
 
 
 def make_predictor(
@@ -91,15 +114,20 @@ def make_predictor(
         return None
     if config.predictor == ORACLE:
         return Oracle(buckets.granularity_tokens, buckets.num_buckets)
+    if config.predictor == HEAD:
+        model = vllm_config.model_config
+        path = state_path(lengths_folder(), model.model, buckets)
+        return HeadPredictor(
+            buckets.granularity_tokens, buckets.num_buckets, path, model.get_hidden_size()
+        )
     if role is Role.DECODE:
         return None
     allowed: set[int] = set()
     with suppress(OSError):
         allowed = os.sched_getaffinity(os.getppid())
     spare = tuple(sorted(allowed - os.sched_getaffinity(0)))  # its engine is not bound to them
-    artefact, tokenizer = Path(config.predictor).absolute(), vllm_config.model_config.tokenizer
-    command = serve_command(artefact, tokenizer, spare)
-    return PredictorProcess(command, buckets.granularity_tokens, buckets.num_buckets)
+    folder = Path(config.predictor).absolute()
+    return code_in(folder).make(folder, vllm_config.model_config.tokenizer, spare)
 
 
 @dataclass(slots=True)
@@ -107,6 +135,7 @@ class _Awaited:
     deadline: float
     is_settled: bool = False  # it has its reply, or was missed
     prediction: Prediction | None = None
+    origin: DecodeParams | None = None  # with which it came from the instance with its prompt
 
 
 class Predictions:
@@ -140,9 +169,11 @@ class Predictions:
         self.entries[request.request_id] = _Awaited(self._clock() + SEQUENTIAL_WAIT_S)
         self.predictor.ask(Query(request.request_id, prompt, known_tokens))
 
-    def keep(self, request_id: str, prediction: Prediction) -> None:
-        """Keep the prediction with which a request came from another instance."""
-        self.entries[request_id] = _Awaited(0.0, is_settled=True, prediction=prediction)
+    def keep(self, request_id: str, origin: DecodeParams) -> None:
+        """Keep the prediction, if any, with which a request came from another instance."""
+        predicted = origin.predicted
+        if predicted is not None or self._head is not None:
+            self.entries[request_id] = _Awaited(0.0, True, predicted, origin)
 
     def exchange(self, wait_s: float = 0.0) -> None:
         """Send new prompts to the predictor and take its replies; once per step. Sleep before, at
@@ -173,15 +204,70 @@ class Predictions:
         entry = self.entries.get(request_id)
         return (
             self.is_sequential
+            and self._head is None  # which needs the prompt computed
             and entry is not None
             and not entry.is_settled
             and self._clock() < entry.deadline
         )
 
-    def end(self, request_id: str) -> None:
-        """Forget an ended request."""
+    # -- the length head --------------------------------------------------------
+
+    @property
+    def _head(self) -> HeadPredictor | None:
+        return self.predictor if isinstance(self.predictor, HeadPredictor) else None
+
+    def reads(self, scheduled: Collection[str], requests: dict[str, Request]) -> list[str]:
+        """Return the requests of a scheduled step whose hidden state is to be read after it."""
+        if (head := self._head) is None:
+            return []
+        here = [requests[each] for each in head.unread if each in scheduled]
+        left = {each.request_id: each.num_prompt_tokens - each.num_computed_tokens for each in here}
+        return [request_id for request_id, tokens in left.items() if head.wants(request_id, tokens)]
+
+    def take(self, model_runner_output: Any) -> None:
+        """Predict from the hidden states that workers report."""
+        output = model_runner_output.kv_connector_output
+        report = output.kv_connector_worker_meta if output is not None else None
+        if (head := self._head) is None or not isinstance(report, WorkerReport):
+            return
+        for request_id, state in report.states.items():
+            head.take(request_id, state)
+
+    def learn(self, request: Request) -> OutputEnded | None:
+        """Learn from an output that ended here. Return what the instance is to be told that has its
+        prompt. What the client fixed tells nothing of a model."""
+        entry, sampling = self.entries.get(request.request_id), request.sampling_params
+        is_natural = sampling is not None and not sampling.ignore_eos and request.status in COMPLETE
+        if self._head is None or entry is None or not is_natural:
+            return None
+        num_tokens = request.num_output_tokens
+        is_cut = request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+        self._head.learn(request.request_id, num_tokens, is_cut=is_cut)
+        if (origin := entry.origin) is None or not origin.prefill:
+            return None
+        return OutputEnded(origin.prefill, origin.transfer, num_tokens, is_cut)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what load reports say of predictions (any thread)."""
+        tally = self.predictor.tally if self.predictor is not None else Tally()
+        found = {f"predictions_{name}": number for name, number in asdict(tally).items()}
+        found["predictions_missed"] = self.missed
+        if (head := self._head) is not None:
+            found |= {"length_states": head.num_samples, "length_error": head.comparison.error,
+                      "length_usual_error": head.comparison.usual_error}  # fmt: skip
+        return found
+
+    def tell(self, ended: OutputEnded) -> None:
+        """Learn from an output that ended elsewhere (any thread)."""
+        if self._head is not None:
+            self._head.learn(ended.transfer, ended.output_tokens, is_cut=ended.is_cut)
+
+    def end(self, request_id: str, transfer: str = "") -> None:
+        """Forget an ended request, whose output another instance writes if it has a transfer."""
         entry = self.entries.pop(request_id, None)
-        if entry is not None and entry.deadline and self.predictor is not None:
+        if self._head is not None and transfer:
+            self._head.park(request_id, transfer)
+        elif entry is not None and self.predictor is not None:
             self.predictor.withdraw(request_id)
 
     def close(self) -> None:
@@ -212,14 +298,19 @@ def lengths_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "vllm-tetri" / "lengths"
 
 
+def state_path(folder: Path, model: str, buckets: Buckets) -> Path:
+    """Return the file that keeps what was learnt of a model's outputs with these buckets."""
+    key = hashlib.sha256(json.dumps([model, *astuple(buckets)]).encode()).hexdigest()
+    return folder / f"{key[:16]}.json"
+
+
 class LengthsStore:
     """Keeps `lengths` in a JSON file from one start to the next, one file per model, predictor
     and granularity, in a folder that need not exist. Deleting it only costs what was learnt.
     Instances that share a file overwrite each other's: they see outputs of the same model."""
 
     def __init__(self, folder: Path, model: str, buckets: Buckets) -> None:
-        key = hashlib.sha256(json.dumps([model, *astuple(buckets)]).encode()).hexdigest()
-        self.path = folder / f"{key[:16]}.json"
+        self.path = state_path(folder, model, buckets)
         fresh = Lengths(buckets.granularity_tokens, buckets.num_buckets)
         self.lengths = self._load(fresh) or fresh
         self._saved_s = float("-inf")

@@ -186,6 +186,7 @@ class TetriScheduler(Scheduler):
         if request.num_output_tokens == 0 or is_dummy(request.request_id):
             return
         self.decodes_done += 1
+        self._endpoint.learn(request)
         if request.status in COMPLETE:
             self.gate.record_output(request)  # judged by what was known before it ended
         self._lengths_store.learn(request, self.lengths.predict(request.request_id))
@@ -356,12 +357,11 @@ class TetriScheduler(Scheduler):
         if padding is not None and padding.request_id not in output.num_scheduled_tokens:
             self.finish_requests(padding.request_id, RequestStatus.FINISHED_ABORTED)
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
-    ) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if scheduler_output.total_num_scheduled_tokens:
             self.clock.end(time.monotonic())
-        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        self._endpoint.predictions.take(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         for each in outputs.values():
             self.continuations.show(each.outputs)
             pass_on_logprobs(each.outputs)

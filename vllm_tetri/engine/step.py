@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_tetri.engine.blocks import Run
 from vllm_tetri.engine.compat import (
@@ -101,6 +103,7 @@ def load_budget(given: int | None, layout: KVLayout, *, is_uniform: bool) -> Loa
 
 # Places of the pool, and the paged block that belongs to each (`engine.pool`).
 Pooled = tuple[BlockIds, BlockIds]
+States = dict[str, NDArray[np.float32]]  # hidden states that were read, by request
 FREED = 0  # in place of a round: the transfers of a request were to be stopped
 
 
@@ -169,6 +172,7 @@ class StepMeta(KVConnectorMetadata):
     notes: list[tuple[str, bytes]] = field(default_factory=list)  # by endpoint, encoded
     frees: list[str] = field(default_factory=list)  # to report once nothing reads their blocks
     loads: list[Load] = field(default_factory=list)  # before the forward pass
+    reads: list[str] = field(default_factory=list)  # requests whose last state is wanted
     is_empty: bool = False  # nothing is computed in this step
 
 
@@ -185,6 +189,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         sent_bytes: KV bytes sent by transfers that completed.
         loaded_bytes: KV bytes copied from the arena into blocks.
         load_errors: Loads that could not be executed.
+        states: Hidden states that were read, of the first rank.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
@@ -193,6 +198,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     sent_bytes: int = 0
     loaded_bytes: int = 0
     load_errors: int = 0
+    states: States = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Sum over ranks (vLLM's `KVOutputAggregator`)."""
@@ -204,6 +210,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             sent_bytes=self.sent_bytes + other.sent_bytes,
             loaded_bytes=self.loaded_bytes + other.loaded_bytes,
             load_errors=self.load_errors + other.load_errors,
+            states=self.states | other.states,
         )
 
     def __bool__(self) -> bool:

@@ -27,12 +27,8 @@ class Query:
 
 
 class Predictor(Protocol):
-    """Predicts output lengths. Used by the engine thread: nothing here waits.
-
-    Predictions may come at any time, so a predictor that needs more than the prompt fits as well:
-    one over the target model's hidden state (EGTP, arXiv 2602.11812) would record the name in
-    `ask` and reply from `poll` once the first chunk was computed.
-    """
+    """Predicts output lengths. Used by the engine thread: nothing here waits. Predictions may come
+    at any time, and replace earlier ones."""
 
     @property
     def tally(self) -> Tally: ...

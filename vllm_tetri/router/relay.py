@@ -222,6 +222,7 @@ class Relay:
             is_early=True,
             cached_tokens=ending.cached_tokens,
             held_tokens=ending.held_tokens,
+            prefill=self._entry.prefill,
         )
         body = self._request.decode_body(params, ending.prompt_token_ids, instance)
         return await self._send(instance, body)
@@ -241,6 +242,7 @@ class Relay:
             prefilled.predicted,
             cached_tokens=prefilled.cached_tokens,
             held_tokens=prefilled.held_tokens,
+            prefill=entry.prefill,
         )
         self._writer = instance
         self._show_first(first, instance)

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_tetri.predictor import server
+from examples.predictor import server
+from examples.predictor.model import require_whole
 from vllm_tetri.predictor.base import Query, Tally
 from vllm_tetri.types import Prediction
 
@@ -29,6 +30,7 @@ from vllm_tetri.types import Prediction
 # encoder on one core, more could not be predicted before their first chunk is done.
 QUEUE_PROMPTS = 256
 _CLOSE_S = 3.0
+_ROOT = Path(__file__).parents[2]  # `examples` is not installed
 # Between two starts of a process that keeps ending: doubled each time, up to the longest.
 FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
@@ -197,7 +199,7 @@ class PredictorProcess:
                 [*self._command, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the engine, which ends it
             )
@@ -211,8 +213,21 @@ class PredictorProcess:
         return status
 
 
+def describe(folder: Path) -> tuple[int, int, str]:
+    """Return the buckets of an artefact and its weights' name; ConfigError if it is damaged."""
+    about = require_whole(folder)
+    return about.granularity_tokens, about.num_buckets, about.weights_digest
+
+
+def make(folder: Path, tokenizer: str, cores: Sequence[int]) -> PredictorProcess:
+    """Start the process that serves an artefact."""
+    about = require_whole(folder)
+    command = serve_command(folder, tokenizer, cores)
+    return PredictorProcess(command, about.granularity_tokens, about.num_buckets)
+
+
 def serve_command(folder: Path, tokenizer: str, cores: Sequence[int] = ()) -> list[str]:
     """Serve an artefact, on all cores that this process may use or on some of them."""
-    words = [sys.executable, "-P", "-m", "vllm_tetri.predictor.server", str(folder)]
+    words = [sys.executable, "-P", "-m", "examples.predictor.server", str(folder)]
     words += ["--tokenizer", tokenizer]
     return [*words, "--cores", ",".join(map(str, cores))] if cores else words

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import msgspec
 
+from examples.predictor.model import load
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.logs import configure_logging
-from vllm_tetri.predictor.model import load
 
 NICE = 5
 MAX_PACKET_BYTES = 64 << 10

@@ -1,0 +1,155 @@
+"""The length head: a linear map from the served model's own hidden state to the log of the length.
+
+EGTP (arXiv 2602.11812) and ProD train networks on that state offline; this is a ridge regression
+over the newest outputs, solved anew as they end, which errs less with hundreds of them
+(docs/predictor.md). Each residual is that of the map without its own output, in closed form; the
+distribution of a length is its score and the residuals.
+
+An output that was cut off counts as the mean of the lengths that it could have had.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+_LEAST_SAMPLES = 32  # below, it predicts nothing
+_MOST_SAMPLES, _MOST_BYTES = 1024, 32 << 20
+_PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)  # the one with the smallest residuals is taken
+_CUT_ROUNDS = 2
+_BOUND = 8.0  # of a scaled dimension: states have outliers
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The state of a prompt, and how long its output was."""
+
+    state: Floats
+    num_tokens: int
+    is_cut: bool = False  # it would have been longer
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The map, and how far off it was."""
+
+    mean: Floats  # of the states, (width,)
+    scale: Floats
+    slopes: Floats
+    offset: float
+    residuals: Doubles  # sorted
+    usual_tokens: float  # the median of the lengths, which needs no state
+
+    def scaled(self, states: Floats) -> Floats:
+        """Return bounded states, (n, width), of about one in every dimension."""
+        return np.clip((states - self.mean) * self.scale, -_BOUND, _BOUND).astype(np.float32)
+
+    def quantile_tokens(self, state: Floats, quantile: float) -> float:
+        """Return the length that this part of such outputs does not exceed."""
+        score = float(self.scaled(state[None])[0] @ self.slopes) + self.offset
+        return float(np.exp(score + self.residuals[int(quantile * len(self.residuals))]))
+
+
+class Learner:
+    """Samples of one model, and the `weights` that follow from them. Owner: one thread; `weights`
+    may be read by any."""
+
+    weights: Weights | None = None  # until there are samples
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        most = min(_MOST_SAMPLES, max(_LEAST_SAMPLES, _MOST_BYTES // (2 * width)))
+        self._states = np.zeros((most, width), np.float16)
+        self._tokens = np.zeros(most)
+        self._is_cut = np.zeros(most, np.bool_)
+        self._next = self.num_samples = 0
+
+    def add(self, sample: Sample) -> None:
+        """Keep a sample in place of the oldest one; one that is not finite is left out."""
+        if sample.state.shape != (self.width,) or not np.isfinite(sample.state).all():
+            return
+        index = self._next
+        self._states[index] = np.clip(sample.state, -60_000, 60_000)
+        self._tokens[index] = max(1, sample.num_tokens)
+        self._is_cut[index] = sample.is_cut
+        self._next = (index + 1) % len(self._tokens)
+        self.num_samples = min(self.num_samples + 1, len(self._tokens))
+
+    def fit(self) -> None:
+        """Publish the `weights` of the samples, if there are enough."""
+        count = self.num_samples
+        if count < _LEAST_SAMPLES:
+            return
+        states, tokens = self._states[:count].astype(np.float32), self._tokens[:count]
+        deviation = states.std(axis=0)
+        # Few samples say little of the scale of one dimension.
+        scale = (1 / np.maximum(deviation, np.median(deviation) / 4 + 1e-6)).astype(np.float32)
+        no_map = np.zeros(0, np.float32), 0.0, np.zeros(0)
+        unset = Weights(states.mean(axis=0), scale, *no_map, float(np.median(tokens)))
+        scaled = unset.scaled(states)
+        spectrum = np.linalg.eigh((scaled @ scaled.T / self.width).astype(np.float64))
+        logs = np.log(tokens)
+        dual, residuals = _solve(spectrum, logs)
+        for _ in range(_CUT_ROUNDS if self._is_cut[:count].any() else 0):
+            logs = _completed(np.log(tokens), self._is_cut[:count], logs - residuals, residuals)
+            dual, residuals = _solve(spectrum, logs)
+        slopes = (scaled.T @ dual / self.width).astype(np.float32)
+        self.weights = Weights(
+            unset.mean, scale, slopes, float(logs.mean()), np.sort(residuals), unset.usual_tokens
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the samples; they tell all that was learnt."""
+        oldest_first = np.arange(self._next - self.num_samples, self._next) % len(self._tokens)
+        with path.open("wb") as file:
+            np.savez(file, states=self._states[oldest_first], tokens=self._tokens[oldest_first],
+                     is_cut=self._is_cut[oldest_first])  # fmt: skip
+
+    def load(self, path: Path) -> None:
+        """Take the samples that `save` wrote; ValueError if the file is something else, or of
+        another model."""
+        try:
+            with path.open("rb") as opened, np.load(opened) as file:
+                states, tokens, is_cut = file["states"], file["tokens"], file["is_cut"]
+            if states.shape != (len(tokens), self.width) or is_cut.shape != tokens.shape:
+                raise ValueError("they are of another model")
+        except (EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(f"it holds no samples of lengths: {error}") from error
+        for state, length, cut in zip(states, tokens, is_cut, strict=True):
+            if np.isfinite(length):
+                self.add(Sample(state, int(length), bool(cut)))
+
+
+def _solve(spectrum: tuple[Doubles, Doubles], logs: Doubles) -> tuple[Doubles, Doubles]:
+    """Return the dual weights of the samples and their residuals without themselves, (n,), for the
+    penalty that makes these the smallest."""
+    values, vectors = spectrum
+    turned = vectors.T @ (logs - logs.mean())
+    found = []
+    for penalty in _PENALTIES:
+        inverse = 1 / (values + penalty)
+        dual = vectors @ (turned * inverse)
+        residuals = dual / (vectors**2 @ inverse)
+        found.append((float((residuals**2).mean()), dual, residuals))
+    _, dual, residuals = min(found, key=lambda each: each[0])
+    return dual, residuals
+
+
+def _completed(
+    logs: Doubles, is_cut: NDArray[np.bool_], scores: Doubles, errors: Doubles
+) -> Doubles:
+    """Return lengths in which one that was cut is the mean of what it could have been: of its score
+    and the residuals that make it longer than it was."""
+    completed = logs.copy()
+    for index in np.flatnonzero(is_cut):
+        longer = errors[errors > logs[index] - scores[index]]
+        if len(longer):
+            completed[index] = scores[index] + longer.mean()
+    return completed

@@ -1,0 +1,210 @@
+"""A `Predictor` that learns while it serves: `head` on the states that the engine has read.
+
+Nothing waits for it. A prompt's state is read when its first chunk is computed, and again at its
+end; to predict is a product of two vectors on the engine's thread. A thread of its own solves for
+the map anew as outputs end, with a bounded share of a core. Of each output that ends its error is
+compared with that of the histogram, and it predicts while its own is the smaller one.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_tetri.predictor.base import Query, Tally
+from vllm_tetri.predictor.head import Floats, Learner, Sample
+from vllm_tetri.types import Prediction
+
+_MOST_PARKED = 4096  # prompts whose outputs other instances write, and outputs not learnt yet
+_SHARE = 0.05  # of a core
+_NEW_PART = 0.05  # of the samples, before the map is solved anew
+_LEAST_PAUSE_S = 0.5
+_SAVE_PERIOD_S = 30.0
+_JUDGED_OUTPUTS = 32  # before any prediction is given
+_MEMORY_OUTPUTS = 256
+_BETTER = 0.97  # of the histogram's error, to begin with
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    values: Floats
+    expected_tokens: float = 0.0  # by the head; 0 if it did not know yet
+    usual_tokens: float = 0.0  # as of any output
+
+
+class Comparison:
+    """Whether the head's errors are below the histogram's, over recent outputs."""
+
+    def __init__(self) -> None:
+        self.is_good = False
+        self.num_outputs = 0
+        self.error = self.usual_error = 0.0  # means, in tokens
+
+    def judge(self, states: list[_State], num_tokens: int, *, is_cut: bool) -> None:
+        """Learn from an output; of one that was cut only what is too short is known to be wrong."""
+        for state in states:
+            if state.expected_tokens:
+                errors = state.expected_tokens - num_tokens, state.usual_tokens - num_tokens
+                self.add(*(max(0.0, -each) if is_cut else abs(each) for each in errors))
+
+    def add(self, error: float, usual_error: float) -> None:
+        """Learn from one output: both errors, in tokens."""
+        self.num_outputs += 1
+        part = 1 / min(self.num_outputs, _MEMORY_OUTPUTS)
+        self.error += part * (error - self.error)
+        self.usual_error += part * (usual_error - self.usual_error)
+        if self.num_outputs >= _JUDGED_OUTPUTS:
+            limit = self.usual_error * (1.0 if self.is_good else _BETTER)
+            self.is_good = self.error < limit
+
+
+class HeadPredictor:
+    """Predicts from hidden states. Used by the engine thread, but for `learn`; the trainer's owns
+    the learner and the comparison, of which others read single values."""
+
+    def __init__(self, granularity_tokens: int, num_buckets: int, path: Path, width: int) -> None:
+        self._granularity_tokens, self._num_buckets = granularity_tokens, num_buckets
+        self.tally, self.comparison = Tally(), Comparison()
+        self.unread: dict[str, bool] = {}  # prompts to compute, and whether nothing of them is
+        self._states: dict[str, list[_State]] = {}  # of prompts that are here
+        self._parked: OrderedDict[str, list[_State]] = OrderedDict()  # by transfer
+        self._found: list[tuple[str, Prediction | None]] = []
+        self._learner = Learner(width)
+        # States of outputs that ended, their tokens, and whether they were cut; not learnt yet.
+        self._ended: deque[tuple[list[_State], int, bool]] = deque(maxlen=_MOST_PARKED)
+        self._has_warned = False
+        self._stop = threading.Event()
+        self._path = path.with_suffix(".npz")
+        self._load()
+        self._trainer = threading.Thread(target=self._train, name="tetri-head", daemon=True)
+        self._trainer.start()
+
+    @property
+    def num_samples(self) -> int:
+        """Return from how many states it has learnt."""
+        return self._learner.num_samples
+
+    # -- Predictor ----------------------------------------------------------------
+
+    def ask(self, query: Query) -> None:
+        self._states[query.name], self.unread[query.name] = [], True
+
+    def withdraw(self, name: str) -> None:
+        self._states.pop(name, None)
+        self.unread.pop(name, None)
+
+    def poll(self) -> list[tuple[str, Prediction | None]]:
+        found, self._found = self._found, []
+        return found
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def close(self) -> None:
+        self._stop.set()
+        self._trainer.join(timeout=3.0)
+
+    # -- states and outputs ---------------------------------------------------------
+
+    def wants(self, name: str, left_tokens: int) -> bool:
+        """Whether the state of one that is `unread` is to be read after a step that leaves so many
+        tokens of it: the first one, and the last one."""
+        if left_tokens <= 0:
+            del self.unread[name]
+            return left_tokens == 0
+        is_first, self.unread[name] = self.unread[name], False
+        return is_first
+
+    def take(self, name: str, values: Floats) -> None:
+        """Take a state that was read, and predict from it."""
+        if (states := self._states.get(name)) is None:
+            return
+        if not np.isfinite(values).all():
+            self._refuse(name)
+            return
+        state, prediction, weights = _State(values), None, self._learner.weights
+        if weights is not None:
+            state = _State(values, weights.quantile_tokens(values, 0.5), weights.usual_tokens)
+            if self.comparison.is_good:
+                bucket = int(state.expected_tokens) // self._granularity_tokens
+                bucket = min(bucket, self._num_buckets - 1)
+                prediction = Prediction(bucket, self._num_buckets, self._granularity_tokens)
+                self.tally.made += not states
+        states.append(state)
+        self._found.append((name, prediction))
+
+    def _refuse(self, name: str) -> None:
+        self.tally.failed += 1
+        self._found.append((name, None))
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "the hidden state of request %s is not finite, so the output lengths of such "
+                "requests are expected by the histogram. Check the model's weights and dtype.", name
+            )  # fmt: skip
+
+    def park(self, name: str, transfer: str) -> None:
+        """Keep the states of a prompt whose output another instance writes, until `learn`."""
+        states = self._states.get(name)
+        self.withdraw(name)
+        if states:
+            self._parked[transfer] = states
+            if len(self._parked) > _MOST_PARKED:
+                self._parked.popitem(last=False)
+
+    def learn(self, name: str, num_tokens: int, *, is_cut: bool) -> None:
+        """Learn from an output that ended, of a request or of a transfer that was parked (any
+        thread). It would have been longer if it `is_cut`."""
+        if states := self._states.pop(name, []) or self._parked.pop(name, []):
+            self._ended.append((states, num_tokens, is_cut))
+
+    # -- the trainer's thread -------------------------------------------------------
+
+    def _train(self) -> None:
+        self._learner.fit()
+        saved_s, num_new = time.monotonic(), 0
+        while True:
+            is_closed, began = self._stop.is_set(), time.thread_time()
+            while self._ended:
+                states, num_tokens, is_cut = self._ended.popleft()
+                self.comparison.judge(states, num_tokens, is_cut=is_cut)
+                for state in states:
+                    self._learner.add(Sample(state.values, num_tokens, is_cut))
+                num_new += len(states)
+            if num_new > _NEW_PART * self.num_samples:
+                num_new = 0
+                self._learner.fit()
+            if is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S:
+                saved_s = time.monotonic()
+                self._save()
+            if is_closed:
+                return
+            busy_s = time.thread_time() - began
+            self._stop.wait(max(_LEAST_PAUSE_S, busy_s * (1 / _SHARE - 1)))
+
+    def _load(self) -> None:
+        with suppress(FileNotFoundError):
+            try:
+                self._learner.load(self._path)
+            except (PermissionError, ValueError) as error:
+                _log.warning("%s is ignored: %s. Lengths are learnt again.", self._path, error)
+
+    def _save(self) -> None:
+        own = self._path.with_suffix(f".{secrets.token_hex(4)}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._learner.save(own)
+            own.replace(self._path)
+        except OSError as error:
+            _log.warning("what the length head learnt cannot be saved: %s", error)
+            with suppress(OSError):
+                own.unlink(missing_ok=True)
