@@ -39,7 +39,7 @@ def test_copies_under_way_are_reported_when_they_are_complete() -> None:
     for name in ("a", "b"):
         reader.begin_step({name})
         reader.read((HIDDEN, []), [name], [1])  # with auxiliary states, as of EAGLE 3
-    reader._copies[0] = (*reader._copies[0][:2], event)
+    reader.copies[0] = (*reader.copies[0][:2], event)
     assert reader.take() == {}
     event.query = lambda: True
     assert list(reader.take()) == ["a", "b"]
@@ -59,6 +59,6 @@ def test_the_first_runner_shows_its_states_inside_of_a_step(
     one.input_batch = SimpleNamespace(req_ids=["a"])
     one.query_start_loc = SimpleNamespace(np=[0, 5, 5])
     latest.begin_step({"a"})
-    assert one._model_forward() is HIDDEN
+    assert vars(runner)["_model_forward"](one) is HIDDEN
     assert latest.take()["a"].tolist() == [8, 9]
     assert reader is latest

@@ -8,7 +8,7 @@ import pytest
 
 from tests.router.fakes import PROMPT_TOKENS, FakeInstance, cluster, eventually, metric, pair
 from vllm_tetri.handover import DecodeParams, PrefillParams
-from vllm_tetri.types import Role
+from vllm_tetri.types import InstanceId, Role
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -24,7 +24,7 @@ async def test_a_request_goes_through_both_instances(path: str) -> None:
         assert [each[0] for each in made["p"].calls + made["d"].calls] == [path, path]
         prefill, decode = made["p"].leg(), made["d"].leg()
         assert isinstance(prefill, PrefillParams)
-        assert decode == DecodeParams(prefill.transfer, "d1")
+        assert decode == DecodeParams(prefill.transfer, "d1", prefill=InstanceId("p"))
         assert prefill.request == headers["x-request-id"]
         assert made["p"].calls[0][2]["X-Request-Id"] == headers["x-request-id"]
         assert made["p"].cancelled == []

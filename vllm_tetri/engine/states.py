@@ -24,7 +24,7 @@ class StateReader:
     def __init__(self) -> None:
         self._wanted: Collection[str] = ()
         # Copies under way: requests, rows in host memory, and the event behind them.
-        self._copies: list[tuple[list[str], torch.Tensor, Any]] = []
+        self.copies: list[tuple[list[str], torch.Tensor, Any]] = []
 
     def begin_step(self, wanted: Collection[str]) -> None:
         """Take a step's orders: the requests whose last state is to be read."""
@@ -46,13 +46,13 @@ class StateReader:
         held = torch.empty(states.shape, dtype=torch.float32, pin_memory=not is_host)
         held.copy_(states, non_blocking=not is_host)
         event = None if is_host else torch.cuda.current_stream(states.device).record_event()
-        self._copies.append((list(rows), held, event))
+        self.copies.append((list(rows), held, event))
 
     def take(self) -> States:
         """Return what was read and is complete, in the order in which it was."""
         found: States = {}
-        while self._copies and (self._copies[0][2] is None or self._copies[0][2].query()):
-            requests, states, _ = self._copies.pop(0)
+        while self.copies and (self.copies[0][2] is None or self.copies[0][2].query()):
+            requests, states, _ = self.copies.pop(0)
             found.update(zip(requests, states.numpy(), strict=True))
         return found
 
