@@ -2,7 +2,7 @@
 
 Nothing waits for it. A prompt's state is read when its first chunk is computed, and again at its
 end; to predict is a product of two vectors on the engine's thread. A thread of its own solves for
-the map anew as outputs end, with a bounded share of a core. Of each output that ends its error is
+the map anew as outputs end, for a bounded share of the time. Of each output that ends its error is
 compared with that of the histogram, and it predicts while its own is the smaller one.
 """
 
@@ -24,7 +24,7 @@ from vllm_tetri.predictor.head import Floats, Learner, Sample
 from vllm_tetri.types import Prediction
 
 _MOST_PARKED = 4096  # prompts whose outputs other instances write, and outputs not learnt yet
-_SHARE = 0.05  # of a core
+_SHARE = 0.05  # of the time
 _NEW_PART = 0.05  # of the samples, before the map is solved anew
 _LEAST_PAUSE_S = 0.5
 _SAVE_PERIOD_S = 30.0
@@ -173,7 +173,7 @@ class HeadPredictor:
         self._learner.fit()
         saved_s, num_new = time.monotonic(), 0
         while True:
-            is_closed, began = self._stop.is_set(), time.thread_time()
+            is_closed, began = self._stop.is_set(), time.monotonic()
             while self._ended:
                 states, num_tokens, is_cut = self._ended.popleft()
                 self.comparison.judge(states, num_tokens, is_cut=is_cut)
@@ -188,7 +188,7 @@ class HeadPredictor:
                 self._save()
             if is_closed:
                 return
-            busy_s = time.thread_time() - began
+            busy_s = time.monotonic() - began
             self._stop.wait(max(_LEAST_PAUSE_S, busy_s * (1 / _SHARE - 1)))
 
     def _load(self) -> None:
