@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
             "uvloop",
         },
     ),
-    "predictor": (VALUES, {"numpy"}),
+    "predictor": (VALUES, {"numpy", "threadpoolctl"}),
     "engine": (
         SHARED | {"control", "transport", "predictor", "__init__"},
         {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.eventually import eventually
+from vllm_tetri.predictor import learning
 from vllm_tetri.predictor.base import Query
 from vllm_tetri.predictor.head import Floats, Learner, Sample
 from vllm_tetri.predictor.learning import Comparison, HeadPredictor
@@ -115,6 +116,11 @@ def test_a_comparison_needs_outputs_and_does_not_flutter() -> None:
     for _ in range(2000):
         comparison.add(99, 100)
     assert not comparison.is_good
+
+
+@pytest.fixture(autouse=True)
+def _learns_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "SHARE", 1.0)
 
 
 @pytest.fixture

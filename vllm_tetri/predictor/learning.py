@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from vllm_tetri.predictor.base import Query, Tally
 from vllm_tetri.predictor.head import Floats, Learner, Sample
 from vllm_tetri.types import Prediction
 
 _MOST_PARKED = 4096  # prompts whose outputs other instances write, and outputs not learnt yet
-_SHARE = 0.05  # of the time
+SHARE = 0.05  # of the time
 _NEW_PART = 0.05  # of the samples, before the map is solved anew
 _LEAST_PAUSE_S = 0.5
 _SAVE_PERIOD_S = 30.0
@@ -170,6 +171,10 @@ class HeadPredictor:
     # -- the trainer's thread -------------------------------------------------------
 
     def _train(self) -> None:
+        # Threads of numpy's BLAS spin while they wait, on the cores of the engine.
+        pools = ThreadpoolController()
+        paths = [each["filepath"] for each in pools.info() if "numpy" in each["filepath"]]
+        pools.select(filepath=paths).limit(limits=1)
         self._learner.fit()
         saved_s, num_new = time.monotonic(), 0
         while True:
@@ -189,7 +194,7 @@ class HeadPredictor:
             if is_closed:
                 return
             busy_s = time.monotonic() - began
-            self._stop.wait(max(_LEAST_PAUSE_S, busy_s * (1 / _SHARE - 1)))
+            self._stop.wait(max(_LEAST_PAUSE_S, busy_s * (1 / SHARE - 1)))
 
     def _load(self) -> None:
         with suppress(FileNotFoundError):
