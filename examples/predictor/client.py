@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from examples.predictor import server
-from examples.predictor.model import require_whole
+from examples.predictor.model import read_about, require_whole
 from vllm_tetri.predictor.base import Query, Tally
 from vllm_tetri.types import Prediction
 
@@ -221,7 +221,7 @@ def describe(folder: Path) -> tuple[int, int, str]:
 
 def make(folder: Path, tokenizer: str, cores: Sequence[int]) -> PredictorProcess:
     """Start the process that serves an artefact."""
-    about = require_whole(folder)
+    about = read_about(folder)  # `describe` has looked at the weights
     command = serve_command(folder, tokenizer, cores)
     return PredictorProcess(command, about.granularity_tokens, about.num_buckets)
 

@@ -29,7 +29,6 @@ from vllm_tetri.predictor.head import Learner, Sample
 MAX_TOKENS, TEMPERATURE = 1024, 0.7
 _LONGEST_PROMPT = 5000  # characters
 _IN_FLIGHT = 64
-_FIT_PART = 0.05  # as `predictor.learning`
 _WIDTHS = (100, 200, 400)
 
 
@@ -94,7 +93,7 @@ def play(path: Path, order: str) -> pd.DataFrame:
     places = np.arange(count)
     if order == "source":
         places = places[np.argsort(table["source"], kind="stable")]
-    learner, rows, num_new = Learner(table["states"].shape[1]), [], 0
+    learner, rows = Learner(table["states"].shape[1]), []
     for place in track(places, "lengths"):
         state, length = table["states"][place].astype(np.float32), int(table["tokens"][place])
         is_cut, weights, row = bool(table["is_cut"][place]), learner.weights, {}
@@ -104,10 +103,7 @@ def play(path: Path, order: str) -> pd.DataFrame:
             row["usual"] = weights.usual_tokens
         rows.append({"source": table["source"][place], "tokens": length, "is_cut": is_cut, **row})
         learner.add(Sample(state, length, is_cut))
-        num_new += 1
-        if num_new > _FIT_PART * learner.num_samples:
-            learner.fit()
-            num_new = 0
+        learner.refresh()
     return pd.DataFrame(rows)
 
 

@@ -11,12 +11,12 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from vllm_tetri.handover import DecodeParams
 from vllm_tetri.messages import OutputEnded
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.predictor.base import Oracle, Predictor, Query, Tally
-from vllm_tetri.predictor.learning import HeadPredictor
+from vllm_tetri.predictor.learning import HeadPredictor, replace_file
 from vllm_tetri.types import Prediction, Role
 
 if TYPE_CHECKING:
@@ -350,16 +350,6 @@ class LengthsStore:
 
     def _save(self) -> None:
         self._is_dirty = False
-        self._writer.submit(self._write, json.dumps(self.lengths.state()))
-
-    def _write(self, state: str) -> None:
-        """Replace the file; another instance may read or write it at the same time."""
-        own = self.path.with_suffix(f".{secrets.token_hex(4)}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            own.write_text(state + "\n")
-            own.replace(self.path)
-        except OSError as error:
-            logger.warning("output lengths cannot be saved: %s. Check its folder.", error)
-            with suppress(OSError):
-                own.unlink(missing_ok=True)
+        state = json.dumps(self.lengths.state()) + "\n"
+        write = partial(Path.write_text, data=state)
+        self._writer.submit(replace_file, self.path, "output lengths", write)

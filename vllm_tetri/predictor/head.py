@@ -22,6 +22,7 @@ Doubles = NDArray[np.float64]
 
 _LEAST_SAMPLES = 32  # below, it predicts nothing
 _MOST_SAMPLES, _MOST_BYTES = 1024, 32 << 20
+_NEW_PART = 0.05  # of the samples, before the map is solved anew
 _PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0)  # the one with the smallest residuals is taken
 _CUT_ROUNDS = 2
 _BOUND = 8.0  # of a scaled dimension: states have outliers
@@ -47,13 +48,9 @@ class Weights:
     residuals: Doubles  # sorted
     usual_tokens: float  # the median of the lengths, which needs no state
 
-    def scaled(self, states: Floats) -> Floats:
-        """Return bounded states, (n, width), of about one in every dimension."""
-        return np.clip((states - self.mean) * self.scale, -_BOUND, _BOUND).astype(np.float32)
-
     def quantile_tokens(self, state: Floats, quantile: float) -> float:
         """Return the length that this part of such outputs does not exceed."""
-        score = float(self.scaled(state[None])[0] @ self.slopes) + self.offset
+        score = float(_scaled(state, self.mean, self.scale) @ self.slopes) + self.offset
         return float(np.exp(score + self.residuals[int(quantile * len(self.residuals))]))
 
 
@@ -69,7 +66,7 @@ class Learner:
         self._states = np.zeros((most, width), np.float16)
         self._tokens = np.zeros(most)
         self._is_cut = np.zeros(most, np.bool_)
-        self._next = self.num_samples = 0
+        self._next = self.num_samples = self._num_new = 0
 
     def add(self, sample: Sample) -> None:
         """Keep a sample in place of the oldest one; one that is not finite is left out."""
@@ -81,19 +78,24 @@ class Learner:
         self._is_cut[index] = sample.is_cut
         self._next = (index + 1) % len(self._tokens)
         self.num_samples = min(self.num_samples + 1, len(self._tokens))
+        self._num_new += 1
+
+    def refresh(self) -> None:
+        """Solve for the map anew if enough samples are new."""
+        if self._num_new > _NEW_PART * self.num_samples:
+            self.fit()
 
     def fit(self) -> None:
         """Publish the `weights` of the samples, if there are enough."""
-        count = self.num_samples
+        count, self._num_new = self.num_samples, 0
         if count < _LEAST_SAMPLES:
             return
         states, tokens = self._states[:count].astype(np.float32), self._tokens[:count]
         deviation = states.std(axis=0)
         # Few samples say little of the scale of one dimension.
         scale = (1 / np.maximum(deviation, np.median(deviation) / 4 + 1e-6)).astype(np.float32)
-        no_map = np.zeros(0, np.float32), 0.0, np.zeros(0)
-        unset = Weights(states.mean(axis=0), scale, *no_map, float(np.median(tokens)))
-        scaled = unset.scaled(states)
+        mean = states.mean(axis=0)
+        scaled = _scaled(states, mean, scale)
         spectrum = np.linalg.eigh((scaled @ scaled.T / self.width).astype(np.float64))
         logs = np.log(tokens)
         dual, residuals = _solve(spectrum, logs)
@@ -101,9 +103,8 @@ class Learner:
             logs = _completed(np.log(tokens), self._is_cut[:count], logs - residuals, residuals)
             dual, residuals = _solve(spectrum, logs)
         slopes = (scaled.T @ dual / self.width).astype(np.float32)
-        self.weights = Weights(
-            unset.mean, scale, slopes, float(logs.mean()), np.sort(residuals), unset.usual_tokens
-        )
+        offset, usual_tokens = float(logs.mean()), float(np.median(tokens))
+        self.weights = Weights(mean, scale, slopes, offset, np.sort(residuals), usual_tokens)
 
     def save(self, path: Path) -> None:
         """Write the samples; they tell all that was learnt."""
@@ -125,6 +126,11 @@ class Learner:
         for state, length, cut in zip(states, tokens, is_cut, strict=True):
             if np.isfinite(length):
                 self.add(Sample(state, int(length), bool(cut)))
+
+
+def _scaled(states: Floats, mean: Floats, scale: Floats) -> Floats:
+    """Return bounded states of about one in every dimension."""
+    return np.clip((states - mean) * scale, -_BOUND, _BOUND).astype(np.float32)
 
 
 def _solve(spectrum: tuple[Doubles, Doubles], logs: Doubles) -> tuple[Doubles, Doubles]:

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ from vllm_tetri.types import Prediction
 
 _MOST_PARKED = 4096  # prompts whose outputs other instances write, and outputs not learnt yet
 SHARE = 0.05  # of the time
-_NEW_PART = 0.05  # of the samples, before the map is solved anew
 _LEAST_PAUSE_S = 0.5
 _SAVE_PERIOD_S = 30.0
 _JUDGED_OUTPUTS = 32  # before any prediction is given
@@ -34,6 +34,20 @@ _MEMORY_OUTPUTS = 256
 _BETTER = 0.97  # of the histogram's error, to begin with
 
 _log = logging.getLogger(__name__)
+
+
+def replace_file(path: Path, what: str, write: Callable[[Path], object]) -> None:
+    """Replace a file, which others may read or write at the same time, by what is written to the
+    path that `write` gets. A file that cannot be written is one warning."""
+    own = path.with_suffix(f".{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(own)
+        own.replace(path)
+    except OSError as error:
+        _log.warning("%s cannot be saved: %s. Check its folder.", what, error)
+        with suppress(OSError):
+            own.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +190,7 @@ class HeadPredictor:
         paths = [each["filepath"] for each in pools.info() if "numpy" in each["filepath"]]
         pools.select(filepath=paths).limit(limits=1)
         self._learner.fit()
-        saved_s, num_new = time.monotonic(), 0
+        saved_s, is_dirty = time.monotonic(), False
         while True:
             is_closed, began = self._stop.is_set(), time.monotonic()
             while self._ended:
@@ -184,13 +198,11 @@ class HeadPredictor:
                 self.comparison.judge(states, num_tokens, is_cut=is_cut)
                 for state in states:
                     self._learner.add(Sample(state.values, num_tokens, is_cut))
-                num_new += len(states)
-            if num_new > _NEW_PART * self.num_samples:
-                num_new = 0
-                self._learner.fit()
-            if is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S:
-                saved_s = time.monotonic()
-                self._save()
+                is_dirty = True
+            self._learner.refresh()
+            if is_dirty and (is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S):
+                saved_s, is_dirty = time.monotonic(), False
+                replace_file(self._path, "what the length head learnt", self._learner.save)
             if is_closed:
                 return
             busy_s = time.monotonic() - began
@@ -202,14 +214,3 @@ class HeadPredictor:
                 self._learner.load(self._path)
             except (PermissionError, ValueError) as error:
                 _log.warning("%s is ignored: %s. Lengths are learnt again.", self._path, error)
-
-    def _save(self) -> None:
-        own = self._path.with_suffix(f".{secrets.token_hex(4)}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._learner.save(own)
-            own.replace(self._path)
-        except OSError as error:
-            _log.warning("what the length head learnt cannot be saved: %s", error)
-            with suppress(OSError):
-                own.unlink(missing_ok=True)
