@@ -1,4 +1,4 @@
-"""The CUDA device through torch, and which mover KV tensors need. Has not run on a GPU.
+"""The CUDA device through torch, and which mover KV tensors need.
 
 vLLM's ``swap_blocks_batch`` submits all copies of a call at once (cuMemcpyBatchAsync). Without it
 each run is one asynchronous copy by torch.
@@ -19,6 +19,8 @@ from vllm_tetri.transport.device import Copies, DeviceEvent
 # Source addresses, target addresses, sizes: int64 tensors on the CPU; copies on the current stream.
 CopyBatch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
+# Of one call: with driver 580 cuMemcpyBatchAsync has crashed at 51,828 (vLLM's issue 49276).
+_MOST_COPIES = 4096
 _OFFSET = struct.Struct("<Q")  # in the allocation that the rest of a handle names
 _HANDLE_BYTES = 64  # of CUDA's handles; torch's begin with some more
 _NO_COUNTER = b"/tetri-no-counter", 0  # in place of torch's count of readers; there is none
@@ -48,12 +50,17 @@ class CudaDevice:
         if after is not None:
             assert isinstance(after, torch.cuda.Event)
             stream.wait_event(after)
-        return self.queue(
-            stream, lambda _: self._copy_batch(*(torch.from_numpy(each) for each in columns))
-        )
+        every = [torch.from_numpy(each).split(_MOST_COPIES) for each in columns]
+
+        def copy_all(_: int) -> None:
+            for part in zip(*every, strict=True):
+                self._copy_batch(*part)
+
+        return self.queue(stream, copy_all)
 
     def queue(self, stream: torch.cuda.Stream, work: Callable[[int], None]) -> DeviceEvent:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            stream.query()  # a thread's first call of the runtime gives it the driver's context
             work(stream.cuda_stream)
             return stream.record_event()
 
