@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
@@ -101,15 +102,21 @@ def main() -> None:
     chunked = ("--max-num-batched-tokens", str(options.chunk))
     first = site.cores[:1] if is_cpu_build() else site.cores
     chunk = ("--tetri-chunk-size", str(options.chunk))
-    with ExitStack() as stack:
-        urls = {
-            "stock": stack.enter_context(stock(site, "stock", System(4), first, (), PASSIVE)),
-            "stock, our chunk": stack.enter_context(
-                stock(site, "chunked", System(4, chunked), first, (), PASSIVE)
-            ),
-        }
+    # What a thread starts ends with it: the threads outlive the systems.
+    with ThreadPoolExecutor() as threads, ExitStack() as stack:
         cluster = our_cluster(site, SPLIT, system=System(4, chunk))
-        urls["ours"] = stack.enter_context(cluster)["url"]
+        ours = threads.submit(stack.enter_context, cluster)
+        others = {
+            name: threads.submit(
+                stack.enter_context, stock(site, log, System(4, words), first, (), PASSIVE)
+            )
+            for name, log, words in (
+                ("stock", "stock", ()),
+                ("stock, our chunk", "chunked", chunked),
+            )
+        }
+        urls = {name: each.result() for name, each in others.items()}
+        urls["ours"] = ours.result()["url"]
         measure_all(urls, site.name, options, results)
         results.head["handover"] = sent(urls["ours"], options)
     results.rewrite()

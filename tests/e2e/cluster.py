@@ -29,6 +29,7 @@ SERVE = (
     "--served-model-name", MODEL, "--max-model-len", "2048", "--enforce-eager",
     "--dtype", "float32", "--kv-cache-memory-bytes", "134217728", "--max-num-seqs", "32",
     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    *os.environ.get("TETRI_TEST_SERVE", "").split(),  # of a GPU (`tests/gpu`)
 )  # fmt: skip
 
 

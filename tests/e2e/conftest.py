@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.client import ask_all
 from tests.e2e.cluster import Cluster, Stock, running, side_by_side
+from tests.e2e.prompts import completion
 
 FORKED = Path(__file__).parents[1] / "forked"
 
@@ -36,6 +39,9 @@ def _started(
     stock = Stock(tiny_llama, folder, serve=serve)
     roles = ("--prefill", "1", "--decode", "1", "--routers", "2")
     with side_by_side(stock, Cluster(tiny_llama, folder, roles=roles)) as both:
+        # A GPU's first step compiles kernels, for seconds in which nothing can be aborted.
+        for each in both:
+            asyncio.run(ask_all(each.url, [completion(100), completion(60, temperature=0.8)]))
         yield both
         both[1].audit()
 

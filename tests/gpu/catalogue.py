@@ -36,7 +36,6 @@ def _step(
 
 
 STEPS = (
-    _step("A", "memory", "unit", 180, 120),
     _step("A", "memory", "mover", 180, 120),
     _step("A", "memory", "arena", 120, 120),
     _step("A", "memory", "streams", 180, 120),
@@ -44,6 +43,9 @@ STEPS = (
     _step("A", "memory", "bandwidth", 180, 120),
     _step("B", "serving", "contract", 240, 300),
     _step("B", "serving", "dummy", 420, 300),
+    _step("B", "serving", "links", 420, 0, "links of a GPU's memory"),
+    _step("B", "serving", "models", 420, 0, "`tests.models.run` is the same on a CPU"),
+    _step("B", "serving", "suite", 900, 0, "`make test-all` runs these tests"),
     _step("B", "serving", "real", 420, 0, "interpreted kernels are too slow for SmolLM2"),
     _step("B", "serving", "kills", 480, 480),
     _step("B", "serving", "sleep", 300, 0, "vLLM's CPU worker ignores sleep mode"),

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tests.gpu.accelerator import Cuda, Host, accelerator, copies_of
-from tests.gpu.reuse import bench_transfer, run_pytest
+from tests.gpu.reuse import bench_transfer
 from vllm_tetri.transport.blocks import DeviceMover, pieces
 from vllm_tetri.transport.device import Copies, places_of
 from vllm_tetri.transport.native import Arena, Sender, TransferState, open_receiver
@@ -37,13 +37,6 @@ RING = 4
 LEFT_OUT = ("out for compute", "compute for in")  # what must be noticed
 VERY_LATE_S = 0.05  # so that it is
 PIECES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
-
-
-def unit(device: str, folder: Path) -> dict[str, Any]:
-    """The movers' own tests, on this device."""
-    if device == "cuda":
-        return run_pytest(folder, "-m", "gpu", "tests/transport")
-    return run_pytest(folder, "-m", "not gpu", "tests/transport/test_blocks.py")  # fmt: skip
 
 
 def caches(layout: str, num_layers: int, num_blocks: int, device: str) -> list[torch.Tensor]:

@@ -17,18 +17,23 @@ TINY = "tests.tiny_model"
 def run(folder: Path, name: str, *words: str, **environment: str) -> str:
     """Run a module of Python and return what it printed; AssertionError with the last line if it
     fails. The step's own limit ends it."""
-    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, text=True, check=False,
-                          env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    (folder / f"{name}.log").write_text(done.stdout)
-    last = (done.stdout.strip().splitlines() or ["nothing"])[-1]
+    log = folder / f"{name}.log"
+    with log.open("wb") as out:
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, check=False,
+                              env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+                              stdout=out, stderr=subprocess.STDOUT)  # fmt: skip
+    printed = log.read_text(errors="replace")
+    last = (printed.strip().splitlines() or ["nothing"])[-1]
     assert done.returncode == 0, f"{name} ended with {done.returncode}: {last}"
-    return done.stdout
+    return printed
 
 
 def run_pytest(folder: Path, *words: str, **environment: str) -> dict[str, Any]:
-    """Run tests of this tree; they use the package that this process would import."""
-    options = ("-q", "-o", "pythonpath=", "-p", "no:cacheprovider")
+    """Run tests of this tree; they use the package that this process would import, and no plugins
+    but those that the project asks for."""
+    plugins = ("-p", "xdist.plugin", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout")
+    options = ("-q", "-o", "pythonpath=", "-p", "no:cacheprovider", *plugins)
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     output = run(folder, "pytest", "pytest", *options, *words, **environment)
     last = output.strip().splitlines()[-1]
     passed = re.search(r"(\d+) passed", last)

@@ -71,8 +71,11 @@ def main(words: Sequence[str] | None = None, steps: Sequence[Step] = STEPS) -> i
         if options.device == "cuda":  # one, so that stock and ours have the same
             first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
             environment["CUDA_VISIBLE_DEVICES"] = options.gpu or first
+            # Triton's products of float32 are else in TF32, with sums that depend on the batch.
+            environment["TRITON_F32_DEFAULT"] = "ieee"
         if found := install(ROOT, output / "scratch"):
             environment["PYTHONPATH"] = os.pathsep.join([found, environment["PYTHONPATH"]])
+            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # not packed
         device = inspect(options, environment)
     except (UnusableError, OSError, ValueError, subprocess.SubprocessError) as error:
         print(f"gpu: {error}", file=sys.stderr)

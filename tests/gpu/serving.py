@@ -9,7 +9,10 @@ import re
 import signal
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from tests.e2e.compare import Reply, ask_raw, difference, merged
 from tests.e2e.prompts import STREAM, chat, completion
 from tests.gpu.catalogue import Skip
 from tests.gpu.reuse import ROOT, run_pytest
+from tests.models.families import FAMILIES
+from tests.models.run import judge
 from tests.tiny_model import tiny_model
 
 SEEDED = {"temperature": 0.8, "seed": 11}
@@ -39,6 +44,12 @@ TRIO = ("--prefill", "1", "--decode", "2")
 # not depend on how many requests a step has. `tests/e2e/cluster.py` has the options before these.
 ON_GPU = ("--gpu-memory-utilization", "0.2", "--attention-backend", "TRITON_ATTN")
 ON_CPU = ("--max-model-len", "768", "--block-size", "32")
+KINDS = ("Llama-3", "Qwen3-MoE", "Gemma-3-text", "GPT-OSS", "Mistral-v0.1", "Falcon-H1")
+SUITE = (
+    "equality", "shapes", "modes", "first_token", "disconnect", "conversations", "whole_routes",
+    "pool", "failures", "flip", "head", "groups", "lora", "variants", "order", "cluster", "clients",
+    "sigterm",
+)  # fmt: skip
 REST_S = 30.0
 SLEPT_BYTES = 64 << 20  # least that sleep must give back of 128 MiB of KV
 
@@ -65,14 +76,73 @@ def real(device: str, folder: Path) -> dict[str, Any]:
     return equality(model, device, folder, ())
 
 
-def equality(model: Path, device: str, folder: Path, serve: tuple[str, ...]) -> dict[str, Any]:
+def links(device: str, folder: Path) -> dict[str, Any]:
+    """The same through the links of a GPU's memory that `auto` does not choose on one host."""
+    with ThreadPoolExecutor() as threads:
+        folders = {kind: folder / kind for kind in ("ipc", "tcp")}
+        for each in folders.values():
+            each.mkdir()
+        found = {
+            kind: threads.submit(
+                equality,
+                tiny_model(),
+                device,
+                at,
+                ("--load-format", "dummy"),
+                ("--tetri-link", kind),
+            )
+            for kind, at in folders.items()
+        }
+    figures = {kind: each.result() for kind, each in found.items()}
+    words = [f"{kind}: {each.pop('summary')}" for kind, each in figures.items()]
+    return {**figures, "summary": "; ".join(words)}
+
+
+def models(device: str, folder: Path) -> dict[str, Any]:
+    """Families of models whose KV is in several groups, has states, or comes from experts, tiny and
+    in float32: the answers of stock, and KV handed over."""
+    with ProcessPoolExecutor(len(KINDS), get_context("spawn")) as processes:
+        verdicts = dict(zip(KINDS, processes.map(partial(judged, folder), KINDS), strict=True))
+    words = {name: str(each["split"]["verdict"]) for name, each in verdicts.items()}
+    figures = {"verdicts": verdicts, "summary": ", ".join(map(" ".join, words.items()))}
+    if set(words.values()) != {"equal"}:
+        raise Unequal(figures)
+    return figures
+
+
+class Unequal(AssertionError):
+    """Not all answers were stock's."""
+
+    def __init__(self, figures: dict[str, Any]) -> None:
+        super().__init__(figures["summary"])
+        self.figures = figures
+
+
+def judged(folder: Path, name: str) -> dict[str, Any]:
+    """The verdicts of `tests.models.run` on a family."""
+    at = folder / name
+    at.mkdir()
+    return asyncio.run(judge(FAMILIES[name], "split", at, ON_GPU[:2]))
+
+
+def suite(device: str, folder: Path) -> dict[str, Any]:
+    """The end-to-end tests that do not depend on how a CPU computes."""
+    files = [f"tests/e2e/test_{name}.py" for name in SUITE]
+    words = ("-vv", "-n", "5", "--dist", "loadfile", "-m", "e2e and not long", *files)
+    return run_pytest(folder, *words, TETRI_TEST_SERVE=" ".join(ON_GPU))
+
+
+def equality(
+    model: Path, device: str, folder: Path, serve: tuple[str, ...], ours_too: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Greedy and seeded requests, streamed and not: the same tokens, texts and log probabilities
-    from one stock instance and through one prefill and one decode instance."""
+    from one stock instance and through one prefill and one decode instance, which has the options
+    `ours_too` besides."""
     options = (*options_for(device), *serve)
     asked = requests(4 if device == "cuda" else 1)
     with computing(device):
         stock = Stock(model, folder, serve=options)
-        cluster = Cluster(model, folder, roles=PAIR, serve=options)
+        cluster = Cluster(model, folder, roles=PAIR, serve=(*options, *ours_too))
         with side_by_side(stock, cluster):
             theirs = asyncio.run(replies(stock.url, asked))
             ours = asyncio.run(replies(cluster.url, asked))

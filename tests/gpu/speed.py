@@ -22,8 +22,10 @@ from tests.gpu.reuse import benchmark, run
 from tests.gpu.serving import PAIR, REST_S, TRIO, replies
 from tests.tiny_model import make_tokenizer, tiny_model
 
-NEAR_TIE = 0.15  # of log probabilities in bfloat16, where a step's size decides the last bit
-GRAPHS = ("--no-enforce-eager", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.2")
+# Of log probabilities, where a step's size decides the last bit: the tiny model's are up to 0.20
+# from those in float32 (1,171 tokens; in bfloat16 up to 1.8). Wrong KV moves them by several.
+NEAR_TIE = 0.4
+GRAPHS = ("--no-enforce-eager", "--dtype", "float16", "--gpu-memory-utilization", "0.1")
 CAPTURED = "Graph capturing finished"  # says vLLM
 LARGE = ("--dtype", "bfloat16", "--load-format", "dummy")
 FULL = (*LARGE, "--no-enforce-eager", "--enable-prefix-caching")
@@ -148,7 +150,7 @@ def sweeps(device: str, folder: Path) -> dict[str, Any]:
 
 def handover(device: str, folder: Path) -> dict[str, Any]:
     """What a hand-over costs the client, beside stock, and GB/s of KV that the client waits for."""
-    words = "--num-prompts 15 --input-lens 100,500,1000,1900 --chunk 2048 --cores 64 --kv-bytes"
+    words = "--num-prompts 12 --input-lens 100,500,1000,1900 --chunk 2048 --cores 64 --kv-bytes"
     serve = (*FULL, "--gpu-memory-utilization", "0.22")  # four servers
     if device == "cpu":
         words, serve = "--num-prompts 2 --input-lens 100,300 --kv-bytes", SMALL

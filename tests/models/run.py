@@ -102,13 +102,16 @@ def bodies(run: str, sees: bool = False) -> dict[str, list[dict[str, Any]]]:
     return groups
 
 
-async def judge(family: Family, run: str, folder: Path) -> dict[str, Verdict]:
-    """The verdicts that one start of stock and of a cluster gives, by column."""
+async def judge(
+    family: Family, run: str, folder: Path, more: tuple[str, ...] = ()
+) -> dict[str, Verdict]:
+    """The verdicts that one start of stock and of a cluster gives, by column; `more` are options of
+    both."""
     model = family.make()
     adapter = [f"{ADAPTER}={family.make_adapter()}"] if run == "lora" else []
     serve = (
         "--kv-cache-memory-bytes", str(family.pool_mib << 20), "--enable-prompt-tokens-details",
-        *family.serve, *SERVE[run], *adapter,
+        *family.serve, *SERVE[run], *adapter, *more,
     )  # fmt: skip
     stock = Stock(model, folder, serve=serve)
     serve = (*serve, "--tetri-decode-policy", "greedy", "--tetri-transfer-timeout", "30")

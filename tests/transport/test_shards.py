@@ -23,7 +23,6 @@ SIZES += [(2, 8), (4, 8), (8, 8)]  # eight ranks have four heads: replicas
 # Dimensions by stride, the longest first, and whether a block has all layers one after another.
 LAYOUTS = {"LBHNC": ((0, 1, 2, 3), False), "LBNHC": ((0, 2, 1, 3), False),
            "BLHNC": ((0, 1, 2, 3), True), "BLNHC": ((0, 2, 1, 3), True)}  # fmt: skip
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def model() -> list[torch.Tensor]:
@@ -33,18 +32,18 @@ def model() -> list[torch.Tensor]:
     return [torch.randint(256, each, dtype=torch.uint8, generator=dice) for each in shapes]
 
 
-def caches(layout: str, heads: int, device: str, rows: int = 1) -> list[torch.Tensor]:
+def caches(layout: str, heads: int, rows: int = 1) -> list[torch.Tensor]:
     """A rank's empty tensors, of blocks that have several rows each."""
     order, is_interleaved = LAYOUTS[layout]
     made, sizes = [], [heads * TOKENS * content for content in CONTENTS]
-    memory = torch.zeros((BLOCKS, sum(sizes)), dtype=torch.uint8, device=device)
+    memory = torch.zeros((BLOCKS, sum(sizes)), dtype=torch.uint8)
     for content, page in zip(CONTENTS, memory.split(sizes, dim=1), strict=True):
         shape = (BLOCKS * rows, heads, TOKENS // rows, content)
         inner = [shape[dim] for dim in order]
         if is_interleaved:
             tensor = page.unflatten(1, inner[1:])
         else:
-            tensor = torch.zeros(inner, dtype=torch.uint8, device=device)
+            tensor = torch.zeros(inner, dtype=torch.uint8)
         made.append(tensor.permute(*np.argsort(order).tolist()))
     return made
 
@@ -58,12 +57,10 @@ def content_of(tensor: torch.Tensor) -> torch.Tensor:
 class Instance:
     """Ranks of one tensor-parallel size, which hold the whole model's heads if `full` is given."""
 
-    def __init__(
-        self, num_ranks: int, layout: str, device: str = "cpu", *, rows: int = 1, full: Any = None
-    ) -> None:
+    def __init__(self, num_ranks: int, layout: str, *, rows: int = 1, full: Any = None) -> None:
         parts = min(num_ranks, HEADS)
         heads = HEADS // parts
-        self.ranks = [caches(layout, heads, device, rows) for _ in range(num_ranks)]
+        self.ranks = [caches(layout, heads, rows) for _ in range(num_ranks)]
         pages = head_pages(self.ranks[0], BLOCKS, heads)
         self.shards = Shards(num_ranks, parts, HEADS, pages)
         self.movers: list[BlockMover] = [mover_for(each, BLOCKS) for each in self.ranks]
@@ -123,15 +120,14 @@ def assert_holds(target: Instance, full: list[torch.Tensor]) -> None:
             assert not found[untouched].any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("prefill", "decode"), SIZES)
 def test_heads_arrive_whatever_the_sizes(
-    shm: Backend, prefill: int, decode: int, layout: str, device: str
+    shm: Backend, prefill: int, decode: int, layout: str
 ) -> None:
     full = model()
-    sender = Instance(prefill, layout, device, full=full)
-    target = Instance(decode, layout, device)
+    sender = Instance(prefill, layout, full=full)
+    target = Instance(decode, layout)
     slot = hand_over(shm, sender, target)
     assert slot.num_ranks == min(prefill, HEADS)
     assert slot.num_ranks * slot.rank_bytes == sum(whole[SOURCE].nbytes for whole in full)
@@ -218,9 +214,9 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 
 
 def test_heads_are_found_only_where_they_are_known_to_be() -> None:
-    tensors = caches("LBHNC", 2, "cpu")
+    tensors = caches("LBHNC", 2)
     assert [page.repeats for page in head_pages(tensors, BLOCKS, 2)] == [1] * len(CONTENTS)
-    assert [page.repeats for page in head_pages(caches("LBNHC", 1, "cpu"), BLOCKS, 1)] == [16] * 3
+    assert [page.repeats for page in head_pages(caches("LBNHC", 1), BLOCKS, 1)] == [16] * 3
     assert head_pages(tensors, BLOCKS, 4) == ()
     assert head_pages([each.flatten(2) for each in tensors], BLOCKS, 2) == ()
     again, smaller = (
