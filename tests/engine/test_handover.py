@@ -11,6 +11,8 @@ import pytest
 from tests.engine.conftest import make_pair
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair, prompt
+from tests.transport.sides import still
+from vllm_tetri.engine.compat import RequestStatus
 from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.handover import PriorOutput
 from vllm_tetri.policy.order import ORDERS
@@ -170,6 +172,28 @@ def test_a_large_load_runs_beside_the_steps(tmp_path: Path) -> None:
     pair.decode.run_until(lambda: "a" in pair.decode.finished)
     pair.decode.abort("busy")
     pair.settle()
+    pair.close()
+
+
+def test_a_load_beside_steps_waits_for_what_they_still_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "on_device", True)
+    pair = Pair(tmp_path, link="dma", arena_bytes=1 << 20, load_budget_bytes=1)
+    engine, device = pair.decode, pair.decode.device
+    assert device is not None
+    engine.add("busy", prompt(5), max_tokens=200)
+    engine.run_until(lambda: "busy" in engine.outputs)
+    tokens, receives = prompt(150), engine.endpoint.receives
+    pair.sent("a", tokens)
+    with device.held(device.compute):
+        request = pair.receive("a", tokens)
+        engine.run_until(lambda: request.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+        assert still(lambda: (engine.step(), receives.loads_done)[1] == 0)
+    engine.run_until(lambda: "a" in engine.outputs)
+    assert engine.holds(request, len(tokens))
+    engine.abort("busy")
+    pair.end("a")
     pair.close()
 
 

@@ -106,10 +106,14 @@ def core_threads() -> set[str]:
     return named
 
 
-def wakes(threads: set[str]) -> int:
-    """How often these threads of this process went to sleep so far."""
-    states = (Path(f"/proc/self/task/{thread}/status").read_text() for thread in threads)
-    return sum(int(state.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for state in states)
+def wakes(threads: set[str]) -> dict[str, int]:
+    """How often those of these threads that have not ended went to sleep so far."""
+    found = {}
+    for thread in threads:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/self/task/{thread}/status").read_text()
+            found[thread] = int(state.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return found
 
 
 def test_an_idle_pair_sleeps(core: Backend) -> None:
@@ -118,9 +122,9 @@ def test_an_idle_pair_sleeps(core: Backend) -> None:
     ended(core.push(sender, receiver, "t", cache, range(8)))
     held = sender.open(receiver.endpoint, "held", 4, 512)
     eventually(lambda: receiver.find("held"))
-    threads = core_threads() - others
-    assert threads
-    before = wakes(threads)
+    before = wakes(core_threads() - others)
     threading.Event().wait(1.0)
-    assert wakes(threads) - before <= 20
+    after = wakes(set(before))
+    assert after, "all threads of an idle pair ended"
+    assert sum(after[thread] - before[thread] for thread in after) <= 20
     held.cancel()

@@ -168,6 +168,22 @@ def test_a_pool_gets_and_gives_blocks_in_the_order_of_the_device(dma: Two) -> No
         done.result(10.0)
 
 
+def test_a_pool_is_let_go_when_what_was_copied_to_it_is_there(dma: Two) -> None:
+    side = dma.side(1)
+    mover, device, rows = side.mover, side.device, np.array([0], np.int32)
+    memory = np.zeros((1, mover.layout.block_bytes), np.uint8)
+    mover.adopt(memory)
+    with ThreadPoolExecutor(1) as other:
+        with device.held(device.compute):
+            side.compute([1], 5)
+            mover.save_rows(memory, rows, np.array([1], np.int32))
+            done = other.submit(mover.close)
+            assert still(lambda: memory.ctypes.data in device.registered)
+        done.result(10.0)
+    assert memory.ctypes.data not in device.registered
+    assert (memory == 5).all()
+
+
 def test_a_full_ring_makes_orders_wait_and_not_the_engine(staged: Two) -> None:
     out, into = staged.side(1), staged.side(2)
     count = wires.NUM_BUFFERS + 2
