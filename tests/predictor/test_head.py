@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,6 +202,25 @@ def test_numbers_that_are_none_are_said_once(
         assert head.poll() == [(name, None)]
     assert caplog.text.count("not finite") == 1
     assert head.tally.failed == 2
+
+
+def test_what_cannot_be_solved_leaves_the_map_and_the_thread(
+    head: HeadPredictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(matrix: Any) -> Any:
+        raise np.linalg.LinAlgError("does not converge")
+
+    serve_until_used(head)
+    with monkeypatch.context() as patched:
+        patched.setattr(np.linalg, "eigh", fails)
+
+        def is_said() -> bool:
+            one_of_eight(head)
+            return "does not converge" in caplog.text
+
+        eventually(is_said, 30, "that it was not solved is said")
+    before = head.comparison.num_outputs
+    eventually(lambda: one_of_eight(head) and head.comparison.num_outputs > before, 30)
 
 
 def test_a_damaged_file_is_one_line_and_a_restart_goes_on(

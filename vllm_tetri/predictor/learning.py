@@ -189,7 +189,7 @@ class HeadPredictor:
         pools = ThreadpoolController()
         paths = [each["filepath"] for each in pools.info() if "numpy" in each["filepath"]]
         pools.select(filepath=paths).limit(limits=1)
-        self._learner.fit()
+        self._solve(self._learner.fit)
         saved_s, is_dirty = time.monotonic(), False
         while True:
             is_closed, began = self._stop.is_set(), time.monotonic()
@@ -199,7 +199,7 @@ class HeadPredictor:
                 for state in states:
                     self._learner.add(Sample(state.values, num_tokens, is_cut))
                 is_dirty = True
-            self._learner.refresh()
+            self._solve(self._learner.refresh)
             if is_dirty and (is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S):
                 saved_s, is_dirty = time.monotonic(), False
                 replace_file(self._path, "what the length head learnt", self._learner.save)
@@ -207,6 +207,12 @@ class HeadPredictor:
                 return
             busy_s = time.monotonic() - began
             self._stop.wait(max(_LEAST_PAUSE_S, busy_s * (1 / SHARE - 1)))
+
+    def _solve(self, solve: Callable[[], None]) -> None:
+        try:
+            solve()
+        except np.linalg.LinAlgError as error:  # comes again when more outputs are new
+            _log.warning("The length head keeps the map that it has: %s.", error)
 
     def _load(self) -> None:
         with suppress(FileNotFoundError):
