@@ -107,6 +107,9 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "reserve-static (when its predicted output fits now), reserve-dynamic (when all "
         "outputs fit until each one ends), or your own as module:attribute",
         "NAME")] = "reserve-dynamic"  # paper section 5.2.3
+    decode_order: Annotated[Literal["fcfs", "shortest"], _option(
+        "which of the requests that wait for the decode batch is next: as they came, or the one "
+        "with the shortest expected output, unless it overtakes too much")] = "fcfs"
     dispatch_policy: Annotated[str, _option(
         "choice among decode instances that have capacity (paper section 3.3.4): "
         "power-of-two, power-of-two-ratio (the paper's), or your own as module:attribute",
@@ -117,8 +120,6 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "head|oracle|FOLDER|none")] = "none"
     predictor_mode: Annotated[Literal["parallel", "sequential"], _option(
         "compute a prompt while its output length is predicted, or afterwards")] = "parallel"
-    granularity: Annotated[Positive | None, _option(
-        "width of a predicted bucket", "TOKENS", "the predictor's own, else 200")] = None
 
     # One step.
     chunk_size: Annotated[Positive | Literal["auto"], _option(

@@ -21,6 +21,7 @@ import pandas as pd
 
 from examples.benchmarks.figures import interval
 from examples.predictor.head import scores
+from examples.predictor.worth import PREDICTORS
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -251,6 +252,24 @@ def length_head() -> str:
     return markdown(table)
 
 
+def worth() -> str:
+    """Mean and p99 of completion times, and preemptions, by what is known of output lengths."""
+    by = ["instances", "rate", "admission", "order"]
+    rows = table("worth")
+    rows = rows[rows["admission"] != "reserve-static"]  # worse than the others everywhere
+    means = rows.groupby([*by, "predictor"], sort=False).mean()
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
+    for (instances, rate, admission, order, who), cell in means.iterrows():
+        row = found.setdefault(
+            (instances, rate, admission, order),
+            {"decode instances, requests/s": f"{instances}, {rate:g}",
+             "admission, order": f"{admission}, {order}",
+             **dict.fromkeys(PREDICTORS, "")},
+        )  # fmt: skip
+        row[who] = f"{cell.jct_s:.1f} · {cell.p99_s:.0f} · {cell.preemptions:.0f}"
+    return markdown(list(found.values()))
+
+
 def transfers() -> str:
     """GB/s of every way to move KV, and ms of one block alone, by size of a block."""
     ways = {"memcpy": "memcpy", "shm": "shm", "emulated": "emulated", "4 groups": "shm, 4 groups",
@@ -322,6 +341,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "What decisions cost": ("policies.md", decisions),
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
     "The length head": ("predictor.md", length_head),
+    "What lengths are worth": ("predictor.md", worth),
 }
 """Title, page and derivation of every table of the documentation that has raw results."""
 

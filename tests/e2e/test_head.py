@@ -11,7 +11,7 @@ from tests.e2e.prompts import chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-OWN = {"serve": ("--tetri-predictor", "head")}
+OWN = {"serve": ("--tetri-predictor", "head", "--tetri-decode-order", "shortest")}
 # Prompts of one chunk and of several, outputs that the client bounds.
 ASKED = [completion(20 + 13 * at, max_tokens=10 + 7 * at, ignore_eos=False) for at in range(12)]
 

@@ -110,7 +110,8 @@ def started(
     cell: Cell, expected: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     folder, roles = tmp_path_factory.mktemp("cell"), ("--prefill", "1", "--decode", "2")
-    serve = (*SERVE, "--tetri-decode-policy", "greedy", "--tetri-predictor", "head")
+    serve = (*SERVE, "--tetri-decode-policy", "greedy", "--tetri-predictor", "head",
+             "--tetri-decode-order", "shortest")  # fmt: skip
     with pytest.MonkeyPatch.context() as monkeypatch:
         cell.chosen(monkeypatch)
         made = Cluster(tiny_llama, folder, roles=roles, serve=serve)

@@ -12,7 +12,9 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
+from vllm_tetri.engine import prediction
 from vllm_tetri.handover import DecodeParams, digest_of, to_params
+from vllm_tetri.policy.admission import ENTRY_ORDERS
 from vllm_tetri.types import Prediction, Role, TransferId
 
 NUM_BLOCKS = 33
@@ -133,6 +135,31 @@ def test_a_held_request_waits_for_room_in_order(cluster: Cluster) -> None:
     assert cluster.decode.endpoint.receives.loads_done == 3
 
 
+def test_the_shortest_expected_output_is_next_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "GRANULARITY_TOKENS", WIDTH)
+    cluster = Cluster(tmp_path, decode_order="shortest")
+    cluster.arrives("first", prompt(100), 300, predicted(300))
+    cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
+    cluster.arrives("long", prompt(50, 5), 200, predicted(200))
+    cluster.arrives("short", prompt(50, 7), 150, predicted(150))
+    cluster.arrives("as short", prompt(50, 9), 150, predicted(150))
+    cluster.run("first", "long", "short", "as short")
+    assert list(cluster.decode.outputs) == ["first", "short", "as short", "long"]
+    cluster.close()
+
+
+@pytest.mark.parametrize("order", ENTRY_ORDERS)
+def test_whatever_is_next_all_are_served(tmp_path: Path, order: str) -> None:
+    cluster = Cluster(tmp_path, decode_order=order)
+    end = serve(cluster, 5, lambda rng, response: predicted(rng.randrange(20 * WIDTH)))
+    assert end.decodes_done == 24
+    cluster.decode.step()
+    assert not cluster.decode.scheduler.gate.places
+    cluster.close()
+
+
 def test_an_empty_engine_lets_in_what_can_never_fit(cluster: Cluster) -> None:
     cluster.arrives("a", prompt(100), 900, predicted(900))
     cluster.decode.run_until(lambda: len(cluster.decode.outputs.get("a", ())) > 3)
@@ -176,8 +203,11 @@ def test_a_request_that_waits_for_kv_delays_no_other_one(cluster: Cluster) -> No
     cluster.settle()
 
 
-def test_a_preempted_request_comes_back_before_those_who_never_ran(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
+@pytest.mark.parametrize("order", ENTRY_ORDERS)
+def test_a_preempted_request_comes_back_before_those_who_never_ran(
+    tmp_path: Path, order: str
+) -> None:
+    cluster = Cluster(tmp_path, decode_order=order)
     for name, seed in (("a", 3), ("b", 5)):
         cluster.arrives(name, prompt(100, seed), 250, predicted(0))
     cluster.decode.run_until(lambda: load(cluster.decode).preemptions > 0)
@@ -207,10 +237,13 @@ def test_an_abort_before_the_gate_frees_the_arena(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("policy", RESERVE)
 @pytest.mark.parametrize("prefill", ["fcfs", "sjf", "srtf"])
-def test_prompts_on_both_pass_the_gate(tmp_path: Path, policy: str, prefill: str) -> None:
+def test_prompts_on_both_pass_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, prefill: str
+) -> None:
+    monkeypatch.setattr(prediction, "GRANULARITY_TOKENS", WIDTH)
     engine = Engine(
         tmp_path, Role.BOTH, num_blocks=NUM_BLOCKS, decode_policy=policy, reserve_end="upper",
-        prefill_policy=prefill, predictor="oracle", granularity=WIDTH,
+        prefill_policy=prefill, predictor="oracle",
     )  # fmt: skip
     jobs = workload(7, 24)
     for name, (tokens, max_tokens) in jobs.items():

@@ -316,7 +316,7 @@ BAD_VALUES = {
     "dispatch_policy": ("best", "power-of-two, power-of-two-ratio"),
     "predictor_mode": ("both", "parallel or sequential"),
     "preset": ("vllm", "1", "none or paper"),
-    "granularity": ("0", "-5", "x", "a whole number of at least 1"),
+    "decode_order": ("sjf", "fcfs or shortest"),
     "kv_port": ("-1", "65536", "x", "a whole number of at least 0 and at most 65535"),
     "streams": ("0", "17", "a whole number of at least 1 and at most 16"),
 }

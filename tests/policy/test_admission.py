@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from random import Random
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policy.decoding import Job, Run, decode, draw_jobs
-from vllm_tetri.policy.admission import ADMISSIONS, Admission, AdmissionPolicy
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.admission import (
+    ADMISSIONS,
+    ENTRY_ORDERS,
+    Admission,
+    AdmissionPolicy,
+    DecodeGate,
+)
+from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
 
 GREEDY, STATIC, DYNAMIC = ADMISSIONS.values()
 RESERVES = STATIC, DYNAMIC
@@ -332,3 +340,60 @@ def test_learnt_lengths_alone_avoid_most_preemptions() -> None:
     jct, preemptions = against_greedy("mixed", False, run_of)
     assert preemptions < 0.5
     assert jct < 1.0
+
+
+# -- which one is next ------------------------------------------------------------------
+
+
+def gate(order: str) -> DecodeGate:
+    lengths = OutputLengths(Lengths(), lambda name: None, window=100_000)
+    return DecodeGate(
+        GREEDY, End.EXPECTED, lengths=lengths, block_size=16, total_blocks=1000,
+        entry_weight=ENTRY_ORDERS[order],
+    )  # fmt: skip
+
+
+def asks(name: str, output_tokens: int) -> SimpleNamespace:
+    """A request of which nothing is predicted, and whose bound is less than is usual."""
+    return SimpleNamespace(
+        request_id=name, num_prompt_tokens=1, num_tokens=2, num_computed_tokens=1,
+        num_output_tokens=1, num_output_placeholders=0, max_tokens=output_tokens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ENTRY_ORDERS)
+@given(st.lists(st.tuples(st.integers(2, 150), st.booleans()), min_size=1, max_size=60))
+def test_nothing_is_overtaken_by_more_than_its_own_output_is_worth(
+    order: str, plan: list[tuple[int, bool]]
+) -> None:
+    """Requests come and enter in turns, the one with the smallest place first."""
+    decides, weight = gate(order), ENTRY_ORDERS[order]
+    line: list[tuple[float, int, int]] = []  # place, arrival, and expected tokens
+    overtaken: Counter[int] = Counter()  # tokens of those that came later and entered before
+    largest = max(tokens for tokens, _ in plan)
+    for arrival, (tokens, enters) in enumerate(plan):
+        line.append((decides.place(asks(str(arrival), tokens)), arrival, tokens))
+        while line and (enters or arrival == len(plan) - 1):
+            entry = min(line)
+            line.remove(entry)
+            decides.begin_step(list, 0.0, free_blocks=1000, tokens_per_step=1000)
+            assert decides.admit(asks(str(entry[1]), entry[2]), 0)
+            for _, other, expected in line:
+                if other < entry[1]:
+                    overtaken[other] += entry[2]
+                    assert overtaken[other] <= weight * expected + largest
+                    assert weight
+            enters = False
+    assert not line
+
+
+def test_the_shortest_is_next_and_equals_go_by_arrival() -> None:
+    decides = gate("shortest")
+    places = {name: decides.place(asks(name, tokens)) for name, tokens in
+              (("a", 90), ("b", 20), ("c", 90), ("d", 40))}  # fmt: skip
+    assert sorted(places, key=lambda name: places[name]) == ["b", "d", "a", "c"]
+    decides.put_first("c")
+    assert min(decides.places, key=lambda name: decides.places[name]) == "c"
+    for name in places:
+        decides.forget(name)
+    assert not decides.places

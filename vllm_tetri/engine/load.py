@@ -207,7 +207,9 @@ class LoadReader:
             "predictions": len(self.predictions.entries),
             "queued prompts": len(waiting) - len(waiting.dummies) + len(waiting.lane.started),
             "prompts without a decode instance": len(self.dispatcher.policy.held),
-            "requests known to admission": len(scheduler.gate.ends),
+            "requests known to admission": max(
+                len(scheduler.gate.ends), len(scheduler.gate.places)
+            ),
             _UNCLAIMED: arena.unclaimed,
             _QUARANTINED: arena.quarantined_bytes,
         }

@@ -61,23 +61,15 @@ def buckets_of(config: TetriConfig, window_tokens: int) -> Buckets:
     """Return the buckets of the configured predictor for a model with this window.
 
     Raises:
-        ConfigError: There is no such artefact, or it has other buckets.
+        ConfigError: There is no such artefact.
     """
-    granularity = config.granularity
     if config.predictor == HEAD:
-        return Buckets(granularity or _HEAD_GRANULARITY_TOKENS, _HEAD_BUCKETS, HEAD)
+        return Buckets(_HEAD_GRANULARITY_TOKENS, _HEAD_BUCKETS, HEAD)
     if config.predictor in (NONE, ORACLE):
-        width = granularity or GRANULARITY_TOKENS
-        count = min(max(1, -(-window_tokens // width)), _MOST_BUCKETS)
-        return Buckets(width, count, config.predictor)
+        count = min(max(1, -(-window_tokens // GRANULARITY_TOKENS)), _MOST_BUCKETS)
+        return Buckets(GRANULARITY_TOKENS, count, config.predictor)
     folder = Path(config.predictor).absolute()
-    found = Buckets(*code_in(folder).describe(folder))
-    if granularity not in (None, found.granularity_tokens):
-        raise ConfigError(
-            f"{option_of('granularity')} {granularity}: {config.predictor} was trained for "
-            f"buckets of {found.granularity_tokens} tokens; leave the option out"
-        )
-    return found
+    return Buckets(*code_in(folder).describe(folder))
 
 
 class PredictorCode(Protocol):

@@ -9,6 +9,7 @@ prompt or vLLM preempted them while they decoded. *Ordered*: prompts, by `policy
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -49,7 +50,7 @@ class PrefillQueue(RequestQueue):
         if is_dummy(name):
             self.dummies.append(request)
         elif self._transfers.goes_first(request):
-            self.first.append(request)
+            self._stand_in_line(request)
         elif self.awaits_predictions or self._transfers.is_fetching(name):
             self.held_back[name] = request
         else:
@@ -73,6 +74,8 @@ class PrefillQueue(RequestQueue):
         elif name in self.lane.started:
             self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
+            if request.status is RequestStatus.PREEMPTED:
+                self._gate.put_first(name)
             self.first.appendleft(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -102,6 +105,11 @@ class PrefillQueue(RequestQueue):
         return chain(self.first, self.held_back.values(), self.lane, self.dummies)
 
     # -- ours -------------------------------------------------------------------
+
+    def _stand_in_line(self, request: Request) -> None:
+        places, own = self._gate.places, self._gate.place(request)
+        at = bisect_right(self.first, own, key=lambda each: places.get(each.request_id, 0.0))
+        self.first.insert(at, request)
 
     def let_in(self, predictions: Predictions, wait_s: float) -> None:
         """Let prompts start that need not wait any more, neither for their prediction nor for what

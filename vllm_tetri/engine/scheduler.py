@@ -46,7 +46,7 @@ from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.transfers import end_requests
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
-from vllm_tetri.policy.admission import DecodeGate
+from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
 from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.policy.step_cost import StepFit
@@ -94,6 +94,7 @@ class TetriScheduler(Scheduler):
             block_size=blocks.block_tokens,
             total_blocks=total_blocks // max(1, len(blocks.growing)),
             draft_tokens=self.num_spec_tokens + self.num_lookahead_tokens,
+            entry_weight=ENTRY_ORDERS[config.decode_order],
         )
         self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
         self._cuts_freely = cuts_freely(self.vllm_config)
@@ -102,8 +103,7 @@ class TetriScheduler(Scheduler):
         self._padding: Request | None = None
         self._has_padded = False
         self._is_stuck = False
-        self._pin_period_s = config.hold_timeout_s / _PINS_PER_HOLD
-        self._pinned_s = 0.0
+        self._pin_period_s, self._pinned_s = config.hold_timeout_s / _PINS_PER_HOLD, 0.0
         # Ranks of a mixture of experts step together: none may make the others wait.
         steps_alone = self.vllm_config.parallel_config.data_parallel_size == 1
         self._arrival_wait_s = ARRIVAL_WAIT_S if steps_alone else 0.0

@@ -13,13 +13,19 @@ Between two ends it only grows: it is largest just before a request ends.
 
 If predictions are right neither of the two ever admits into a preemption, and
 `reserve-dynamic` refuses only what would be preempted unless an older one was. Nothing is
-refused while the batch is empty, no request is overtaken, and blocks that several requests
-share count once for each of them when they come back, but not when they are needed.
+refused while the batch is empty, none that waits behind a refused one enters, and blocks that
+several requests share count once for each of them when they come back, but not when they are
+needed.
 
 Reserving for more than outputs turn out to need holds requests back for nothing. So what
 is reserved is multiplied by a *trust*: 1 while predictions are too long by at most
 `_TRUSTED` in the mean over recent outputs, 0 from `_DISTRUSTED` on, where both are greedy.
 Predictions that are too short reserve too little and come close to greedy by themselves.
+
+Which request is next is a second question (`ENTRY_ORDERS`). `fcfs`: the one that came first.
+`shortest`: the one that is expected to write least, which makes the mean wait short and lets
+nothing starve: a request with E tokens to write stands behind none that came after outputs of
+16 E expected tokens had entered since it came itself.
 """
 
 from __future__ import annotations
@@ -178,6 +184,10 @@ ADMISSIONS: dict[str, AdmissionPolicy] = {
 }
 
 
+ENTRY_ORDERS = {"fcfs": 0.0, "shortest": 16.0}
+"""What an expected token of one's own weighs against one of outputs that entered before one came.
+More than 16 made p99 of completion times worse than the mean better (simulated, with the head)."""
+
 ReadRunning = Callable[[], Collection[RequestView]]
 
 
@@ -196,6 +206,7 @@ class DecodeGate:
         block_size: int,
         total_blocks: int,
         draft_tokens: int = 0,
+        entry_weight: float = 0.0,
     ) -> None:
         self.admission = Admission(policy, block_size=block_size, total_blocks=total_blocks)
         self._draft_tokens = draft_tokens
@@ -205,6 +216,9 @@ class DecodeGate:
         self._now = self._snapshot_s = float("-inf")
         self._read_running: ReadRunning | None = None  # while the step has no snapshot
         self._free_blocks = total_blocks
+        self._entry_weight, self._entered_tokens = entry_weight, 0.0
+        self.places: dict[str, float] = {}  # in line for the batch, the next one first
+        self._expected: dict[str, int] = {}  # tokens of outputs in line
         self._tokens_per_step = 1
         self._missing_tokens = 0  # prompt tokens that are to be computed before
         # Per request that decodes: from how many tokens held until how many its expected end,
@@ -257,6 +271,20 @@ class DecodeGate:
         steps = -(-self._missing_tokens // self._tokens_per_step) if has_missing else 0
         return total - produced_tokens + steps + self._draft_tokens
 
+    def place(self, request: RequestView) -> float:
+        """Return where a request that has come stands in line for the batch; the smallest is next.
+        Equal places go by arrival."""
+        name = request.request_id
+        if self._entry_weight:
+            tokens = self._lengths.total_tokens(request, End.EXPECTED, produced_tokens=0)
+            self._expected[name] = tokens
+            self.places[name] = self._entry_weight * tokens + self._entered_tokens
+        return self.places.get(name, 0.0)
+
+    def put_first(self, request_id: str) -> None:
+        """Let a request that was preempted stand before all others."""
+        self.places[request_id] = float("-inf")
+
     def admit(self, request: RequestView, missing_tokens: int) -> bool:
         """Whether the next request may enter now. Its `missing_tokens` are neither computed nor
         loaded, except for the one from which the next token is sampled."""
@@ -267,11 +295,14 @@ class DecodeGate:
         self._missing_tokens += missing_tokens
         remaining_tokens = self._remaining_tokens(request, missing_tokens > 0)
         self.is_shut = not self.admission.admit(request.num_tokens - 1, remaining_tokens)
+        if not self.is_shut:
+            self._entered_tokens += self._expected.pop(request.request_id, 0)
         return not self.is_shut
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended."""
-        self.ends.pop(request_id, None)
+        for table in (self.ends, self.places, self._expected):
+            table.pop(request_id, None)
 
     def record_output(self, request: RequestView) -> None:
         """Learn from an output that ended by itself: what was expected, and its length."""

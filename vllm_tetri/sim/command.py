@@ -20,6 +20,7 @@ from rich.table import Table
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.plugins import load_policy, policy_names
 from vllm_tetri.policy.adaptive import Objective
+from vllm_tetri.policy.admission import ENTRY_ORDERS
 from vllm_tetri.sim.cluster import run as simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, Stock, make_instances, of_profile
 from vllm_tetri.sim.cost.hardware import GPUS, MODELS
@@ -83,6 +84,8 @@ _OPTIONS = {
     "dispatch_policy": _policy("dispatch", "which decode instance takes over a request"),
     "prefill_policy": _policy("order", "which waiting prompt is computed next"),
     "decode_policy": _policy("admission", "when a request enters a decode batch"),
+    "decode_order": _option("NAME", "which request is next to enter it: the first, or the one with "
+                            "the shortest expected output", choices=ENTRY_ORDERS),
     "stock": _option("TOKENS", "also simulate vLLM without this package, a row per token budget of "
                      "a step, 2048 for example", nargs="+"),
     "replicas": _option("N", "number of stock instances"),
@@ -163,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser, "policies",
         dispatch_policy="power-of-two", prefill_policy=_USUAL.order, decode_policy=_USUAL.admission,
+        decode_order=_USUAL.decode_order,
     )  # fmt: skip
     add_options(parser, "compared with stock vLLM", stock=[], replicas=1)
     add_request_options(parser)
@@ -190,7 +194,8 @@ def engine_of(options: argparse.Namespace) -> EngineConfig:
 
 def _systems(options: argparse.Namespace) -> list[System]:
     engine = engine_of(options)
-    policies = {"order": options.prefill_policy, "admission": options.decode_policy}
+    policies = {"order": options.prefill_policy, "admission": options.decode_policy,
+                "decode_order": options.decode_order}  # fmt: skip
     counts = {"P": options.prefill, "D": options.decode, "B": options.both}
     label = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
     usual = ClusterConfig(

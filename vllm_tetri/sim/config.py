@@ -52,6 +52,7 @@ class EngineConfig:
     order: str = "sjf"  # name of a policy (docs/policies.md, `plugins`), as is `admission`
     sched_batch: int = 16  # prompts that are ordered together
     admission: str = "reserve-dynamic"
+    decode_order: str = "fcfs"  # of `admission.ENTRY_ORDERS`
     end: End = End.EXPECTED  # of a predicted bucket, which is reserved
     kv_token_bytes: int | None = None  # KV of a token, for links; None if unknown
     # From the arrival of a request until the engine has it; the longest of a cluster counts.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from vllm_tetri.plugins import load_policy
-from vllm_tetri.policy.admission import DecodeGate
+from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, OutputLengths
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.sim.config import InstanceConfig
@@ -42,6 +43,7 @@ class TetriInstance(Instance):
             lengths=OutputLengths(self.lengths, self._predicted.get, MAX_TOKENS),
             block_size=engine.block_size,
             total_blocks=engine.kv_blocks,
+            entry_weight=ENTRY_ORDERS[engine.decode_order],
         )
         self._is_stuck = False
         self._news: deque[Callable[[], object]] = deque()  # for the next step
@@ -91,7 +93,9 @@ class TetriInstance(Instance):
         del self.coming[request]
         request.arrived_tokens = request.moved_tokens
         self._predicted[request.request_id] = request.spec.predicted
-        self.held.append(request)
+        places, own = self.gate.places, self.gate.place(request)
+        at = bisect_right(self.held, own, key=lambda each: places.get(each.request_id, 0.0))
+        self.held.insert(at, request)
 
     def _uncached_tokens(self, request: SimRequest) -> int:
         """Return what a waiting request has to compute; 0 if all its KV has arrived."""
@@ -113,6 +117,7 @@ class TetriInstance(Instance):
             self.queue.put_back(request, is_lost=True)
         else:
             request.target_tokens = request.num_tokens
+            self.gate.put_first(request.request_id)
             self.held.appendleft(request)
 
     def on_end(self, request: SimRequest) -> None:

@@ -1,0 +1,112 @@
+"""What predicted lengths are worth in the end, simulated: completion times and preemptions.
+
+    python -m examples.predictor.worth ROWS --output worth.csv.gz
+
+ROWS are answers and what the length head said of each before it was known (`head evaluate`). They
+are drawn as the outputs of requests to a cluster whose decode instances have half of the KV pool of
+OPT-13B on two V100, at rates that they just sustain and at some that they do not. Of the same
+requests nothing is predicted (`histogram`), or what the head said, or the true length in buckets
+of 64 tokens (`oracle`), or what a classifier as in the paper says: buckets of 200, of which the
+share is right that ours reaches, and the others are next to the right one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.progress import track
+
+from vllm_tetri.policy.admission import ENTRY_ORDERS
+from vllm_tetri.sim.cluster import run
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
+from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.workload import RequestSpec, draw
+from vllm_tetri.types import Prediction
+
+PREDICTORS = ("histogram", "head", "classifier", "oracle")
+CLASSIFIER_SHARE = 0.589  # docs/predictor.md
+REQUESTS = 600
+# Decode instances, and requests a second.
+LOADS = ((1, 1.25), (1, 1.5), (1, 3.0), (4, 8.0))
+_PROFILE = "opt-13b-2xv100"
+_FINE, _COARSE = (48, 64), (10, 200)  # number and tokens of buckets
+
+
+def cases() -> Iterator[tuple[int, float, str, str, str]]:
+    """Yield instances, rate, admission, order and predictor."""
+    for instances, rate in LOADS:
+        yield instances, rate, "greedy", "fcfs", "histogram"
+        for order, who in product(ENTRY_ORDERS, PREDICTORS):
+            yield instances, rate, "reserve-dynamic", order, who
+        if instances == 1:
+            for who in PREDICTORS:
+                yield instances, rate, "reserve-static", "fcfs", who
+
+
+def requests(rows: pd.DataFrame, rate: float, who: str, seed: int) -> list[RequestSpec]:
+    """Draw requests, the same ones for every predictor."""
+    dice, luck = Random(f"answers {seed}"), Random(f"luck {seed}")
+    answers = list(rows.itertuples())
+    specs = []
+    for spec in draw("mixed", REQUESTS, rate, seed):
+        answer: Any = dice.choice(answers)
+        tokens, guess = int(answer.tokens), None
+        if who == "head":
+            guess = bucket_of(answer.median, *_FINE)
+        elif who == "oracle":
+            guess = bucket_of(tokens, *_FINE)
+        elif who == "classifier":
+            is_right, side = luck.random() < CLASSIFIER_SHARE, luck.choice((-1, 1))
+            right = bucket_of(tokens, *_COARSE).bucket
+            wrong = right + side if 0 <= right + side < _COARSE[0] else right - side
+            guess = Prediction(right if is_right else wrong, *_COARSE)
+        specs.append(replace(spec, output_tokens=tokens, predicted=guess))
+    return specs
+
+
+def bucket_of(tokens: float, num_buckets: int, granularity_tokens: int) -> Prediction:
+    bucket = min(int(tokens) // granularity_tokens, num_buckets - 1)
+    return Prediction(bucket, num_buckets, granularity_tokens)
+
+
+def play(
+    rows: pd.DataFrame, instances: int, rate: float, admission: str, order: str, who: str, seed: int
+) -> dict[str, float]:
+    """Simulate one case; completion times in seconds, and how often a request was preempted."""
+    engine = of_profile(EngineConfig(admission=admission, decode_order=order), profile(_PROFILE))
+    engine = replace(engine, kv_blocks=engine.kv_blocks // 2)
+    cluster = make_instances(4, instances, engine=engine)
+    found = run(ClusterConfig(cluster, "split", seed), requests(rows, rate, who, seed))
+    times = np.array([each.jct_s for each in found.served])
+    p50, p99 = np.percentile(times, (50, 99))
+    return {"jct_s": times.mean(), "p50_s": p50, "p99_s": p99, "preemptions": found.preemptions}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Simulate everything; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="worth", description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args(words)
+    rows = pd.read_csv(options.rows).dropna()
+    names = ("instances", "rate", "admission", "order", "predictor")
+    cells = [
+        {**dict(zip(names, case, strict=True)), "seed": seed, **play(rows, *case, seed)}
+        for seed in range(options.seeds)
+        for case in track(list(cases()), f"seed {seed}")
+    ]
+    pd.DataFrame(cells).round(3).to_csv(options.output, index=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
