@@ -108,8 +108,8 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "outputs fit until each one ends), or your own as module:attribute",
         "NAME")] = "reserve-dynamic"  # paper section 5.2.3
     decode_order: Annotated[Literal["fcfs", "shortest"], _option(
-        "which of the requests that wait for the decode batch is next: as they came, or the one "
-        "with the shortest expected output, unless it overtakes too much")] = "fcfs"
+        "which of the requests that wait for the decode batch is next: the first one, or the one "
+        "with the shortest expected output, within a bound, so that none starves")] = "fcfs"
     dispatch_policy: Annotated[str, _option(
         "choice among decode instances that have capacity (paper section 3.3.4): "
         "power-of-two, power-of-two-ratio (the paper's), or your own as module:attribute",

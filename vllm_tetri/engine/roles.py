@@ -275,7 +275,7 @@ def device_place(gpu: int) -> str:
 def near_device(gpu: int, nodes: Path = _MEMORY_NODES) -> Iterator[None]:
     """Run on the cores next to a GPU, where there are several memory nodes: the kernel takes the
     pages that this thread touches first from their node. Threads that are started inside stay
-    there. It has not run on a GPU host."""
+    there. It has not run on a host with several nodes."""
     before = os.sched_getaffinity(0)
     near = before & cores_of_node(nodes, memory_node(gpu)) or before
     if near == before:

@@ -23,9 +23,9 @@ is reserved is multiplied by a *trust*: 1 while predictions are too long by at m
 Predictions that are too short reserve too little and come close to greedy by themselves.
 
 Which request is next is a second question (`ENTRY_ORDERS`). `fcfs`: the one that came first.
-`shortest`: the one that is expected to write least, which makes the mean wait short and lets
-nothing starve: a request with E tokens to write stands behind none that came after outputs of
-16 E expected tokens had entered since it came itself.
+`shortest`: the one that is expected to write least, which makes the mean wait short. None starves:
+once outputs of 16 E expected tokens have entered since a request came of which E are expected, no
+request that comes later is placed before it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AdmissionPolicy:
 
 
 class Admission:
-    """The KV pool of one instance, and its decisions in order of arrival. Owner: the engine
+    """The KV pool of one instance, and its decisions, one after another. Owner: the engine
     thread.
 
     Per step: `begin`, then `admit` for the next held request until one is refused. How many are
@@ -275,6 +275,7 @@ class DecodeGate:
         """Return where a request that has come stands in line for the batch; the smallest is next.
         Equal places go by arrival."""
         name = request.request_id
+        self.places.pop(name, None)  # of another request of that name
         if self._entry_weight:
             tokens = self._lengths.total_tokens(request, End.EXPECTED, produced_tokens=0)
             self._expected[name] = tokens
@@ -282,7 +283,7 @@ class DecodeGate:
         return self.places.get(name, 0.0)
 
     def put_first(self, request_id: str) -> None:
-        """Let a request that was preempted stand before all others."""
+        """Let a request that was preempted, or was in the batch, stand before all others."""
         self.places[request_id] = float("-inf")
 
     def admit(self, request: RequestView, missing_tokens: int) -> bool:

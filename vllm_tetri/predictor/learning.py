@@ -212,7 +212,8 @@ class HeadPredictor:
         try:
             solve()
         except np.linalg.LinAlgError as error:  # comes again when more outputs are new
-            _log.warning("The length head keeps the map that it has: %s.", error)
+            _log.warning("lengths are predicted by what was learnt before, until more outputs are "
+                         "new: the newest could not be learnt from (%s)", error)  # fmt: skip
 
     def _load(self) -> None:
         with suppress(FileNotFoundError):

@@ -11,6 +11,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import End
 from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
+from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS
 from vllm_tetri.types import InstanceId, InstanceInfo, Role
 
 MODEL = "model"
@@ -54,6 +55,8 @@ class EngineConfig:
     admission: str = "reserve-dynamic"
     decode_order: str = "fcfs"  # of `admission.ENTRY_ORDERS`
     end: End = End.EXPECTED  # of a predicted bucket, which is reserved
+    # Tokens of a predicted bucket, and how many there are.
+    buckets: tuple[int, int] = (GRANULARITY_TOKENS, NUM_BUCKETS)
     kv_token_bytes: int | None = None  # KV of a token, for links; None if unknown
     # From the arrival of a request until the engine has it; the longest of a cluster counts.
     front_s: float = 0.0

@@ -15,7 +15,7 @@ from vllm_tetri.sim.config import InstanceConfig
 from vllm_tetri.sim.cost.step_cost import linear
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NAME_TOKENS, NUM_BUCKETS
+from vllm_tetri.sim.workload import NAME_TOKENS
 from vllm_tetri.types import InstanceLoad, Prediction
 
 
@@ -29,7 +29,7 @@ class TetriInstance(Instance):
         self.queue: PromptQueue[SimRequest] = PromptQueue(
             order, engine.sched_batch, engine.block_size, self._uncached_tokens
         )
-        self.lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)
+        self.lengths = Lengths(*engine.buckets)
         self.arena_tokens = 0  # in use, in whole blocks, by KV that arrives or waits
         self._opened: deque[SimRequest] = deque()  # transfers that wait for memory there
         self.held: deque[SimRequest] = deque()  # waiting for the batch, with all KV here or lost
@@ -222,7 +222,7 @@ class TetriInstance(Instance):
         return [*self.batch, *self.started]
 
     def admit(self, left_tokens: int, shares: list[Share]) -> int:
-        """Admit held requests, first come first served: to the batch, a token of the step each, or
+        """Admit held requests, in their order: to the batch, a token of the step each, or
         where KV was lost, to compute it again. Returns the tokens that are left of the step; 0
         if a request must wait."""
         while self.held:
