@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
@@ -208,13 +208,14 @@ class Predictions:
     def _head(self) -> HeadPredictor | None:
         return self.predictor if isinstance(self.predictor, HeadPredictor) else None
 
-    def reads(self, scheduled: Collection[str], requests: dict[str, Request]) -> list[str]:
-        """Return the requests of a scheduled step whose hidden state is to be read after it."""
+    def reads(self, scheduled: Mapping[str, int], requests: dict[str, Request]) -> list[str]:
+        """Return the requests of a step whose hidden state is to be read after it. `scheduled` are
+        its tokens by request, which `num_computed_tokens` does not count yet."""
         if (head := self._head) is None:
             return []
         here = [requests[each] for each in head.unread if each in scheduled]
         left = {each.request_id: each.num_prompt_tokens - each.num_computed_tokens for each in here}
-        return [request_id for request_id, tokens in left.items() if head.wants(request_id, tokens)]
+        return [each for each, tokens in left.items() if head.wants(each, tokens - scheduled[each])]
 
     def take(self, model_runner_output: Any) -> None:
         """Predict from the hidden states that workers report."""
