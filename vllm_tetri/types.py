@@ -83,6 +83,12 @@ class Prediction:
     num_buckets: int
     granularity_tokens: int
 
+    @classmethod
+    def of(cls, tokens: float, num_buckets: int, granularity_tokens: int) -> Prediction:
+        """Name the bucket that has a length."""
+        bucket = min(int(tokens) // granularity_tokens, num_buckets - 1)
+        return cls(bucket, num_buckets, granularity_tokens)
+
     def __post_init__(self) -> None:
         if not (0 <= self.bucket < self.num_buckets and self.granularity_tokens > 0):
             raise ValueError(f"no bucket: {self}")

@@ -19,7 +19,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,7 +28,7 @@ from vllm_tetri.policy.admission import ENTRY_ORDERS
 from vllm_tetri.sim.cluster import run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
 from vllm_tetri.sim.cost.profiles import profile
-from vllm_tetri.sim.workload import RequestSpec, draw
+from vllm_tetri.sim.workload import RequestSpec, draw, predicted
 from vllm_tetri.types import Prediction
 
 PREDICTORS = ("histogram", "head", "classifier", "oracle")
@@ -38,7 +37,7 @@ REQUESTS = 600
 # Decode instances, and requests a second.
 LOADS = ((1, 1.25), (1, 1.5), (1, 3.0), (4, 8.0))
 _PROFILE = "opt-13b-2xv100"
-_FINE, _COARSE = (64, 48), (200, 10)  # tokens of a bucket, and how many there are
+_FINE = 48, 64  # buckets of the head and the oracle, and the tokens of one
 
 
 def cases() -> Iterator[tuple[int, float, str, str, str]]:
@@ -54,28 +53,16 @@ def cases() -> Iterator[tuple[int, float, str, str, str]]:
 
 def requests(rows: pd.DataFrame, rate: float, who: str, seed: int) -> list[RequestSpec]:
     """Draw requests, the same ones for every predictor."""
-    dice, luck = Random(f"answers {seed}"), Random(f"luck {seed}")
-    answers = list(rows.itertuples())
-    specs = []
-    for spec in draw("mixed", REQUESTS, rate, seed):
-        answer: Any = dice.choice(answers)
-        tokens, guess = int(answer.tokens), None
-        if who == "head":
-            guess = bucket_of(answer.median, *_FINE)
-        elif who == "oracle":
-            guess = bucket_of(tokens, *_FINE)
-        elif who == "classifier":
-            is_right, side = luck.random() < CLASSIFIER_SHARE, luck.choice((-1, 1))
-            right = bucket_of(tokens, *_COARSE).bucket
-            wrong = right + side if 0 <= right + side < _COARSE[1] else right - side
-            guess = bucket_of((right if is_right else wrong) * _COARSE[0], *_COARSE)
-        specs.append(replace(spec, output_tokens=tokens, predicted=guess))
-    return specs
-
-
-def bucket_of(tokens: float, granularity_tokens: int, num_buckets: int) -> Prediction:
-    bucket = min(int(tokens) // granularity_tokens, num_buckets - 1)
-    return Prediction(bucket, num_buckets, granularity_tokens)
+    dice, answers = Random(f"answers {seed}"), list(rows.itertuples())
+    drawn = [(each, dice.choice(answers)) for each in draw("mixed", REQUESTS, rate, seed)]
+    arrivals = [(each.arrival_s, each.prompt_tokens, int(answer.tokens)) for each, answer in drawn]
+    specs = predicted(arrivals, CLASSIFIER_SHARE, seed)
+    if who == "classifier":
+        return specs
+    known = {"head": "median", "oracle": "tokens"}.get(who)
+    guesses = [Prediction.of(getattr(answer, known), *_FINE) if known else None
+               for _, answer in drawn]  # fmt: skip
+    return [replace(spec, predicted=guess) for spec, guess in zip(specs, guesses, strict=True)]
 
 
 def play(
@@ -83,8 +70,9 @@ def play(
 ) -> dict[str, float]:
     """Simulate one case; completion times in seconds, and how often a request was preempted."""
     engine = of_profile(EngineConfig(admission=admission, decode_order=order), profile(_PROFILE))
-    buckets = _FINE if who in ("head", "oracle") else _COARSE
-    engine = replace(engine, kv_blocks=engine.kv_blocks // 2, buckets=buckets)
+    engine = replace(engine, kv_blocks=engine.kv_blocks // 2)
+    if who in ("head", "oracle"):
+        engine = replace(engine, buckets=_FINE)
     cluster = make_instances(4, instances, engine=engine)
     found = run(ClusterConfig(cluster, "split", seed), requests(rows, rate, who, seed))
     times = np.array([each.jct_s for each in found.served])

@@ -79,7 +79,7 @@ def real(device: str, folder: Path) -> dict[str, Any]:
 
 
 def links(device: str, folder: Path) -> dict[str, Any]:
-    """The same through the links of a GPU's memory that `auto` does not choose on one host."""
+    """Outputs are stock's through the links, too, that `auto` does not choose on one host."""
     with ThreadPoolExecutor() as threads:
         folders = {kind: folder / kind for kind in ("ipc", "tcp")}
         for each in folders.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from random import Random
@@ -366,34 +366,35 @@ def asks(name: str, output_tokens: int) -> SimpleNamespace:
 def test_nothing_is_overtaken_by_more_than_its_own_output_is_worth(
     order: str, plan: list[tuple[int, bool]]
 ) -> None:
-    """Requests come and enter in turns, the one with the smallest place first."""
+    """Requests come and enter in turns, the first of the line."""
     decides, weight = gate(order), ENTRY_ORDERS[order]
-    line: list[tuple[float, int, int]] = []  # place, arrival, and expected tokens
-    overtaken: Counter[int] = Counter()  # tokens of those that came later and entered before
+    line: deque[SimpleNamespace] = deque()
+    overtaken: Counter[str] = Counter()  # tokens of those that came later and entered before
     largest = max(tokens for tokens, _ in plan)
     for arrival, (tokens, enters) in enumerate(plan):
-        line.append((decides.place(asks(str(arrival), tokens)), arrival, tokens))
+        decides.join(line, asks(str(arrival), tokens))
         while line and (enters or arrival == len(plan) - 1):
-            entry = min(line)
-            line.remove(entry)
+            entry = line.popleft()
             decides.begin_step(list, 0.0, free_blocks=1000, tokens_per_step=1000)
-            assert decides.admit(asks(str(entry[1]), entry[2]), 0)
-            for _, other, expected in line:
-                if other < entry[1]:
-                    overtaken[other] += entry[2]
-                    assert overtaken[other] <= weight * expected + largest
+            assert decides.admit(entry, 0)
+            for other in line:
+                if int(other.request_id) < int(entry.request_id):
+                    overtaken[other.request_id] += entry.max_tokens
+                    bound = weight * other.max_tokens + largest
+                    assert overtaken[other.request_id] <= bound
                     assert weight
             enters = False
     assert not line
 
 
 def test_the_shortest_is_next_and_equals_go_by_arrival() -> None:
-    decides = gate("shortest")
-    places = {name: decides.place(asks(name, tokens)) for name, tokens in
-              (("a", 90), ("b", 20), ("c", 90), ("d", 40))}  # fmt: skip
-    assert sorted(places, key=lambda name: places[name]) == ["b", "d", "a", "c"]
-    decides.put_first("c")
-    assert min(decides.places, key=lambda name: decides.places[name]) == "c"
-    for name in places:
-        decides.forget(name)
+    decides, line = gate("shortest"), deque[SimpleNamespace]()
+    for name, tokens in (("a", 90), ("b", 20), ("c", 90), ("d", 40)):
+        decides.join(line, asks(name, tokens))
+    assert [each.request_id for each in line] == ["b", "d", "a", "c"]
+    decides.rejoin(line, line.pop(), was_running=True)
+    decides.join(line, asks("e", 2))
+    assert [each.request_id for each in line] == ["c", "e", "b", "d", "a"]
+    for each in line:
+        decides.forget(each.request_id)
     assert not decides.places

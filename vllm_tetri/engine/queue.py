@@ -2,18 +2,16 @@
 
 Owner: the engine thread. The agent's thread reads `len`.
 
-Three lanes. *First*: requests whose prompt another instance computed, by `DecodeGate.place`, and
+Three lanes. *First*: requests whose prompt another instance computed, by `DecodeGate.join`, and
 before them those that vLLM preempted while they decoded. *Ordered*: prompts, by `policy.order`.
 *Last*: dummy requests.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from math import inf
 from typing import Protocol
 
 from vllm_tetri.engine.chunk_size import is_dummy
@@ -51,7 +49,7 @@ class PrefillQueue(RequestQueue):
         if is_dummy(name):
             self.dummies.append(request)
         elif self._transfers.goes_first(request):
-            self._stand_in_line(request)
+            self._gate.join(self.first, request)
         elif self.awaits_predictions or self._transfers.is_fetching(name):
             self.held_back[name] = request
         else:
@@ -75,10 +73,8 @@ class PrefillQueue(RequestQueue):
         elif name in self.lane.started:
             self.lane.put_back(request, is_lost=request.status is RequestStatus.PREEMPTED)
         else:
-            place, before = self._place(request), self._place(*islice(self.first, 1))
-            if request.status is RequestStatus.PREEMPTED or place > before:
-                self._gate.put_first(name)  # the line stays sorted
-            self.first.appendleft(request)
+            was_running = request.status is RequestStatus.PREEMPTED
+            self._gate.rejoin(self.first, request, was_running=was_running)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -107,14 +103,6 @@ class PrefillQueue(RequestQueue):
         return chain(self.first, self.held_back.values(), self.lane, self.dummies)
 
     # -- ours -------------------------------------------------------------------
-
-    def _stand_in_line(self, request: Request) -> None:
-        at = bisect_right(self.first, self._gate.place(request), key=self._place)
-        self.first.insert(at, request)
-
-    def _place(self, *requests: Request) -> float:
-        """Return the place of a request, infinity for none."""
-        return min((self._gate.places.get(each.request_id, 0.0) for each in requests), default=inf)
 
     def let_in(self, predictions: Predictions, wait_s: float) -> None:
         """Let prompts start that need not wait any more, neither for their prediction nor for what

@@ -30,10 +30,12 @@ request that comes later is placed before it.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from vllm_tetri.policy.lengths import End, OutputLengths, RequestView
 
@@ -271,20 +273,26 @@ class DecodeGate:
         steps = -(-self._missing_tokens // self._tokens_per_step) if has_missing else 0
         return total - produced_tokens + steps + self._draft_tokens
 
-    def place(self, request: RequestView) -> float:
-        """Return where a request that has come stands in line for the batch; the smallest is next.
-        Equal places go by arrival."""
+    def join(self, line: deque[Any], request: RequestView) -> None:
+        """Put a request that has come into the line for the batch, of which the first is next: by
+        its place, and behind those of the same place."""
         name = request.request_id
         self.places.pop(name, None)  # of another request of that name
         if self._entry_weight:
             tokens = self._lengths.total_tokens(request, End.EXPECTED, produced_tokens=0)
             self._expected[name] = tokens
             self.places[name] = self._entry_weight * tokens + self._entered_tokens
-        return self.places.get(name, 0.0)
+        line.insert(bisect_right(line, self._place_of(request), key=self._place_of), request)
 
-    def put_first(self, request_id: str) -> None:
-        """Let a request that was preempted, or was in the batch, stand before all others."""
-        self.places[request_id] = float("-inf")
+    def rejoin(self, line: deque[Any], request: RequestView, *, was_running: bool) -> None:
+        """Put a request back before all others of its line. One that was running stays there; so
+        does one whose place is not the smallest, for the line to stay sorted."""
+        if was_running or (line and self._place_of(request) > self._place_of(line[0])):
+            self.places[request.request_id] = -inf
+        line.appendleft(request)
+
+    def _place_of(self, request: RequestView) -> float:
+        return self.places.get(request.request_id, 0.0)
 
     def admit(self, request: RequestView, missing_tokens: int) -> bool:
         """Whether the next request may enter now. Its `missing_tokens` are neither computed nor

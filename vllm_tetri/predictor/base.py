@@ -51,8 +51,8 @@ class Oracle:
     def ask(self, query: Query) -> None:
         prediction = None
         if query.output_tokens is not None:
-            bucket = min(query.output_tokens // self._granularity_tokens, self._num_buckets - 1)
-            prediction = Prediction(bucket, self._num_buckets, self._granularity_tokens)
+            buckets = self._num_buckets, self._granularity_tokens
+            prediction = Prediction.of(query.output_tokens, *buckets)
             self.tally.made += 1
         self._known.append((query.name, prediction))
 

@@ -150,9 +150,8 @@ class HeadPredictor:
         if weights is not None:
             state = _State(values, weights.quantile_tokens(values, 0.5), weights.usual_tokens)
             if self.comparison.is_good:
-                bucket = int(state.expected_tokens) // self._granularity_tokens
-                bucket = min(bucket, self._num_buckets - 1)
-                prediction = Prediction(bucket, self._num_buckets, self._granularity_tokens)
+                buckets = self._num_buckets, self._granularity_tokens
+                prediction = Prediction.of(state.expected_tokens, *buckets)
                 self.tally.made += not states
         states.append(state)
         self._found.append((name, prediction))

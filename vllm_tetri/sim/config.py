@@ -55,8 +55,7 @@ class EngineConfig:
     admission: str = "reserve-dynamic"
     decode_order: str = "fcfs"  # of `admission.ENTRY_ORDERS`
     end: End = End.EXPECTED  # of a predicted bucket, which is reserved
-    # Tokens of a predicted bucket, and how many there are.
-    buckets: tuple[int, int] = (GRANULARITY_TOKENS, NUM_BUCKETS)
+    buckets: tuple[int, int] = (NUM_BUCKETS, GRANULARITY_TOKENS)  # of predictions
     kv_token_bytes: int | None = None  # KV of a token, for links; None if unknown
     # From the arrival of a request until the engine has it; the longest of a cluster counts.
     front_s: float = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,8 @@ class TetriInstance(Instance):
         self.queue: PromptQueue[SimRequest] = PromptQueue(
             order, engine.sched_batch, engine.block_size, self._uncached_tokens
         )
-        self.lengths = Lengths(*engine.buckets)
+        num_buckets, granularity_tokens = engine.buckets
+        self.lengths = Lengths(granularity_tokens, num_buckets)
         self.arena_tokens = 0  # in use, in whole blocks, by KV that arrives or waits
         self._opened: deque[SimRequest] = deque()  # transfers that wait for memory there
         self.held: deque[SimRequest] = deque()  # waiting for the batch, with all KV here or lost
@@ -93,9 +93,7 @@ class TetriInstance(Instance):
         del self.coming[request]
         request.arrived_tokens = request.moved_tokens
         self._predicted[request.request_id] = request.spec.predicted
-        places, own = self.gate.places, self.gate.place(request)
-        at = bisect_right(self.held, own, key=lambda each: places.get(each.request_id, 0.0))
-        self.held.insert(at, request)
+        self.gate.join(self.held, request)
 
     def _uncached_tokens(self, request: SimRequest) -> int:
         """Return what a waiting request has to compute; 0 if all its KV has arrived."""
@@ -117,8 +115,7 @@ class TetriInstance(Instance):
             self.queue.put_back(request, is_lost=True)
         else:
             request.target_tokens = request.num_tokens
-            self.gate.put_first(request.request_id)
-            self.held.appendleft(request)
+            self.gate.rejoin(self.held, request, was_running=True)
 
     def on_end(self, request: SimRequest) -> None:
         self.gate.record_output(request)
