@@ -48,10 +48,11 @@ async def assert_equal_one_by_one(
 
 
 async def test_alone(stock: Stock, cluster: Cluster) -> None:
+    cluster.audit()  # the last reports on earlier requests have come
     before = cluster.instances()["decode-0"]
     asked = bodies()
     await assert_equal_one_by_one(cluster, stock, asked)
-    cluster.rest()
+    cluster.audit()
     after = cluster.instances()["decode-0"]
     assert after["decodes_done"] - before["decodes_done"] == len(asked)
 

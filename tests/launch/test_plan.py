@@ -9,7 +9,7 @@ import pytest
 from tests.launch.planned import CPU, GPU, GPUS, make_plan, options, parsed
 from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.launch.machine import Machine, claim, free_port
+from vllm_tetri.launch.machine import Machine, claim, free_port, is_port_free
 
 
 def command(machine: Machine, *words: str, tail: tuple[str, ...] = ()) -> list[str]:
@@ -57,6 +57,10 @@ def test_instances_take_fixed_ports_or_say_which_is_taken() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} .* in use.*--instance-port-base"):
             make_plan(options(f"--instance-port-base={port}"), CPU)
+    # Below the ports that the kernel gives to whatever else runs here.
+    port = next(
+        port for port in range(20_000, 30_000, 3) if all(map(is_port_free, range(port, port + 3)))
+    )
     base = f"--instance-port-base={port}"
     ports = [spec.port for spec in make_plan(options(base, "--decode=2"), CPU).instances]
     assert ports == [port, port + 1, port + 2]
