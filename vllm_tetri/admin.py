@@ -245,7 +245,7 @@ def _progress(url: str, name: str) -> Iterator[Row]:
 _COLUMNS = {
     "id": "{id}", "role": "{role}", "state": "{state}", "age": "{age_s:.1f}s",
     "in flight": "{in_flight}", "running": "{running}", "waiting": "{waiting}", "held": "{held}",
-    "heavy:light": "{heavy}:{light}", "prompt tokens": "{queued_prefill_tokens}",
+    "heavy:light": "{heavy:.3g}:{light:.3g}", "prompt tokens": "{queued_prefill_tokens}",
     "blocks": "{blocks_used}{reserved}/{blocks_total}", "arena": "{arena}", "step": "{step}",
     "url": "{url}",
 }  # fmt: skip

@@ -68,7 +68,7 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     role: Role
     pad: Literal["off", "on"] = "off"  # fill up a chunk that is not full
-    reserve_end: End = End.EXPECTED  # which end of a predicted bucket is reserved
+    reserve_end: End = End.EXPECTED  # which end of a predicted length is reserved
     drain_s: Seconds = DRAIN_S  # to finish requests after SIGTERM: vLLM's --shutdown-timeout
 
     # fmt: off
@@ -116,8 +116,8 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         "NAME")] = "power-of-two"
     predictor: Annotated[str, msgspec.Meta(min_length=1), _option(
         "predictor of output lengths (paper section 3.3.2): head (learns from hidden states), "
-        "oracle (the length that a client fixes), a folder with predictor.py, or none: a histogram",
-        "head|oracle|FOLDER|none")] = "none"
+        "histogram (of all outputs), oracle (the length that a client fixes), or a folder with "
+        "predictor.py", "head|histogram|oracle|FOLDER")] = "head"
     predictor_mode: Annotated[Literal["parallel", "sequential"], _option(
         "compute a prompt while its output length is predicted, or afterwards")] = "parallel"
 

@@ -28,10 +28,9 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
-_MOST_BUCKETS = 1 << 18  # of predicted lengths
 _MOST_WORDS = 4096  # characters of a reason
 NAME_BYTES = 8  # of a prefix block's name
 MAX_CACHE_NAMES = 1 << 19  # of prefix blocks that one instance reports
@@ -232,9 +231,20 @@ class OutputEnded(msgspec.Struct, frozen=True, tag=True):
     is_cut: bool = False
 
 
-ToRouter = Hello | LoadReport | CacheReport | Dispatched | OutputEnded | Flipped | Goodbye
+class LengthMap(msgspec.Struct, frozen=True, tag=True):
+    """Instance → router → other instances: how this model's hidden states tell the lengths of
+    outputs (`predictor.head.Weights`)."""
+
+    model: Annotated[str, msgspec.Meta(max_length=64)]
+    packed: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+
+
+ToRouter = (
+    Hello | LoadReport | CacheReport | Dispatched | OutputEnded | LengthMap | Flipped | Goodbye
+)
 ToInstance = (
     OutputEnded
+    | LengthMap
     | WhoAreYou
     | SendCache
     | Refused
@@ -288,8 +298,6 @@ _cost_numbers = attrgetter(*(field.name for field in fields(StepCoefficients)))
 
 def _require_sound(load: InstanceLoad, flip: Flip | None) -> None:
     _require_finite(*_load_numbers(load), *_cost_numbers(load.cost))
-    if len(load.bucket_tokens) > _MOST_BUCKETS:
-        raise ProtocolError(f"{len(load.bucket_tokens)} buckets of lengths in a load")
     if flip is not None:
         _require_finite(flip.epoch, flip.age_s, flip.drain_s, flip.commit_s)
         if len(flip.reason) + len(flip.problem) > _MOST_WORDS:

@@ -9,12 +9,14 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from operator import le
 from typing import Annotated, Literal, NamedTuple, NewType
 
 InstanceId = NewType("InstanceId", str)
 TransferId = NewType("TransferId", str)
 RequestId = NewType("RequestId", str)
 
+NUM_LENGTHS = 10  # of a predicted distribution: its quantiles at 5, 15, ... and 95 %
 
 _RANK = re.compile(r"-dp\d+$")
 
@@ -76,22 +78,31 @@ class StepCoefficients:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A guess of a request's output length (paper section 3.3.2): bucket k of n, g tokens wide,
-    means [k·g, (k+1)·g) tokens; the last one is open. ValueError if there is no such bucket."""
+    """The distribution of a request's output length: `lengths` in tokens that are equally likely,
+    ascending. `NUM_LENGTHS`, or one that is known. ValueError if they are something else."""
 
-    bucket: int
-    num_buckets: int
-    granularity_tokens: int
+    lengths: tuple[float, ...]
 
     @classmethod
-    def of(cls, tokens: float, num_buckets: int, granularity_tokens: int) -> Prediction:
-        """Name the bucket that has a length."""
-        bucket = min(int(tokens) // granularity_tokens, num_buckets - 1)
-        return cls(bucket, num_buckets, granularity_tokens)
+    def of_bucket(cls, bucket: int, granularity_tokens: int) -> Prediction:
+        """Spread the lengths over a bucket of a classifier (paper section 3.3.2): bucket k, g
+        tokens wide, means [k·g, (k+1)·g) tokens. ValueError if there is no such bucket."""
+        if bucket < 0 or granularity_tokens < 1:
+            raise ValueError(f"no bucket {bucket} of {granularity_tokens} tokens")
+        parts = (bucket + index / (NUM_LENGTHS - 1) for index in range(NUM_LENGTHS))
+        return cls(tuple(max(1.0, part * granularity_tokens) for part in parts))
 
     def __post_init__(self) -> None:
-        if not (0 <= self.bucket < self.num_buckets and self.granularity_tokens > 0):
-            raise ValueError(f"no bucket: {self}")
+        lengths = self.lengths
+        is_sound = len(lengths) in (1, NUM_LENGTHS) and lengths[0] >= 0 and lengths[-1] < 1 << 53
+        if not (is_sound and all(map(le, lengths, lengths[1:]))):
+            raise ValueError(f"no ascending lengths: {lengths}")
+
+    @property
+    def median_tokens(self) -> float:
+        """Return the length that half of such outputs exceed."""
+        lengths = self.lengths
+        return (lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2
 
 
 class InstanceState(StrEnum):
@@ -219,8 +230,8 @@ class InstanceLoad:
     arena_used_bytes: Annotated[int, _gauge("Bytes used in the receive arena.", "bytes")] = 0
     arena_total_bytes: Annotated[int, _gauge("Size of the receive arena.", "bytes")] = 0
     # Decode requests, running or waiting, by expected output (paper section 3.3.4).
-    heavy: Annotated[int, _gauge("Decode requests of over 128 output tokens.", "requests")] = 0
-    light: Annotated[int, _gauge("Decode requests of up to 128 output tokens.", "requests")] = 0
+    heavy: Annotated[float, _gauge("Decodes expected over 128 tokens.", "requests")] = 0.0
+    light: Annotated[float, _gauge("Decodes expected up to 128 tokens.", "requests")] = 0.0
     remaining_tokens: Annotated[int, _gauge("Output tokens expected to follow.", "tokens")] = 0
     reserved_blocks: Annotated[int, _gauge("KV blocks kept for running requests.", "blocks")] = 0
     step_s: Annotated[float, _gauge("Duration of the last engine step.", "seconds")] = 0.0
@@ -264,9 +275,10 @@ class InstanceLoad:
     length_states: Annotated[int, _gauge("Hidden states that the head learns from.", "states")] = 0
     length_error: Annotated[float, _gauge("Mean error of lengths by the head.", "tokens")] = 0.0
     length_usual_error: Annotated[float, _gauge("The same by the histogram.", "tokens")] = 0.0
-    # Output tokens by predicted bucket, the last entry without a prediction, as observed by
-    # this instance; empty before the first output ended.
-    bucket_tokens: tuple[int, ...] = ()
+    length_coverage: Annotated[
+        float, _gauge("Outputs between 5 and 95 % of what was predicted.", "ratio")
+    ] = 0.0
+    usual_tokens: int = 0  # mean output that ended here; 0 before the first one
     leftovers: Annotated[
         tuple[str, ...], _gauge("Kinds of resources held while no request is here.", "kinds")
     ] = ()

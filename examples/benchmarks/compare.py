@@ -7,7 +7,8 @@
     tbt           a bound on the time between tokens, against fixed token budgets
     chunks        prompt tokens of a prefill step, split
     loads         KV that may be loaded within a decode step, split
-    predictor     what predicting output lengths costs: off, parallel, sequential
+    predictor     what predicting output lengths costs: not at all, by hidden states, by a folder's
+                  predictor while a prompt is computed (parallel) or before (sequential)
     admission     decode admission with little KV memory (paper, Figure 18), on modelled step times
     dispatch      choice among four decode instances (paper, Figure 19), on modelled step times
 
@@ -43,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128")
 WHOLE = ("--mode", "whole", "--both", "1")
 LATENCIES = ["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"]
-PREDICTORS = ("none", "parallel", "sequential")
+PREDICTORS = ("histogram", "head", "parallel", "sequential")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,8 @@ def _split(decodes: int, *serve: str) -> Variant:
 
 def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
     """Return every experiment by name."""
-    oracle = ("--tetri-predictor", options.predictor or "oracle")
+    known = "--tetri-predictor"
+    oracle = (known, options.predictor or "oracle")
     budgets = {f"stock {tokens}": _budget(tokens) for tokens in (32, 64, 128, 256, 512, 1024)}
     two = {"stock": Variant(), "stock 256": _budget(256)}
     return {
@@ -171,9 +173,9 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
         ),
         "predictor": Experiment(
             {
-                mode: _split(
-                    1, *(() if mode == "none" else (*oracle, "--tetri-predictor-mode", mode))
-                )
+                mode: _split(1, known, mode)
+                if mode in PREDICTORS[:2]
+                else _split(1, *oracle, "--tetri-predictor-mode", mode)
                 for mode in PREDICTORS
             },
             prompts(2),

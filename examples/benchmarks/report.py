@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -239,15 +240,18 @@ def as_kept(name: str, columns: Iterable[str] = ()) -> Callable[[], str]:
 def length_head() -> str:
     """What the head predicted of answers, by how many it had seen, and with sources in turn."""
     rows = {order: pd.read_csv(RESULTS / f"head-{order}.csv.gz") for order in ("mixed", "source")}
-    mixed, half = rows["mixed"], len(rows["mixed"]) // 2
-    parts = {f"to {half}": mixed[:half], f"from {half}": mixed[half:], "in turn": rows["source"]}
-    named = {"error": "error", "error of the median": "of the median", "Spearman": "Spearman",
+    mixed, borders = rows["mixed"], (0, 500, 1000, len(rows["mixed"]))
+    parts = {f"{low} to {high}": mixed[low:high] for low, high in pairwise(borders)}
+    parts["in turn"] = rows["source"]
+    named = {"error": "error", "error of the median": "of the median",
+             "of the source's": "of the source's", "by prompt length": "by prompt length",
+             "pinball": "pinball", "usual pinball": "of all lengths", "Spearman": "Spearman",
              "AUC heavy": "AUC of > 128", "coverage": "in 5 to 95 %",
              "accuracy 200": "right by 200", "majority 200": "commonest"}  # fmt: skip
     table = []
     for name, part in parts.items():
         found = scores(part)
-        cells = {new: f"{found[old]:.{0 if 'error' in old else 2}f}" for old, new in named.items()}
+        cells = {new: f"{found[old]:.{0 if found[old] > 1 else 2}f}" for old, new in named.items()}
         table.append({"answers": name, **cells})
     return markdown(table)
 

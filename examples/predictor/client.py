@@ -119,7 +119,7 @@ class PredictorProcess:
                     self._fail([number])
                 elif (name := self._forget(number)) is not None:
                     self.tally.made += 1
-                    prediction = Prediction(bucket, self._num_buckets, self._granularity_tokens)
+                    prediction = Prediction.of_bucket(bucket, self._granularity_tokens)
                     self._found.append((name, prediction))
 
     def _send(self) -> None:
@@ -213,15 +213,14 @@ class PredictorProcess:
         return status
 
 
-def describe(folder: Path) -> tuple[int, int, str]:
-    """Return the buckets of an artefact and its weights' name; ConfigError if it is damaged."""
-    about = require_whole(folder)
-    return about.granularity_tokens, about.num_buckets, about.weights_digest
+def check(folder: Path) -> str:
+    """Return the name of an artefact's weights; ConfigError if it is damaged."""
+    return require_whole(folder).weights_digest
 
 
 def make(folder: Path, tokenizer: str, cores: Sequence[int]) -> PredictorProcess:
     """Start the process that serves an artefact."""
-    about = read_about(folder)  # `describe` has looked at the weights
+    about = read_about(folder)  # `check` has looked at the weights
     command = serve_command(folder, tokenizer, cores)
     return PredictorProcess(command, about.granularity_tokens, about.num_buckets)
 

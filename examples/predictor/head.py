@@ -23,13 +23,15 @@ from rich.progress import Progress, track
 from scipy.stats import mannwhitneyu, spearmanr
 
 from examples.predictor.prompts import read_prompts
-from vllm_tetri.policy.lengths import HEAVY_TOKENS
-from vllm_tetri.predictor.head import Learner, Sample
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths
+from vllm_tetri.predictor.head import LEVELS, Learner, Sample
 
 MAX_TOKENS, TEMPERATURE = 1024, 0.7
 _LONGEST_PROMPT = 5000  # characters
 _IN_FLIGHT = 64
 _WIDTHS = (100, 200, 400)
+_LATER = 64  # tokens of an output under way
+QUANTILES = [f"q{round(100 * level)}" for level in LEVELS]
 
 
 def collect(sources: list[Path], model: Path, per_source: int, output: Path) -> None:
@@ -56,6 +58,7 @@ def collect(sources: list[Path], model: Path, per_source: int, output: Path) -> 
     watch_runners(reader)
     sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS)
     template, states, rows = llm.get_tokenizer().apply_chat_template, dict[str, Any](), []
+    prompt_tokens: dict[str, int] = {}
     waiting, begun = iter(list(enumerate(prompts))), set[str]()
 
     def begin(count: int) -> None:
@@ -63,6 +66,7 @@ def collect(sources: list[Path], model: Path, per_source: int, output: Path) -> 
             ids = template([{"role": "user", "content": prompt.text}], add_generation_prompt=True,
                            tokenize=True, return_dict=False)  # fmt: skip
             engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+            prompt_tokens[str(number)] = len(ids)
 
     begin(2 * _IN_FLIGHT)
     with Progress() as bar:
@@ -77,11 +81,13 @@ def collect(sources: list[Path], model: Path, per_source: int, output: Path) -> 
                 if each.finished:
                     answer, prompt = each.outputs[0], prompts[int(each.request_id)]
                     length, is_cut = len(answer.token_ids), answer.finish_reason == "length"
-                    rows.append((states.pop(each.request_id), length, is_cut, prompt.source))
+                    state, asked = states.pop(each.request_id), prompt_tokens[each.request_id]
+                    rows.append((state, length, is_cut, prompt.source, asked))
                     begin(1)
                     bar.advance(task)
     found, *others = (np.array(each) for each in zip(*rows, strict=True))
-    named: dict[str, Any] = dict(zip(("tokens", "is_cut", "source"), others, strict=True))
+    names = "tokens", "is_cut", "source", "prompt_tokens"
+    named: dict[str, Any] = dict(zip(names, others, strict=True))
     np.savez_compressed(output, states=found.astype(np.float16), **named)
 
 
@@ -93,35 +99,72 @@ def play(path: Path, order: str) -> pd.DataFrame:
     places = np.arange(count)
     if order == "source":
         places = places[np.argsort(table["source"], kind="stable")]
-    learner, rows = Learner(table["states"].shape[1]), []
-    for place in track(places, "lengths"):
-        state, length = table["states"][place].astype(np.float32), int(table["tokens"][place])
-        is_cut, weights, row = bool(table["is_cut"][place]), learner.weights, {}
-        if weights is not None:
-            quantiles = {"low": 0.05, "median": 0.5, "high": 0.95}
-            row = {name: weights.quantile_tokens(state, q) for name, q in quantiles.items()}
-            row["usual"] = weights.usual_tokens
-        rows.append({"source": table["source"][place], "tokens": length, "is_cut": is_cut, **row})
-        learner.add(Sample(state, length, is_cut))
-        learner.refresh()
+    head, by_prompt, lengths = Learner(table["states"].shape[1]), Learner(1), Lengths()
+    rows, known = [], pd.DataFrame({"source": table["source"], "tokens": table["tokens"]})
+    for number, place in enumerate(track(places, "lengths")):
+        state, tokens = table["states"][place].astype(np.float32), int(table["tokens"][place])
+        prompt = np.log(table["prompt_tokens"][place : place + 1]).astype(np.float32)
+        source, is_cut = table["source"][place], bool(table["is_cut"][place])
+        row: dict[str, Any] = {"source": source, "tokens": tokens, "is_cut": is_cut}
+        if head.weights is not None and by_prompt.weights is not None:
+            said = head.weights.predict(state)
+            ends = [lengths.total_tokens(said, 0, end) for end in (End.LOWER, End.UPPER)]
+            left = [each for each in said.lengths if each > _LATER] or [2 * _LATER]
+            before = known.loc[places[:number]]
+            later, alike = before[before.tokens > _LATER], before[before.source == source]
+            row |= dict(zip(QUANTILES, said.lengths, strict=True))
+            row |= {"median": said.median_tokens, "low": ends[0], "high": ends[1]}
+            row |= {"later": np.median(left), "usual later": later.tokens.median()}
+            row |= {"usual": before.tokens.median(), "by source": alike.tokens.median()}
+            row["by prompt"] = by_prompt.weights.predict(prompt).median_tokens
+            row["pinball"] = _pinball(said.lengths, tokens)
+            row["usual pinball"] = _pinball(before.tokens.quantile(LEVELS), tokens)
+            if not is_cut or tokens >= lengths.outlook(said, 0)[0]:  # as instances do
+                lengths.observe(said, tokens)
+        rows.append(row)
+        head.add(Sample(state, tokens, is_cut))
+        by_prompt.add(Sample(prompt, tokens, is_cut))
+        head.refresh()
+        by_prompt.refresh()
     return pd.DataFrame(rows)
 
 
+def _pinball(quantiles: Any, tokens: int) -> float:
+    """Return the mean loss of quantiles: of what is too short, its level; of what is too long, the
+    rest."""
+    errors = tokens - np.minimum(np.asarray(quantiles), MAX_TOKENS)
+    return float(np.maximum(LEVELS * errors, (LEVELS - 1) * errors).mean())
+
+
 def scores(rows: pd.DataFrame) -> dict[str, float]:
-    """Return how good predictions were; the constant rivals know all these lengths."""
-    rows = rows.dropna()
-    tokens = rows["tokens"].to_numpy()
+    """Return how good predictions were, and rivals that know the answers before, too."""
+    rows = rows[rows["median"].notna()]
+    tokens, later = rows["tokens"].to_numpy(), rows[rows["tokens"] > _LATER]
     median = np.minimum(rows["median"].to_numpy(), MAX_TOKENS)
     is_heavy = tokens > HEAVY_TOKENS
     pairs = is_heavy.sum() * (~is_heavy).sum()
-    above = (tokens <= rows["high"]) | rows["is_cut"]
+
+    def error(name: str, of: pd.DataFrame = rows) -> float:
+        guesses = of[name].fillna(of["usual"]).clip(upper=MAX_TOKENS)
+        return float((guesses - of["tokens"]).abs().mean())
+
+    def covered(low: str, high: str) -> float:  # one that was cut is outside if an end is below
+        return float(((tokens >= rows[low]) & (tokens <= rows[high])).mean())
+
     found = {
         "answers": len(rows),
-        "error": float(np.abs(median - tokens).mean()),
-        "error of the median": float(np.abs(rows["usual"] - tokens).mean()),
+        "error": error("median"),
+        "error of the median": error("usual"),
+        "of the source's": error("by source"),
+        "by prompt length": error("by prompt"),
+        "left of 64": error("later", later),
+        "left of 64, usual": error("usual later", later),
+        "pinball": rows["pinball"].mean(),
+        "usual pinball": rows["usual pinball"].mean(),
         "Spearman": float(spearmanr(median, tokens)[0]),
         "AUC heavy": float(mannwhitneyu(median[is_heavy], median[~is_heavy])[0] / pairs),
-        "coverage": float(((tokens >= rows["low"]) & above).mean()),
+        "coverage as said": covered(QUANTILES[0], QUANTILES[-1]),
+        "coverage": covered("low", "high"),
     }
     for width in _WIDTHS:
         buckets, last = tokens // width, MAX_TOKENS // width

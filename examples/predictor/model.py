@@ -162,7 +162,7 @@ def write_about(folder: Path, about: About) -> None:
     code of this folder of examples by one of them."""
     (folder / "predictor.py").write_text(
         f"import sys\n\nsys.path.append({str(Path(__file__).parents[2])!r})\n"
-        "from examples.predictor.client import describe, make  # noqa: E402, F401\n"
+        "from examples.predictor.client import check, make  # noqa: E402, F401\n"
     )
     content = msgspec.json.format(msgspec.json.encode(about), indent=2)
     (folder / ABOUT_FILE).write_bytes(content + b"\n")

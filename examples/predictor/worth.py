@@ -5,8 +5,8 @@
 ROWS are answers and what the length head said of each before it was known (`head evaluate`). They
 are drawn as the outputs of requests to a cluster whose decode instances have half of the KV pool of
 OPT-13B on two V100, at rates that they just sustain and at some that they do not. Of the same
-requests nothing is predicted (`histogram`), or what the head said, or the true length in buckets
-of 64 tokens (`oracle`), or what a classifier as in the paper says: buckets of 200, of which the
+requests nothing is predicted (`histogram`), or what the head said, or the true length
+(`oracle`), or what a classifier as in the paper says: buckets of 200, of which the
 share is right that ours reaches, and the others are next to the right one, as far off as no real
 one's errors are: this one is optimistic.
 """
@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 from rich.progress import track
 
+from examples.predictor.head import MAX_TOKENS, QUANTILES
 from vllm_tetri.policy.admission import ENTRY_ORDERS
 from vllm_tetri.sim.cluster import run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
@@ -35,9 +36,8 @@ PREDICTORS = ("histogram", "head", "classifier", "oracle")
 CLASSIFIER_SHARE = 0.5  # of what is served: docs/predictor.md
 REQUESTS = 600
 # Decode instances, and requests a second.
-LOADS = ((1, 1.25), (1, 1.5), (1, 3.0), (4, 8.0))
+LOADS = ((1, 1.0), (1, 1.25), (1, 3.0), (4, 6.0))
 _PROFILE = "opt-13b-2xv100"
-_FINE = 48, 64  # buckets of the head and the oracle, and the tokens of one
 
 
 def cases() -> Iterator[tuple[int, float, str, str, str]]:
@@ -59,9 +59,13 @@ def requests(rows: pd.DataFrame, rate: float, who: str, seed: int) -> list[Reque
     specs = predicted(arrivals, CLASSIFIER_SHARE, seed)
     if who == "classifier":
         return specs
-    known = {"head": "median", "oracle": "tokens"}.get(who)
-    guesses = [Prediction.of(getattr(answer, known), *_FINE) if known else None
-               for _, answer in drawn]  # fmt: skip
+    guesses: list[Prediction | None] = [None] * len(specs)
+    if who == "oracle":
+        guesses = [Prediction((float(answer.tokens),)) for _, answer in drawn]
+    elif who == "head":
+        # Those answers were bounded by `max_tokens`, which an instance knows.
+        guesses = [Prediction(tuple(min(getattr(answer, name), MAX_TOKENS) for name in QUANTILES))
+                   for _, answer in drawn]  # fmt: skip
     return [replace(spec, predicted=guess) for spec, guess in zip(specs, guesses, strict=True)]
 
 
@@ -71,8 +75,6 @@ def play(
     """Simulate one case; completion times in seconds, and how often a request was preempted."""
     engine = of_profile(EngineConfig(admission=admission, decode_order=order), profile(_PROFILE))
     engine = replace(engine, kv_blocks=engine.kv_blocks // 2)
-    if who in ("head", "oracle"):
-        engine = replace(engine, buckets=_FINE)
     cluster = make_instances(4, instances, engine=engine)
     found = run(ClusterConfig(cluster, "split", seed), requests(rows, rate, who, seed))
     times = np.array([each.jct_s for each in found.served])

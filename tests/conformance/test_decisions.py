@@ -108,7 +108,7 @@ def assert_same(
 
 
 def spec(number: int, arrival_s: float, prompt: int, output: int) -> RequestSpec:
-    bucket = Prediction(0, NUM_BUCKETS, GRANULARITY_TOKENS)
+    bucket = Prediction.of_bucket(0, GRANULARITY_TOKENS)
     return RequestSpec(number, arrival_s, prompt, output, bucket)
 
 

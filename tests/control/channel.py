@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import Dispatched, OutputEnded
+from vllm_tetri.messages import Dispatched, LengthMap, OutputEnded
 from vllm_tetri.security import Secret
 from vllm_tetri.types import (
     ClusterView,
@@ -46,6 +46,7 @@ class FakeEngine:
         self.cancelled: list[TransferId] = []
         self.lost: list[TransferId] = []
         self.ended: list[OutputEnded] = []
+        self.maps: list[LengthMap] = []
         self.abandoned: list[str] = []
         self.drained = threading.Event()
         self.busy = True
@@ -72,6 +73,9 @@ class FakeEngine:
 
     def on_output_ended(self, message: OutputEnded) -> None:
         self.ended.append(message)
+
+    def on_length_map(self, message: LengthMap) -> None:
+        self.maps.append(message)
 
     def abandon(self, router: str) -> None:
         self.abandoned.append(router)

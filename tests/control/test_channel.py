@@ -28,7 +28,7 @@ from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import free_port
-from vllm_tetri.messages import CancelTransfer, OutputEnded
+from vllm_tetri.messages import CancelTransfer, LengthMap, OutputEnded
 from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, InstanceLoad, TransferId
 
@@ -121,6 +121,21 @@ async def test_messages_travel_both_ways(secret: Secret | None) -> None:
         assert not router.send(InstanceId("unknown"), CancelTransfer(TransferId("t")))
         assert router.counters.undelivered == 2
         assert router.counters.dropped == one.agent.dropped_messages == 0
+
+
+async def test_what_one_learns_of_lengths_all_others_are_told() -> None:
+    learnt = LengthMap("model", b"x" * 200_000)
+    other, third = (replace(INFO, id=InstanceId(name)) for name in ("o", "p"))
+    async with (
+        monitor() as router,
+        joined(router.address) as one,
+        joined(router.address, info=other) as two,
+        joined(router.address, info=third) as three,
+    ):
+        await eventually(lambda: len(states(router)) == 3)
+        one.agent.publish(learnt)
+        await eventually(lambda: two.engine.maps == three.engine.maps == [learnt])
+        assert one.engine.maps == []
 
 
 async def test_what_an_instance_tells_anew_is_known_at_once_and_its_state_stays() -> None:

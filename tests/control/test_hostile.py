@@ -16,6 +16,7 @@ from vllm_tetri.control.view import row_of
 from vllm_tetri.messages import (
     CancelTransfer,
     FlipRole,
+    LengthMap,
     OutputEnded,
     Poll,
     Refused,
@@ -58,6 +59,7 @@ GOOD = [
         CancelTransfer(TransferId("x")),
         TransferLost(TransferId("x")),
         OutputEnded(InstanceId("i"), TransferId("x"), 5),
+        LengthMap("model", b"1234"),
     )
 ]
 

@@ -56,8 +56,7 @@ def predictor(cluster: Cluster) -> psutil.Process | None:
 def num_learnt() -> float:
     """Answers that ended on the decode instance with a prediction from the other one."""
     files = list(Path(os.environ["TETRI_CACHE"], "lengths").glob("*.json"))
-    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
-    return sum(map(sum, rows))
+    return sum(json.loads(file.read_text())["sums"][0] for file in files)
 
 
 def counts(cluster: Cluster, outcome: str) -> int:

@@ -13,7 +13,6 @@ import pytest
 
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import Pair, prompt
-from vllm_tetri.engine import prediction
 from vllm_tetri.engine.compat import RequestStatus
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.handover import DecodeParams, digest_of, to_params
@@ -22,13 +21,12 @@ from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
 from vllm_tetri.types import Prediction, Role, TransferId
 
 NUM_BLOCKS = 33
-WIDTH = 16  # of a predicted bucket
 
 RESERVE = ["reserve-static", "reserve-dynamic"]
 
 
 def predicted(output_tokens: int) -> Prediction:
-    return Prediction(output_tokens // WIDTH, 64, WIDTH)
+    return Prediction((output_tokens,))
 
 
 class Cluster(Pair):
@@ -112,8 +110,8 @@ def test_vllms_own_admission_preempts_on_the_same_requests(tmp_path: Path) -> No
 def test_wrong_predictions_end_in_tokens(tmp_path: Path, policy: str, guess: str) -> None:
     guesses = {
         "short": lambda rng, response: predicted(0),
-        "long": lambda rng, response: predicted(63 * WIDTH),
-        "random": lambda rng, response: predicted(rng.randrange(64 * WIDTH)),
+        "long": lambda rng, response: predicted(1008),
+        "random": lambda rng, response: predicted(rng.randrange(1024)),
         "none": lambda rng, response: None,
     }
     cluster = Cluster(tmp_path, decode_policy=policy)
@@ -139,10 +137,7 @@ def test_a_held_request_waits_for_room_in_order(cluster: Cluster) -> None:
     assert cluster.decode.endpoint.receives.loads_done == 3
 
 
-def test_the_shortest_expected_output_is_next_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prediction, "GRANULARITY_TOKENS", WIDTH)
+def test_the_shortest_expected_output_is_next_where_it_is_asked_for(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, decode_order="shortest")
     cluster.arrives("first", prompt(100), 300, predicted(300))
     cluster.decode.run_until(lambda: "first" in cluster.decode.outputs)
@@ -179,7 +174,7 @@ def test_a_request_that_is_put_back_keeps_the_line_in_order() -> None:
 @pytest.mark.parametrize("order", ENTRY_ORDERS)
 def test_whatever_is_next_all_are_served(tmp_path: Path, order: str) -> None:
     cluster = Cluster(tmp_path, decode_order=order)
-    end = serve(cluster, 5, lambda rng, response: predicted(rng.randrange(20 * WIDTH)))
+    end = serve(cluster, 5, lambda rng, response: predicted(rng.randrange(320)))
     assert end.decodes_done == 24
     cluster.decode.step()
     assert not cluster.decode.scheduler.gate.places
@@ -233,7 +228,7 @@ def test_a_request_that_waits_for_kv_delays_no_other_one(cluster: Cluster) -> No
 def test_a_preempted_request_comes_back_before_those_who_never_ran(
     tmp_path: Path, order: str
 ) -> None:
-    cluster = Cluster(tmp_path, decode_order=order)
+    cluster = Cluster(tmp_path, decode_order=order, decode_policy="greedy")
     for name, seed in (("a", 3), ("b", 5)):
         cluster.arrives(name, prompt(100, seed), 250, predicted(0))
     cluster.decode.run_until(lambda: load(cluster.decode).preemptions > 0)
@@ -263,10 +258,7 @@ def test_an_abort_before_the_gate_frees_the_arena(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("policy", RESERVE)
 @pytest.mark.parametrize("prefill", ["fcfs", "sjf", "srtf"])
-def test_prompts_on_both_pass_the_gate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, prefill: str
-) -> None:
-    monkeypatch.setattr(prediction, "GRANULARITY_TOKENS", WIDTH)
+def test_prompts_on_both_pass_the_gate(tmp_path: Path, policy: str, prefill: str) -> None:
     engine = Engine(
         tmp_path, Role.BOTH, num_blocks=NUM_BLOCKS, decode_policy=policy, reserve_end="upper",
         prefill_policy=prefill, predictor="oracle",
@@ -292,7 +284,7 @@ def test_decodes_are_heavy_by_what_is_expected_of_them(cluster: Cluster) -> None
     seen = load(cluster.decode)
     assert (seen.waiting, seen.heavy, seen.light) == (3, 1, 2)
     expected_tokens = seen.remaining_tokens
-    assert 40 + 200 < expected_tokens < 40 + 2 * 400  # one is cut, one of bucket 0, one of bucket 1
+    assert 40 + 200 < expected_tokens < 40 + 2 * 400  # one is cut
     assert seen.queued_prefill_tokens == 0
     cluster.decode.run_until(lambda: "capped" in cluster.decode.outputs)
     seen = load(cluster.decode)

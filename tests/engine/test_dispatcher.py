@@ -20,7 +20,7 @@ from vllm_tetri.policy.dispatch import Dispatch
 from vllm_tetri.policy.lengths import End, Lengths
 from vllm_tetri.types import InstanceId, InstanceView, Prediction, RequestId, Role, TransferId
 
-FIRST, THIRD, LAST = (Prediction(bucket, 4, 200) for bucket in (0, 2, 3))
+FIRST, THIRD, LAST = (Prediction.of_bucket(bucket, 200) for bucket in (0, 2, 3))
 PERIOD_S = 0.1
 
 
@@ -33,7 +33,7 @@ class Scene:
         self.me = me
         self.now = 10.0
         self.prediction: Prediction | None = None
-        self.lengths = Lengths(200, 4)
+        self.lengths = Lengths()
         self.params = PrefillParams(TransferId("t"), RequestId("r"), anywhere=is_anywhere)
         self.sees(me, *others)
         source: Any = self  # of predictions and snapshots
@@ -108,37 +108,32 @@ def decode(name: str = "d", **load: Any) -> Any:
 
 
 def test_what_decode_instances_saw_goes_before_the_own_prior() -> None:
-    scene = split(
-        decode("a", bucket_tokens=(50, 0, 500, 0, 90)),
-        decode("b", bucket_tokens=(70, 0, 700, 0, 110)),
-        decode("c", bucket_tokens=(1, 2, 3)),  # of other buckets
-        decode("d"),
-    )
-    for scene.prediction, tokens in ((THIRD, 600), (FIRST, 60), (None, 100)):
+    scene = split(decode("a", usual_tokens=90), decode("b", usual_tokens=110), decode("c"))
+    for scene.prediction, tokens in ((THIRD, 500), (FIRST, 100), (None, 100)):
         assert scene.output_tokens(some_request()) == tokens
-    scene.prediction = FIRST
-    assert not scene.dispatcher.need(some_request(), 10).is_heavy
+    assert scene.dispatcher.need(some_request(), 10).heavy_part == 0
 
 
-def test_without_reports_the_own_expectation_counts() -> None:
+def test_how_likely_a_long_output_is_follows_from_the_prediction() -> None:
     scene = split(decode())
-    scene.prediction = THIRD
-    assert scene.output_tokens(some_request()) == scene.lengths.total_tokens(THIRD, 0, End.EXPECTED)
-    assert scene.dispatcher.need(some_request(), 10).is_heavy
+    for scene.prediction, heavy in ((THIRD, 1.0), (FIRST, 0.4), (LAST, 1.0)):
+        assert scene.dispatcher.need(some_request(), 10).heavy_part == pytest.approx(heavy)
+    scene.prediction = None
+    assert 0.4 < scene.dispatcher.need(some_request(), 10).heavy_part < 0.6
 
 
 @pytest.mark.parametrize(("end", "tokens"), [("lower", 400), ("upper", 600)])
 def test_the_end_that_is_reserved_is_an_option(end: str, tokens: int) -> None:
-    scene = split(decode(bucket_tokens=(60, 0, 500, 0, 90)), reserve_end=End(end))
+    scene = split(decode(usual_tokens=90), reserve_end=End(end))
     scene.prediction = THIRD
     assert scene.output_tokens(some_request()) == tokens
 
 
 def test_the_client_and_the_window_bound_an_output() -> None:
-    scene = split(decode(bucket_tokens=(60, 0, 500, 0, 90)))
+    scene = split(decode(usual_tokens=90))
     scene.prediction = THIRD
     assert scene.output_tokens(some_request(max_tokens=40)) == 40
-    assert not scene.dispatcher.need(some_request(max_tokens=40), 10).is_heavy
+    assert not scene.dispatcher.need(some_request(max_tokens=40), 10).heavy_part
     window = scene.me.info.max_model_len
     assert scene.output_tokens(some_request(window - 7)) == 7
     assert scene.output_tokens(some_request(window)) == 0

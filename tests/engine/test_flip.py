@@ -114,11 +114,11 @@ def engine_prompt(name: str, num_tokens: int) -> list[int]:
 def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(Role.DECODE)
+    engine = make(Role.DECODE, predictor="histogram")
     made: list[Any] = []
 
     def make_predictor(*_: Any) -> Any:
-        made.append(Oracle(200, 6))
+        made.append(Oracle())
         return made[-1]
 
     monkeypatch.setattr("vllm_tetri.engine.endpoint.make_predictor", make_predictor)
@@ -132,7 +132,7 @@ def test_a_predictor_starts_with_the_first_flip_that_needs_it_and_stays(
 def test_prompts_wait_for_a_predictor_that_came_with_a_flip(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, mute = make(Role.DECODE, predictor_mode="sequential"), Oracle(200, 6)
+    engine, mute = make(Role.DECODE, predictor="histogram", predictor_mode="sequential"), Oracle()
     monkeypatch.setattr(mute, "poll", list)
     monkeypatch.setattr("vllm_tetri.engine.endpoint.make_predictor", lambda *_: mute)
     flip(engine, Role.PREFILL)

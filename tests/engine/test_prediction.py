@@ -21,20 +21,22 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.plugin import register
 from vllm_tetri.engine.prediction import (
     SEQUENTIAL_WAIT_S,
-    Buckets,
     LengthsStore,
     Predictions,
-    buckets_of,
+    name_of,
+    route_of,
+    state_path,
     tells_length,
 )
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.handover import DecodeParams, digest_of, to_params
-from vllm_tetri.messages import Dispatched
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.messages import Dispatched, LengthMap
+from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
 from vllm_tetri.predictor.base import Query, Tally
+from vllm_tetri.predictor.learning import HeadPredictor
 from vllm_tetri.types import Prediction, Role, TransferId
 
-THIRD = Prediction(3, 10, 200)
+THIRD = Prediction.of_bucket(3, 200)
 
 
 class Scripted:
@@ -202,7 +204,7 @@ def test_a_waiting_sequential_prompt_can_be_aborted(sequential: Scene) -> None:
 
 def test_outputs_that_end_here_are_learnt_and_reported(scene: Scene) -> None:
     decode = scene.decode
-    assert decode.endpoint.read_load().bucket_tokens == ()
+    assert decode.endpoint.read_load().usual_tokens == 0
     before = decode.endpoint.lengths_store.lengths.total_tokens(THIRD, 0, End.EXPECTED)
     tokens = list(range(5))
     for number in range(20):
@@ -212,7 +214,7 @@ def test_outputs_that_end_here_are_learnt_and_reported(scene: Scene) -> None:
 
     after = decode.endpoint.lengths_store.lengths.total_tokens(THIRD, 0, End.EXPECTED)
     assert after < before
-    assert decode.endpoint.read_load().bucket_tokens[3] == after
+    assert decode.endpoint.read_load().usual_tokens < 200
 
 
 def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
@@ -225,14 +227,48 @@ def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
     first.close()
     second = Engine(tmp_path, Role.BOTH, arena_bytes=1 << 20)
     assert second.endpoint.lengths_store.lengths.state() == learnt
-    assert second.endpoint.read_load().bucket_tokens
+    assert second.endpoint.read_load().usual_tokens
     second.close()
+
+
+def test_a_map_that_is_damaged_or_of_another_model_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(tmp_path, Role.PREFILL, arena_bytes=1 << 20)
+    head = engine.endpoint.predictions.predictor
+    assert isinstance(head, HeadPredictor)
+    engine.endpoint.on_length_map(LengthMap("another", b"1234"))
+    assert "not used" not in caplog.text
+    engine.endpoint.on_length_map(LengthMap(head.model, b"1234"))
+    assert "not used: no map" in caplog.text
+    assert head.weights is None
+    engine.close()
 
 
 def ended(status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False) -> Any:
     """As much of a request as tells how it ended."""
     sampling = SimpleNamespace(ignore_eos=ignore_eos)
-    return SimpleNamespace(status=status, num_output_tokens=num_tokens, sampling_params=sampling)
+    return SimpleNamespace(
+        request_id="a",
+        lora_request=None,
+        status=status,
+        num_output_tokens=num_tokens,
+        sampling_params=sampling,
+    )
+
+
+def test_outputs_of_an_endpoint_and_an_adapter_are_alike() -> None:
+    def route(name: str, adapter: str = "") -> str:
+        lora = SimpleNamespace(lora_name=adapter) if adapter else None
+        asked: Any = SimpleNamespace(request_id=name, lora_request=lora)
+        return route_of(asked)
+
+    assert route("chatcmpl-1") == route("chatcmpl-2") != route("cmpl-1-0")
+    assert route("cmpl-1-0", "sql") not in (route("cmpl-1-0"), route("chatcmpl-1", "sql"))
+    assert route("1") == route("7-a")  # named by a client, each otherwise
+
+
+OF_THIRD = OutputLengths(Lengths(), lambda name: THIRD, window=10_000)
 
 
 @pytest.mark.parametrize(
@@ -246,62 +282,54 @@ def ended(status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False) -
     ],
 )
 def test_which_endings_tell_the_length_of_an_output(asked: Any, tells: bool) -> None:
-    assert tells_length(asked, Lengths(200, 10), THIRD) is tells
+    assert tells_length(asked, OF_THIRD) is tells
 
 
-BUCKETS = Buckets(200, 10, "digest")
+def store_of(path: Path) -> LengthsStore:
+    return LengthsStore(path, lambda name: THIRD, 10_000)
 
 
 def learnt(store: LengthsStore) -> LengthsStore:
-    store.learn(ended(RequestStatus.FINISHED_STOPPED, 650), THIRD)
+    store.learn(ended(RequestStatus.FINISHED_STOPPED, 650))
     return store
 
 
 def test_a_file_is_written_at_once_and_at_the_end(tmp_path: Path) -> None:
-    store = learnt(LengthsStore(tmp_path, "model", BUCKETS))
+    store = learnt(store_of(tmp_path / "file.json"))
     for _ in range(50):
         learnt(store)
     store.close()
     store.close()
 
-    assert LengthsStore(tmp_path, "model", BUCKETS).lengths.state() == store.lengths.state()
+    assert store_of(tmp_path / "file.json").lengths.state() == store.lengths.state()
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_every_model_and_predictor_has_its_own_file(tmp_path: Path) -> None:
-    paths = {
-        LengthsStore(tmp_path, model, Buckets(*buckets)).path
-        for model, *buckets in (
-            ("model", 200, 10, "digest"),
-            ("other", 200, 10, "digest"),
-            ("model", 200, 10, "other"),
-            ("model", 100, 10, "digest"),
-            ("model", 200, 20, "digest"),
-        )
-    }
-    assert len(paths) == 5
+def test_every_model_and_predictor_has_its_own_file() -> None:
+    pairs = ("model", "head"), ("other", "head"), ("model", "histogram")
+    assert len({state_path(*pair) for pair in pairs}) == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1, 2]", b'{"a": 1}', b"[" * 100_000])
 def test_garbage_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    path = LengthsStore(tmp_path, "model", BUCKETS).path
+    path = store_of(tmp_path / "file.json").path
     path.write_bytes(content)
-    store = LengthsStore(tmp_path, "model", BUCKETS)
+    store = store_of(tmp_path / "file.json")
 
-    assert store.lengths.state() == Lengths(200, 10).state()
-    assert store.lengths.bucket_tokens() == ()
+    assert store.lengths.state() == Lengths().state()
+    assert store.lengths.usual_tokens() == 0
     assert sum("is ignored" in message for message in caplog.messages) == 1
     learnt(store).close()
-    assert LengthsStore(tmp_path, "model", BUCKETS).lengths.state() == store.lengths.state()
+    assert store_of(tmp_path / "file.json").lengths.state() == store.lengths.state()
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    learnt(LengthsStore(tmp_path / "file", "model", BUCKETS)).close()
+    learnt(store_of(tmp_path / "file" / "file.json")).close()
     assert any("cannot be saved" in message for message in caplog.messages)
 
 
@@ -312,23 +340,12 @@ def config(**fields: Any) -> TetriConfig:
     return TetriConfig(role=Role.PREFILL, **fields)
 
 
-def test_buckets_cover_the_window() -> None:
-    assert buckets_of(config(), 2048) == Buckets(200, 11, "none")
-    assert buckets_of(config(predictor="oracle"), 500).num_buckets == 3
-
-
-def test_an_artefact_decides_the_buckets(tmp_path: Path) -> None:
-    folder = make(tmp_path, num_buckets=4, granularity=100)
-    found = buckets_of(config(predictor=str(folder)), 2048)
-    assert (found.granularity_tokens, found.num_buckets) == (100, 4)
-
-
 def test_a_damaged_artefact_is_refused_at_the_start(tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / WEIGHTS_FILE).write_bytes(b"half of the wei")
     with pytest.raises(ConfigError, match="damaged"):
-        buckets_of(config(predictor=str(tmp_path)), 1)
-    buckets_of(config(predictor="oracle"), 1)
+        name_of(config(predictor=str(tmp_path)))
+    assert name_of(config(predictor="oracle")) == "oracle"
 
 
 def test_an_unusable_predictor_is_refused_before_the_model_is_loaded(

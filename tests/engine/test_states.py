@@ -34,6 +34,19 @@ def test_what_is_no_state_is_left_out(hidden: Any) -> None:
     assert reader.take() == {}
 
 
+def test_states_that_cannot_be_read_end_the_reading_with_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = StateReader()
+    for _ in range(2):
+        reader.begin_step({"a"})
+        reader.read(HIDDEN, ["a"], [99])
+    assert caplog.text.count("cannot be read here") == 1
+    reader.begin_step({"a"})
+    reader.read(HIDDEN, ["a"], [1])
+    assert reader.take() == {}
+
+
 def test_copies_under_way_are_reported_when_they_are_complete() -> None:
     reader, event = StateReader(), SimpleNamespace(query=lambda: False)
     for name in ("a", "b"):

@@ -20,8 +20,8 @@ def test_requests_are_the_same_whatever_is_known_of_them() -> None:
     bare = [[replace(each, predicted=None) for each in specs] for specs in drawn.values()]
     assert bare[0] == bare[1] == bare[2] == bare[3] == drawn["histogram"]
     for each in drawn["oracle"]:
-        assert each.predicted.bucket == min(each.output_tokens // 64, 47)
-    right = [each.predicted.bucket == min(each.output_tokens // 200, 9)
+        assert each.predicted.lengths == (each.output_tokens,)
+    right = [each.predicted.median_tokens // 200 == min(each.output_tokens // 200, 9)
              for each in drawn["classifier"]]  # fmt: skip
     assert fmean(right) == pytest.approx(CLASSIFIER_SHARE, abs=0.06)
 

@@ -34,7 +34,9 @@ def need(
     is_heavy: bool = False,
 ) -> Need:
     total_tokens = num_tokens if total_tokens is None else total_tokens
-    return Need(num_tokens, 200 if is_heavy else 0, num_bytes, total_tokens - num_tokens)
+    output_tokens = 200 if is_heavy else 0
+    reserved = total_tokens - num_tokens
+    return Need(num_tokens, output_tokens, num_bytes, reserved, heavy_part=float(is_heavy))
 
 
 Own = list[tuple[str, Need, float]]

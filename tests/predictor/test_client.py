@@ -82,8 +82,8 @@ def test_answers_are_predictions(served: Asking) -> None:
     served.ask("a", [1] * 3)
     served.ask("b", [])
     served.wait_for("a", "b")
-    assert served.answers["a"] == Prediction(3, 10, 200)
-    assert served.answers["b"] == Prediction(0, 10, 200)
+    assert served.answers["a"] == Prediction.of_bucket(3, 200)
+    assert served.answers["b"] == Prediction.of_bucket(0, 200)
     assert served.process.tally.made >= 2
 
 
@@ -127,7 +127,7 @@ def test_too_many_prompts_are_refused_at_once(served: Asking) -> None:
     for number in range(QUEUE_PROMPTS):
         served.process.ask(Query(str(number), [1]))
     served.step()
-    assert served.answers == {"ping": Prediction(1, 10, 200), "255": None}
+    assert served.answers == {"ping": Prediction.of_bucket(1, 200), "255": None}
     assert served.process.tally.refused == refused + 1
 
 
@@ -138,7 +138,7 @@ def test_a_withdrawn_prompt_makes_room_and_gets_no_answer(served: Asking) -> Non
     served.process.withdraw("unknown")
     served.process.ask(Query("new", [1, 2]))
     served.wait_for("new", *(str(number) for number in range(1, QUEUE_PROMPTS)))
-    assert served.answers["new"] == Prediction(2, 10, 200)
+    assert served.answers["new"] == Prediction.of_bucket(2, 200)
     assert "0" not in served.answers
     assert served.process.tally.refused == 0
 
@@ -149,7 +149,7 @@ def test_a_name_that_is_asked_again_gets_the_answer_to_the_later_prompt(served: 
     served.process.poll()
     served.process.ask(Query("a", [1, 2]))
     served.wait_for("a")
-    assert served.answers["a"] == Prediction(2, 10, 200)
+    assert served.answers["a"] == Prediction.of_bucket(2, 200)
     assert served.process.tally.failed == failed
 
 
@@ -214,4 +214,6 @@ def test_it_predicts_what_the_artefact_predicts_of_the_text(
         served.wait_for(*texts)
     finally:
         served.process.close()
-    assert [served.answers[text] for text in texts] == [Prediction(each, 4, 200) for each in right]
+    assert [served.answers[text] for text in texts] == [
+        Prediction.of_bucket(each, 200) for each in right
+    ]

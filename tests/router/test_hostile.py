@@ -36,7 +36,7 @@ BATCH = 100
 PREFIX_BYTES = 5
 EVIL = replace(INFO, id=InstanceId("evil"), models=("tiny",), identity={"model": "tiny"})
 FLIP = Flip(3, Role.PREFILL, Role.DECODE, FlipStage.DONE, 1.0, 2.0, 3.0, "why", "what")
-LOAD = InstanceLoad(running=3, step_s=0.1, bucket_tokens=(1, 2, 3))
+LOAD = InstanceLoad(running=3, step_s=0.1, usual_tokens=300)
 GOOD = [
     messages.encode(message)
     for message in (
@@ -47,7 +47,7 @@ GOOD = [
             TransferId("t"),
             InstanceId("d"),
             "why",
-            Prediction(1, 10, 200),
+            Prediction.of_bucket(1, 200),
             PrefillEnding(TransferId("t"), "digest", [1, 2, 3]),
         ),
         Flipped(EVIL.id, Role.DECODE, 4),

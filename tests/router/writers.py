@@ -26,7 +26,7 @@ from vllm_tetri.types import InstanceId, Prediction, Role, TransferId
 COMPLETION = "/v1/completions"
 PATHS = [COMPLETION, CHAT]
 TEXTS = ("Ab", " cd", "", "é", ' "x\\', "\n", "日", " end")
-PREDICTED = Prediction(1, 5, 200)
+PREDICTED = Prediction.of_bucket(1, 200)
 CACHED_TOKENS, HELD_TOKENS = 2, 1
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 

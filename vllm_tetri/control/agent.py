@@ -38,6 +38,7 @@ _NEVER_S = float("-inf")
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+Published = messages.Dispatched | messages.OutputEnded | messages.LengthMap
 
 
 class EngineSide(Protocol):
@@ -51,6 +52,7 @@ class EngineSide(Protocol):
     def cancel(self, transfer: TransferId) -> None: ...  # its request was cancelled
     def lose(self, transfer: TransferId) -> None: ...  # its prefill instance is unresponsive
     def on_output_ended(self, message: messages.OutputEnded) -> None: ...  # of a prompt from here
+    def on_length_map(self, message: messages.LengthMap) -> None: ...  # another one learnt it
     def abandon(self, router: str) -> None: ...  # its connection broke; repeated for a while
     def on_drained(self) -> None: ...  # the instance was drained and has left the cluster
 
@@ -125,7 +127,7 @@ class Agent:
         # The names of routers that went, as long as it matters.
         self._gone: TTLCache[str, None] = TTLCache(_MAX_GONE * max(1, len(routers)), _GONE_S)
         self._leaving, self._verdict = Leaving(self.roles.expected), Verdict.STAY
-        self._outbox: deque[messages.Dispatched | messages.OutputEnded] = deque()
+        self._outbox: deque[Published] = deque()
         self._described: InstanceInfo | None = None  # not yet told
         self._views = ViewStore()
         self._logged: set[str] = set()
@@ -158,7 +160,7 @@ class Agent:
             self.wake_up()
         return role
 
-    def publish(self, message: messages.Dispatched | messages.OutputEnded) -> None:
+    def publish(self, message: Published) -> None:
         """Queue a message for every router; dropped and counted when the queue is full."""
         if len(self._outbox) < MAX_QUEUED:
             self._outbox.append(message)
@@ -388,6 +390,8 @@ class Agent:
                 self._ask("giving up a transfer", None, self._engine.lose, transfer)
             case messages.OutputEnded():
                 self._ask("learning a length", None, self._engine.on_output_ended, message)
+            case messages.LengthMap():
+                self._ask("learning lengths", None, self._engine.on_length_map, message)
             case messages.Refused(reason=reason):
                 self._log_once(f"refused {reason}", "a router refused this instance: %s", reason)
             case _:

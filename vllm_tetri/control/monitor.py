@@ -239,6 +239,11 @@ class Monitor:
             case messages.OutputEnded(prefill=prefill):
                 if sender in self.members.names:
                     self.send(prefill, message)
+            case messages.LengthMap():
+                if sender in self.members.names:
+                    for other in self.members.names:
+                        if other != sender:
+                            self._send(other, message)
             case messages.CacheReport(instance=instance):
                 is_known = self.members.names.get(sender) == instance  # a report asks for hello
                 if is_known and not self._router.on_cache(message):

@@ -14,7 +14,7 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.view import Snapshot
 from vllm_tetri.engine.compat import Request, RequestStatus
-from vllm_tetri.engine.prediction import Predictions
+from vllm_tetri.engine.prediction import Predictions, route_of
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.messages import Dispatched, PrefillEnding
 from vllm_tetri.plugins import load_policy
@@ -87,8 +87,9 @@ class Dispatcher:
             max_tokens = min(max_tokens, sampling.max_tokens)
         predicted = self.predictions.get(request.request_id, is_due=True)
         return self.policy.need(
-            prompt_tokens, predicted, num_bytes=num_bytes, max_tokens=max_tokens
-        )
+            prompt_tokens, predicted, num_bytes=num_bytes, max_tokens=max_tokens,
+            route=route_of(request),
+        )  # fmt: skip
 
     def announce(
         self,

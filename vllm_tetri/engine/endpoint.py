@@ -34,9 +34,9 @@ from vllm_tetri.engine.pool import Pool, pool_places
 from vllm_tetri.engine.prediction import (
     LengthsStore,
     Predictions,
-    buckets_of,
-    lengths_folder,
     make_predictor,
+    name_of,
+    state_path,
 )
 from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.roles import device_place, first_gpu, near_device, rank_of
@@ -44,7 +44,7 @@ from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.errors import TransferError
 from vllm_tetri.handover import RANK_DRAINED, DecodeParams, Fetch, PrefillParams
-from vllm_tetri.messages import CacheReport, OutputEnded
+from vllm_tetri.messages import CacheReport, LengthMap, OutputEnded
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.transport.nixl import offer_nixl
@@ -87,12 +87,13 @@ class Endpoint(LoadReader):
         self.config = config
         self._vllm_config = vllm_config
         model = vllm_config.model_config
-        self._buckets = buckets_of(config, model.max_model_len)
         self.predictions = Predictions(
-            make_predictor(config, vllm_config, self._buckets, config.role),
+            make_predictor(config, vllm_config, config.role),
             is_sequential=config.predictor_mode == "sequential",
         )
-        self.lengths_store = LengthsStore(lengths_folder(), model.model, self._buckets)
+        self.lengths_store = LengthsStore(
+            state_path(model.model, name_of(config)), self.predictions.get, model.max_model_len
+        )
         self._has_started = False
         self.has_joined = False
 
@@ -298,6 +299,11 @@ class Endpoint(LoadReader):
         """Learn from an output that ended here, and let the instance learn that has its prompt."""
         if (ended := self.predictions.learn(request)) is not None:
             self.agent.publish(ended)
+        self._share_lengths()
+
+    def _share_lengths(self) -> None:
+        if (message := self.predictions.share()) is not None:
+            self.agent.publish(message)
 
     def goes_first(self, request: Request) -> bool:
         """Whether a waiting request has next to nothing to compute: it goes before all prompts."""
@@ -326,6 +332,11 @@ class Endpoint(LoadReader):
     def on_output_ended(self, message: OutputEnded) -> None:
         """Learn how long the output of a prompt was that was computed here."""
         self.predictions.tell(message)
+        self._share_lengths()
+
+    def on_length_map(self, message: LengthMap) -> None:
+        """Take what another instance has learnt of the lengths of outputs."""
+        self.predictions.adopt(message)
 
     def abandon(self, router: str) -> None:
         """Drop the transfers of a router that is gone."""
@@ -352,7 +363,7 @@ class Endpoint(LoadReader):
         if role is None:
             return None
         if role is not Role.DECODE and self.predictions.predictor is None:
-            predictor = make_predictor(self.config, self._vllm_config, self._buckets, role)
+            predictor = make_predictor(self.config, self._vllm_config, role)
             self.predictions.predictor = predictor
         self.info = self.dispatcher.policy.me = replace(self.info, role=role)
         return role

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 import time
-from functools import partial
 from typing import Protocol
 
 import psutil
@@ -29,7 +28,7 @@ from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.policy.admission import DecodeGate
-from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, OutputLengths
+from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.role import DRAINS, Work
 from vllm_tetri.transport.native import Receiver
 from vllm_tetri.types import InstanceLoad, Role
@@ -99,9 +98,11 @@ class LoadReader:
         ]
         running = [one for one in list(scheduler.running) if not is_dummy(one.request_id)]
         decodes = [each for each in requests if each.request_id not in sends]
-        expected = partial(scheduler.lengths.total_tokens, end=End.EXPECTED)
-        total_tokens = [expected(each, produced_tokens=each.num_output_tokens) for each in decodes]
-        heavy = sum(total > HEAVY_TOKENS for total in total_tokens)
+        outlook = scheduler.lengths.outlook
+        outlooks = [outlook(each, each.num_output_tokens) for each in decodes]
+        heavy = sum(part for _, part in outlooks)
+        left_tokens = sum(tokens for tokens, _ in outlooks)
+        left_tokens -= sum(each.num_output_tokens for each in decodes)
         fit = scheduler.clock.fit
         return InstanceLoad(
             running=len(running),
@@ -114,7 +115,7 @@ class LoadReader:
             arena_total_bytes=arena.arena_total_bytes,
             heavy=heavy,
             light=len(decodes) - heavy,
-            remaining_tokens=sum(total_tokens) - sum(each.num_output_tokens for each in decodes),
+            remaining_tokens=left_tokens,
             reserved_blocks=self._reserved_blocks() if running else 0,
             step_s=scheduler.clock.step_s,
             prefills_done=sends.prefills_done,
@@ -143,7 +144,8 @@ class LoadReader:
             cpu_s=self._cpu_s(),
             threads=threading.active_count(),
             **self.predictions.numbers(),
-            bucket_tokens=self.lengths_store.lengths.bucket_tokens(),
+            length_coverage=self.lengths_store.lengths.coverage,
+            usual_tokens=self.lengths_store.lengths.usual_tokens(),
             leftovers=self._lasting_leaks(time.monotonic()),
         )
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from runpy import run_path
@@ -28,8 +28,8 @@ from vllm_tetri.engine.compat import COMPLETE, Request, RequestStatus
 from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.handover import DecodeParams
-from vllm_tetri.messages import OutputEnded
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.messages import LengthMap, OutputEnded
+from vllm_tetri.policy.lengths import Lengths, OutputLengths
 from vllm_tetri.predictor.base import Oracle, Predictor, Query, Tally
 from vllm_tetri.predictor.learning import HeadPredictor, replace_file
 from vllm_tetri.types import Prediction, Role
@@ -39,45 +39,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRANULARITY_TOKENS = 200  # paper section 3.3.2
-HEAD, NONE, ORACLE = "head", "none", "oracle"
-_HEAD_GRANULARITY_TOKENS, _HEAD_BUCKETS = 64, 48
+HEAD, HISTOGRAM, ORACLE = "head", "histogram", "oracle"
 # Sequential mode: a prompt without a reply of the predictor starts after this, unpredicted.
 SEQUENTIAL_WAIT_S = 1.0
 SAVE_PERIOD_S = 30.0
-_MOST_BUCKETS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """What the replies of a predictor mean; `predictor` says which one it is."""
-
-    granularity_tokens: int
-    num_buckets: int
-    predictor: str
-
-
-def buckets_of(config: TetriConfig, window_tokens: int) -> Buckets:
-    """Return the buckets of the configured predictor for a model with this window.
+def name_of(config: TetriConfig) -> str:
+    """Return what names the configured predictor in caches.
 
     Raises:
         ConfigError: There is no such artefact.
     """
-    if config.predictor == HEAD:
-        return Buckets(_HEAD_GRANULARITY_TOKENS, _HEAD_BUCKETS, HEAD)
-    if config.predictor in (NONE, ORACLE):
-        count = min(max(1, -(-window_tokens // GRANULARITY_TOKENS)), _MOST_BUCKETS)
-        return Buckets(GRANULARITY_TOKENS, count, config.predictor)
+    if config.predictor in (HEAD, HISTOGRAM, ORACLE):
+        return config.predictor
     folder = Path(config.predictor).absolute()
-    return Buckets(*code_in(folder).describe(folder))
+    return code_in(folder).check(folder)
+
+
+def route_of(request: Request) -> str:
+    """Return what requests have in common whose outputs are alike: the endpoint, by the names that
+    vLLM gives its requests, and the LoRA adapter."""
+    kind = request.request_id.partition("-")[0]
+    adapter = request.lora_request.lora_name if request.lora_request else ""
+    return f"{kind if kind.isalpha() else ''}/{adapter}"
 
 
 class PredictorCode(Protocol):
     """What the file `predictor.py` of a predictor's folder defines."""
 
-    # Tokens per bucket, number of buckets, and what names it in caches. ConfigError if the folder
-    # is damaged.
-    def describe(self, folder: Path) -> tuple[int, int, str]: ...
+    # What names it in caches. ConfigError if the folder is damaged.
+    def check(self, folder: Path) -> str: ...
     # Start it: for prompts of this tokenizer, on these cores if there are any.
     def make(self, folder: Path, tokenizer: str, cores: Sequence[int]) -> Predictor: ...
 
@@ -87,31 +79,26 @@ def code_in(folder: Path) -> PredictorCode:
     path = folder / "predictor.py"
     try:
         code: Any = SimpleNamespace(**run_path(str(path)))
-        if not (callable(code.describe) and callable(code.make)):
-            raise TypeError("describe and make are no functions")
+        if not (callable(code.check) and callable(code.make)):
+            raise TypeError("check and make are no functions")
     except Exception as error:  # whatever the file does
         raise ConfigError(
             f"{option_of('predictor')} {folder}: {path} cannot be loaded: {error}. It defines "
-            "describe and make (docs/predictor.md)"
+            "check and make (docs/predictor.md)"
         ) from error
     found: PredictorCode = code
     return found
 
 
-def make_predictor(
-    config: TetriConfig, vllm_config: VllmConfig, buckets: Buckets, role: Role
-) -> Predictor | None:
+def make_predictor(config: TetriConfig, vllm_config: VllmConfig, role: Role) -> Predictor | None:
     """Start the configured predictor; a process only where prompts are computed."""
-    if config.predictor == NONE:
+    if config.predictor == HISTOGRAM:
         return None
     if config.predictor == ORACLE:
-        return Oracle(buckets.granularity_tokens, buckets.num_buckets)
+        return Oracle()
     if config.predictor == HEAD:
         model = vllm_config.model_config
-        path = state_path(lengths_folder(), model.model, buckets)
-        return HeadPredictor(
-            buckets.granularity_tokens, buckets.num_buckets, path, model.get_hidden_size()
-        )
+        return HeadPredictor(state_path(model.model, HEAD), model.get_hidden_size())
     if role is Role.DECODE:
         return None
     allowed: set[int] = set()
@@ -255,6 +242,20 @@ class Predictions:
         if self._head is not None:
             self._head.learn(ended.transfer, ended.output_tokens, is_cut=ended.is_cut)
 
+    def share(self) -> LengthMap | None:
+        """Return what other instances are to know of lengths, if anything (any thread)."""
+        if (head := self._head) is None or (packed := head.share(self._clock())) is None:
+            return None
+        return LengthMap(head.model, packed)
+
+    def adopt(self, message: LengthMap) -> None:
+        """Take what another instance has learnt, if it is of this model (any thread)."""
+        if (head := self._head) is not None and message.model == head.model:
+            try:
+                head.adopt(message.packed, self._clock())
+            except ValueError as error:
+                logger.warning("lengths that another instance learnt are not used: %s", error)
+
     def end(self, request_id: str, transfer: str = "") -> None:
         """Forget an ended request, whose output another instance writes if it has a transfer."""
         entry = self.entries.pop(request_id, None)
@@ -269,7 +270,7 @@ class Predictions:
             self.predictor.close()
 
 
-def tells_length(request: Request, lengths: Lengths, predicted: Prediction | None) -> bool:
+def tells_length(request: Request, outputs: OutputLengths) -> bool:
     """Whether an ended request tells how long its output was. An aborted one does not, nor one
     that the client's `max_tokens` cut shorter than expected; with `ignore_eos` that limit is
     the length."""
@@ -280,56 +281,51 @@ def tells_length(request: Request, lengths: Lengths, predicted: Prediction | Non
     sampling = request.sampling_params
     if sampling is not None and sampling.ignore_eos:
         return True
-    return request.num_output_tokens >= lengths.total_tokens(predicted, 0, End.EXPECTED)
+    predicted, route = outputs.predict(request.request_id), outputs.route(request)
+    return request.num_output_tokens >= outputs.lengths.outlook(predicted, 0, route)[0]
 
 
-def lengths_folder() -> Path:
-    """Return `${TETRI_CACHE}/lengths`, by default `~/.cache/vllm-tetri/lengths`."""
-    if own := os.environ.get("TETRI_CACHE"):
-        return Path(own) / "lengths"
+def state_path(model: str, predictor: str) -> Path:
+    """Return the file that keeps what was learnt of a model's outputs, in `${TETRI_CACHE}/lengths`,
+    by default `~/.cache/vllm-tetri/lengths`."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "vllm-tetri" / "lengths"
-
-
-def state_path(folder: Path, model: str, buckets: Buckets) -> Path:
-    """Return the file that keeps what was learnt of a model's outputs with these buckets."""
-    key = hashlib.sha256(json.dumps([model, *astuple(buckets)]).encode()).hexdigest()
-    return folder / f"{key[:16]}.json"
+    usual = (Path(cache) if cache else Path.home() / ".cache") / "vllm-tetri"
+    key = hashlib.sha256(json.dumps([model, predictor]).encode()).hexdigest()
+    return Path(os.environ.get("TETRI_CACHE") or usual) / "lengths" / f"{key[:16]}.json"
 
 
 class LengthsStore:
-    """Keeps `lengths` in a JSON file from one start to the next, one file per model, predictor
-    and granularity, in a folder that need not exist. Deleting it only costs what was learnt.
-    Instances that share a file overwrite each other's: they see outputs of the same model."""
+    """Keeps `lengths` in a JSON file from one start to the next, one file per model and predictor,
+    in a folder that need not exist. Deleting it only costs what was learnt. Instances that share a
+    file overwrite each other's: they see outputs of the same model."""
 
-    def __init__(self, folder: Path, model: str, buckets: Buckets) -> None:
-        self.path = state_path(folder, model, buckets)
-        fresh = Lengths(buckets.granularity_tokens, buckets.num_buckets)
-        self.lengths = self._load(fresh) or fresh
+    def __init__(
+        self, path: Path, predict: Callable[[str], Prediction | None], window_tokens: int
+    ) -> None:
+        self.path = path
+        self.lengths = self._load()
+        self.outputs = OutputLengths(self.lengths, predict, window_tokens, route_of)
         self._saved_s = float("-inf")
         self._is_dirty = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tetri-lengths")
 
-    def _load(self, fresh: Lengths) -> Lengths | None:
+    def _load(self) -> Lengths:
         try:
-            lengths = Lengths.from_state(json.loads(self.path.read_bytes()))
-            found = lengths.num_buckets, lengths.granularity_tokens
-            if found != (fresh.num_buckets, fresh.granularity_tokens):
-                raise ValueError("it has {} buckets of {} tokens".format(*found))
+            return Lengths.from_state(json.loads(self.path.read_bytes()))
         except FileNotFoundError:
-            return None
+            pass
         except (OSError, ValueError, RecursionError) as error:
             logger.warning(
                 "%s is ignored: %s. It is written anew; output lengths are learnt again.",
                 self.path, error,
             )  # fmt: skip
-            return None
-        return lengths
+        return Lengths()
 
-    def learn(self, request: Request, predicted: Prediction | None) -> None:
+    def learn(self, request: Request) -> None:
         """Learn the output length of an ended request, if it tells one."""
-        if tells_length(request, self.lengths, predicted):
-            self.lengths.observe(predicted, request.num_output_tokens)
+        if tells_length(request, self.outputs):
+            predicted = self.outputs.predict(request.request_id)
+            self.lengths.observe(predicted, request.num_output_tokens, route_of(request))
             self._is_dirty = True
             if (now := time.monotonic()) - self._saved_s >= SAVE_PERIOD_S:
                 self._saved_s = now
@@ -343,6 +339,9 @@ class LengthsStore:
 
     def _save(self) -> None:
         self._is_dirty = False
-        state = json.dumps(self.lengths.state()) + "\n"
-        write = partial(Path.write_text, data=state)
+        write = partial(_write, self.lengths.state())
         self._writer.submit(replace_file, self.path, "output lengths", write)
+
+
+def _write(state: dict[str, object], path: Path) -> None:
+    path.write_text(json.dumps(state) + "\n")

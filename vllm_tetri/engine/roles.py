@@ -29,7 +29,7 @@ from vllm_tetri.config import (
     parse_pool,
 )
 from vllm_tetri.engine.compat import current_platform, is_cpu, memory_node
-from vllm_tetri.engine.prediction import buckets_of
+from vllm_tetri.engine.prediction import name_of
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.security import read_secret, secret_file_of
 from vllm_tetri.transport.segments import require_memory, sweep_segments
@@ -95,7 +95,7 @@ def expand_role(
     config = config_of(namespace, Role(role), given_options(namespace))
     # The middleware keeps this time, so vLLM need not wait once more.
     namespace.shutdown_timeout = 0
-    buckets_of(config, window_tokens=1)
+    name_of(config)
     read_secret(config.secret_file)
     num_engines = getattr(namespace, "data_parallel_size", None) or 1
     _require_free_ports(config, num_engines)

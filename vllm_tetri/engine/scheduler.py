@@ -47,7 +47,6 @@ from vllm_tetri.engine.transfers import end_requests
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
-from vllm_tetri.policy.lengths import OutputLengths
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.policy.step_cost import StepFit
 from vllm_tetri.types import Role
@@ -82,8 +81,7 @@ class TetriScheduler(Scheduler):
         self.preemptions = self.decodes_done = 0
         self.continuations = continuations_of(self)
         pad_no_drafts(self)
-        self._lengths_store = store = endpoint.lengths_store
-        self.lengths = OutputLengths(store.lengths, endpoint.predictions.get, self.max_model_len)
+        self.lengths = endpoint.lengths_store.outputs
         self.blocks = blocks = PromptBlocks(self.kv_cache_manager)
         self.pins = Pins(self.kv_cache_manager, blocks)
         total_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
@@ -189,7 +187,7 @@ class TetriScheduler(Scheduler):
         self._endpoint.learn(request)
         if request.status in COMPLETE:
             self.gate.record_output(request)  # judged by what was known before it ended
-        self._lengths_store.learn(request, self.lengths.predict(request.request_id))
+        self._endpoint.lengths_store.learn(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         is_new_to_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -7,6 +7,7 @@ finds the copy complete: on a CPU at once. Owner: the worker's main thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm_tetri.engine.compat import loaded_runners
 from vllm_tetri.engine.step import States
 
 _MARK = "_tetri_states"
+_log = logging.getLogger(__name__)
 
 
 class StateReader:
@@ -23,6 +25,7 @@ class StateReader:
 
     def __init__(self) -> None:
         self._wanted: Collection[str] = ()
+        self._is_off = False
         # Copies under way: requests, rows in host memory, and the event behind them.
         self.copies: list[tuple[list[str], torch.Tensor, Any]] = []
 
@@ -37,6 +40,23 @@ class StateReader:
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # with those of EAGLE 3
         if not wanted or not isinstance(hidden, torch.Tensor):  # of a rank that is not the last
             return
+        try:
+            if not self._is_off:
+                self._copy(hidden, wanted, names, ends)
+        except Exception as error:  # lengths are not worth an engine
+            self._is_off = True
+            _log.warning(
+                "hidden states cannot be read here: %r. Output lengths are expected by the "
+                "histogram; --tetri-predictor histogram does not try", error
+            )  # fmt: skip
+
+    def _copy(
+        self,
+        hidden: torch.Tensor,
+        wanted: Collection[str],
+        names: Sequence[str],
+        ends: Sequence[int],
+    ) -> None:
         ends_by_name = zip(names, ends, strict=False)
         rows = {name: int(end) - 1 for name, end in ends_by_name if name in wanted}
         if not rows:

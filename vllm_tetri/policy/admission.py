@@ -195,7 +195,7 @@ ReadRunning = Callable[[], Collection[RequestView]]
 
 class DecodeGate:
     """Decides which waiting requests enter the decode batch of one engine. `end` of a predicted
-    bucket is reserved, and room for `draft_tokens` after it. The first request that is refused
+    length is reserved, and room for `draft_tokens` after it. The first request that is refused
     shuts the gate for the step (`is_shut`): requests after it stay in the queue, and received KV
     stays in the arena. Owner: the engine thread."""
 

@@ -17,7 +17,6 @@ from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from vllm_tetri.policy.lengths import HEAVY_TOKENS
 from vllm_tetri.policy.step_cost import GUESS
 from vllm_tetri.types import (
     ClusterView,
@@ -43,11 +42,7 @@ class Need(NamedTuple):
     num_bytes: int = 0  # size of its KV in a receive arena
     reserved_tokens: float | None = None  # output to reserve for; None for the expected output
     cached_tokens: int = 0  # of the prompt, in the prefix cache where it is computed
-
-    @property
-    def is_heavy(self) -> bool:
-        """Whether a long output is expected (paper section 5.1.1)."""
-        return self.output_tokens > HEAVY_TOKENS
+    heavy_part: float = 1.0  # the probability of a heavy output (paper section 5.1.1)
 
     @property
     def total_tokens(self) -> float:
@@ -77,7 +72,7 @@ class InstanceRow:
         self.chunk_tokens = load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
         self.queued_tokens = load.queued_prefill_tokens
         self.heavy, self.light = load.heavy, load.light
-        self.decodes = load.heavy + load.light  # requests that decode there, or will
+        self.decodes = round(load.heavy + load.light)  # requests that decode there, or will
         self.num_requests = load.running + load.waiting  # as reported
         self.remaining_tokens: float = load.remaining_tokens
         self.base_blocks = load.blocks_total - load.blocks_used - load.reserved_blocks
@@ -116,8 +111,8 @@ class InstanceRow:
 
     def add_decode(self, need: Need) -> None:
         """Count one more request that will decode there."""
-        self.heavy += need.is_heavy
-        self.light += not need.is_heavy
+        self.heavy += need.heavy_part
+        self.light += 1 - need.heavy_part
         self.decodes += 1
         self.step_s += self.request_s
         self.remaining_tokens += need.output_tokens
@@ -152,12 +147,11 @@ class ClusterTable:
         for together in self.devices.values():
             _count_neighbours(together)
 
-    def bucket_tokens(self, num_buckets: int) -> list[float]:
-        """Return the output tokens that instances report by predicted bucket, then without a
-        prediction: means over those that have seen outputs end, empty if none has."""
-        reported = [each.load.bucket_tokens for each in self.view.instances]
-        rows = [tokens for tokens in reported if len(tokens) == num_buckets + 1]
-        return [fmean(column) for column in zip(*rows, strict=True)]
+    def usual_tokens(self) -> int | None:
+        """Return the output tokens that instances report, a mean over those that have seen outputs
+        end; None if none has."""
+        reported = [each.load.usual_tokens for each in self.view.instances]
+        return round(fmean(known)) if (known := [*filter(None, reported)]) else None
 
     def takers(self, me: InstanceInfo, *, any_role: bool = False) -> Takers:
         """Return the instances that can take KV from one: those that decode, or of `any_role`."""

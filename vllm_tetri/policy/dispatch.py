@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from vllm_tetri.policy.adaptive import price_decode
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need, Takers
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths
 from vllm_tetri.types import InstanceId, InstanceInfo, Prediction, Role
 
 # A decode instance has KV at once, but knows the request only when its prompt is done.
@@ -129,7 +129,8 @@ def power_of_two(candidates: DecodeCandidates, need: Need) -> InstanceRow | None
     """Take, of two candidates at random, the one with fewer decodes of the request's kind."""
 
     def decodes(row: InstanceRow) -> tuple[float, float, float]:
-        return (row.heavy if need.is_heavy else row.light), row.remaining_tokens, -row.free_blocks
+        alike = need.heavy_part * row.heavy + (1 - need.heavy_part) * row.light
+        return alike, row.remaining_tokens, -row.free_blocks
 
     return min(candidates.draw(2), key=decodes, default=None)
 
@@ -138,7 +139,7 @@ def power_of_two_ratio(candidates: DecodeCandidates, need: Need) -> InstanceRow 
     """Take, of two candidates at random, the one with the lower heavy:light ratio (the paper)."""
 
     def interference(row: InstanceRow) -> tuple[float, ...]:
-        heavy, light = row.heavy + need.is_heavy, row.light + (not need.is_heavy)
+        heavy, light = row.heavy + need.heavy_part, row.light + 1 - need.heavy_part
         return (heavy / light if light else inf), heavy, light, -row.free_blocks
 
     return min(candidates.draw(2), key=interference, default=None)
@@ -167,7 +168,7 @@ def choose_decode(
         holder = next((row for row in map(candidates.get, most) if row is not None), None)
         if holder is not None and holder.decodes <= best.decodes:
             best = holder
-        reason = f"{best.heavy}:{best.light} heavy:light"
+        reason = f"{best.heavy:.3g}:{best.light:.3g} heavy:light"
         return Dispatch(best.id, best.kv_endpoint, reason, keeps_cache=_keeps_cache(best, need))
     best = candidates.most_arena()
     reason = f"none of {len(candidates.rows)} has capacity: most free arena"
@@ -183,7 +184,7 @@ class DecodeDispatcher:
     """Chooses decode instances for the prefill instance `me`. Owner: one thread.
 
     `lengths` is what outputs turned out to be here, used until decode instances report; `end` of a
-    predicted bucket is reserved; a request without a capable instance is held for `patience_s`."""
+    predicted length is reserved; a request without a capable instance is held for `patience_s`."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class DecodeDispatcher:
         self._policy, self._lengths, self._end = policy, lengths, end
         self._patience_s, self._rng = patience_s, rng
         self._state = ClusterState(GRACE_S)
-        self._bucket_tokens: list[float] = []
+        self._usual_tokens: int | None = None
         self.held: dict[str, float] = {}  # since when, by request without a capable instance
         # A network can be cut between two instances only, which no view shows.
         self._avoid_until_s: dict[str, float] = {}
@@ -208,7 +209,7 @@ class DecodeDispatcher:
         """Take over the table of the newest view."""
         if table is not self._state.table:
             self._state.observe(table)
-            self._bucket_tokens = table.bucket_tokens(self._lengths.num_buckets)
+            self._usual_tokens = table.usual_tokens()
 
     def choose(
         self,
@@ -295,18 +296,27 @@ class DecodeDispatcher:
         self.held.pop(request_id, None)
 
     def need(
-        self, prompt_tokens: int, predicted: Prediction | None, *, num_bytes: int, max_tokens: int
+        self,
+        prompt_tokens: int,
+        predicted: Prediction | None,
+        *,
+        num_bytes: int,
+        max_tokens: int,
+        route: str = "",
     ) -> Need:
         """Work out what a request will take where it is decoded: `num_bytes` of the receive arena,
         and at most the output that client and window allow (the prefill request's limit is 1)."""
-        known = self._bucket_tokens  # as decode instances report; before that, as learnt here
-        expected_tokens = self._lengths.total_tokens(predicted, 0, End.EXPECTED)
-        if predicted is None and known:
-            expected_tokens = round(known[-1])
-        elif predicted is not None and predicted.num_buckets == len(known) - 1:
-            expected_tokens = round(known[predicted.bucket])
+        expected_tokens, heavy = self._lengths.outlook(predicted, 0, route, max_tokens)
         reserved_tokens = expected_tokens
         if predicted is not None and self._end is not End.EXPECTED:
-            reserved_tokens = self._lengths.total_tokens(predicted, 0, self._end)
-        expected_tokens = min(expected_tokens, max_tokens)
-        return Need(prompt_tokens, expected_tokens, num_bytes, min(reserved_tokens, max_tokens))
+            reserved_tokens = self._lengths.total_tokens(predicted, 0, self._end, route)
+        elif predicted is None and self._usual_tokens is not None:  # as decode instances report
+            expected_tokens = reserved_tokens = self._usual_tokens
+            heavy = float(min(expected_tokens, max_tokens) > HEAVY_TOKENS)
+        return Need(
+            prompt_tokens,
+            min(expected_tokens, max_tokens),
+            num_bytes,
+            min(reserved_tokens, max_tokens),
+            heavy_part=heavy,
+        )

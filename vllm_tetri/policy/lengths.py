@@ -1,149 +1,210 @@
 """How long an output will be, given what was predicted and what it has already.
 
-A predictor names a bucket (paper section 3.3.2); what outputs of that bucket turned
-out to be is learnt here and tells how many tokens to expect (docs/policies.md).
+A predictor gives equally likely lengths (`Prediction`); what outputs turned out to be is learnt
+here and corrects them (docs/policies.md).
 
-- One histogram per predicted bucket, one over all outputs for those without a
-  prediction. Counts are halved when a histogram is full, so it forgets.
-- Before anything was seen, a bucket is uniform over its tokens, the last one (which is
-  open) goes on for one more granularity in the mean, wherever it is, and an output
-  without a prediction has a granularity of tokens in the mean. That counts as
-  `_PRIOR_OUTPUTS` observed outputs.
-- An output that has outlived its bucket is in the bucket of the tokens that it has.
+- A line from the logarithms of predicted means to those of lengths tells what a mean is worth, and
+  how far the mean of outputs is off it: where a predictor knows nothing the line is flat. All
+  lengths of a prediction are scaled by that.
+- The lengths at both ends are moved after every output, so that `_OUTSIDE` of the outputs are
+  below the lower one and as many above the upper one, whatever a predictor says and however
+  traffic shifts (quantile tracking: Angelopoulos et al., Conformal PID control, 2023).
+- Without a prediction, and beyond all that was predicted, the outputs of the request's route
+  count, or of all routes while it has few. Before anything was seen the mean of what is left is
+  `_PRIOR_TOKENS`.
+- Counts are halved when there are `_FULL_OUTPUTS`, so it forgets.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
-from math import inf
+from math import exp, inf, log
+from operator import add
 from typing import Any, Protocol
 
-from vllm_tetri.types import Prediction
+from vllm_tetri.types import NUM_LENGTHS, Prediction
 
 # An output is heavy above this many tokens (paper section 5.1.1).
 HEAVY_TOKENS = 128
-_BINS_PER_BUCKET = 10
-_MAX_BINS = 640  # of one histogram, which many narrow buckets share out
-_PRIOR_OUTPUTS = 4.0
-_FULL_OUTPUTS = 1024.0  # of one histogram: it is halved then
+_BIN_TOKENS, _NUM_BINS = 16, 640
+_PRIOR_OUTPUTS, _PRIOR_TOKENS = 4.0, 200
+_FULL_OUTPUTS = 1024.0  # of one histogram, or with predictions: counts are halved then
+# Of some outputs that were as predicted: their number, the sums of the logarithms that were said
+# and that were, of the squares of the former and of the products, and of tokens, and by the line.
+_PRIOR_SUMS = 8.0, 40.0, 40.0, 208.0, 208.0, 2000.0, 2000.0
+_MOST_ROUTES, _ROUTE_OUTPUTS = 32, 32  # routes, and outputs from which on one counts alone
+_OUTSIDE = 0.05  # of outputs, on either side of the ends
+_TRACKING = 0.1  # of the logarithm of an end, for an output outside
+_MOST_SHIFT = 5.0
+_MEMORY_OUTPUTS = 256  # of the coverage
 
 
 class End(StrEnum):
-    """Which length of a bucket stands for it (paper section 5.2.3 takes the lower end)."""
+    """Which length of a distribution stands for it (paper section 5.2.3 takes the lower end)."""
 
-    LOWER = "lower"
+    LOWER = "lower"  # 5 % of outputs are shorter
     EXPECTED = "expected"
-    UPPER = "upper"
+    UPPER = "upper"  # 5 % of outputs are longer
 
 
 class Lengths:
-    """What outputs turned out to be, per predicted bucket of `granularity_tokens`; the last one
-    is open. Owner: one thread. The defaults are the paper's. A prediction of another granularity
-    is taken for the bucket that its lower end is in."""
+    """What outputs turned out to be. Owner: one thread. `coverage` is the part of the newest
+    outputs with a prediction that were between its ends."""
 
-    def __init__(self, granularity_tokens: int = 200, num_buckets: int = 10) -> None:
-        self.granularity_tokens = granularity_tokens
-        self.num_buckets = num_buckets
-        span_tokens = granularity_tokens * num_buckets
-        width = max(1, granularity_tokens // _BINS_PER_BUCKET, -(-span_tokens // _MAX_BINS))
-        num_bins = -(-span_tokens // width)
+    def __init__(self) -> None:
+        self._all = _Histogram()
+        self._routes: dict[str, _Histogram] = {}
+        self._sums = [0.0] * len(_PRIOR_SUMS)  # as those, of outputs
+        self._line = (0.0, 1.0, 1.0)  # offset, slope and factor
+        self._ends = [0.0, 0.0]  # logarithms by which the lower and the upper one are moved
+        self.coverage, self._num_covered = 1 - 2 * _OUTSIDE, 0
 
-        def histogram(start: int, stop: int) -> _Histogram:
-            bins = range(0, num_bins * width, width)
-            prior = [_prior_tokens(bin_, granularity_tokens, start, stop) for bin_ in bins]
-            return _Histogram(width, granularity_tokens, prior)
-
-        starts = range(0, span_tokens - granularity_tokens, granularity_tokens)
-        self._all = histogram(0, 0)
-        self._rows = [histogram(start, start + granularity_tokens) for start in starts]
-        self._rows.append(histogram(span_tokens - granularity_tokens, 0))
-
-    def observe(self, predicted: Prediction | None, actual_tokens: int) -> None:
+    def observe(self, predicted: Prediction | None, actual_tokens: int, route: str = "") -> None:
         """Learn from an output that ended by itself."""
         if actual_tokens < 1:
             return
         self._all.add(actual_tokens)
-        if predicted is not None:
-            self._row(predicted).add(actual_tokens)
+        if route in self._routes or len(self._routes) < _MOST_ROUTES:
+            self._routes.setdefault(route, _Histogram()).add(actual_tokens)
+        if predicted is None or len(predicted.lengths) == 1:
+            return
+        lower, upper = self._between(lengths := predicted.lengths)
+        outside = actual_tokens < lower, actual_tokens > upper
+        self._num_covered = min(self._num_covered + 1, _MEMORY_OUTPUTS)
+        self.coverage += (1 - sum(outside) - self.coverage) / self._num_covered
+        moves = (_TRACKING * (each - _OUTSIDE) for each in outside)
+        self._ends = [_bounded(end + move) for end, move in zip(self._ends, moves, strict=True)]
+        said, was = log(sum(lengths) / NUM_LENGTHS + 1), log(actual_tokens + 1)
+        by_line = self._factor(lengths) * sum(lengths) / NUM_LENGTHS / self._line[-1]
+        new = 1.0, said, was, said * said, said * was, actual_tokens, by_line
+        kept = 0.5 if self._sums[0] >= _FULL_OUTPUTS else 1.0
+        self._sums = [kept * each + one for each, one in zip(self._sums, new, strict=True)]
+        self._fit()
 
-    def total_tokens(self, predicted: Prediction | None, produced_tokens: int, end: End) -> int:
+    def _fit(self) -> None:
+        sums = map(add, _PRIOR_SUMS, self._sums)
+        count, said, was, squares, products, tokens, by_line = sums
+        slope = (products - said * was / count) / max(1.0, squares - said * said / count)
+        self._line = ((was - slope * said) / count, slope, tokens / by_line)
+
+    def _factor(self, lengths: tuple[float, ...]) -> float:
+        if len(lengths) == 1:
+            return 1.0
+        (offset, slope, factor), mean = self._line, log(sum(lengths) / NUM_LENGTHS + 1)
+        return factor * exp(_bounded(offset + slope * mean - mean))
+
+    def _between(self, lengths: tuple[float, ...]) -> tuple[float, float]:
+        low, high = self._ends if len(lengths) > 1 else (0.0, 0.0)
+        factor = self._factor(lengths)
+        return factor * lengths[0] * exp(-low), factor * lengths[-1] * exp(high)
+
+    def total_tokens(
+        self, predicted: Prediction | None, produced_tokens: int, end: End, route: str = ""
+    ) -> int:
         """Return the tokens that the whole output is expected to have: more than
-        `produced_tokens`, and not yet capped by `max_tokens` and window.
-
-        `EXPECTED` is the mean of the outputs that had as many. It stands for every end without a
-        prediction, and for the upper end of the open bucket.
-        """
-        if predicted is None:
-            return self._all.expected_tokens(produced_tokens)
-        if end is End.EXPECTED:
-            return self._row(predicted).expected_tokens(produced_tokens)
-        granularity = predicted.granularity_tokens
-        bucket = max(predicted.bucket, produced_tokens // granularity)
+        `produced_tokens`, and not yet capped by `max_tokens` and window. Without a prediction
+        the expected length stands for every end."""
+        if predicted is None or end is End.EXPECTED:
+            return self.outlook(predicted, produced_tokens, route)[0]
+        total = round(self._between(predicted.lengths)[end is End.UPPER])
+        if total > produced_tokens:
+            return total
         if end is End.LOWER:
-            return max(produced_tokens + 1, bucket * granularity)
-        if bucket + 1 >= predicted.num_buckets:
-            return self._row(predicted).expected_tokens(produced_tokens)
-        return (bucket + 1) * granularity
+            return produced_tokens + 1
+        return self._usual(route).expected_tokens(produced_tokens)
 
-    def bucket_tokens(self) -> tuple[int, ...]:
-        """Expected tokens of an output by predicted bucket, at the end without a prediction;
-        empty before any output ended (any thread)."""
-        if not self._all.num_outputs:
-            return ()
-        return tuple(row.expected_tokens(0) for row in (*self._rows, self._all))
+    def outlook(
+        self,
+        predicted: Prediction | None,
+        produced_tokens: int,
+        route: str = "",
+        most_tokens: int = 1 << 53,
+    ) -> tuple[int, float]:
+        """Return the expected tokens of the whole output, and the probability that it is heavy, of
+        the outputs that had `produced_tokens` and more, all of which end at `most_tokens`."""
+        if predicted is not None:
+            lengths = predicted.lengths
+            factor, count = self._factor(lengths), len(lengths)
+            first = bisect_right(lengths, produced_tokens / factor)
+            if left := lengths[first:]:
+                if left[-1] * factor > most_tokens:
+                    left = tuple([min(each, most_tokens / factor) for each in left])
+                total = round(sum(left) * factor / len(left))
+                num_heavy = count - max(first, bisect_right(lengths, HEAVY_TOKENS / factor))
+                is_long = most_tokens > HEAVY_TOKENS
+                return max(total, produced_tokens + 1), is_long * num_heavy / len(left)
+        usual = self._usual(route)
+        heavy = usual.heavy_part(produced_tokens) if most_tokens > HEAVY_TOKENS else 0.0
+        return max(
+            min(usual.expected_tokens(produced_tokens), most_tokens), produced_tokens + 1
+        ), heavy
 
-    def _row(self, predicted: Prediction) -> _Histogram:
-        bucket = predicted.bucket
-        if predicted.granularity_tokens != self.granularity_tokens:
-            bucket = bucket * predicted.granularity_tokens // self.granularity_tokens
-        rows = self._rows
-        return rows[bucket] if bucket < len(rows) else rows[-1]
+    def usual_tokens(self) -> int:
+        """Return the expected tokens of any output; 0 before one ended (any thread)."""
+        return self._all.expected_tokens(0) if self._all.num_outputs else 0
+
+    def _usual(self, route: str) -> _Histogram:
+        own = self._routes.get(route)
+        return self._all if own is None or own.num_outputs < _ROUTE_OUTPUTS else own
 
     def state(self) -> dict[str, object]:
         """Everything learnt, as plain JSON values; see `from_state`."""
         return {
-            "granularity_tokens": self.granularity_tokens,
-            "num_buckets": self.num_buckets,
-            "all": self._all.values,
-            "rows": [row.values for row in self._rows],
+            "all": [*self._all.values],
+            "routes": {route: [*each.values] for route, each in self._routes.items()},
+            "sums": self._sums,
+            "ends": self._ends,
         }
 
     @classmethod
     def from_state(cls, state: Any) -> Lengths:
         """Return what `state` was taken from; ValueError if that is something else."""
+        lengths = cls()
         try:
-            rows = state["rows"]
-            if len(rows) != state["num_buckets"]:
-                raise ValueError("rows do not match the buckets")
-            lengths = cls(state["granularity_tokens"], len(rows))
-            for histogram, row in zip(lengths._rows, rows, strict=True):
-                histogram.load(row)
             lengths._all.load(state["all"])
-        except (LookupError, OverflowError, TypeError, ValueError) as error:
+            for route, values in state["routes"].items():
+                lengths._routes.setdefault(str(route), _Histogram()).load(values)
+            if len(lengths._routes) > _MOST_ROUTES:
+                raise ValueError("too many routes")
+            lengths._sums = _sound(state["sums"], len(_PRIOR_SUMS))
+            lengths._fit()
+            lengths._ends = [*map(_bounded, _sound(state["ends"], 2, least=-_MOST_SHIFT))]
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"not a state of lengths: {error!r}") from error
         return lengths
 
 
-class _Histogram:
-    """Lengths of outputs in bins, and `_prior_tokens` at the start of each. `values` are the counts
-    of the bins, then the outputs that are longer than the last bin, and their tokens."""
+def _sound(values: Any, count: int, least: float = 0.0) -> list[float]:
+    """Return so many finite numbers of at least that; ValueError if they are something else."""
+    numbers = [*map(float, values)]
+    if len(numbers) != count or not all(least <= each < inf for each in numbers):
+        raise ValueError("too many or too few numbers, or some that are none")
+    return numbers
 
-    def __init__(self, width_tokens: int, granularity_tokens: int, prior: list[float]) -> None:
-        self._width_tokens = width_tokens
-        self._granularity_tokens = granularity_tokens
-        self._prior_tokens = prior
-        self.values = [0.0] * (len(prior) + 2)
+
+def _bounded(shift: float) -> float:
+    return max(-_MOST_SHIFT, min(_MOST_SHIFT, shift))
+
+
+class _Histogram:
+    """Lengths of outputs in bins. `values` are the counts of the bins, then the outputs that are
+    longer than the last bin, and their tokens."""
+
+    def __init__(self) -> None:
+        self.values = [0.0] * (_NUM_BINS + 2)
         self.num_outputs = 0.0
         self._table: list[int] = []  # expected tokens by bin of what is there
+        self._outlived: list[float] = []  # outputs of at least as many tokens, by bin
         self._rest_tokens = 0  # expected beyond the bins, on top of what is there
 
     def add(self, num_tokens: int) -> None:
-        num_bins, bin_ = len(self._prior_tokens), num_tokens // self._width_tokens
-        self.values[min(bin_, num_bins)] += 1.0
-        if bin_ >= num_bins:
+        bin_ = num_tokens // _BIN_TOKENS
+        self.values[min(bin_, _NUM_BINS)] += 1.0
+        if bin_ >= _NUM_BINS:
             self.values[-1] += num_tokens
         self.num_outputs += 1.0
         if self.num_outputs >= _FULL_OUTPUTS:
@@ -153,48 +214,48 @@ class _Histogram:
 
     def expected_tokens(self, produced_tokens: int) -> int:
         table = self._table or self._tabulate()
-        bin_ = produced_tokens // self._width_tokens
+        bin_ = produced_tokens // _BIN_TOKENS
         if bin_ >= len(table):
             return produced_tokens + self._rest_tokens
         expected = table[bin_]
         return expected if expected > produced_tokens else produced_tokens + 1
 
+    def heavy_part(self, produced_tokens: int) -> float:
+        """Return the part of the outputs with `produced_tokens` and more that is heavy."""
+        if produced_tokens > HEAVY_TOKENS:
+            return 1.0
+        if not self._table:
+            self._tabulate()
+        prior = _PRIOR_OUTPUTS * exp((produced_tokens - HEAVY_TOKENS) / _PRIOR_TOKENS)
+        heavy = prior + self._outlived[HEAVY_TOKENS // _BIN_TOKENS]
+        return heavy / (_PRIOR_OUTPUTS + self._outlived[produced_tokens // _BIN_TOKENS])
+
     def _tabulate(self) -> list[int]:
         """Tabulate the mean of outputs at least as long as the start of each bin, the prior's
-        among them."""
+        among them: geometric, and so without a memory."""
         *counts, num_beyond, beyond_tokens = self.values
-        middle = (self._width_tokens - 1) / 2
-        sums = [count * (bin_ * self._width_tokens + middle) for bin_, count in enumerate(counts)]
-        outputs = list(accumulate(reversed(counts), initial=num_beyond))
-        tokens = list(accumulate(reversed(sums), initial=beyond_tokens))
+        middle = (_BIN_TOKENS - 1) / 2
+        sums = [count * (bin_ * _BIN_TOKENS + middle) for bin_, count in enumerate(counts)]
+        outputs = list(accumulate(reversed(counts), initial=num_beyond))[:0:-1]
+        tokens = list(accumulate(reversed(sums), initial=beyond_tokens))[:0:-1]
+        self._outlived = outputs  # first, as another thread may read while there is a table
         table = self._table = [
-            round((_PRIOR_OUTPUTS * prior + its_tokens) / (_PRIOR_OUTPUTS + its_outputs))
-            for prior, its_tokens, its_outputs in zip(
-                self._prior_tokens, tokens[:0:-1], outputs[:0:-1], strict=True
+            round(
+                (_PRIOR_OUTPUTS * (bin_ * _BIN_TOKENS + _PRIOR_TOKENS) + its_tokens)
+                / (_PRIOR_OUTPUTS + its_outputs)
             )
+            for bin_, (its_tokens, its_outputs) in enumerate(zip(tokens, outputs, strict=True))
         ]
-        excess_tokens = max(0.0, beyond_tokens - num_beyond * len(counts) * self._width_tokens)
-        prior_tokens = _PRIOR_OUTPUTS * self._granularity_tokens
+        excess_tokens = max(0.0, beyond_tokens - num_beyond * _NUM_BINS * _BIN_TOKENS)
+        prior_tokens = _PRIOR_OUTPUTS * _PRIOR_TOKENS
         rest_tokens = (prior_tokens + excess_tokens) / (_PRIOR_OUTPUTS + num_beyond)
         self._rest_tokens = max(1, round(rest_tokens))
         return table
 
     def load(self, values: list[float]) -> None:
-        if len(values) != len(self.values) or not all(0 <= each < inf for each in values):
-            raise ValueError("a histogram has another size, or no counts from 0 on")
-        self.values = [*map(float, values)]
+        self.values = _sound(values, len(self.values))
         self.num_outputs = sum(self.values[:-1])
         self._table = []
-
-
-def _prior_tokens(produced_tokens: int, granularity: int, start: int, stop: int) -> float:
-    """Mean before any output was seen, of outputs of at least `produced_tokens`: geometric, and
-    so without a memory, where there is no `stop`; uniform in any other bucket."""
-    if not stop:
-        return max(start, produced_tokens) + granularity
-    if produced_tokens >= stop:  # it has outlived its bucket
-        start, stop = 0, (produced_tokens // granularity + 1) * granularity
-    return (max(start, produced_tokens) + stop - 1) / 2
 
 
 class RequestView(Protocol):
@@ -225,11 +286,22 @@ class OutputLengths:
     lengths: Lengths
     predict: Callable[[str], Prediction | None]  # what is predicted of a request, by its id
     window: int  # the longest prompt plus output, in tokens
+    route: Callable[[Any], str] = lambda request: ""  # requests of one route are alike
 
     def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
         """Return the tokens of the whole output, given that it has `produced_tokens`: more than
         those, and no more than `max_tokens` and the window allow (any thread)."""
-        predicted = self.predict(request.request_id)
-        total_tokens = self.lengths.total_tokens(predicted, produced_tokens, end)
-        most_tokens = min(request.max_tokens, self.window - request.num_prompt_tokens)
-        return max(produced_tokens + 1, min(total_tokens, most_tokens))
+        if end is End.EXPECTED:
+            return self.outlook(request, produced_tokens)[0]
+        predicted, route = self.predict(request.request_id), self.route(request)
+        total_tokens = self.lengths.total_tokens(predicted, produced_tokens, end, route)
+        return max(produced_tokens + 1, min(total_tokens, self._most_tokens(request)))
+
+    def outlook(self, request: RequestView, produced_tokens: int) -> tuple[int, float]:
+        """Return the expected tokens of the whole output, as `total_tokens`, and the probability
+        that it is heavy (any thread)."""
+        predicted, route = self.predict(request.request_id), self.route(request)
+        return self.lengths.outlook(predicted, produced_tokens, route, self._most_tokens(request))
+
+    def _most_tokens(self, request: RequestView) -> int:
+        return min(request.max_tokens, self.window - request.num_prompt_tokens)

@@ -43,18 +43,14 @@ class Oracle:
     """A `Predictor` that knows, for experiments: the length that the client fixed by `ignore_eos`
     with `max_tokens`."""
 
-    def __init__(self, granularity_tokens: int, num_buckets: int) -> None:
-        self._granularity_tokens, self._num_buckets = granularity_tokens, num_buckets
+    def __init__(self) -> None:
         self._known: list[tuple[str, Prediction | None]] = []
         self.tally = Tally()
 
     def ask(self, query: Query) -> None:
-        prediction = None
-        if query.output_tokens is not None:
-            buckets = self._num_buckets, self._granularity_tokens
-            prediction = Prediction.of(query.output_tokens, *buckets)
-            self.tally.made += 1
-        self._known.append((query.name, prediction))
+        tokens = query.output_tokens
+        self._known.append((query.name, Prediction((tokens,)) if tokens is not None else None))
+        self.tally.made += tokens is not None
 
     def poll(self) -> list[tuple[str, Prediction | None]]:
         known, self._known = self._known, []

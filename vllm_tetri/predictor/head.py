@@ -10,16 +10,18 @@ An output that was cut off counts as the mean of the lengths that it could have 
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_tetri.types import NUM_LENGTHS, Prediction
+
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
+LEVELS = (np.arange(NUM_LENGTHS) + 0.5) / NUM_LENGTHS
+_MOST_LOG, _MOST_NUMBER = 16.0, 1e30  # of a length, and of a map
 _LEAST_SAMPLES = 32  # below, it predicts nothing
 _MOST_SAMPLES, _MOST_BYTES = 1024, 32 << 20
 _NEW_PART = 0.05  # of the samples, before the map is solved anew
@@ -37,21 +39,43 @@ class Sample:
     is_cut: bool = False  # it would have been longer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Weights:
     """The map, and how far off it was."""
 
     mean: Floats  # of the states, (width,)
     scale: Floats
     slopes: Floats
-    offset: float
-    residuals: Doubles  # sorted
-    usual_tokens: float  # the median of the lengths, which needs no state
+    spread: Floats  # the logarithm of the usual length, and quantiles of what to add to a score
+    num_samples: int
 
-    def quantile_tokens(self, state: Floats, quantile: float) -> float:
-        """Return the length that this part of such outputs does not exceed."""
-        score = float(_scaled(state, self.mean, self.scale) @ self.slopes) + self.offset
-        return float(np.exp(score + self.residuals[int(quantile * len(self.residuals))]))
+    @property
+    def usual_tokens(self) -> float:
+        """Return the median of the lengths, which needs no state."""
+        return float(np.exp(self.spread[0]))
+
+    def predict(self, state: Floats) -> Prediction:
+        """Return the distribution of the length of an output whose prompt has this state."""
+        score = float(_scaled(state, self.mean, self.scale) @ self.slopes)
+        return Prediction(tuple(np.exp(np.minimum(score + self.spread[1:], _MOST_LOG)).tolist()))
+
+    def pack(self) -> bytes:
+        """Return the numbers of the map; see `unpack`."""
+        parts = [np.array([self.num_samples]), self.spread, self.mean, self.scale, self.slopes]
+        return np.concatenate(parts, dtype=np.float32).tobytes()
+
+    @classmethod
+    def unpack(cls, packed: bytes, width: int) -> Weights:
+        """Return what `pack` made; ValueError if it is something else, or for other states."""
+        numbers = np.frombuffer(packed, np.float32)
+        is_ours = len(numbers) == 2 + NUM_LENGTHS + 3 * width and numbers[0] >= 1
+        if not (is_ours and (abs(numbers) < _MOST_NUMBER).all()):
+            raise ValueError("no map of hidden states like those here")
+        spread, rest = numbers[1 : 2 + NUM_LENGTHS], numbers[2 + NUM_LENGTHS :]
+        if (np.diff(spread[1:]) < 0).any():
+            raise ValueError("quantiles that do not ascend")
+        mean, scale, slopes = rest.reshape(3, width)
+        return cls(mean, scale, slopes, spread, int(numbers[0]))
 
 
 class Learner:
@@ -103,29 +127,11 @@ class Learner:
             logs = _completed(np.log(tokens), self._is_cut[:count], logs - residuals, residuals)
             dual, residuals = _solve(spectrum, logs)
         slopes = (scaled.T @ dual / self.width).astype(np.float32)
-        offset, usual_tokens = float(logs.mean()), float(np.median(tokens))
-        self.weights = Weights(mean, scale, slopes, offset, np.sort(residuals), usual_tokens)
-
-    def save(self, path: Path) -> None:
-        """Write the samples; they tell all that was learnt."""
-        oldest_first = np.arange(self._next - self.num_samples, self._next) % len(self._tokens)
-        with path.open("wb") as file:
-            np.savez(file, states=self._states[oldest_first], tokens=self._tokens[oldest_first],
-                     is_cut=self._is_cut[oldest_first])  # fmt: skip
-
-    def load(self, path: Path) -> None:
-        """Take the samples that `save` wrote; ValueError if the file is something else, or of
-        another model."""
-        try:
-            with path.open("rb") as opened, np.load(opened) as file:
-                states, tokens, is_cut = file["states"], file["tokens"], file["is_cut"]
-            if states.shape != (len(tokens), self.width) or is_cut.shape != tokens.shape:
-                raise ValueError("they are of another model")
-        except (EOFError, LookupError, TypeError, ValueError, zipfile.BadZipFile) as error:
-            raise ValueError(f"it holds no samples of lengths: {error}") from error
-        for state, length, cut in zip(states, tokens, is_cut, strict=True):
-            if np.isfinite(length):
-                self.add(Sample(state, int(length), bool(cut)))
+        if not np.isfinite(slopes).all():
+            raise np.linalg.LinAlgError("no finite map")
+        quantiles = logs.mean() + np.quantile(residuals, LEVELS)
+        spread = np.array([np.log(np.median(tokens)), *quantiles], np.float32)
+        self.weights = Weights(mean, scale, slopes, spread, count)
 
 
 def _scaled(states: Floats, mean: Floats, scale: Floats) -> Floats:

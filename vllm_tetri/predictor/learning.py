@@ -16,19 +16,21 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import uniform
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from vllm_tetri.predictor.base import Query, Tally
-from vllm_tetri.predictor.head import Floats, Learner, Sample
+from vllm_tetri.predictor.head import Floats, Learner, Sample, Weights
 from vllm_tetri.types import Prediction
 
 _MOST_PARKED = 4096  # prompts whose outputs other instances write, and outputs not learnt yet
 SHARE = 0.05  # of the time
 _LEAST_PAUSE_S = 0.5
-_SAVE_PERIOD_S = 30.0
+_SAVE_PERIOD_S = _SHARE_PERIOD_S = 30.0
 _JUDGED_OUTPUTS = 32  # before any prediction is given
 _MEMORY_OUTPUTS = 256
 _BETTER = 0.97  # of the histogram's error, to begin with
@@ -87,19 +89,21 @@ class HeadPredictor:
     """Predicts from hidden states. Used by the engine thread, but for `learn`; the trainer's owns
     the learner and the comparison, of which others read single values."""
 
-    def __init__(self, granularity_tokens: int, num_buckets: int, path: Path, width: int) -> None:
-        self._granularity_tokens, self._num_buckets = granularity_tokens, num_buckets
+    def __init__(self, path: Path, width: int) -> None:
         self.tally, self.comparison = Tally(), Comparison()
         self.unread: dict[str, bool] = {}  # prompts to compute, and whether nothing of them is
         self._states: dict[str, list[_State]] = {}  # of prompts that are here
         self._parked: OrderedDict[str, list[_State]] = OrderedDict()  # by transfer
         self._found: list[tuple[str, Prediction | None]] = []
         self._learner = Learner(width)
+        self._given: Weights | None = None  # by another instance of the model
+        self._shared_s = 0.0  # when weights were last sent or given
         # States of outputs that ended, their tokens, and whether they were cut; not learnt yet.
         self._ended: deque[tuple[list[_State], int, bool]] = deque(maxlen=_MOST_PARKED)
         self._has_warned = False
         self._stop = threading.Event()
-        self._path = path.with_suffix(".npz")
+        self._path = path.with_suffix(".head")
+        self.model = path.stem  # names model and predictor among instances
         self._load()
         self._trainer = threading.Thread(target=self._train, name="tetri-head", daemon=True)
         self._trainer.start()
@@ -108,6 +112,12 @@ class HeadPredictor:
     def num_samples(self) -> int:
         """Return from how many states it has learnt."""
         return self._learner.num_samples
+
+    @property
+    def weights(self) -> Weights | None:
+        """Return the own map, unless another one has seen twice as many outputs."""
+        own, given = self._learner.weights, self._given
+        return own if given is None or (own and 2 * own.num_samples > given.num_samples) else given
 
     # -- Predictor ----------------------------------------------------------------
 
@@ -146,12 +156,12 @@ class HeadPredictor:
         if not np.isfinite(values).all():
             self._refuse(name)
             return
-        state, prediction, weights = _State(values), None, self._learner.weights
+        state, prediction, weights = _State(values), None, self.weights
         if weights is not None:
-            state = _State(values, weights.quantile_tokens(values, 0.5), weights.usual_tokens)
+            found = weights.predict(values)
+            state = _State(values, found.median_tokens, weights.usual_tokens)
             if self.comparison.is_good:
-                buckets = self._num_buckets, self._granularity_tokens
-                prediction = Prediction.of(state.expected_tokens, *buckets)
+                prediction = found
                 self.tally.made += not states
         states.append(state)
         self._found.append((name, prediction))
@@ -181,6 +191,25 @@ class HeadPredictor:
         if states := self._states.pop(name, []) or self._parked.pop(name, []):
             self._ended.append((states, num_tokens, is_cut))
 
+    def share(self, now: float) -> bytes | None:
+        """Return the map that other instances are to have, if none was told of as good ones
+        lately. Instances wait for different times, so that one of them speaks (any thread)."""
+        weights = self._learner.weights
+        if weights is None or weights is not self.weights or now < self._shared_s:
+            return None
+        self._shared_s = now + _SHARE_PERIOD_S * uniform(1, 2)
+        return weights.pack()
+
+    def adopt(self, packed: bytes, now: float) -> None:
+        """Use what another instance has learnt while it has seen more outputs (any thread).
+        ValueError if that is no map of states like those here."""
+        weights = Weights.unpack(packed, self._learner.width)
+        own = self._learner.weights
+        if own is None or weights.num_samples >= 0.9 * own.num_samples:
+            self._shared_s = now + _SHARE_PERIOD_S * uniform(1, 2)
+        if self._given is None or 2 * weights.num_samples > self._given.num_samples:
+            self._given = weights
+
     # -- the trainer's thread -------------------------------------------------------
 
     def _train(self) -> None:
@@ -188,8 +217,7 @@ class HeadPredictor:
         pools = ThreadpoolController()
         paths = [each["filepath"] for each in pools.info() if "numpy" in each["filepath"]]
         pools.select(filepath=paths).limit(limits=1)
-        self._solve(self._learner.fit)
-        saved_s, is_dirty = time.monotonic(), False
+        saved_s, saved = time.monotonic(), self.weights
         while True:
             is_closed, began = self._stop.is_set(), time.monotonic()
             while self._ended:
@@ -197,19 +225,20 @@ class HeadPredictor:
                 self.comparison.judge(states, num_tokens, is_cut=is_cut)
                 for state in states:
                     self._learner.add(Sample(state.values, num_tokens, is_cut))
-                is_dirty = True
-            self._solve(self._learner.refresh)
-            if is_dirty and (is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S):
-                saved_s, is_dirty = time.monotonic(), False
-                replace_file(self._path, "what the length head learnt", self._learner.save)
+            self._refresh()
+            is_due = is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S
+            if is_due and (weights := self.weights) is not saved and weights is not None:
+                saved_s, saved = time.monotonic(), weights
+                write = partial(Path.write_bytes, data=weights.pack())
+                replace_file(self._path, "what the length head learnt", write)
             if is_closed:
                 return
             busy_s = time.monotonic() - began
             self._stop.wait(max(_LEAST_PAUSE_S, busy_s * (1 / SHARE - 1)))
 
-    def _solve(self, solve: Callable[[], None]) -> None:
+    def _refresh(self) -> None:
         try:
-            solve()
+            self._learner.refresh()
         except np.linalg.LinAlgError as error:  # comes again when more outputs are new
             _log.warning("lengths are predicted by what was learnt before, until more outputs are "
                          "new: the newest could not be learnt from (%s)", error)  # fmt: skip
@@ -217,6 +246,6 @@ class HeadPredictor:
     def _load(self) -> None:
         with suppress(FileNotFoundError):
             try:
-                self._learner.load(self._path)
-            except (PermissionError, ValueError) as error:
+                self._given = Weights.unpack(self._path.read_bytes(), self._learner.width)
+            except (OSError, ValueError) as error:
                 _log.warning("%s is ignored: %s. Lengths are learnt again.", self._path, error)

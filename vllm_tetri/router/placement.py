@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from math import inf
-from statistics import fmean
 from typing import NamedTuple
 
 from vllm_tetri.handover import MAX_HOLDERS, MAX_MARKS, Fetch, PrefillParams
@@ -377,10 +376,7 @@ class Placer:
         self._residency.retain(known)
         for gone in self._cache_seqs.keys() - known:
             del self._cache_seqs[gone]
-        lengths = [
-            each.load.bucket_tokens[-1] for each in view.instances if each.load.bucket_tokens
-        ]
-        self._output_tokens = fmean(lengths) if lengths else _UNKNOWN_OUTPUT_TOKENS
+        self._output_tokens = table.usual_tokens() or _UNKNOWN_OUTPUT_TOKENS
         self._arena_tokens = {
             model: max(
                 (row.arena_tokens for row in rows if row.role is not Role.PREFILL), default=inf

@@ -37,7 +37,7 @@ class Entry:
         # Resolved when the last chunk of the prompt begins.
         self.last_chunk: asyncio.Future[Dispatched] | None = None
         self.prompt_tokens: int | None = None
-        self.predicted: int | None = None  # lower end of the predicted bucket, in tokens
+        self.predicted: int | None = None  # output tokens, the median
         self.generated = 0  # streamed events, an early first token included
         self.reason = ""  # why the prompt went where it went
         self.has_output = False  # the client has received something, or is about to
@@ -115,7 +115,7 @@ class Entry:
         self.dispatched.add(message.decode)
         self._count()
         if message.predicted is not None:
-            self.predicted = message.predicted.bucket * message.predicted.granularity_tokens
+            self.predicted = round(message.predicted.median_tokens)
         waiting = self.last_chunk
         if message.ending is not None and waiting is not None and not waiting.done():
             waiting.set_result(message)

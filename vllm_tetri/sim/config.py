@@ -11,7 +11,6 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import End
 from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS
 from vllm_tetri.types import InstanceId, InstanceInfo, Role
 
 MODEL = "model"
@@ -54,8 +53,7 @@ class EngineConfig:
     sched_batch: int = 16  # prompts that are ordered together
     admission: str = "reserve-dynamic"
     decode_order: str = "fcfs"  # of `admission.ENTRY_ORDERS`
-    end: End = End.EXPECTED  # of a predicted bucket, which is reserved
-    buckets: tuple[int, int] = (NUM_BUCKETS, GRANULARITY_TOKENS)  # of predictions
+    end: End = End.EXPECTED  # of a predicted length, which is reserved
     kv_token_bytes: int | None = None  # KV of a token, for links; None if unknown
     # From the arrival of a request until the engine has it; the longest of a cluster counts.
     front_s: float = 0.0

@@ -14,13 +14,13 @@ from vllm_tetri.policy.adaptive import PriceCandidates, price_route
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.fetch import FetchPlan, Prefix
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.residency import Chain, Residency
 from vllm_tetri.policy.route import Route, RouteCandidates, Split, Whole, choose_route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NAME_TOKENS, NUM_BUCKETS, RequestSpec
+from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec
 from vllm_tetri.types import InstanceId
 
 _USUAL_PROMPT_TOKENS = 512
@@ -85,7 +85,7 @@ class SplitMode(SimMode):
     def __init__(self, config: ClusterConfig) -> None:
         self._state = ClusterState(_GRACE_S)
         self._routes: RouteCandidates | None = None
-        self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any output
+        self._lengths = Lengths()  # as before any output
         self._dispatchers = {
             each.id: DecodeDispatcher(
                 each.info,
@@ -167,8 +167,7 @@ class AdaptiveMode(SplitMode):
         self._candidates: PriceCandidates | None = None
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
-        known = table.bucket_tokens(NUM_BUCKETS)
-        expected = round(known[-1]) if known else self._lengths.total_tokens(None, 0, End.EXPECTED)
+        expected = table.usual_tokens() or self._lengths.outlook(None, 0)[0]
         if self._candidates is None or table is not self._state.table:
             self._state.observe(table)
             usual = Need(_USUAL_PROMPT_TOKENS, expected)

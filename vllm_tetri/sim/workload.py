@@ -146,7 +146,7 @@ def predicted(arrivals: Iterable[Arrival], accuracy: float, seed: int) -> list[R
         is_right, step = rng.random() < accuracy, rng.choice((-1, 1))
         if not is_right:
             bucket += step if 0 <= bucket + step < NUM_BUCKETS else -step
-        guess = Prediction(bucket, NUM_BUCKETS, GRANULARITY_TOKENS)
+        guess = Prediction.of_bucket(bucket, GRANULARITY_TOKENS)
         specs.append(RequestSpec(number, at_s, prompt, output, guess))
     return specs
 

@@ -184,7 +184,7 @@ def at_random(candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
 
 def imbalance(candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
     """Dispatch policy: heavy decodes to the first candidate, light ones to any (figure 19)."""
-    if need.is_heavy:
+    if need.heavy_part > 0.5:
         return next(iter(candidates.with_capacity()), None)
     return at_random(candidates, need)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute, token_s, tpot_s, ttft_s
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import Dispatch
-from vllm_tetri.policy.lengths import End, Lengths
+from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.policy.route import Route, Split, Whole
 from vllm_tetri.sim.config import MODEL, ClusterConfig
 from vllm_tetri.sim.modes import SimMode
 from vllm_tetri.sim.request import SimRequest
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
+from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId, Role
 
 # Queues of more full batches of prompts than these are too long. The paper names no number.
@@ -28,16 +28,15 @@ class PairedMode(SimMode):
 
     def __init__(self, config: ClusterConfig) -> None:
         self._state = ClusterState(_GRACE_S)
-        self._lengths = Lengths(GRANULARITY_TOKENS, NUM_BUCKETS)  # as before any output
+        self._lengths = Lengths()  # as before any output
         self._decodes: dict[int, InstanceId] = {}  # of split requests
 
     def look(self, table: ClusterTable, spec: RequestSpec) -> Need:
         """Read a new table. Returns the expected size of a request."""
         self._state.observe(table)
-        known, predicted = table.bucket_tokens(NUM_BUCKETS), spec.predicted
-        tokens = self._lengths.total_tokens(predicted, 0, End.EXPECTED)
-        if known:
-            tokens = round(known[-1] if predicted is None else known[predicted.bucket])
+        tokens, _ = self._lengths.outlook(spec.predicted, 0)
+        if spec.predicted is None:
+            tokens = table.usual_tokens() or tokens
         return Need(spec.prompt_tokens, tokens)
 
     @property

@@ -83,7 +83,7 @@ def least_loaded(candidates: DecodeCandidates, need: Need) -> InstanceRow | None
     """Dispatch policy: the candidate with the fewest decodes (DistServe)."""
 
     def decodes(row: InstanceRow) -> tuple[int, int]:
-        return row.heavy + row.light, -row.free_blocks
+        return row.decodes, -row.free_blocks
 
     return min(candidates.with_capacity(), key=decodes, default=None)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.admission import ENTRY_ORDERS, DecodeGate
-from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths, OutputLengths
+from vllm_tetri.policy.lengths import Lengths, OutputLengths
 from vllm_tetri.policy.queue import PromptQueue
 from vllm_tetri.sim.config import InstanceConfig
 from vllm_tetri.sim.cost.step_cost import linear
@@ -28,8 +28,7 @@ class TetriInstance(Instance):
         self.queue: PromptQueue[SimRequest] = PromptQueue(
             order, engine.sched_batch, engine.block_size, self._uncached_tokens
         )
-        num_buckets, granularity_tokens = engine.buckets
-        self.lengths = Lengths(granularity_tokens, num_buckets)
+        self.lengths = Lengths()
         self.arena_tokens = 0  # in use, in whole blocks, by KV that arrives or waits
         self._opened: deque[SimRequest] = deque()  # transfers that wait for memory there
         self.held: deque[SimRequest] = deque()  # waiting for the batch, with all KV here or lost
@@ -309,11 +308,8 @@ class TetriInstance(Instance):
                     produced = 0 if requests is self.coming else request.num_output_tokens
                     rows.append((request, produced))
                     context_tokens += request.num_computed_tokens
-        totals = [
-            self.lengths.total_tokens(request.spec.predicted, produced, End.EXPECTED)
-            for request, produced in rows
-        ]
-        heavy = sum(total > HEAVY_TOKENS for total in totals)
+        outlooks = [self.lengths.outlook(each.spec.predicted, produced) for each, produced in rows]
+        heavy = sum(part for _, part in outlooks)
         under_way = dict(self._shares)
         again_tokens = sum(  # of requests whose KV was lost
             max(0, each.num_prompt_tokens - each.num_computed_tokens - under_way.get(each, 0))
@@ -333,8 +329,8 @@ class TetriInstance(Instance):
             arena_used_bytes=self.arena_tokens,
             arena_total_bytes=self.engine.arena_tokens,
             heavy=heavy,
-            light=len(totals) - heavy,
-            remaining_tokens=sum(totals) - sum(produced for _, produced in rows),
+            light=len(rows) - heavy,
+            remaining_tokens=sum(total for total, _ in outlooks) - sum(each for _, each in rows),
             reserved_blocks=self.gate.admission.reserved_blocks if running else 0,
             prompt_tokens_done=self.prompt_tokens_done,
             cost=linear(self.engine.cost),
@@ -342,5 +338,5 @@ class TetriInstance(Instance):
             chunk_tokens=self.engine.chunk_tokens,
             handover_s=config.handover_base_s,
             handover_token_s=token_s,
-            bucket_tokens=self.lengths.bucket_tokens(),
+            usual_tokens=self.lengths.usual_tokens(),
         )
