@@ -45,7 +45,7 @@ def test_a_seed_determines_the_figures(
     play = every_case[key].play
     first = play(1)
     assert first == play(1)
-    assert first != play(2)
+    assert any(first != play(seed) for seed in (2, 3, 4))  # a rate may be found twice
 
 
 def test_shortest_first_waits_least_and_longest_first_most(
