@@ -18,10 +18,10 @@ from tests.sim.builders import steps
 from vllm_tetri.engine import scheduler as engine_scheduler
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, InstanceConfig
-from vllm_tetri.sim.workload import GRANULARITY_TOKENS, NUM_BUCKETS, RequestSpec
+from vllm_tetri.sim.workload import GRANULARITY_TOKENS, RequestSpec
 from vllm_tetri.types import InstanceId, Prediction, Role, StepCoefficients, TransferId
 
-WINDOW_TOKENS = GRANULARITY_TOKENS * NUM_BUCKETS  # so that there are as many buckets
+WINDOW_TOKENS = 2000
 _WORD, _STOP = 7, 3
 
 

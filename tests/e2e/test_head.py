@@ -11,7 +11,7 @@ from tests.e2e.prompts import chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-OWN = {"serve": ("--tetri-predictor", "head", "--tetri-decode-order", "shortest")}
+OWN = {"serve": ("--tetri-decode-order", "shortest")}  # the head is the default
 # Prompts of one chunk and of several, outputs that the client bounds.
 LENGTHS = [20 + 13 * at for at in range(12)]
 ASKED = [completion(length, max_tokens=length // 2, ignore_eos=False) for length in LENGTHS]

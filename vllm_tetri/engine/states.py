@@ -38,11 +38,11 @@ class StateReader:
         requests, in the order of the batch."""
         wanted, self._wanted = self._wanted, ()
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # with those of EAGLE 3
-        if not wanted or not isinstance(hidden, torch.Tensor):  # of a rank that is not the last
+        is_last = isinstance(hidden, torch.Tensor)  # of the pipeline's ranks
+        if self._is_off or not wanted or not is_last:
             return
         try:
-            if not self._is_off:
-                self._copy(hidden, wanted, names, ends)
+            self._copy(hidden, wanted, names, ends)
         except Exception as error:  # lengths are not worth an engine
             self._is_off = True
             _log.warning(

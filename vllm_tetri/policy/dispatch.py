@@ -308,9 +308,9 @@ class DecodeDispatcher:
         and at most the output that client and window allow (the prefill request's limit is 1)."""
         expected_tokens, heavy = self._lengths.outlook(predicted, 0, route, max_tokens)
         reserved_tokens = expected_tokens
-        if predicted is not None and self._end is not End.EXPECTED:
-            reserved_tokens = self._lengths.total_tokens(predicted, 0, self._end, route)
-        elif predicted is None and self._usual_tokens is not None:  # as decode instances report
+        if self._end is not End.EXPECTED:
+            reserved_tokens = self._lengths.total_tokens(predicted, 0, self._end, route, max_tokens)
+        if predicted is None and self._usual_tokens is not None:  # as decode instances report
             expected_tokens = reserved_tokens = self._usual_tokens
             heavy = float(min(expected_tokens, max_tokens) > HEAVY_TOKENS)
         return Need(

@@ -103,19 +103,21 @@ class Lengths:
         return factor * lengths[0] * exp(-low), factor * lengths[-1] * exp(high)
 
     def total_tokens(
-        self, predicted: Prediction | None, produced_tokens: int, end: End, route: str = ""
+        self,
+        predicted: Prediction | None,
+        produced_tokens: int,
+        end: End,
+        route: str = "",
+        most_tokens: int = 1 << 53,
     ) -> int:
-        """Return the tokens that the whole output is expected to have: more than
-        `produced_tokens`, and not yet capped by `max_tokens` and window. Without a prediction
-        the expected length stands for every end."""
-        if predicted is None or end is End.EXPECTED:
-            return self.outlook(predicted, produced_tokens, route)[0]
-        total = round(self._between(predicted.lengths)[end is End.UPPER])
-        if total > produced_tokens:
-            return total
-        if end is End.LOWER:
-            return produced_tokens + 1
-        return self._usual(route).expected_tokens(produced_tokens)
+        """Return the expected tokens of the whole output: more than `produced_tokens`, else at most
+        `most_tokens`. Without a prediction the mean stands for every end."""
+        if predicted is not None and end is not End.EXPECTED:
+            total = round(self._between(predicted.lengths)[end is End.UPPER])
+            if total > produced_tokens or end is End.LOWER:
+                return max(produced_tokens + 1, min(total, most_tokens))
+            predicted = None
+        return self.outlook(predicted, produced_tokens, route, most_tokens)[0]
 
     def outlook(
         self,
@@ -291,11 +293,9 @@ class OutputLengths:
     def total_tokens(self, request: RequestView, end: End, *, produced_tokens: int) -> int:
         """Return the tokens of the whole output, given that it has `produced_tokens`: more than
         those, and no more than `max_tokens` and the window allow (any thread)."""
-        if end is End.EXPECTED:
-            return self.outlook(request, produced_tokens)[0]
         predicted, route = self.predict(request.request_id), self.route(request)
-        total_tokens = self.lengths.total_tokens(predicted, produced_tokens, end, route)
-        return max(produced_tokens + 1, min(total_tokens, self._most_tokens(request)))
+        most_tokens = self._most_tokens(request)
+        return self.lengths.total_tokens(predicted, produced_tokens, end, route, most_tokens)
 
     def outlook(self, request: RequestView, produced_tokens: int) -> tuple[int, float]:
         """Return the expected tokens of the whole output, as `total_tokens`, and the probability

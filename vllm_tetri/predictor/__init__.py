@@ -1,1 +1,1 @@
-"""How long will the answer be? Data, training, evaluation and serving (paper section 3.3.2)."""
+"""Output lengths: the length head, and what any predictor offers (paper section 3.3.2)."""
