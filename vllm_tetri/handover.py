@@ -34,6 +34,7 @@ RANK_DRAINED = signal.SIGRTMIN
 MAX_ATTEMPTS = 4
 MAX_HOLDERS = 16  # of a prompt's prefix that a prefill instance is told of
 MAX_MARKS = 32  # of it
+MAX_CHOICES = 128  # outputs of one request that move together
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
@@ -78,11 +79,12 @@ class PriorOutput(msgspec.Struct, frozen=True):
     """Output tokens that exist already; the next instance continues after them.
 
     ``logprobs`` holds vLLM's arrays as `encode_logprobs` wrote them, bit for bit; empty when the
-    client wants none.
+    client wants none, or with ``is_seen`` has them already.
     """
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     logprobs: str = ""
+    is_seen: bool = False
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -125,6 +127,17 @@ class DecodeParams(msgspec.Struct, frozen=True, tag="decode"):
     cached_tokens: NumTokens = 0  # as the prefill instance counted them
     held_tokens: NumTokens = 0  # of the prompt, that the transfer leaves out
     prefill: InstanceId = InstanceId("")  # that sends the KV
+    # Of a running output that moves here: of how many tokens, prompt and output, the KV comes, for
+    # each choice.
+    kv_tokens: Annotated[list[NumTokens], msgspec.Meta(max_length=MAX_CHOICES)] = []
+
+    def of_choice(self, index: int) -> DecodeParams:
+        """Return the parameters of one choice of an output that moves."""
+        if not self.kv_tokens:
+            return self
+        index = min(index, len(self.kv_tokens) - 1)
+        name, kv_tokens = choice_name(self.transfer, index), [self.kv_tokens[index]]
+        return msgspec.structs.replace(self, transfer=name, kv_tokens=kv_tokens)
 
 
 Handover = PrefillParams | Prefilled | DecodeParams | Fetch
@@ -188,6 +201,11 @@ def prefix_of(router: str) -> str:
 def attempt_name(transfer: TransferId, attempt: int) -> TransferId:
     """Name the n-th attempt of a transfer; the first has the plain name."""
     return transfer if attempt == 0 else TransferId(f"{transfer}~{attempt}")
+
+
+def choice_name(transfer: TransferId, index: int) -> TransferId:
+    """Name the transfer of one choice of an output that moves; the first has the plain name."""
+    return transfer if index == 0 else TransferId(f"{transfer}+{index}")
 
 
 def attempt_names(transfer: TransferId) -> tuple[TransferId, ...]:

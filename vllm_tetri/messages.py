@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import msgspec
 
 from vllm_tetri.errors import ProtocolError
+from vllm_tetri.handover import MAX_CHOICES, NumTokens
 from vllm_tetri.types import (
     Flip,
     InstanceId,
@@ -28,7 +29,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 8
+VERSION = 9
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_WORDS = 4096  # characters of a reason
@@ -127,6 +128,26 @@ class Flipped(msgspec.Struct, frozen=True, tag=True):
     epoch: Epoch
 
 
+class Moving(msgspec.Struct, frozen=True, tag=True):
+    """Instance → router: by an order to move a running output, the KV of `kv_tokens` tokens of each
+    choice is on its way, and the decode request may be opened. With a `problem` the output does not
+    move, or not any more: it continues here, if it has not ended."""
+
+    request: RequestId
+    transfer: TransferId
+    kv_tokens: Annotated[list[NumTokens], msgspec.Meta(max_length=MAX_CHOICES)] = []
+    digest: str = ""
+    prompt_token_ids: list[int] = []
+    predicted: Prediction | None = None
+    problem: Words = ""
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """Instance → router: a choice that moved here goes on; its transfer, of the first choice."""
+
+    transfer: TransferId
+
+
 class WhoAreYou(msgspec.Struct, frozen=True, tag=True):
     """Router → instance: I do not know you (yet); send `Hello`."""
 
@@ -209,6 +230,17 @@ class RoleCommitted(msgspec.Struct, frozen=True, tag=True):
     at_s: Seconds
 
 
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """Router → instance: move a running output to the instance `target`, if it still runs and
+    that is possible; answered by `Moving`. `CancelTransfer` calls it off."""
+
+    request: RequestId
+    transfer: Annotated[TransferId, msgspec.Meta(min_length=1, max_length=128)]
+    target: InstanceId
+    kv_endpoint: Annotated[str, msgspec.Meta(max_length=256)]
+    num_choices: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+
+
 class CancelTransfer(msgspec.Struct, frozen=True, tag=True):
     """Router → prefill and decode instance: the request was cancelled."""
 
@@ -240,7 +272,16 @@ class LengthMap(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRouter = (
-    Hello | LoadReport | CacheReport | Dispatched | OutputEnded | LengthMap | Flipped | Goodbye
+    Hello
+    | LoadReport
+    | CacheReport
+    | Dispatched
+    | Moving
+    | Moved
+    | OutputEnded
+    | LengthMap
+    | Flipped
+    | Goodbye
 )
 ToInstance = (
     OutputEnded
@@ -252,6 +293,7 @@ ToInstance = (
     | Drain
     | FlipRole
     | RoleCommitted
+    | Move
     | CancelTransfer
     | TransferLost
 )

@@ -38,7 +38,13 @@ _NEVER_S = float("-inf")
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Published = messages.Dispatched | messages.OutputEnded | messages.LengthMap
+Published = (
+    messages.Dispatched
+    | messages.Moving
+    | messages.Moved
+    | messages.OutputEnded
+    | messages.LengthMap
+)
 
 
 class EngineSide(Protocol):
@@ -50,6 +56,7 @@ class EngineSide(Protocol):
     def unfinished(self, role: Role) -> str: ...  # a role's work that is left, in words
     def is_idle(self) -> bool: ...  # it takes a new role before anything else that it does
     def cancel(self, transfer: TransferId) -> None: ...  # its request was cancelled
+    def move(self, order: messages.Move) -> None: ...  # a running output to another instance
     def lose(self, transfer: TransferId) -> None: ...  # its prefill instance is unresponsive
     def on_output_ended(self, message: messages.OutputEnded) -> None: ...  # of a prompt from here
     def on_length_map(self, message: messages.LengthMap) -> None: ...  # another one learnt it
@@ -384,6 +391,8 @@ class Agent:
                 self._send_hello(link)
             case messages.SendCache():
                 self._send_cache(link)
+            case messages.Move():
+                self._ask("moving an output", None, self._engine.move, message)
             case messages.CancelTransfer(transfer=transfer):
                 self._ask("cancelling a transfer", None, self._engine.cancel, transfer)
             case messages.TransferLost(transfer=transfer):

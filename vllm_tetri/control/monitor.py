@@ -36,6 +36,7 @@ class RouterSide(Protocol):
 
     def on_hello(self, info: InstanceInfo) -> None: ...  # it is not known to be ready
     def on_dispatched(self, message: messages.Dispatched) -> None: ...
+    def on_move(self, message: messages.Moving | messages.Moved) -> None: ...
     def on_cache(self, report: messages.CacheReport) -> bool: ...  # False: one is missing
     def on_cut_off(self, instance: InstanceId) -> None: ...  # it left before it had finished
     def on_flip(self, instance: InstanceId, flip: Flip) -> None: ...  # done or rolled back
@@ -236,6 +237,9 @@ class Monitor:
                     self._router.on_dispatched(message)
                 else:
                     self._ask_for_hello(sender)
+            case messages.Moving() | messages.Moved():
+                if sender in self.members.names:
+                    self._router.on_move(message)
             case messages.OutputEnded(prefill=prefill):
                 if sender in self.members.names:
                     self.send(prefill, message)

@@ -234,6 +234,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         meta = StepMeta(loads=self.endpoint.receives.take_loads())
         self.endpoint.pool.fill(meta)
         self.endpoint.sends.fill(meta, scheduler_output)
+        self.endpoint.moves.fill(meta, scheduler_output)
         meta.is_empty = not scheduler_output.total_num_scheduled_tokens
         meta.reads = self.endpoint.predictions.reads(
             scheduler_output.num_scheduled_tokens, self.endpoint.scheduler.requests
@@ -248,7 +249,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
             endpoint.pool.report(report)
             endpoint.sends.report(report)
             # vLLM asserts on an id that it does not hold; never return one.
-            connector_output.finished_sending = endpoint.sends.take_freeable(report)
+            freeable = endpoint.sends.take_freeable(report) | endpoint.moves.report(report)
+            connector_output.finished_sending = freeable
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -257,7 +259,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint.receives.finish(request)
         endpoint.pool.release(request.request_id)
         endpoint.cache.record_request(request)
-        must_stay, prefilled = endpoint.sends.finish(request, block_ids)
+        must_stay, prefilled = endpoint.moves.finish(request), None
+        if must_stay is None:
+            must_stay, prefilled = endpoint.sends.finish(request, block_ids)
         self._send_notes()
         if prefilled is None:
             endpoint.scheduler.record_decoded(request)

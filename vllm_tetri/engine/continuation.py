@@ -27,11 +27,12 @@ from vllm_tetri.engine.compat import (
     LogprobsLists,
     NewRequestData,
     Request,
+    RequestStatus,
     Scheduler,
     StructuredOutputManager,
 )
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import KEY, PriorOutput
+from vllm_tetri.handover import KEY, PriorOutput, unseen_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +197,9 @@ class Continuations:
         token_ids = list(prior_output.token_ids)
         try:
             text = prior_output.logprobs
+            wanted = request.sampling_params and request.sampling_params.num_logprobs
+            if prior_output.is_seen and wanted is not None:
+                text = unseen_logprobs(token_ids)
             logprobs = decode_logprobs(text, token_ids, self._vocabulary) if text else None
             reason = self._reason_against(request, token_ids, logprobs)
         except ProtocolError:
@@ -210,11 +214,22 @@ class Continuations:
             self.refused[reason] = self.refused.get(reason, 0) + 1
             return
         if len(token_ids) > 1:
-            # vLLM does not expect a prefix hit beyond the prompt of a new request.
-            request.skip_reading_prefix_cache = True
+            # vLLM asserts that what a new request has in caches is no more than its prompt, when it
+            # counts that; this one's was counted where it began.
+            request.prefill_stats = None
         request.append_output_token_ids(token_ids)
         self.entries[request.request_id] = _Entry(token_ids, logprobs)
         self.num_continued += 1
+
+    def begin_late(
+        self, request: Request, prior_output: PriorOutput, manager: StructuredOutputManager
+    ) -> None:
+        """Append prior output to a queued request, unless it has begun without."""
+        if request.status is RequestStatus.WAITING and not request.num_computed_tokens:
+            self.begin(request, prior_output)
+            asked = request.structured_output_request
+            if asked is not None and asked.grammar is not None:
+                self.accept_grammar(request, manager)
 
     def _reason_against(
         self, request: Request, token_ids: list[int], logprobs: LogprobsLists | None
@@ -257,18 +272,22 @@ class Continuations:
             if entry is not None:
                 data.prompt_token_ids = ContinuedPrompt(request.all_token_ids, len(entry.token_ids))
 
-    def show(self, outputs: list[EngineCoreOutput]) -> None:
-        """Put prior output in front of the first tokens sampled here."""
+    def show(self, outputs: list[EngineCoreOutput]) -> list[str]:
+        """Put prior output in front of the first tokens sampled here; return the requests of which
+        these are."""
+        shown = []
         for output in outputs:
             entry = self.entries.get(output.request_id)
             if entry is None or entry.is_shown or not output.new_token_ids:
                 continue
             entry.is_shown = True
+            shown.append(output.request_id)
             if output.prefill_stats is not None:  # metrics count a prompt on its first instance
                 output.prefill_stats.num_prompt_tokens = 0
             output.new_token_ids = [*entry.token_ids, *output.new_token_ids]
             if entry.logprobs is not None and output.new_logprobs is not None:
                 output.new_logprobs = _joined(entry.logprobs, output.new_logprobs)
+        return shown
 
     def forget(self, request_id: str) -> None:
         """Forget an ended request."""

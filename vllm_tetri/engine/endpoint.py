@@ -30,6 +30,7 @@ from vllm_tetri.engine.compat import Request, is_cpu
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.identity import checkpoint_name, served_names
 from vllm_tetri.engine.load import LoadReader
+from vllm_tetri.engine.moves import Moves, choice_of
 from vllm_tetri.engine.pool import Pool, pool_places
 from vllm_tetri.engine.prediction import (
     LengthsStore,
@@ -44,7 +45,7 @@ from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.errors import TransferError
 from vllm_tetri.handover import RANK_DRAINED, DecodeParams, Fetch, PrefillParams
-from vllm_tetri.messages import CacheReport, LengthMap, OutputEnded
+from vllm_tetri.messages import CacheReport, LengthMap, Move, OutputEnded
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.transport.nixl import offer_nixl
@@ -132,6 +133,14 @@ class Endpoint(LoadReader):
             vllm_config.model_config.max_model_len,
             self.scheduler.kv_cache_manager,
             self.dispatcher,
+        )
+        self.moves = Moves(
+            shape.layout,
+            self.scheduler,
+            self.predictions,
+            self.sends.handovers,
+            self.agent,
+            config.transfer_timeout_s,
         )
         self._has_started = True
         if multiprocessing.parent_process() is not None:  # an engine process, in its main thread
@@ -289,8 +298,10 @@ class Endpoint(LoadReader):
                 self.sends.add(request, params)
                 self.predictions.begin(request)
             case DecodeParams():
+                params = params.of_choice(choice_of(request.request_id))
                 if params.transfer and not self.alone:
-                    self.receives.add(request, params, request.num_prompt_tokens)
+                    num_tokens = next(iter(params.kv_tokens), request.num_prompt_tokens)
+                    self.receives.add(request, params, num_tokens)
                 self.predictions.keep(request.request_id, params)
             case _:
                 self.predictions.begin(request)
@@ -318,7 +329,12 @@ class Endpoint(LoadReader):
     def cancel(self, transfer: TransferId) -> None:
         """Drop a transfer whose request was cancelled."""
         self.sends.cancel(transfer)
+        self.moves.cancel(transfer)
         self.receives.cancel(transfer)
+
+    def move(self, order: Move) -> None:
+        """Move a running output to another instance."""
+        self.moves.order(order)
 
     def read_cache(self, seq: int, *, is_all: bool) -> CacheReport | None:
         """Return what changed in the prefix cache since the last call, or all that it holds; None
@@ -377,6 +393,7 @@ class Endpoint(LoadReader):
         self.info = self.dispatcher.policy.me = replace(self.info, identity=identity)
         self.agent.describe(self.info)
         self.sends.stop_unfinished()
+        self.moves.stop("its KV may become invalid")
         self.receives.close()
         logger.warning(
             "%s exchanges no KV until it is started again and serves requests alone: vLLM cleared "

@@ -20,6 +20,7 @@ from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import KVCacheConfig, KVCacheManager, Request
 from vllm_tetri.engine.continuation import Continuations
 from vllm_tetri.engine.dispatcher import Dispatcher
+from vllm_tetri.engine.moves import Moves
 from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.pool import Pool
 from vllm_tetri.engine.prediction import LengthsStore, Predictions
@@ -59,6 +60,7 @@ class SchedulerState(Protocol):
     lengths: OutputLengths
     continuations: Continuations
     clock: StepClock
+    num_spec_tokens: int  # most drafts of a decode
     chunk_tokens: int  # most prompt tokens of a step
     preemptions: int  # how often a request lost its blocks
     decodes_done: int  # requests decoded here that ended
@@ -78,6 +80,7 @@ class LoadReader:
     agent: Agent
     dispatcher: Dispatcher
     sends: SendSide
+    moves: Moves
     pool: Pool
     receives: ReceiveSide
     predictions: Predictions
@@ -178,7 +181,7 @@ class LoadReader:
         )
         counts = {
             Work.REQUESTS: requests,
-            Work.HAND_OVERS: len(self.sends),
+            Work.HAND_OVERS: len(self.sends) + len(self.moves),
             Work.TRANSFERS: self.receiver.stats().slots,
         }
         left = [work for work in counts if counts[work] and work in DRAINS[role]]
@@ -196,7 +199,7 @@ class LoadReader:
         finished = len(requests)
         num_receives = len(self.receives)
         num_loading = sum(not self.receives.knows(each) for each in list(self.pool.loading))
-        used = len(self.sends) + num_receives + num_loading  # what uses blocks
+        used = len(self.sends) + len(self.moves) + num_receives + num_loading  # what uses blocks
         arena, waiting = self.receiver.stats(), scheduler.waiting
         own_slots = arena.slots - arena.filling - arena.unclaimed - arena.quarantined
         found = {

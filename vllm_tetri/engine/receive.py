@@ -36,7 +36,7 @@ MAX_REMEMBERED = 4096
 
 
 class ReceiveSide:
-    """Requests of this instance of whose prompt another one computed all, or a prefix."""
+    """Requests of this instance of whose prompt another one computed all, or a prefix, or more."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class ReceiveSide:
         self._consumed = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._unwanted = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._loads: list[Load] = []
+        self.unmoved: set[str] = set()  # requests that are to end, since they did not move here
         self.is_closed = False
         self.loads_done = self.loads_failed = self.loaded_bytes = self.num_gone = 0
         self.fetched_tokens = self.fetches_failed = 0
@@ -103,6 +104,11 @@ class ReceiveSide:
         """Whether all KV of a request's prompt was to come from another instance."""
         entry = self._entries.get(request_id)
         return entry is not None and not entry.is_fetch
+
+    def moved_by(self, request_id: str) -> TransferId | None:
+        """Return the transfer by which a request moved here, if it did."""
+        entry = self._entries.get(request_id)
+        return entry.params.transfer if entry is not None and entry.is_move else None
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a prompt has to wait for the prefix that it fetches."""
@@ -172,11 +178,12 @@ class ReceiveSide:
         """
         entry = self._entries.get(request.request_id)
         if entry is None or entry.state is State.DONE:
-            return 0, False
+            return (None if request.request_id in self.unmoved else 0), False
         if entry.state is State.LOADING:
             return None, False  # preempted before its load was reported
         if entry.state is State.WAITING and not self._try_take(request, entry):
-            return (None if entry.state is State.WAITING else 0), False
+            is_waiting = entry.state is State.WAITING or entry.request_id in self.unmoved
+            return (None if is_waiting else 0), False
         total_tokens = min(request.num_tokens - 1, entry.num_tokens)
         num_tokens = total_tokens - num_local_tokens
         held_tokens = entry.params.held_tokens
@@ -241,12 +248,17 @@ class ReceiveSide:
             reason = f"no KV arrived within {entry.wait_s:g} s{option}"
         else:
             return
+        self._receiver.cancel(name)
+        if entry.is_move:  # the router knows better where the output goes on
+            logger.info("request %s does not move here: %s", entry.request_id, reason)
+            self.unmoved.add(entry.request_id)
+            self._give_back(entry)
+            return
         logger.log(
             logging.INFO if entry.is_fetch else logging.WARNING,
             "KV transfer %s: %s. This instance computes the prompt of request %s itself.",
             name, reason, entry.request_id,
         )  # fmt: skip
-        self._receiver.cancel(name)
         self._fail(entry)
 
     def _fail(self, entry: Receive) -> None:
@@ -324,6 +336,7 @@ class ReceiveSide:
 
     def finish(self, request: Request) -> None:
         """Forget a request that ended in any way."""
+        self.unmoved.discard(request.request_id)
         entry = self._entries.get(request.request_id)
         if entry is None:
             return

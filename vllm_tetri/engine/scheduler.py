@@ -229,6 +229,7 @@ class TetriScheduler(Scheduler):
         super().set_pause_state(pause_state)
 
     def _prepare_step(self) -> None:
+        self._endpoint.moves.begin_step()
         self._look_for_arrivals()
         wait_s = 0.0 if self.running else self._arrival_wait_s
         self.waiting.let_in(self._endpoint.predictions, wait_s)
@@ -287,18 +288,16 @@ class TetriScheduler(Scheduler):
     def _look_for_arrivals(self) -> None:
         """Take KV and first tokens that other instances sent."""
         receives, now = self._endpoint.receives, time.monotonic()
-        num_busy = len(self.running) + len(self.kv_holding_waiting)
-        if not num_busy and 0 < len(self.waiting) <= receives.num_waiting:
+        parked = self._endpoint.moves.num_waiting
+        num_busy = len(self.running) + len(self.kv_holding_waiting) - parked
+        if not num_busy and 0 < len(self.waiting) + parked <= receives.num_waiting + parked:
             receives.wait(self._arrival_wait_s)
         if self.waiting.held_back or now - self._pinned_s >= self._pin_period_s:
             self._pinned_s = now
             receives.pin_arrived(self.requests)
         for request_id, prior_output in receives.take_outputs():
-            request = self.requests[request_id]
-            is_new = request.status is RequestStatus.WAITING and not request.num_computed_tokens
-            # A grammar that is compiled already would miss the token.
-            if is_new and request.structured_output_request is None:
-                self.continuations.begin(request, prior_output)
+            request, manager = self.requests[request_id], self.structured_output_manager
+            self.continuations.begin_late(request, prior_output, manager)
 
     def _decode_tokens(self) -> int:
         """Return the tokens that decodes take of this step: one each, and drafts."""
@@ -326,6 +325,8 @@ class TetriScheduler(Scheduler):
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         # vLLM lets this method lower what a request gets of a step.
+        if request.request_id in self._endpoint.moves.parked:
+            return 0
         if self._cuts_freely:
             share = self._shares.get(request.request_id, num_new_tokens)
             # One whose prefix was loaded in the background may be started, but not in the batch.
@@ -361,9 +362,11 @@ class TetriScheduler(Scheduler):
         self._endpoint.predictions.take(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for each in outputs.values():
-            self.continuations.show(each.outputs)
+            shown = self.continuations.show(each.outputs)
+            self._endpoint.moves.tell_moved(shown, self._endpoint.receives)
             pass_on_logprobs(each.outputs)
-        end_requests(self, self._endpoint.sends.refused, outputs)
+        ended = self._endpoint.sends.refused | self._endpoint.receives.unmoved
+        end_requests(self, ended, outputs)
         if self._probe is not None:
             self._probe.after_step(remove_dummy_outputs(outputs))
         elif self._has_padded:

@@ -38,7 +38,7 @@ class Lost(msgspec.Struct, frozen=True, tag="lost"):
 
 
 class FirstTokens(msgspec.Struct, frozen=True, tag="first"):
-    """Output tokens that follow the prompt whose KV the transfer carries."""
+    """Output tokens after the prompt whose KV the transfer carries, up to the first one without."""
 
     transfer: str
     prior_output: PriorOutput
@@ -46,7 +46,7 @@ class FirstTokens(msgspec.Struct, frozen=True, tag="first"):
 
 Note = Lost | FirstTokens
 
-MAX_NOTE_BYTES = 4096
+MAX_NOTE_BYTES = 64 << 10  # what the transport carries as a message
 # What may be loaded in a step, for each distinct shard of the KV: that takes 6 ms on a CPU, by one
 # thread at 10 GB/s, and 1 ms on a GPU, by DMA at the 25 GB/s of PCIe 4, which has not run.
 CPU_LOAD_BYTES, LOAD_BYTES = 64 << 20, 32 << 20

@@ -87,7 +87,7 @@ class Receive:
 
     request_id: str
     params: DecodeParams | Fetch
-    num_tokens: int  # of the prompt, that the transfer is for
+    num_tokens: int  # that the transfer is for: of the prompt, or more of an output that moves
     wait_s: float  # until the deadline
     deadline: float
     awaits_output: bool
@@ -97,6 +97,11 @@ class Receive:
     is_background: bool = False
     num_loaded: int = 0  # ranks that have executed the load
     gone: bool = False  # the request ended while workers were loading
+
+    @property
+    def is_move(self) -> bool:
+        """Whether an output goes on here that began elsewhere."""
+        return isinstance(self.params, DecodeParams) and bool(self.params.kv_tokens)
 
     @property
     def is_fetch(self) -> bool:

@@ -27,7 +27,15 @@ from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.router.server import CLIENT, BodyReader
-from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, InstanceView, Mode, Role
+from vllm_tetri.types import (
+    FLIP_DEADLINE_S,
+    InstanceId,
+    InstanceState,
+    InstanceView,
+    Mode,
+    RequestId,
+    Role,
+)
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
 
@@ -96,6 +104,12 @@ class DrainOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: Deadline = None
 
 
+class MoveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /tetri/v1/requests/{id}/move`."""
+
+    to: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+
 class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /tetri/v1/instances/{id}/flip`."""
 
@@ -133,6 +147,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
         web.post("/tetri/v1/instances/{id}/flip", routes.flip),
         web.get("/tetri/v1/cache", routes.cache),
         web.get("/tetri/v1/requests", routes.requests),
+        web.post("/tetri/v1/requests/{id}/move", routes.move),
         web.get("/tetri/v1/mode", routes.mode),
         web.post("/tetri/v1/mode", routes.set_mode),
     ])  # fmt: skip
@@ -279,6 +294,12 @@ class _Routes:
             "is_under_way": is_under_way,
         }
         return _json(content, status=202 if is_under_way else 200)
+
+    async def move(self, request: web.Request) -> web.Response:
+        name = RequestId(request.match_info["id"])
+        order = decode_order(await self._bodies.read(request), MoveBody, "order to move")
+        source = self._scheduler.moves.order(name, InstanceId(order.to))
+        return _json({"id": name, "from": source, "to": order.to}, status=202)
 
     async def mode(self, _: web.Request) -> web.Response:
         return _json({"mode": self._scheduler.placer.mode})

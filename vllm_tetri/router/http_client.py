@@ -64,6 +64,7 @@ class HttpResponse:
         self._connection: _Connection | None = connection
         self._error: HttpError | None = None
         self._body = asyncio.StreamReader(_MAX_UNREAD_BYTES)
+        self._peeked = b""
         self._body.set_transport(transport)
         self.feed = self._body.feed_data
         self.status, self.headers = status, headers
@@ -73,12 +74,25 @@ class HttpResponse:
     async def read_some(self) -> bytes:
         """Return the bytes since the last call, at least one; empty at the end. Raises
         `ConnectionLost` if the rest will not come."""
+        if self._peeked:
+            some, self._peeked = self._peeked, b""
+            return some
         if self._connection is not None:
             self._connection.begin_reading()
         some = await self._body.read(_MAX_BODY_BYTES)
         if not some and self._error is not None:
             raise self._error
         return some
+
+    async def peek(self) -> bytes:
+        """Wait for more bytes and return all unread ones, which stay unread; empty at the end."""
+        before, self._peeked = self._peeked, b""
+        try:
+            more = await self.read_some()
+        finally:
+            self._peeked = before
+        self._peeked += more
+        return self._peeked if more else b""
 
     async def read(self) -> bytes:
         """Return all unread bytes; raises `ConnectionLost` if some will not come, or there are

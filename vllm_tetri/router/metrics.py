@@ -68,6 +68,13 @@ class Metrics(Collector):
         self.fetches = counter(
             "fetches", "Prefixes to be fetched, by what their holder did: sent; refused (lost it); "
             "failed; late.", ("outcome",))
+        self.moves = counter(
+            "moves", "Running outputs that were to move to another instance, by why (order, drain, "
+            "flip, memory, balance) and what came of it: moved; refused, failed, late: "
+            "it stayed; ended: it ended before.", ("reason", "outcome"))
+        self.move_pause = histogram(
+            "move_pause_seconds", "Between the last event of a stream before a move and the next.",
+            buckets=_GAP_SECONDS)
         self.retries = counter(
             "retries", "Requests sent to another instance because one failed before the client had "
             "a byte.")

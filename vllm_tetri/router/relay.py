@@ -19,6 +19,7 @@ from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity
 from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
 from vllm_tetri.router.http_client import HttpResponse
+from vllm_tetri.router.mover import Mover
 from vllm_tetri.router.request import CHAT, ApiRequest
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
 from vllm_tetri.router.retry import RECOVERS_S, Attempts, Scheduler
@@ -54,11 +55,13 @@ class Relay:
         self._early: _EarlyResponse | None = None
         self._fetching: Fetching | None = None
         self._first: FirstToken | None = None  # from prefill
+        self._mover = Mover(request, entry, self._output, scheduler, self._send)
         self._writer: InstanceInfo | None = None  # of what the client receives
         self.route = "none" if request.rules is None else "passed"
 
     async def serve(self) -> web.StreamResponse:
         """Serve the request; raises `Refusal` if no instance could and the client has no byte."""
+        self._mover.begin()
         try:
             return await self._try_until_served()
         except Refusal as refusal:
@@ -70,6 +73,7 @@ class Relay:
             self._entry.on(Event.FAIL)
             return await self._output.break_off(refusal)
         finally:
+            self._mover.close()
             self._drop_transfer()
 
     async def _try_until_served(self) -> web.StreamResponse:
@@ -77,10 +81,15 @@ class Relay:
         while True:
             try:
                 return await self._attempt(may_split)
+            except asyncio.CancelledError:
+                if not self._mover.was_interrupted():
+                    raise
             except InstanceAtLimit as error:
                 self._scheduler.record_at_limit(error.instance)
                 self._at_limit.add(error.instance)
             except InstanceFailed as error:
+                if await self._mover.rescue():
+                    continue
                 await self._refuse_bad_media(error)
                 self._output.record_break(error)
                 await self._attempts.record_failure(error)
@@ -106,6 +115,11 @@ class Relay:
             raise Refusal(500, error.internal) from error
 
     async def _attempt(self, may_split: bool) -> web.StreamResponse:
+        if (successor := self._mover.take()) is not None:
+            self._entry.send_aggregated(successor.instance.id)
+            self._writer = successor.instance
+            self._output.record_move()
+            return await self._output.receive(successor.instance, successor.response)
         if self._entry.has_output:
             return await self._resume()
         route, instance = self._place(may_split, self._attempts.excluded())

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from math import ceil, inf
 from typing import Protocol, cast
 
+from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import InstanceFailed, Refusal
 from vllm_tetri.router.fetching import Fetches
@@ -117,6 +118,7 @@ class PoisonFilter:
 class Scheduler(Protocol):
     """The parts of `GlobalScheduler` that serve a request."""
 
+    monitor: Monitor
     placer: Placer
     metrics: Metrics
     adapters: Adapters

@@ -13,7 +13,7 @@ from math import inf
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched
+from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched, Moved, Moving
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase
@@ -23,6 +23,7 @@ from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.metrics import Metrics
+from vllm_tetri.router.moves import Moves
 from vllm_tetri.router.placement import LATE, Placer
 from vllm_tetri.router.relay import Relay
 from vllm_tetri.router.request import ApiRequest
@@ -104,10 +105,12 @@ class GlobalScheduler:
             max_queue_delay_s=config.max_queue_delay_s,
         )
         self.fetches = Fetches(self.placer, self.monitor, self.upstream, self.metrics)
+        self.moves = Moves(self.monitor, self.table, any_role=config.mode is Mode.ADAPTIVE)
         self.set_mode(config.mode)
 
     async def close(self) -> None:
         """Release every socket and task. Idempotent."""
+        await self.moves.close()
         await self.flips.close()
         await self._liveness.close()
         self.monitor.close()
@@ -117,6 +120,7 @@ class GlobalScheduler:
         """Serve new requests in another mode; requests in flight are not affected."""
         self.placer.mode = mode
         self.monitor.mix(mode is Mode.ADAPTIVE)
+        self.moves.any_role = mode is Mode.ADAPTIVE
         self.flips.are_roles_needed = mode is Mode.SPLIT
 
     def drain(self, instance: InstanceId, *, force: bool, deadline_s: float | None) -> None:
@@ -195,6 +199,10 @@ class GlobalScheduler:
             # It was dispatched while the transfer was cancelled: this decode instance does not
             # know that yet.
             self.monitor.send(message.decode, CancelTransfer(message.transfer))
+
+    def on_move(self, message: Moving | Moved) -> None:
+        """An instance tells of an output that moves."""
+        self.moves.on_message(message)
 
     def on_cache(self, report: CacheReport) -> bool:
         """An instance tells of its prefix cache; False if a report before this one is missing."""

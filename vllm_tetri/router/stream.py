@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable
+from copy import deepcopy
 
 from aiohttp import web
 
@@ -64,6 +64,7 @@ class Output:
         self._is_whole = True  # what was sent ends with a whole event
         self._record: StreamRecord | None = None
         self._broken: tuple[InstanceFailed, float] | None = None  # and when that was noticed
+        self._moved_s: float | None = None  # when the last event of before a move came
         # Events with the token of a prefill instance, which the client gets before the decode
         # instance responds, until they are sent.
         self._unsent = b""
@@ -86,7 +87,7 @@ class Output:
         return web.Response(body=body, status=response.status, content_type=kind, headers=headers)
 
     async def receive(
-        self, instance: InstanceInfo, sending: Coroutine[Any, Any, HttpResponse]
+        self, instance: InstanceInfo, sending: Awaitable[HttpResponse]
     ) -> web.StreamResponse:
         """Pass on what an instance responds; `sending` sends the request to it. Raises
         `InstanceFailed`: the instance failed, or its response broke off; `InstanceAtLimit`: the
@@ -111,7 +112,7 @@ class Output:
         self._entry.begin_output()
         return self.respond(response, body)
 
-    async def _head_of(self, sending: Coroutine[Any, Any, HttpResponse]) -> HttpResponse:
+    async def _head_of(self, sending: Awaitable[HttpResponse]) -> HttpResponse:
         first, self._unsent = self._unsent, b""
         if not first:
             return await sending
@@ -183,6 +184,14 @@ class Output:
         stream = await self._begin()
         await stream.write(events)
 
+    def is_continued_by(self, data: bytes) -> bool:
+        """Whether the first bytes of another stream begin with all that the client has received,
+        and go on. Raises `ContinuationMismatch` or `ContinuationFailed` if they never will."""
+        record = deepcopy(self._record)
+        assert record is not None
+        record.begin_continuation()
+        return bool(record.feed(data))
+
     def received(self) -> StreamRecord:
         """Return all that the client has received, decoded; raises `Refusal` 502 if no other
         instance can continue it."""
@@ -196,6 +205,10 @@ class Output:
             message = f"instance {name} broke off in the middle of the response; {error}"
             raise Refusal(502, message) from error
         return self._record
+
+    def record_move(self) -> None:
+        """Another instance writes from here on, which the stream has waited for."""
+        self._moved_s = self._entry.event_s if self.has_begun else None
 
     def record_break(self, error: InstanceFailed) -> None:
         """The stream broke, or the request that was to continue it failed."""
@@ -261,7 +274,9 @@ class Output:
         return await self._finish(ending)
 
     def _record_resumed(self) -> None:
-        broken, self._broken = self._broken, None
+        if self._moved_s is not None:
+            self._metrics.move_pause.observe(time.monotonic() - self._moved_s)
+        broken, self._broken, self._moved_s = self._broken, None, None
         if broken is not None:
             gap_s = time.monotonic() - broken[1]
             _log.info("request %s resumed after %.3f s", self._entry.id, gap_s)

@@ -7,13 +7,16 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_tetri.handover import prefix_of
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
 from vllm_tetri.policy.route import ENDED, Event, Phase, advance
 from vllm_tetri.types import InstanceId, RequestId, TransferId
+
+if TYPE_CHECKING:
+    from vllm_tetri.router.mover import Mover
 
 _NONE = InstanceId("")
 _SHOWN = (
@@ -42,6 +45,8 @@ class Entry:
         self.reason = ""  # why the prompt went where it went
         self.has_output = False  # the client has received something, or is about to
         self.first_byte_s: float | None = None
+        self.event_s = now  # when events came last
+        self.mover: Mover | None = None  # while it is served
         self.sent_s = now  # when the prompt was sent to an instance last
         self._table = table
         self._counted_at = _NONE
@@ -105,8 +110,8 @@ class Entry:
 
     def record_events(self, num_events: int) -> None:
         """The client gets events of a stream."""
-        if self.first_byte_s is None:
-            self.first_byte_s = time.monotonic()
+        self.event_s = time.monotonic()
+        self.first_byte_s = self.first_byte_s or self.event_s
         self.generated += num_events
 
     def on_dispatched(self, message: Dispatched) -> None:
@@ -144,6 +149,10 @@ class RequestTable:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
+
+    def get(self, request: RequestId) -> Entry | None:
+        """Return a request in flight, if it is."""
+        return self._entries.get(request)
 
     def enter(
         self, wanted_id: str, *, now: float, client: str = "", is_counted: bool = True

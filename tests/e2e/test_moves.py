@@ -1,0 +1,110 @@
+"""Running outputs move between decode instances, and clients notice nothing: answers are stock's,
+token for token, also where an instance dies in the middle of a move."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from examples.benchmarks.faults import send
+from tests.e2e.client import Answer, ask, ask_all, assert_same, stock_answers, until
+from tests.e2e.cluster import Cluster, get, post, running
+from tests.e2e.prompts import STREAM, chat, completion
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+SEEDED = {"temperature": 0.9, "seed": 5}
+TOKENS = 500
+SHAPES: list[dict[str, Any]] = [
+    {**STREAM},
+    {**STREAM, **SEEDED},
+    {**STREAM, **SEEDED, "top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {**STREAM, "min_tokens": TOKENS - 50, "ignore_eos": False, "logit_bias": {"2": 90}},
+    {**STREAM, "logprobs": 2},
+    {**STREAM, "structured_outputs": {"regex": "([a-f]{9}[0-9]{5}){20}"}, "ignore_eos": False},
+    {},
+    {**SEEDED},
+]
+BODIES = [
+    completion(40 + 31 * at, **{"max_tokens": TOKENS, **shape}) for at, shape in enumerate(SHAPES)
+] + [chat(20, max_tokens=TOKENS, **STREAM), chat(30, max_tokens=TOKENS, ignore_eos=True)]
+SERVE = ("--tetri-decode-policy", "greedy")
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    return stock_answers(tiny_llama, tmp_path_factory.mktemp("stock"), BODIES)
+
+
+@pytest.fixture(scope="module")
+def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    roles, folder = ("--prefill", "1", "--decode", "2"), tmp_path_factory.mktemp("moves")
+    with running(Cluster(tiny_llama, folder, roles=roles, serve=SERVE)) as cluster:
+        yield cluster
+        cluster.audit()
+
+
+@pytest.fixture
+def cluster(started: Cluster) -> Iterator[Cluster]:
+    yield started
+    started.rest(6)
+
+
+def outcomes(cluster: Cluster) -> Counter[str]:
+    """How many moves ended how, since the start."""
+    found = Counter[str]()
+    text = urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30).read().decode()
+    for outcome, number in re.findall(r'tetri_moves_total{outcome="(\w+)".*} ([\d.]+)', text):
+        found[outcome] += int(float(number))
+    return found
+
+
+async def move_on(url: str) -> None:
+    """Order every output that runs to the other decode instance, again and again."""
+    async with aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/tetri/v1/requests") as response:
+                rows = (await response.json())["requests"]
+            for row in rows:
+                if row["phase"] in ("decoding", "serving") and row["decode"].startswith("decode"):
+                    other = {"decode-0": "decode-1", "decode-1": "decode-0"}[row["decode"]]
+                    path = f"{url}/tetri/v1/requests/{row['id']}/move"
+                    async with session.post(path, json={"to": other}) as response:
+                        assert response.status in (202, 404, 409)
+            await asyncio.sleep(0.05)
+
+
+async def test_equal(cluster: Cluster, expected: list[Answer]) -> None:
+    moving = asyncio.create_task(move_on(cluster.url))
+    before = outcomes(cluster)["moved"]
+    for _ in range(3):
+        assert_same(await ask_all(cluster.url, BODIES), expected)
+    moving.cancel()
+    found = outcomes(cluster)
+    print(found)
+    assert found["moved"] >= before + 3 * len(BODIES)
+    assert sum(row["kv_loads_failed"] for row in cluster.instances().values()) == 0
+
+
+async def test_an_instance_dies_in_the_middle_of_moves(
+    cluster: Cluster, expected: list[Answer]
+) -> None:
+    moving = asyncio.create_task(move_on(cluster.url))
+    for name in ("decode-0", "decode-1"):
+        asking = asyncio.create_task(ask_all(cluster.url, BODIES))
+        await until(lambda: len(cluster.requests()) == len(BODIES), "all are there")
+        before = outcomes(cluster)["moved"]
+        await until(lambda: outcomes(cluster)["moved"] > before + 5, "some have moved")
+        send(cluster.processes(name), signal.SIGKILL)
+        assert_same(await asking, expected)
+        await until(lambda: cluster.are_ready(3), "all are ready again", 120)
+    moving.cancel()

@@ -1,0 +1,133 @@
+"""Which running outputs move to another instance, and where. Pure.
+
+An output moves when its instance leaves or changes role, when an instance is about to run out of
+KV blocks, or when it would be much faster elsewhere. The last two only where both instances are
+better off than if they had changed places: what moved would not move back, so nothing swings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
+from vllm_tetri.types import InstanceId, InstanceState, InstanceView, RequestId, Role
+
+# Outputs on their way from one instance at a time: a leaving one sends as fast as it can.
+MOST_LEAVING, MOST_ON_WAY = 16, 2
+MOST_MOVES = 4  # of one output, unless its instance leaves
+REST_S = 2.0  # between two moves of one output, and before the first
+# A step has to be so much longer here than there with the output, and the output so much shorter.
+_FASTER = 1.25
+_WORTH_S = 0.5
+# With fewer free blocks than this for each decode, some are about to be preempted.
+_SCARCE_BLOCKS = 1.0
+
+
+class Output(NamedTuple):
+    """A running output that could move."""
+
+    request: RequestId
+    context_tokens: float  # prompt and output
+    left_tokens: float  # of the output, expected
+    num_moves: int
+    here_s: float  # since it came to this instance, in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOrder:
+    """An output's next instance; `reason` is short."""
+
+    request: RequestId
+    target: InstanceId
+    reason: str
+
+
+def move_s(view: InstanceView, context_tokens: float) -> float:
+    """Return how long a move takes, of which the output pauses for a part."""
+    load = view.load
+    return load.handover_s + load.handover_token_s * context_tokens + 2 * load.step_s
+
+
+def why_leave(one: InstanceView, table: ClusterTable) -> str:
+    """Say why outputs should leave an instance; empty if none should."""
+    if one.info.alone:
+        return ""
+    if one.state is InstanceState.DRAINING:
+        return "drain"
+    if one.state is InstanceState.FLIPPING:
+        return "flip"
+    row = table.by_id.get(one.info.id)
+    if row is None or row.decodes < 2 or row.role is Role.PREFILL:
+        return ""
+    if row.base_blocks < _SCARCE_BLOCKS * row.decodes and _roomy(row, table, row.decodes):
+        return "memory"
+    others = _others(row, table)
+    is_slow = any(row.step_s > _FASTER * (each.step_s + each.request_s) for each in others)
+    return "balance" if is_slow else ""
+
+
+def choose_moves(
+    one: InstanceView,
+    reason: str,
+    outputs: Iterable[Output],
+    table: ClusterTable,
+    on_way: Mapping[InstanceId, int],
+    *,
+    any_role: bool,
+) -> list[MoveOrder]:
+    """Choose which outputs leave an instance for `reason`, and where each goes. `on_way` counts
+    those under way by the instance that they leave."""
+    leaves, source = reason in ("drain", "flip"), table.by_id.get(one.info.id)
+    most = (MOST_LEAVING if leaves else MOST_ON_WAY) - on_way.get(one.info.id, 0)
+    takers = table.takers(one.info, any_role=any_role).by_name
+    rows = {row.id: row.copy() for row in takers if row.id != one.info.id}
+    if not leaves and source is not None and source.device:
+        rows = {name: row for name, row in rows.items() if row.device != source.device}
+    orders: list[MoveOrder] = []
+    here = source.copy() if source is not None else None
+    for each in sorted(outputs, key=lambda output: -output.left_tokens):
+        if len(orders) >= most:
+            break
+        if not leaves and (each.num_moves >= MOST_MOVES or each.here_s < REST_S):
+            continue
+        left_s = each.left_tokens * one.load.step_s
+        if left_s <= move_s(one, each.context_tokens):
+            continue
+        need = Need(round(each.context_tokens), each.left_tokens)
+        able = [row for row in rows.values() if row.has_capacity(need)]
+        target = min(able, key=lambda row: (row.step_s, row.id), default=None)
+        if target is None:
+            continue
+        if reason == "balance":
+            if here is None or not _pays(here, target, each):
+                break
+            here.step_s -= here.request_s
+        target.add_decode(need)
+        orders.append(MoveOrder(each.request, target.id, reason))
+    return orders
+
+
+def _pays(here: InstanceRow, there: InstanceRow, output: Output) -> bool:
+    """Whether an output is faster elsewhere by far, while the instance that it leaves stays the
+    slower one."""
+    step_s = there.step_s + there.request_s
+    stays_slower = here.step_s - here.request_s >= step_s
+    gain_s = output.left_tokens * (here.step_s - step_s)
+    is_worth = gain_s > _WORTH_S + move_s(here.view, output.context_tokens)
+    return stays_slower and here.step_s > _FASTER * step_s and is_worth
+
+
+def _others(row: InstanceRow, table: ClusterTable) -> list[InstanceRow]:
+    """Return the instances that may take outputs over, none on the same device."""
+    takers = table.takers(row.view.info).by_name
+    device = row.device or None
+    return [each for each in takers if each.id != row.id and each.device != device]
+
+
+def _roomy(row: InstanceRow, table: ClusterTable, num_decodes: int) -> bool:
+    """Whether another instance has free blocks to spare."""
+    return any(
+        each.base_blocks > 4 * max(num_decodes, each.decodes) for each in _others(row, table)
+    )
