@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import aiohttp
 import pytest
 
 from examples.benchmarks.faults import send
-from tests.e2e.client import Answer, ask, ask_all, assert_same, stock_answers, until
+from tests.e2e.client import Answer, ask_all, assert_same, order, stock_answers, until
 from tests.e2e.cluster import Cluster, get, post, running
 from tests.e2e.prompts import STREAM, chat, completion
 
@@ -108,3 +109,26 @@ async def test_an_instance_dies_in_the_middle_of_moves(
         assert_same(await asking, expected)
         await until(lambda: cluster.are_ready(3), "all are ready again", 120)
     moving.cancel()
+
+
+async def test_a_flip_and_a_drain_do_not_wait_for_outputs(
+    cluster: Cluster, expected: list[Answer]
+) -> None:
+    for role in ("prefill", "decode"):
+        asking = asyncio.create_task(ask_all(cluster.url, BODIES))
+        await until(lambda: cluster.instances()["decode-0"]["running"] > 2, "it decodes")
+        begin_s = time.monotonic()
+        status, _ = await order(cluster.url, "decode-1", role)
+        assert status == 202
+        row = cluster.instances
+        await until(lambda: row()["decode-1"]["role"] == role, "it has another role")
+        print("flip", time.monotonic() - begin_s, cluster.instances()["decode-1"]["flip"], outcomes(cluster))
+        assert_same(await asking, expected)
+    asking = asyncio.create_task(ask_all(cluster.url, BODIES))
+    await until(lambda: cluster.instances()["decode-1"]["running"] > 2, "it decodes")
+    begin_s = time.monotonic()
+    post(f"{cluster.url}/tetri/v1/instances/decode-1/drain", {})
+    await until(lambda: "decode-1" not in cluster.instances(), "it has left")
+    print("drain", time.monotonic() - begin_s, outcomes(cluster))
+    assert not asking.done()
+    assert_same(await asking, expected)

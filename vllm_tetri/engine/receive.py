@@ -182,7 +182,7 @@ class ReceiveSide:
         if entry.state is State.LOADING:
             return None, False  # preempted before its load was reported
         if entry.state is State.WAITING and not self._try_take(request, entry):
-            is_waiting = entry.state is State.WAITING or entry.request_id in self.unmoved
+            is_waiting = entry.request_id in self.unmoved or entry.state is State.WAITING
             return (None if is_waiting else 0), False
         total_tokens = min(request.num_tokens - 1, entry.num_tokens)
         num_tokens = total_tokens - num_local_tokens

@@ -29,7 +29,8 @@ from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 
 # Without news of an instance for this long a move is given up.
 _PATIENCE_S = 10.0
-_RUNNING = (Phase.DECODING, Phase.SERVING)
+_STREAMING = (Phase.DECODING, Phase.SERVING)
+_WRITING = (Phase.HANDING_OVER, Phase.SERVING)  # a response that comes as a whole
 
 _log = logging.getLogger(__name__)
 Send = Callable[[InstanceInfo, bytes], Awaitable[HttpResponse]]
@@ -85,14 +86,14 @@ class Mover:
         """Return what decides about a move; None if the output cannot move."""
         request, entry = self._request, self._entry
         # Nothing proves that links show the same media once more.
-        is_able = request.is_splittable and not request.has_links and not request.has_choices
-        if not is_able or self.is_moving or entry.phase not in _RUNNING:
+        is_able = request.is_splittable and not request.has_links
+        if not is_able or self.is_moving:
             return None
         if request.is_streamed:
-            if not (self._output.may_migrate() and entry.generated):
+            if entry.phase not in _STREAMING or not (self._output.is_recorded and entry.generated):
                 return None
-        elif request.wants_logprobs:
-            return None  # the instance does not keep those of a response that is not streamed
+        elif entry.phase not in _WRITING or request.wants_logprobs:
+            return None  # instances do not keep log probabilities of what is not streamed
         expected = max((entry.predicted or 0) - entry.generated, usual_left_tokens)
         if request.max_tokens is not None:
             most = request.max_tokens - entry.generated

@@ -8,6 +8,7 @@ when there are many.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from typing import Any
 
 import msgspec
@@ -34,6 +35,8 @@ _EMPTY_DELTA = b'"delta":{},'
 _EMPTY_EVENT = re.compile(
     rb'data: [^\n]*"delta":\{\},"logprobs":null,"finish_reason":null,"token_ids":null[^\n]*\n\n'
 )
+# What a choice says, besides tool calls by their index.
+_TEXT, _REASONING, _NAME, _ARGUMENTS = "text", "reasoning", "name of %d", "arguments of %d"
 # Lists with one entry per token in the log probabilities of a completion.
 _PER_TOKEN = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
@@ -50,13 +53,24 @@ class ContinuationFailed(Exception):
     """A stream that should continue the received output is an error."""
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    index: int = 0
+    function: _Function | None = None
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[_ToolCall] | None = None
 
 
 class _Choice(msgspec.Struct):
+    index: int = 0
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
@@ -73,22 +87,54 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
+class _Said:
+    """What one choice has said: text, reasoning, names and arguments of tool calls, by field."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.token_ids: list[int] = []
+
+    def copy(self) -> _Said:
+        made = _Said()
+        made.texts, made.token_ids = dict(self.texts), list(self.token_ids)
+        return made
+
+    def add(self, field: str, text: str | None) -> None:
+        if text:
+            self.texts[field] = self.texts.get(field, "") + text
+
+    def strip(self, field: str, holder: dict[str, Any], key: str) -> None:
+        """Remove from a delta's field what is due of it. Raises `ContinuationMismatch`."""
+        text, due = holder.get(key) or "", self.texts.get(field, "")
+        size = min(len(text), len(due))
+        if text[:size] != due[:size]:
+            raise ContinuationMismatch(f"{text[:80]!r} does not continue {due!r}")
+        if size:
+            holder[key], self.texts[field] = text[size:], due[size:]
+
+    @property
+    def is_any(self) -> bool:
+        return any(self.texts.values())
+
+
 class StreamRecord:
     """What the client of one request has received, over all instances that write it.
 
     Another instance writes the received output first, which is removed from its events; reads
-    may cut them anywhere. Owned by the request's task.
+    may cut them anywhere. Owned by the request's task. With `is_plain` it is one choice of text,
+    and events have its token ids, so an instance can continue it that has nothing of it.
 
     Attributes:
         error: An error event, or that of an engine that aborted the request, and what followed
             it; not sent to the client.
         is_complete: Whether the end of the stream has passed.
-        text, token_ids, prompt_token_ids, is_over: The output, as far as it is decoded: call
-            `settle` first.
+        is_caught_up: Whether all received output was written by the instance that writes now.
+        token_ids, prompt_token_ids, is_over: The output, as far as it is decoded: call `settle`
+            first.
     """
 
-    def __init__(self, *, is_chat: bool, hides_ids: bool) -> None:
-        self._is_chat, self._hides_ids = is_chat, hides_ids
+    def __init__(self, *, is_chat: bool, hides_ids: bool, is_plain: bool = True) -> None:
+        self._is_chat, self._hides_ids, self.is_plain = is_chat, hides_ids, is_plain
         self._kept = bytearray()  # events that are not decoded yet
         self._rest = b""  # of an event that is not complete
         self._last = b""  # decoded event
@@ -97,24 +143,30 @@ class StreamRecord:
         self._created = 0
         self._theirs = self._ours = b""  # the time in events, which stays that of the first
         # What another instance has to write once more, if it has not yet.
-        self._is_due, self._text_due, self._ids_due = False, "", list[int]()
+        self.is_caught_up, self._due = True, dict[int, _Said]()
+        self._said: defaultdict[int, _Said] = defaultdict(_Said)  # by choice
         self.error = b""
         self.is_aborted = self.is_complete = self.is_over = False
-        self.text = ""
-        self.token_ids: list[int] = []
         self.prompt_token_ids: list[int] = []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those of the first choice."""
+        return self._said[0].token_ids
 
     def begin_with(self, first: FirstToken, created: int) -> None:
         """The client gets the token of a prefill instance first."""
-        prior, self._created, self.text = first.prefilled.prior_output, created, first.text or ""
-        self.token_ids = list(prior.token_ids) if prior is not None else []
+        prior, self._created = first.prefilled.prior_output, created
+        self._said[0].add(_TEXT, first.text)
+        self._said[0].token_ids = list(prior.token_ids) if prior is not None else []
 
     def begin_continuation(self) -> None:
         """Another instance writes from here on; raises `NotResumable`."""
         self.settle()
         self._rest, self._has_prompt = b"", False
         self.error, self.is_aborted = b"", False
-        self._is_due, self._text_due, self._ids_due = True, self.text, list(self.token_ids)
+        self.is_caught_up = False
+        self._due = {index: said.copy() for index, said in self._said.items()}
         self._theirs = self._ours = _CREATED % self._created
 
     def feed(self, data: bytes) -> bytes:
@@ -126,7 +178,7 @@ class StreamRecord:
             data = whole + end
             if len(self._rest) > _MAX_EVENT_BYTES:
                 raise ContinuationMismatch(f"an event has more than {_MAX_EVENT_BYTES} bytes")
-        if self._is_due:
+        if not self.is_caught_up:
             data = self._skip_received(data)
         if not data:
             return data
@@ -176,7 +228,6 @@ class StreamRecord:
 
     def _decode_kept(self) -> None:
         kept, self._kept = bytes(self._kept), bytearray()
-        texts = [self.text]
         for raw in kept.split(_END):
             if not raw.startswith(_DATA) or raw == DONE.removesuffix(_END):
                 continue
@@ -188,30 +239,37 @@ class StreamRecord:
             self._last = raw
             self._created = self._created or found.created
             self.prompt_token_ids = found.prompt_token_ids or self.prompt_token_ids
-            texts += map(self._add, found.choices)
-        self.text = "".join(texts)
+            for choice in found.choices:
+                self._add(choice)
 
-    def _add(self, choice: _Choice) -> str:
-        delta = choice.delta or _Delta()
-        text = choice.text or delta.content or ""
-        if delta.reasoning or delta.tool_calls:
+    def _add(self, choice: _Choice) -> None:
+        delta, said = choice.delta or _Delta(), self._said[choice.index]
+        text = choice.text or delta.content
+        said.add(_TEXT, text)
+        said.add(_REASONING, delta.reasoning)
+        for call in delta.tool_calls or ():
+            function = call.function or _Function()
+            said.add(_NAME % call.index, function.name)
+            said.add(_ARGUMENTS % call.index, function.arguments)
+        if self.is_plain and (delta.reasoning or delta.tool_calls):
             self._problem = self._problem or "the output is more than text"
-        if text and choice.token_ids is None:
+        if self.is_plain and text and choice.token_ids is None:
             self._problem = self._problem or "the instance sent no token ids"
-        self.token_ids += choice.token_ids or ()
+        said.token_ids += choice.token_ids or ()
         self.is_over = self.is_over or choice.finish_reason is not None
         self.prompt_token_ids = choice.prompt_token_ids or self.prompt_token_ids
-        return text
 
     def _skip_received(self, data: bytes) -> bytes:
         """Remove received output from whole events; an event that was received in part is
         encoded again, all others keep their bytes."""
         *events, rest = data.split(_END)
+        written = b""
         for index, raw in enumerate(events):
-            if written := self._take(raw):
-                self._is_due = False
+            written += self._take(raw)
+            if written and not any(each.is_any or each.token_ids for each in self._due.values()):
+                self.is_caught_up = True
                 return written + _END.join([*events[index + 1 :], rest])
-        return b""
+        return written
 
     def _take(self, raw: bytes) -> bytes:
         """Take one event; returns its part after the received output, if it has one."""
@@ -226,33 +284,48 @@ class StreamRecord:
             (choice,) = chunk["choices"]
             if self._is_chat and "role" in choice["delta"]:
                 return b""
+            due = self._due.setdefault(choice["index"], _Said())
             is_over = choice["finish_reason"] is not None
-            is_left = self._strip(choice)
+            has_more = self._strip(choice, due)
         except (*JSON_ERRORS, LookupError, TypeError, ValueError) as error:
             raise ContinuationMismatch(f"unexpected event {raw[:200]!r}: {error!r}") from error
+        # There may be received tokens that made no text yet.
+        is_left = due.is_any or (choice.get("token_ids") is not None and bool(due.token_ids))
         if is_left and is_over:
-            raise ContinuationMismatch(f"it ends before {self._text_due!r}")
-        return b"" if is_left else event(chunk)
+            raise ContinuationMismatch(f"it ends before {due.texts!r}")
+        if not is_left:
+            due.token_ids = []
+        return event(chunk) if has_more or not is_left else b""
 
-    def _strip(self, choice: dict[str, Any]) -> bool:
-        """Remove the received output from a choice; returns whether more of it must follow."""
+    def _strip(self, choice: dict[str, Any], due: _Said) -> bool:
+        """Remove the received output from a choice; returns whether anything is left that the
+        client has not got while other parts of it must still follow."""
         holder, key = (choice["delta"], "content") if self._is_chat else (choice, "text")
-        text, due = holder.get(key) or "", self._text_due
-        size = min(len(text), len(due))
-        if text[:size] != due[:size]:
-            raise ContinuationMismatch(f"{text[:80]!r} does not continue {due!r}")
-        holder[key], self._text_due = text[size:], due[size:]
-        ids, ids_due, num_due = choice.get("token_ids"), self._ids_due, len(self._ids_due)
+        due.strip(_TEXT, holder, key)
+        if holder.get("reasoning"):
+            due.strip(_REASONING, holder, "reasoning")
+        calls = []
+        for call in holder.get("tool_calls") or ():
+            function, index = call.get("function") or {}, call["index"]
+            has_name = bool(due.texts.get(_NAME % index))
+            due.strip(_NAME % index, function, "name")
+            due.strip(_ARGUMENTS % index, function, "arguments")
+            if has_name:  # the client has its id, which is another one here
+                call = {"index": index, "function": {"arguments": function.get("arguments") or ""}}
+            if call["function"].get("name") or call["function"].get("arguments"):
+                calls.append(call)
+        if holder.get("tool_calls"):
+            holder["tool_calls"] = calls
+        ids, num_due = choice.get("token_ids"), len(due.token_ids)
         if (logprobs := choice.get("logprobs")) is not None:
             choice["logprobs"] = _logprobs_after(logprobs, num_due)
         if ids is not None:
-            if ids[:num_due] != ids_due[: len(ids)]:
-                raise ContinuationMismatch(f"tokens {ids[:num_due]} are not {ids_due}")
-            choice["token_ids"], self._ids_due = ids[num_due:], ids_due[len(ids) :]
+            if ids[:num_due] != due.token_ids[: len(ids)]:
+                raise ContinuationMismatch(f"tokens {ids[:num_due]} are not {due.token_ids}")
+            choice["token_ids"], due.token_ids = ids[num_due:], due.token_ids[len(ids) :]
         if "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = None  # only the first event of a stream has them
-        # There may be received tokens that made no text yet.
-        return bool(self._text_due) or (ids is not None and bool(self._ids_due))
+        return bool(holder.get(key) or holder.get("reasoning") or holder.get("tool_calls"))
 
 
 def surely_continues(request: ApiRequest, prior: PriorOutput, instance: InstanceInfo) -> bool:

@@ -77,6 +77,11 @@ class Output:
 
     def may_migrate(self) -> bool:
         """Whether the client has a stream that another instance may be able to continue."""
+        return self._record is not None and self._record.is_plain
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it is known what the client has received."""
         return self._record is not None
 
     def respond(self, response: HttpResponse, body: bytes) -> web.Response:
@@ -190,13 +195,13 @@ class Output:
         record = deepcopy(self._record)
         assert record is not None
         record.begin_continuation()
-        return bool(record.feed(data))
+        return bool(record.feed(data)) and record.is_caught_up
 
     def received(self) -> StreamRecord:
         """Return all that the client has received, decoded; raises `Refusal` 502 if no other
         instance can continue it."""
         try:
-            if self._record is None:
+            if self._record is None or not (self._record.is_plain or self._moved_s):
                 raise NotResumable("only one choice of plain text can be continued")
             self._record.settle()
         except NotResumable as error:
@@ -258,12 +263,13 @@ class Output:
 
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""
-        entry, is_good = self._entry, response.status == 200
+        entry, request, is_good = self._entry, self._request, response.status == 200
         if is_good and entry.phase is Phase.SERVING:
             self._placer.record_prefill(instance.id, self._request.approx_tokens, entry.sent_s)
         entry.begin_output()
-        is_recorded = is_good and self._request.is_recorded(instance)
-        return self._new_record() if is_recorded else None
+        is_plain = request.is_recorded(instance)
+        is_recorded = is_good and request.is_streamed and request.is_splittable
+        return self._new_record(is_plain=is_plain) if is_recorded else None
 
     async def end(self) -> web.StreamResponse:
         """Send the end of an output that is over but for its last events."""
@@ -283,9 +289,9 @@ class Output:
             self._metrics.streams_broken.labels("resumed").inc()
             self._metrics.resume_gap.observe(gap_s)
 
-    def _new_record(self) -> StreamRecord:
-        is_chat, hides_ids = self._request.path == CHAT, not self._request.shows_ids
-        return StreamRecord(is_chat=is_chat, hides_ids=hides_ids)
+    def _new_record(self, *, is_plain: bool = True) -> StreamRecord:
+        is_chat, hides_ids = self._request.path == CHAT, is_plain and not self._request.shows_ids
+        return StreamRecord(is_chat=is_chat, hides_ids=hides_ids, is_plain=is_plain)
 
     async def _begin(self, response: HttpResponse | None = None) -> web.StreamResponse:
         """Send the head of the response, unless that was done; as an instance's, if given."""
