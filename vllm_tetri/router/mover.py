@@ -29,6 +29,7 @@ from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 
 # Without news of an instance for this long a move is given up.
 _PATIENCE_S = 10.0
+_LOOK_S = 0.002  # between two looks whether the client has all that was written
 _STREAMING = (Phase.DECODING, Phase.SERVING)
 _WRITING = (Phase.HANDING_OVER, Phase.SERVING)  # a response that comes as a whole
 
@@ -148,7 +149,18 @@ class Mover:
                 response = await sending
                 if response.status != 200:
                     raise InstanceFailed(move.target.id, f"HTTP {response.status}")
-                while not self._output.is_continued_by(seen := await response.peek()):
+                # The other instance does not know the log probabilities of prior output, so the
+                # client has to have them all.
+                num_prior = message.kv_tokens[0] + 1 - len(message.prompt_token_ids)
+                num_due = num_prior if self._request.wants_logprobs else 0
+                seen = await response.peek()
+                while num_due > self._output.num_received() or (
+                    not self._output.is_continued_by(seen)
+                ):
+                    if num_due > self._output.num_received():
+                        await asyncio.sleep(_LOOK_S)
+                        continue
+                    seen = await response.peek()
                     if not seen:
                         raise InstanceFailed(move.target.id, "its stream ended too early")
             else:

@@ -82,7 +82,8 @@ class Output:
     @property
     def is_recorded(self) -> bool:
         """Whether it is known what the client has received."""
-        return self._record is not None
+        record, counts = self._record, self._request.wants_logprobs
+        return record is not None and (record.is_plain or not counts)
 
     def respond(self, response: HttpResponse, body: bytes) -> web.Response:
         """Build a response that is not streamed, with the head of an instance's."""
@@ -188,6 +189,12 @@ class Output:
         self._entry.record_events(1)
         stream = await self._begin()
         await stream.write(events)
+
+    def num_received(self) -> int:
+        """Return how many tokens the client has received."""
+        assert self._record is not None
+        self._record.settle()
+        return len(self._record.token_ids)
 
     def is_continued_by(self, data: bytes) -> bool:
         """Whether the first bytes of another stream begin with all that the client has received,
