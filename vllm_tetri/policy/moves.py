@@ -7,7 +7,7 @@ better off than if they had changed places: what moved would not move back, so n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -73,14 +73,14 @@ def choose_moves(
     reason: str,
     outputs: Iterable[Output],
     table: ClusterTable,
-    on_way: Mapping[InstanceId, int],
+    num_on_way: int,
     *,
     any_role: bool,
 ) -> list[MoveOrder]:
-    """Choose which outputs leave an instance for `reason`, and where each goes. `on_way` counts
-    those under way by the instance that they leave."""
+    """Choose which outputs leave an instance for `reason`, and where each goes, while others are on
+    their way from it. With `any_role` any instance takes outputs, else those that decode."""
     leaves, source = reason in ("drain", "flip"), table.by_id.get(one.info.id)
-    most = (MOST_LEAVING if leaves else MOST_ON_WAY) - on_way.get(one.info.id, 0)
+    most = (MOST_LEAVING if leaves else MOST_ON_WAY) - num_on_way
     takers = table.takers(one.info, any_role=any_role).by_name
     rows = {row.id: row.copy() for row in takers if row.id != one.info.id}
     if not leaves and source is not None and source.device:

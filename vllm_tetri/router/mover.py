@@ -177,7 +177,7 @@ class Mover:
             ContinuationMismatch,
             ContinuationFailed,
         ) as error:
-            _log.warning(
+            _log.info(
                 "request %s does not move from %s to %s: %s",
                 self._entry.id, move.source, move.target.id, error,
             )  # fmt: skip

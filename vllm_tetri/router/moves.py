@@ -93,7 +93,8 @@ class Moves:
                 if each.mover is not None and (output := each.mover.movable(usual, now)) is not None
             ]
             reason = reasons[one.info.id]
-            orders = choose_moves(one, reason, outputs, table, on_way, any_role=self.any_role)
+            num_on_way = on_way[one.info.id]
+            orders = choose_moves(one, reason, outputs, table, num_on_way, any_role=self.any_role)
             for order in orders:
                 mover = found[order.request].mover
                 if mover is not None:

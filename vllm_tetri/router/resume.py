@@ -279,6 +279,8 @@ class StreamRecord:
             chunk: Any = msgspec.json.decode(raw.removeprefix(_DATA))
             if "error" in chunk:
                 raise ContinuationFailed(raw.removeprefix(_DATA).decode(errors="replace"))
+            if not chunk["choices"]:
+                raise ContinuationFailed("it ended before what was received")
             self._theirs = _CREATED % chunk["created"]
             chunk["created"] = self._created
             (choice,) = chunk["choices"]
