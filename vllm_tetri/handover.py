@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.types import InstanceId, Prediction, RequestId, TransferId
+from vllm_tetri.types import MAX_CHOICES, InstanceId, Prediction, RequestId, TransferId
 
 FIELD = "kv_transfer_params"
 KEY = "tetri"
@@ -34,7 +34,6 @@ RANK_DRAINED = signal.SIGRTMIN
 MAX_ATTEMPTS = 4
 MAX_HOLDERS = 16  # of a prompt's prefix that a prefill instance is told of
 MAX_MARKS = 32  # of it
-MAX_CHOICES = 128  # outputs of one request that move together
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import msgspec
 
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import MAX_CHOICES, NumTokens
 from vllm_tetri.types import (
+    MAX_CHOICES,
     Flip,
     InstanceId,
     InstanceInfo,
@@ -37,6 +37,7 @@ NAME_BYTES = 8  # of a prefix block's name
 MAX_CACHE_NAMES = 1 << 19  # of prefix blocks that one instance reports
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]  # numbers orders to flip of one instance
+NumTokens = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 Words = Annotated[str, msgspec.Meta(max_length=_MOST_WORDS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]  # and so not NaN
 _BOUNDED: dict[Any, Any] = {
@@ -271,18 +272,8 @@ class LengthMap(msgspec.Struct, frozen=True, tag=True):
     packed: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
-ToRouter = (
-    Hello
-    | LoadReport
-    | CacheReport
-    | Dispatched
-    | Moving
-    | Moved
-    | OutputEnded
-    | LengthMap
-    | Flipped
-    | Goodbye
-)
+Published = Dispatched | Moving | Moved | OutputEnded | LengthMap  # by engines, at any time
+ToRouter = Hello | LoadReport | CacheReport | Flipped | Goodbye | Published
 ToInstance = (
     OutputEnded
     | LengthMap

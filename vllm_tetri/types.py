@@ -116,6 +116,7 @@ class InstanceState(StrEnum):
     DRAINING = "draining"  # finishes its requests, gets no new ones, then leaves
 
 
+MAX_CHOICES = 128  # outputs of one request that move together
 FLIP_DEADLINE_S = 60.0  # in which an instance must have drained to change its role, by default
 
 

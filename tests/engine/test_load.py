@@ -13,7 +13,7 @@ import pytest
 from tests.engine.harness import Engine
 from tests.engine.pair import Pair, prompt
 from tests.eventually import eventually
-from vllm_tetri.engine.endpoint import release_port
+from vllm_tetri.engine.load import release_port
 from vllm_tetri.types import Role
 
 

@@ -14,7 +14,7 @@ from vllm_tetri.policy.moves import (
     MOST_ON_WAY,
     REST_S,
     MoveOrder,
-    Output,
+    RunningOutput,
     choose_moves,
     why_leave,
 )
@@ -32,12 +32,12 @@ def output(
     left: float = 1000,
     num_moves: int = 0,
     here_s: float = REST_S,
-) -> Output:
-    return Output(RequestId(name), context, left, num_moves, here_s)
+) -> RunningOutput:
+    return RunningOutput(RequestId(name), context, left, num_moves, here_s)
 
 
 def chosen(
-    one: InstanceView, outputs: list[Output], *others: InstanceView, num_on_way: int = 0
+    one: InstanceView, outputs: list[RunningOutput], *others: InstanceView, num_on_way: int = 0
 ) -> list[MoveOrder]:
     table = table_of(one, *others)
     reason = why_leave(one, table)
@@ -106,7 +106,7 @@ def test_an_output_moves_where_it_is_much_faster() -> None:
     "stays",
     [output("x", num_moves=MOST_MOVES), output("x", here_s=REST_S / 2), output("x", left=3)],
 )
-def test_an_output_that_moved_often_or_lately_or_ends_soon_stays(stays: Output) -> None:
+def test_an_output_that_moved_often_or_lately_or_ends_soon_stays(stays: RunningOutput) -> None:
     assert chosen(busy("a", 60), [stays], busy("b", 0)) == []
 
 

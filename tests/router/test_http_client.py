@@ -11,7 +11,8 @@ import pytest
 
 from tests.router.servers import OK, listening, says, serving
 from vllm_tetri.router import http_client
-from vllm_tetri.router.http_client import ConnectionLost, HttpClient, Unreachable
+from vllm_tetri.router.errors import ConnectionLost, Unreachable
+from vllm_tetri.router.http_client import HttpClient
 from vllm_tetri.router.upstream import Upstream, is_reachable
 
 SILENCE_S = 30.0

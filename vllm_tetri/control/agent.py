@@ -38,13 +38,6 @@ _NEVER_S = float("-inf")
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Published = (
-    messages.Dispatched
-    | messages.Moving
-    | messages.Moved
-    | messages.OutputEnded
-    | messages.LengthMap
-)
 
 
 class EngineSide(Protocol):
@@ -134,7 +127,7 @@ class Agent:
         # The names of routers that went, as long as it matters.
         self._gone: TTLCache[str, None] = TTLCache(_MAX_GONE * max(1, len(routers)), _GONE_S)
         self._leaving, self._verdict = Leaving(self.roles.expected), Verdict.STAY
-        self._outbox: deque[Published] = deque()
+        self._outbox: deque[messages.Published] = deque()
         self._described: InstanceInfo | None = None  # not yet told
         self._views = ViewStore()
         self._logged: set[str] = set()
@@ -167,7 +160,7 @@ class Agent:
             self.wake_up()
         return role
 
-    def publish(self, message: Published) -> None:
+    def publish(self, message: messages.Published) -> None:
         """Queue a message for every router; dropped and counted when the queue is full."""
         if len(self._outbox) < MAX_QUEUED:
             self._outbox.append(message)

@@ -10,15 +10,11 @@ import logging
 import multiprocessing
 import os
 import signal
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from secrets import token_hex
-from socket import AF_INET, AF_INET6, socket
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import psutil
 from msgspec.structs import replace as replace_struct
@@ -29,8 +25,8 @@ from vllm_tetri.control.agent import Agent
 from vllm_tetri.engine.compat import Request, is_cpu
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.identity import checkpoint_name, served_names
-from vllm_tetri.engine.load import LoadReader
-from vllm_tetri.engine.moves import Moves, choice_of
+from vllm_tetri.engine.load import LoadReader, release_port
+from vllm_tetri.engine.moves import MoveSide
 from vllm_tetri.engine.pool import Pool, pool_places
 from vllm_tetri.engine.prediction import (
     LengthsStore,
@@ -62,19 +58,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
-
-
-def release_port(url: str) -> None:
-    """Let go of the API server's socket, which a forked engine has open, too. vLLM's server looks
-    for another process with its port when it ends, and ends with status 1 instead of 0 if that is
-    its own engine that has just become a zombie (`launcher.serve_http`)."""
-    port, nowhere = urlsplit(url).port, os.open(os.devnull, os.O_RDWR)
-    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
-        with suppress(OSError), socket(fileno=os.dup(number)) as each:  # else not a socket
-            if each.family in (AF_INET, AF_INET6) and each.getsockname()[1] == port:
-                # The number stays taken: an object that was inherited may close it.
-                os.dup2(nowhere, number)
-    os.close(nowhere)
 
 
 class Endpoint(LoadReader):
@@ -134,7 +117,7 @@ class Endpoint(LoadReader):
             self.scheduler.kv_cache_manager,
             self.dispatcher,
         )
-        self.moves = Moves(
+        self.moves = MoveSide(
             shape.layout,
             self.scheduler,
             self.predictions,
@@ -298,7 +281,7 @@ class Endpoint(LoadReader):
                 self.sends.add(request, params)
                 self.predictions.begin(request)
             case DecodeParams():
-                params = params.of_choice(choice_of(request.request_id))
+                params = self.moves.expect(request, params)
                 if params.transfer and not self.alone:
                     num_tokens = next(iter(params.kv_tokens), request.num_prompt_tokens)
                     self.receives.add(request, params, num_tokens)

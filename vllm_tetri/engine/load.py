@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
+from pathlib import Path
+from socket import AF_INET, AF_INET6, socket
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -20,7 +24,7 @@ from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import KVCacheConfig, KVCacheManager, Request
 from vllm_tetri.engine.continuation import Continuations
 from vllm_tetri.engine.dispatcher import Dispatcher
-from vllm_tetri.engine.moves import Moves
+from vllm_tetri.engine.moves import MoveSide
 from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.pool import Pool
 from vllm_tetri.engine.prediction import LengthsStore, Predictions
@@ -43,6 +47,22 @@ SHARED_LEAK_PATIENCE_S = 1.0
 _UNCLAIMED = "received KV transfers without a request"
 _QUARANTINED = "arena bytes whose writer does not respond"
 SHARED_LEAKS = (_UNCLAIMED, _QUARANTINED)
+
+
+def release_port(url: str) -> None:
+    """Let go of the API server's socket, which a forked engine has open, too. vLLM's server looks
+    for another process with its port when it ends, and ends with status 1 instead of 0 if that is
+    its own engine that has just become a zombie (`launcher.serve_http`)."""
+    port, nowhere = urlsplit(url).port, os.open(os.devnull, os.O_RDWR)
+    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        with (
+            contextlib.suppress(OSError),
+            socket(fileno=os.dup(number)) as each,
+        ):  # else not a socket
+            if each.family in (AF_INET, AF_INET6) and each.getsockname()[1] == port:
+                # The number stays taken: an object that was inherited may close it.
+                os.dup2(nowhere, number)
+    os.close(nowhere)
 
 
 class SchedulerState(Protocol):
@@ -80,7 +100,7 @@ class LoadReader:
     agent: Agent
     dispatcher: Dispatcher
     sends: SendSide
-    moves: Moves
+    moves: MoveSide
     pool: Pool
     receives: ReceiveSide
     predictions: Predictions
@@ -208,6 +228,7 @@ class LoadReader:
             "KV blocks": 0 if finished else self._used_blocks(),
             "places of the pool": 0 if self.pool.loading else self.pool.index.num_pinned,
             "arena slots": own_slots - num_receives,
+            "outputs that are to go on here": len(self.moves.arrivals),
             "continued requests": len(scheduler.continuations.entries),
             "predictions": len(self.predictions.entries),
             "queued prompts": len(waiting) - len(waiting.dummies) + len(waiting.lane.started),

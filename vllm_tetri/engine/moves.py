@@ -28,7 +28,6 @@ from vllm_tetri.engine.continuation import Continuations
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.pacing import StepClock
 from vllm_tetri.engine.prediction import Predictions
-from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.step import (
     FREED,
     FirstTokens,
@@ -39,7 +38,7 @@ from vllm_tetri.engine.step import (
     Write,
     encode_note,
 )
-from vllm_tetri.handover import PriorOutput, choice_name
+from vllm_tetri.handover import DecodeParams, PriorOutput, choice_name
 from vllm_tetri.messages import Move, Moved, Moving
 from vllm_tetri.policy.step_cost import HandoverFit
 from vllm_tetri.types import TransferId
@@ -89,7 +88,7 @@ class Decoding(Protocol):
     num_spec_tokens: int
 
 
-class Moves:
+class MoveSide:
     """Outputs of this instance that are to go on at another one. `parked` are the requests that
     wait for it: no step has tokens for them."""
 
@@ -114,6 +113,7 @@ class Moves:
         self._notes: list[tuple[str, bytes]] = []
         self._num_rounds = FREED
         self.parked: set[str] = set()
+        self.arrivals: dict[str, TransferId] = {}  # of requests that are to go on here
 
     def __len__(self) -> int:
         return len(self._leaving)
@@ -266,6 +266,7 @@ class Moves:
         """Record the end of a request; return whether vLLM must keep its blocks, None if it was not
         to move."""
         each = self._leaving.get(request.request_id)
+        self.arrivals.pop(request.request_id, None)
         if each is None:
             return None
         self.parked.discard(request.request_id)
@@ -278,10 +279,18 @@ class Moves:
             del self._leaving[request.request_id]
         return is_read
 
-    def tell_moved(self, request_ids: Iterable[str], receives: ReceiveSide) -> None:
+    def expect(self, request: Request, params: DecodeParams) -> DecodeParams:
+        """Return the parameters of the choice that a request is, which may have moved here."""
+        if not params.kv_tokens:
+            return params
+        self.arrivals[request.request_id] = params.transfer
+        return params.of_choice(choice_of(request.request_id))
+
+    def tell_moved(self, request_ids: Iterable[str]) -> None:
         """Tell routers of those requests that have moved here, and go on now."""
-        for transfer in filter(None, map(receives.moved_by, request_ids)):
-            self._agent.publish(Moved(transfer))
+        for request_id in request_ids:
+            if (transfer := self.arrivals.pop(request_id, None)) is not None:
+                self._agent.publish(Moved(transfer))
 
     def stop(self, problem: str) -> None:
         """Let all outputs continue here, and move none any more."""

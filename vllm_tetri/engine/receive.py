@@ -59,9 +59,8 @@ class ReceiveSide:
         self._lost = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._consumed = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
         self._unwanted = TTLCache[str, None](MAX_REMEMBERED, timeout_s)
-        self._loads: list[Load] = []
+        self._loads, self.is_closed = list[Load](), False
         self.unmoved: set[str] = set()  # requests that are to end, since they did not move here
-        self.is_closed = False
         self.loads_done = self.loads_failed = self.loaded_bytes = self.num_gone = 0
         self.fetched_tokens = self.fetches_failed = 0
 
@@ -104,11 +103,6 @@ class ReceiveSide:
         """Whether all KV of a request's prompt was to come from another instance."""
         entry = self._entries.get(request_id)
         return entry is not None and not entry.is_fetch
-
-    def moved_by(self, request_id: str) -> TransferId | None:
-        """Return the transfer by which a request moved here, if it did."""
-        entry = self._entries.get(request_id)
-        return entry.params.transfer if entry is not None and entry.is_move else None
 
     def is_fetching(self, request_id: str) -> bool:
         """Whether a prompt has to wait for the prefix that it fetches."""
@@ -178,12 +172,11 @@ class ReceiveSide:
         """
         entry = self._entries.get(request.request_id)
         if entry is None or entry.state is State.DONE:
-            return (None if request.request_id in self.unmoved else 0), False
+            return 0, False
         if entry.state is State.LOADING:
             return None, False  # preempted before its load was reported
         if entry.state is State.WAITING and not self._try_take(request, entry):
-            is_waiting = entry.request_id in self.unmoved or entry.state is State.WAITING
-            return (None if is_waiting else 0), False
+            return (None if entry.state is State.WAITING else 0), False
         total_tokens = min(request.num_tokens - 1, entry.num_tokens)
         num_tokens = total_tokens - num_local_tokens
         held_tokens = entry.params.held_tokens
@@ -248,17 +241,15 @@ class ReceiveSide:
             reason = f"no KV arrived within {entry.wait_s:g} s{option}"
         else:
             return
-        self._receiver.cancel(name)
-        if entry.is_move:  # the router knows better where the output goes on
-            logger.info("request %s does not move here: %s", entry.request_id, reason)
+        if entry.is_move:  # it goes on where it was
             self.unmoved.add(entry.request_id)
-            self._give_back(entry)
             return
         logger.log(
             logging.INFO if entry.is_fetch else logging.WARNING,
             "KV transfer %s: %s. This instance computes the prompt of request %s itself.",
             name, reason, entry.request_id,
         )  # fmt: skip
+        self._receiver.cancel(name)
         self._fail(entry)
 
     def _fail(self, entry: Receive) -> None:

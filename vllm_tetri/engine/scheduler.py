@@ -362,8 +362,7 @@ class TetriScheduler(Scheduler):
         self._endpoint.predictions.take(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for each in outputs.values():
-            shown = self.continuations.show(each.outputs)
-            self._endpoint.moves.tell_moved(shown, self._endpoint.receives)
+            self._endpoint.moves.tell_moved(self.continuations.show(each.outputs))
             pass_on_logprobs(each.outputs)
         ended = self._endpoint.sends.refused | self._endpoint.receives.unmoved
         end_requests(self, ended, outputs)

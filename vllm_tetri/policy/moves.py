@@ -25,7 +25,7 @@ _WORTH_S = 0.5
 _SCARCE_BLOCKS = 1.0
 
 
-class Output(NamedTuple):
+class RunningOutput(NamedTuple):
     """A running output that could move."""
 
     request: RequestId
@@ -44,10 +44,15 @@ class MoveOrder:
     reason: str
 
 
-def move_s(view: InstanceView, context_tokens: float) -> float:
-    """Return how long a move takes, of which the output pauses for a part."""
-    load = view.load
-    return load.handover_s + load.handover_token_s * context_tokens + 2 * load.step_s
+def usual_left(one: InstanceView) -> float:
+    """Return the mean output that an instance expects its decodes to have left, in tokens."""
+    load = one.load
+    return max(0.0, load.remaining_tokens / max(1.0, load.heavy + load.light))
+
+
+def move_s(view: InstanceView, step_s: float, context_tokens: float) -> float:
+    """Return how long a move takes from an instance, of which the output pauses for a part."""
+    return view.load.handover_s + view.load.handover_token_s * context_tokens + 2 * step_s
 
 
 def why_leave(one: InstanceView, table: ClusterTable) -> str:
@@ -71,7 +76,7 @@ def why_leave(one: InstanceView, table: ClusterTable) -> str:
 def choose_moves(
     one: InstanceView,
     reason: str,
-    outputs: Iterable[Output],
+    outputs: Iterable[RunningOutput],
     table: ClusterTable,
     num_on_way: int,
     *,
@@ -87,13 +92,13 @@ def choose_moves(
         rows = {name: row for name, row in rows.items() if row.device != source.device}
     orders: list[MoveOrder] = []
     here = source.copy() if source is not None else None
+    step_s = source.step_s if source is not None else one.load.step_s
     for each in sorted(outputs, key=lambda output: -output.left_tokens):
         if len(orders) >= most:
             break
         if not leaves and (each.num_moves >= MOST_MOVES or each.here_s < REST_S):
             continue
-        left_s = each.left_tokens * one.load.step_s
-        if left_s <= move_s(one, each.context_tokens):
+        if each.left_tokens * step_s <= move_s(one, step_s, each.context_tokens):
             continue
         need = Need(round(each.context_tokens), each.left_tokens)
         able = [row for row in rows.values() if row.has_capacity(need)]
@@ -109,13 +114,13 @@ def choose_moves(
     return orders
 
 
-def _pays(here: InstanceRow, there: InstanceRow, output: Output) -> bool:
+def _pays(here: InstanceRow, there: InstanceRow, output: RunningOutput) -> bool:
     """Whether an output is faster elsewhere by far, while the instance that it leaves stays the
     slower one."""
     step_s = there.step_s + there.request_s
     stays_slower = here.step_s - here.request_s >= step_s
     gain_s = output.left_tokens * (here.step_s - step_s)
-    is_worth = gain_s > _WORTH_S + move_s(here.view, output.context_tokens)
+    is_worth = gain_s > _WORTH_S + move_s(here.view, here.step_s, output.context_tokens)
     return stays_slower and here.step_s > _FASTER * step_s and is_worth
 
 

@@ -163,3 +163,23 @@ def _error_in(body: bytes) -> dict[str, Any]:
     except (*JSON_ERRORS, LookupError, TypeError):
         return {}
     return error if isinstance(error, dict) else {}
+
+
+class HttpError(Exception):
+    """There is no response, or only a part of it."""
+
+
+class Unreachable(HttpError):
+    """No connection could be made; nothing was sent."""
+
+
+class ConnectionLost(HttpError):
+    """The connection ended, or carried something else than HTTP."""
+
+
+class Silent(ConnectionLost):
+    """No byte came for too long."""
+
+
+class GivenUp(ConnectionLost):
+    """The router ended the request, because its instance is gone."""

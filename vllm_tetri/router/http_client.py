@@ -17,6 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
+from vllm_tetri.router.errors import ConnectionLost, GivenUp, HttpError, Silent, Unreachable
+
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
 # Reading pauses above twice this, so that a slow client slows its instance down.
@@ -26,26 +28,6 @@ _MAX_BODY_BYTES = 1 << 29  # of a response that is read whole, as embeddings
 _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 _tls_context = cache(ssl.create_default_context)
-
-
-class HttpError(Exception):
-    """There is no response, or only a part of it."""
-
-
-class Unreachable(HttpError):
-    """No connection could be made; nothing was sent."""
-
-
-class ConnectionLost(HttpError):
-    """The connection ended, or carried something else than HTTP."""
-
-
-class Silent(ConnectionLost):
-    """No byte came for too long."""
-
-
-class GivenUp(ConnectionLost):
-    """The router ended the request, because its instance is gone."""
 
 
 class HttpResponse:
@@ -77,6 +59,9 @@ class HttpResponse:
         if self._peeked:
             some, self._peeked = self._peeked, b""
             return some
+        return await self._read_more()
+
+    async def _read_more(self) -> bytes:
         if self._connection is not None:
             self._connection.begin_reading()
         some = await self._body.read(_MAX_BODY_BYTES)
@@ -86,11 +71,7 @@ class HttpResponse:
 
     async def peek(self) -> bytes:
         """Wait for more bytes and return all unread ones, which stay unread; empty at the end."""
-        before, self._peeked = self._peeked, b""
-        try:
-            more = await self.read_some()
-        finally:
-            self._peeked = before
+        more = await self._read_more()
         self._peeked += more
         return self._peeked if more else b""
 

@@ -18,6 +18,10 @@ from vllm_tetri.types import Flip, FlipStage, InstanceLoad, Number
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1)
+_MOVES = (
+    "Running outputs that were to move, by why (order, drain, flip, memory, balance) and what "
+    "came of it (moved; refused, failed, late: it stayed; ended: it ended before)."
+)
 _GAP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 
 # The documented fields of `InstanceLoad`; a `value` is no metric.
@@ -68,13 +72,9 @@ class Metrics(Collector):
         self.fetches = counter(
             "fetches", "Prefixes to be fetched, by what their holder did: sent; refused (lost it); "
             "failed; late.", ("outcome",))
-        self.moves = counter(
-            "moves", "Running outputs that were to move to another instance, by why (order, drain, "
-            "flip, memory, balance) and what came of it: moved; refused, failed, late: "
-            "it stayed; ended: it ended before.", ("reason", "outcome"))
+        self.moves = counter("moves", _MOVES, ("reason", "outcome"))
         self.move_pause = histogram(
-            "move_pause_seconds", "Between the last event of a stream before a move and the next.",
-            buckets=_GAP_SECONDS)
+            "move_pause_seconds", "Gap in a stream at a move.", buckets=_GAP_SECONDS)
         self.retries = counter(
             "retries", "Requests sent to another instance because one failed before the client had "
             "a byte.")

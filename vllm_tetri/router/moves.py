@@ -1,4 +1,10 @@
-"""Outputs of this router that move, by `policy.moves`."""
+"""Running outputs go on at another instance: the router's part.
+
+The decode request is opened while the instance that has the output still writes. Its response
+begins with all output so far. When that is what the client has received and more follows, the
+task that relays the output is interrupted and goes on with the other response; closing the first
+one ends the request there. Before that, the first instance can go on at any time.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,259 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import Moved, Moving
+from vllm_tetri.handover import DecodeParams
+from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving
 from vllm_tetri.policy.cluster import TableMaker
-from vllm_tetri.policy.moves import choose_moves, why_leave
-from vllm_tetri.router.errors import Refusal
+from vllm_tetri.policy.moves import RunningOutput, choose_moves, usual_left, why_leave
+from vllm_tetri.policy.route import Phase
+from vllm_tetri.router.errors import HttpError, InstanceAtLimit, InstanceFailed, Refusal
+from vllm_tetri.router.http_client import HttpResponse
+from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.router.resume import ContinuationFailed, ContinuationMismatch, NotResumable
+from vllm_tetri.router.retry import Scheduler
+from vllm_tetri.router.stream import Output
 from vllm_tetri.router.table import Entry, RequestTable
-from vllm_tetri.types import InstanceId, InstanceState, InstanceView, RequestId
+from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, RequestId, TransferId
 
+# Without news of an instance for this long a move is given up.
+_PATIENCE_S = 10.0
+_CAUGHT_UP_S = 0.002  # between two looks whether the client has all that was written
 _LOOK_S = 0.05  # between two looks at the cluster
+_STREAMING = (Phase.DECODING, Phase.SERVING)
+_WRITING = (Phase.HANDING_OVER, Phase.SERVING)  # a response that comes as a whole
 
 _log = logging.getLogger(__name__)
+Send = Callable[[InstanceInfo, bytes], Awaitable[HttpResponse]]
+
+
+class Successor(NamedTuple):
+    """Where an output goes on, and the response to its request there, which may still be due."""
+
+    instance: InstanceInfo
+    response: Awaitable[HttpResponse]
+
+
+class _Move:
+    """One move under way."""
+
+    def __init__(
+        self, transfer: TransferId, source: InstanceId, target: InstanceInfo, reason: str
+    ) -> None:
+        self.transfer, self.source, self.target, self.reason = transfer, source, target, reason
+        self.task: asyncio.Task[None] | None = None  # opens the decode request
+        self.num_due = 1  # choices of which the target has not told that they go on
+        self.goes_on = asyncio.Event()  # all of them do
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Mover:
+    """Moves the output of one request, one move at a time. Owned by the event loop; the task that
+    serves the request begins and ends it."""
+
+    def __init__(
+        self, request: ApiRequest, entry: Entry, output: Output, scheduler: Scheduler, send: Send
+    ) -> None:
+        self._request, self._entry, self._output = request, entry, output
+        self._scheduler, self._send = scheduler, send
+        self._handler: asyncio.Task[object] | None = None  # serves the request
+        self._move: _Move | None = None
+        self._successor: Successor | None = None
+        self._rescue: asyncio.Future[None] | None = None  # the handler waits for a successor
+        self.num_moves = 0
+        self._here_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Let outputs of the calling task's request move."""
+        self._handler = asyncio.current_task()
+        self._entry.mover = self
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it is on its way."""
+        return self._move is not None or self._successor is not None
+
+    def movable(self, usual_left_tokens: float, now: float) -> RunningOutput | None:
+        """Return what decides about a move; None if the output cannot move."""
+        request, entry = self._request, self._entry
+        # Nothing proves that links show the same media once more.
+        is_able = request.is_splittable and not request.has_links
+        if not is_able or self.is_moving:
+            return None
+        if request.is_streamed:
+            if entry.phase not in _STREAMING or not (self._output.is_recorded and entry.generated):
+                return None
+        elif entry.phase not in _WRITING or request.wants_logprobs:
+            return None  # instances do not keep log probabilities of what is not streamed
+        expected = max((entry.predicted or 0) - entry.generated, usual_left_tokens)
+        if request.max_tokens is not None:
+            most = request.max_tokens - entry.generated
+            expected = most if request.ignores_eos else min(expected, most)
+        prompt_tokens = entry.prompt_tokens or request.approx_tokens
+        context = prompt_tokens + entry.generated
+        here_s = now - max(self._here_s, entry.sent_s)
+        return RunningOutput(entry.id, context, expected, self.num_moves, here_s)
+
+    def order(self, target: InstanceInfo, reason: str) -> bool:
+        """Order the instance that has the output to move it; False if it cannot be reached."""
+        transfer, source = self._entry.new_transfer(), self._entry.worker
+        order = Move(
+            self._entry.id, transfer, target.id, target.kv_endpoint, self._request.num_choices
+        )
+        if self.is_moving or not self._scheduler.monitor.send(source, order):
+            return False
+        self._move = move = _Move(transfer, source, target, reason)
+        loop = asyncio.get_running_loop()
+        move.timer = loop.call_later(_PATIENCE_S, self._end, move, "late")
+        return True
+
+    def on_message(self, message: Moving | Moved) -> None:
+        """Take what an instance tells of the move under way."""
+        move = self._move
+        if move is None or message.transfer != move.transfer:
+            return
+        if isinstance(message, Moved):
+            move.num_due -= 1
+            if move.num_due <= 0:
+                move.goes_on.set()
+        elif message.problem:
+            _log.info("request %s stays at %s: %s", self._entry.id, move.source, message.problem)
+            self._end(move, "refused" if move.task is None else "failed")
+        elif move.task is None:
+            move.num_due = len(message.kv_tokens)
+            move.task = asyncio.create_task(self._open(move, message))
+
+    async def _open(self, move: _Move, message: Moving) -> None:
+        params = DecodeParams(
+            move.transfer,
+            message.digest,
+            predicted=message.predicted,
+            is_early=True,
+            prefill=move.source,
+            kv_tokens=message.kv_tokens,
+        )
+        body = self._request.decode_body(params, message.prompt_token_ids, move.target)
+        sending = asyncio.ensure_future(self._send(move.target, body))
+        try:
+            if self._request.is_streamed:
+                response = await sending
+                if response.status != 200:
+                    raise InstanceFailed(move.target.id, f"HTTP {response.status}")
+                # The other instance does not know the log probabilities of prior output, so the
+                # client has to have them all.
+                num_prior = message.kv_tokens[0] + 1 - len(message.prompt_token_ids)
+                num_due = num_prior if self._request.wants_logprobs else 0
+                seen = await response.peek()
+                while num_due > self._output.num_received() or (
+                    not self._output.is_continued_by(seen)
+                ):
+                    if num_due > self._output.num_received():
+                        await asyncio.sleep(_CAUGHT_UP_S)
+                        continue
+                    seen = await response.peek()
+                    if not seen:
+                        raise InstanceFailed(move.target.id, "its stream ended too early")
+            else:
+                told = asyncio.ensure_future(move.goes_on.wait())
+                await asyncio.wait((told, sending), return_when=asyncio.FIRST_COMPLETED)
+                told.cancel()
+                if sending.done():
+                    sending.result()
+        except (
+            InstanceFailed,
+            InstanceAtLimit,
+            HttpError,
+            NotResumable,
+            ContinuationMismatch,
+            ContinuationFailed,
+        ) as error:
+            _log.info(
+                "request %s does not move from %s to %s: %s",
+                self._entry.id, move.source, move.target.id, error,
+            )  # fmt: skip
+            self._end(move, "failed")
+        except asyncio.CancelledError:
+            sending.add_done_callback(_close)
+            sending.cancel()
+            raise
+        else:
+            self._take_over(move, sending)
+            return
+        sending.add_done_callback(_close)
+        sending.cancel()
+
+    def _take_over(self, move: _Move, response: asyncio.Future[HttpResponse]) -> None:
+        """Let the handler go on with the other response."""
+        self._forget(move)
+        handler = self._handler
+        if handler is None or handler.done() or self._entry.is_over:
+            response.add_done_callback(_close)
+            return
+        self._successor = Successor(move.target, response)
+        self.num_moves, self._here_s = self.num_moves + 1, time.monotonic()
+        self._scheduler.metrics.moves.labels(move.reason, "moved").inc()
+        _log.info(
+            "request %s moved from %s to %s (%s)",
+            self._entry.id, move.source, move.target.id, move.reason,
+        )  # fmt: skip
+        if self._rescue is not None:
+            self._rescue.set_result(None)
+        else:
+            handler.cancel()
+
+    def take(self) -> Successor | None:
+        """Return where the output goes on now, if it moved; the caller has the response."""
+        successor, self._successor = self._successor, None
+        if successor is not None:
+            self._entry.send_aggregated(successor.instance.id)
+            self._output.record_move()
+        return successor
+
+    def was_interrupted(self) -> bool:
+        """Whether the handler was cancelled for a successor, and for nothing else."""
+        handler = asyncio.current_task()
+        assert handler is not None
+        return self._successor is not None and not handler.uncancel()
+
+    async def rescue(self) -> bool:
+        """Wait for the successor of an output whose instance failed while it moved; False if there
+        will be none."""
+        move = self._move
+        if move is None or move.task is None:
+            return self._successor is not None
+        self._rescue = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait((move.task, self._rescue), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._rescue = None
+        return self._successor is not None
+
+    def close(self) -> None:
+        """End a move with its request. Idempotent."""
+        self._entry.mover = None
+        if self._move is not None:
+            self._end(self._move, "ended")
+        if self._successor is not None:
+            asyncio.ensure_future(self._successor.response).add_done_callback(_close)
+
+    def _end(self, move: _Move, outcome: str) -> None:
+        """Let the output stay where it is."""
+        if self._move is not move:
+            return
+        self._forget(move)
+        self._scheduler.metrics.moves.labels(move.reason, outcome).inc()
+        for instance in (move.source, move.target.id):
+            self._scheduler.monitor.send(instance, CancelTransfer(move.transfer))
+        if move.task is not None and move.task is not asyncio.current_task():
+            move.task.cancel()
+
+    def _forget(self, move: _Move) -> None:
+        self._move = None
+        if move.timer is not None:
+            move.timer.cancel()
 
 
 class Moves:
@@ -85,7 +332,7 @@ class Moves:
         )
         infos = {each.info.id: each.info for each in view.instances}
         for one in due:
-            usual = _usual_left(one)
+            usual = usual_left(one)
             found = {each.id: each for each in entries.get(one.info.id, ())}
             outputs = [
                 output
@@ -108,7 +355,6 @@ class Moves:
         return found
 
 
-def _usual_left(one: InstanceView) -> float:
-    """Return the mean output that an instance expects its decodes to have left."""
-    load = one.load
-    return max(0.0, load.remaining_tokens / max(1.0, load.heavy + load.light))
+def _close(response: asyncio.Future[HttpResponse]) -> None:
+    if not response.cancelled() and response.exception() is None:
+        response.result().close()

@@ -19,7 +19,7 @@ from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity
 from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
 from vllm_tetri.router.http_client import HttpResponse
-from vllm_tetri.router.mover import Mover
+from vllm_tetri.router.moves import Mover
 from vllm_tetri.router.request import CHAT, ApiRequest
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
 from vllm_tetri.router.retry import RECOVERS_S, Attempts, Scheduler
@@ -116,10 +116,8 @@ class Relay:
 
     async def _attempt(self, may_split: bool) -> web.StreamResponse:
         if (successor := self._mover.take()) is not None:
-            self._entry.send_aggregated(successor.instance.id)
-            self._writer = successor.instance
-            self._output.record_move()
-            return await self._output.receive(successor.instance, successor.response)
+            self._writer, response = successor
+            return await self._output.receive(self._writer, response)
         if self._entry.has_output:
             return await self._resume()
         route, instance = self._place(may_split, self._attempts.excluded())
@@ -131,7 +129,6 @@ class Relay:
             self.route = "whole" if is_first else "fallback"
         return await self._aggregated(instance, route.reason)
 
-    # Place.
     def _place(
         self, may_split: bool, excluded: frozenset[InstanceId]
     ) -> tuple[Route, InstanceInfo]:
@@ -335,7 +332,6 @@ class Relay:
         body = self._request.decode_body(params, prefilled.prompt_token_ids, instance)
         return await self._aggregated(instance, None, body)
 
-    # Aggregated.
     async def _aggregated(
         self, instance: InstanceInfo, reason: str | None, body: bytes | None = None
     ) -> web.StreamResponse:

@@ -151,7 +151,7 @@ class StreamRecord:
 
     @property
     def token_ids(self) -> list[int]:
-        """Those of the first choice."""
+        """Return those of the first choice."""
         return self._said[0].token_ids
 
     def begin_with(self, first: FirstToken, created: int) -> None:

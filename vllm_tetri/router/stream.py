@@ -14,13 +14,14 @@ from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import (
     ABORTED,
     NOT_OFFERED,
+    HttpError,
     InstanceAtLimit,
     InstanceFailed,
     Refusal,
     is_at_limit,
 )
 from vllm_tetri.router.first_token import FirstToken
-from vllm_tetri.router.http_client import HttpError, HttpResponse
+from vllm_tetri.router.http_client import HttpResponse
 from vllm_tetri.router.request import CHAT, LOAD_HEADER, NOT_RETURNED, ApiRequest, headers_without
 from vllm_tetri.router.resume import (
     ContinuationFailed,

@@ -7,21 +7,29 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_tetri.handover import prefix_of
-from vllm_tetri.messages import Dispatched
+from vllm_tetri.messages import Dispatched, Moved, Moving
+from vllm_tetri.policy.moves import RunningOutput
 from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
 from vllm_tetri.policy.route import ENDED, Event, Phase, advance
-from vllm_tetri.types import InstanceId, RequestId, TransferId
-
-if TYPE_CHECKING:
-    from vllm_tetri.router.mover import Mover
+from vllm_tetri.types import InstanceId, InstanceInfo, RequestId, TransferId
 
 _NONE = InstanceId("")
 _SHOWN = (
     "id", "phase", "prefill", "decode", "prompt_tokens", "predicted", "generated", "reason",
 )  # fmt: skip
+
+
+class Movable(Protocol):
+    """The output of a request, which may move to another instance (`router.moves`)."""
+
+    @property
+    def is_moving(self) -> bool: ...
+    def movable(self, usual_left_tokens: float, now: float) -> RunningOutput | None: ...
+    def order(self, target: InstanceInfo, reason: str) -> bool: ...
+    def on_message(self, message: Moving | Moved) -> None: ...
 
 
 class Entry:
@@ -46,7 +54,7 @@ class Entry:
         self.has_output = False  # the client has received something, or is about to
         self.first_byte_s: float | None = None
         self.event_s = now  # when events came last
-        self.mover: Mover | None = None  # while it is served
+        self.mover: Movable | None = None  # while it is served
         self.sent_s = now  # when the prompt was sent to an instance last
         self._table = table
         self._counted_at = _NONE

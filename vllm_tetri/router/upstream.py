@@ -15,21 +15,17 @@ from vllm_tetri.messages import TransferLost
 from vllm_tetri.policy.route import apart
 from vllm_tetri.router.errors import (
     ERROR_EVENT,
+    GivenUp,
+    HttpError,
     InstanceAtLimit,
     InstanceFailed,
+    Silent,
+    Unreachable,
     internal_error_in,
     is_at_limit,
     is_at_limit_event,
 )
-from vllm_tetri.router.http_client import (
-    GivenUp,
-    HttpClient,
-    HttpError,
-    HttpResponse,
-    Silent,
-    Unreachable,
-    parts_of,
-)
+from vllm_tetri.router.http_client import HttpClient, HttpResponse, parts_of
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState

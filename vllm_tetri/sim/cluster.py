@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.cluster import ClusterTable, TableMaker
 from vllm_tetri.policy.fetch import FetchPlan
+from vllm_tetri.policy.moves import RunningOutput, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Split
 from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock
@@ -22,7 +24,7 @@ from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.modes import MODES, SimMode
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec
-from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView
+from vllm_tetri.types import ClusterView, InstanceId, InstanceState, InstanceView, RequestId
 
 # The class that simulates each kind of engine. Add a line for an own kind.
 ENGINES: dict[type[EngineKind], type[Instance]] = {EngineKind: TetriInstance, Stock: StockInstance}
@@ -95,6 +97,7 @@ class _Simulation:
         # The front counts before the router, so that what the router has sent has arrived.
         self._front_s = max(each.engine.front_s for each in config.instances)
         self._links = None if config.link is None else Links(config.link, self.loop)
+        self._on_way = Counter[InstanceId]()  # outputs that move, by where they were decoded
         self._served: dict[int, SimRequest] = {}
         self._refused: list[RefusedRequest] = []
         self._end_s = 0.0
@@ -138,10 +141,44 @@ class _Simulation:
         if self._is_done() or not self.loop.due:
             return
         self._table = self._take_table(now)
+        if self.config.moves and self._mode.moves_outputs:
+            self._move(now)
         period_s = self.config.report_period_s
         # Instances get it with the router's next broadcast, half a period later on average.
         self.loop.at(now + period_s / 2, self._broadcast)
         self.loop.at(now + period_s, self._report)
+
+    def _move(self, now: float) -> None:
+        """Let outputs move as a router does."""
+        for view in self._table.view.instances:
+            if not (reason := why_leave(view, self._table)):
+                continue
+            instance, usual = self._receiver(view.info.id), usual_left(view)
+            instance.batch.settle()
+            requests = {RequestId(each.request_id): each for each in instance.batch}
+            outputs = [
+                RunningOutput(name, each.num_tokens, usual, each.num_moves, now - each.here_s)
+                for name, each in requests.items()
+            ]
+            num_on_way = self._on_way[view.info.id]
+            for order in choose_moves(
+                view, reason, outputs, self._table, num_on_way, any_role=self._mode.is_anywhere
+            ):
+                instance.let_go(requests[order.request], order.target, now)
+
+    def moving(self, request: SimRequest, target: InstanceId, now: float) -> None:
+        """An output pauses as long as the hand-over of a prompt of that length takes when its KV
+        was sent before, but for two steps; its KV takes no room of the arena."""
+        source = request.decode or request.prefill
+        self._on_way[source] += 1
+        request.decode, request.num_moves = target, request.num_moves + 1
+        request.is_split = target != request.prefill
+        seconds = self.config.handover_base_s + 2 * self._table.by_id[source].step_s
+        self.loop.at(now + seconds, partial(self._moved, request, source))
+
+    def _moved(self, request: SimRequest, source: InstanceId, now: float) -> None:
+        self._on_way[source] -= 1
+        self._receiver(request.decode).take_over(request, now)
 
     def _take_table(self, now: float) -> ClusterTable:
         """Read all reports; instances that did nothing since the last one report the same."""

@@ -115,6 +115,7 @@ class ClusterConfig:
     link: float | None = None  # bytes per second; None: hand-overs do not slow each other down
     sends_chunks: bool = True  # the KV of a chunk when it is computed; else all after the prompt
     dispatch: str = "power-of-two"  # name of a policy (docs/policies.md, `plugins`)
+    moves: bool = True  # running outputs move between instances that exchange KV (`policy.moves`)
 
     def __post_init__(self) -> None:
         if not self.instances:

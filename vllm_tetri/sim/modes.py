@@ -34,6 +34,8 @@ class SimMode(ABC):
     show the reports of all instances, up to a period ago at the router."""
 
     reads_reports = True
+    moves_outputs = False  # by `policy.moves`; to any instance if it `is_anywhere`
+    is_anywhere = False
 
     @cached_property
     def residency(self) -> Residency:
@@ -80,7 +82,7 @@ class SplitMode(SimMode):
     `engine.dispatcher`."""
 
     is_anywhere = False
-    may_fetch = True
+    may_fetch = moves_outputs = True
 
     def __init__(self, config: ClusterConfig) -> None:
         self._state = ClusterState(_GRACE_S)

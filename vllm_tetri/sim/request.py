@@ -45,6 +45,8 @@ class SimRequest:
     joined_step: int = 0  # of the decode batch
     settled_step: int = 0
     preemptions: int = 0
+    num_moves: int = 0  # to another instance while it was decoded
+    here_s: float = 0.0  # since when it is decoded where it is
     begun_s: float = 0.0  # its first step; the last one that was, if its blocks were lost
     first_token_s: float = 0.0
     last_token_s: float = 0.0

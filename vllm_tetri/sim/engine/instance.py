@@ -18,7 +18,7 @@ from vllm_tetri.sim.engine.cache import PrefixCache
 from vllm_tetri.sim.loop import Loop
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import NAME_TOKENS
-from vllm_tetri.types import InstanceLoad
+from vllm_tetri.types import InstanceId, InstanceLoad
 
 Share = tuple[SimRequest, int]
 """Prompt tokens that a step computes of a request."""
@@ -32,12 +32,14 @@ class Cluster(Protocol):
 
     # `computed` follows every chunk of a prompt but the last, `granted` memory in an arena,
     # and `ended` the last token; `prefilled` says whether another instance decodes the rest.
+    # `moving` is a request that is decoded elsewhere from now on.
     # `refused` is a prefix that is asked for and not here any more.
     def computed(self, request: SimRequest, now: float) -> None: ...
     def prefilled(self, request: SimRequest, now: float) -> bool: ...
     def granted(self, request: SimRequest, now: float) -> None: ...
     def ended(self, request: SimRequest, now: float) -> None: ...
     def refused(self, request: SimRequest, now: float) -> None: ...
+    def moving(self, request: SimRequest, target: InstanceId, now: float) -> None: ...
 
 
 class Instance(ABC):

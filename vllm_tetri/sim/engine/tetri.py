@@ -15,7 +15,7 @@ from vllm_tetri.sim.cost.step_cost import linear
 from vllm_tetri.sim.engine.instance import Cluster, Instance, Share
 from vllm_tetri.sim.request import MAX_TOKENS, SimRequest
 from vllm_tetri.sim.workload import NAME_TOKENS
-from vllm_tetri.types import InstanceLoad, Prediction
+from vllm_tetri.types import InstanceId, InstanceLoad, Prediction
 
 
 class TetriInstance(Instance):
@@ -45,6 +45,7 @@ class TetriInstance(Instance):
             entry_weight=ENTRY_ORDERS[engine.decode_order],
         )
         self._is_stuck = False
+        self._leaving: dict[SimRequest, InstanceId] = {}  # to which instance, after this step
         self._news: deque[Callable[[], object]] = deque()  # for the next step
         # Of the newest step: requests that it admitted, with tokens loaded from the arena, and
         # prompts that it began.
@@ -130,6 +131,19 @@ class TetriInstance(Instance):
         left = self.arena_tokens, self.queue.unfinished_tokens
         assert not any(left), f"{self.config.id} keeps KV or prompts: {left}"
 
+    def let_go(self, request: SimRequest, target: InstanceId, now: float) -> None:
+        """Move a request that is decoded here to another instance, after the next step."""
+        self._leaving[request] = target
+        self.wake(now)
+
+    def take_over(self, request: SimRequest, now: float) -> None:
+        """Take a request whose KV has come from another instance, which decoded it before."""
+        request.target_tokens = request.num_computed_tokens
+        request.here_s = now
+        self._predicted[request.request_id] = request.spec.predicted
+        self._news.append(partial(self.gate.join, self.held, request))
+        self.wake(now)
+
     # -- a step ------------------------------------------------------------------------
 
     def compose(self, now: float) -> list[Share]:
@@ -167,6 +181,13 @@ class TetriInstance(Instance):
         """Between two steps, take what has arrived and clean up after the last step."""
         while self._news:
             self._news.popleft()()
+        while self._leaving:
+            request, target = self._leaving.popitem()
+            if request in self.batch:  # else it has ended, or was preempted
+                self.batch.leave(request, now - self._paused_s)
+                self._give_back(request, request.num_computed_tokens)
+                self.gate.forget(request.request_id)
+                self.cluster.moving(request, target, now)
         if not self._admitted:
             return
         # As in vLLM: requests whose prompts ended in the step come first, then admitted ones.
