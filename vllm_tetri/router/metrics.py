@@ -55,8 +55,7 @@ class Metrics(Collector):
             buckets=_SECONDS)
         self._total = histogram(
             "request_seconds", "Arrival to the end of the response.", buckets=_SECONDS)
-        self.cancelled = counter(
-            "transfers_cancelled", "KV transfers that the router cancelled.")
+        self.cancelled = counter("transfers_cancelled", "KV transfers that the router cancelled.")
         self.busy = counter(
             "instance_busy_responses", "Responses of an instance that its queue is full.",
             ("instance",))
