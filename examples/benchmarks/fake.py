@@ -26,7 +26,7 @@ import uvloop
 from vllm_tetri import handover
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.handover import DecodeParams, Prefilled, PrefillParams, PriorOutput
-from vllm_tetri.messages import Dispatched, LengthMap, OutputEnded, PrefillEnding
+from vllm_tetri.messages import Dispatched, LengthMap, Move, OutputEnded, PrefillEnding
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceLoad, Role, TransferId
 
 MODEL = "fake"
@@ -83,6 +83,7 @@ class Fake:
         return True
 
     def cancel(self, transfer: TransferId) -> None: ...
+    def move(self, order: Move) -> None: ...
     def lose(self, transfer: TransferId) -> None: ...
     def on_output_ended(self, message: OutputEnded) -> None: ...
     def on_length_map(self, message: LengthMap) -> None: ...

@@ -26,6 +26,7 @@ BOTH = {
     "test_difference",
     "test_flip",
     "test_handover",
+    "test_moves",
     "test_order",
     "test_pool",
     "test_robustness",

@@ -75,7 +75,7 @@ def test_policies_are_chosen_by_name_and_by_path(capsys: pytest.CaptureFixture[s
 
     assert found["sjf"]["ttft_mean_s"] < found["fcfs"]["ttft_mean_s"]
     assert found["greedy"]["preemptions"] > found["static"]["preemptions"]
-    assert found["path"]["busy"]["decode-1"] == 0 < found["sjf"]["busy"]["decode-1"]
+    assert found["path"]["busy"]["decode-1"] < found["sjf"]["busy"]["decode-1"]  # some moved
 
 
 def always_first(candidates, need):  # type: ignore[no-untyped-def]

@@ -200,9 +200,8 @@ class ReceiveSide:
 
     def _try_take(self, request: Request, entry: Receive) -> bool:
         name = entry.params.transfer
-        slot = None
-        if not entry.awaits_output:
-            slot = self._slots.get(name) or self._receiver.take(name)
+        is_due = not entry.awaits_output
+        slot = (self._slots.get(name) or self._receiver.take(name)) if is_due else None
         if slot is None:
             self._check_lost(name, entry)
             return False
@@ -347,6 +346,7 @@ class ReceiveSide:
         for name in attempt_names(transfer):
             self._receiver.cancel(name)
             self._ignore(name)
+        self._receiver.abandon(f"{transfer}+", list(self._users), "its request was cancelled")
 
     def _ignore(self, name: str) -> None:
         """Drop the first token of a transfer, also if it comes later (any thread)."""
