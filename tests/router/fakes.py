@@ -21,7 +21,7 @@ from vllm_tetri import cli, handover
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Fetch, Prefilled, PrefillParams
-from vllm_tetri.messages import CacheReport, Dispatched
+from vllm_tetri.messages import CacheReport, Dispatched, Move
 from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.app import build_app
@@ -103,6 +103,9 @@ class FakeEngine:
     def cancel(self, transfer: TransferId) -> None:
         self._fake.cancelled.append(transfer)
 
+    def move(self, order: Move) -> None:
+        self._fake.moves.append(order)
+
     def lose(self, transfer: TransferId) -> None:
         self._fake.lost.append(transfer)
 
@@ -133,6 +136,7 @@ class FakeInstance:
         self.calls: list[Call] = []
         self.cancelled: list[TransferId] = []
         self.lost: list[TransferId] = []
+        self.moves: list[Move] = []
         self.aborted = 0
         self.handler: Handler | None = None
         self.abilities: dict[str, Any] = {}
