@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -226,3 +227,76 @@ def test_an_event_that_only_tells_an_id_is_not_for_the_client() -> None:
     record.settle()
     assert record.token_ids == [7, 7, 7, 7]
     assert StreamRecord(is_chat=True, hides_ids=False).feed(silent) == silent
+
+
+def delta(index: int, **said: Any) -> dict[str, Any]:
+    return {"index": index, "delta": said, "logprobs": None, "finish_reason": None}
+
+
+def chunk(*choices: dict[str, Any], created: int = 1) -> bytes:
+    return event({"id": "x", "created": created, "choices": list(choices)})
+
+
+def call(index: int, name: str = "", arguments: str = "", name_id: str = "") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments} if name else {"arguments": arguments}
+    return {"index": index, "function": function} | ({"id": name_id} if name_id else {})
+
+
+# What two choices say: text, reasoning, and calls of tools; ids differ from instance to instance.
+SAID = [
+    (0, {"reasoning": "so"}), (1, {"content": "one"}), (0, {"reasoning": " far"}),
+    (0, {"tool_calls": [call(0, "note", "", "id-0")]}), (1, {"content": " two"}),
+    (0, {"tool_calls": [call(0, "", '{"a"')]}), (0, {"tool_calls": [call(0, "", ": 1}")]}),
+    (1, {"content": " three"}), (0, {"tool_calls": [call(1, "more", "{}", "id-1")]}),
+]  # fmt: skip
+
+
+def whole(events: bytes) -> dict[tuple[int, str], str]:
+    """All that a stream says, by choice and field; of ids how many."""
+    found: dict[tuple[int, str], str] = {}
+    for raw in events.split(b"\n\n")[:-1]:
+        for choice in json.loads(raw.removeprefix(b"data: "))["choices"]:
+            said = choice["delta"]
+            parts = {key: said.get(key) or "" for key in ("content", "reasoning")}
+            for each in said.get("tool_calls") or ():
+                parts[f"id {each['index']}"] = "1" * ("id" in each)
+                for key in ("name", "arguments"):
+                    parts[f"{key} {each['index']}"] = each["function"].get(key) or ""
+            for key, text in parts.items():
+                found[choice["index"], key] = found.get((choice["index"], key), "") + text
+    return {key: text for key, text in found.items() if text}
+
+
+@given(
+    received=st.integers(1, len(SAID)), merged=st.integers(1, 4), cuts=st.lists(st.integers(0, 900))
+)
+def test_choices_reasoning_and_calls_go_on_where_the_client_is(
+    received: int, merged: int, cuts: list[int]
+) -> None:
+    """However another instance groups what it says, nothing comes twice and nothing is lost."""
+    events = [chunk(delta(index, **said)) for index, said in SAID]
+    record = StreamRecord(is_chat=True, hides_ids=False, is_plain=False)
+    got = record.feed(b"".join(events[:received]))
+    record.begin_continuation()
+    later: list[bytes] = [chunk(delta(0, role="assistant", content=""), created=2)]
+    for index in (0, 1):  # each choice begins anew, in larger parts
+        mine = [said for at, said in SAID if at == index]
+        for start in range(0, len(mine), merged):
+            later += [
+                chunk(
+                    delta(index, **json.loads(json.dumps(said).replace("id-", "other-"))), created=2
+                )
+                for said in mine[start : start + merged]
+            ]
+    for piece in pieces(b"".join(later), cuts):
+        got += record.feed(piece)
+    assert whole(got) == whole(b"".join(events))
+    assert record.is_caught_up
+
+
+def test_an_instance_that_calls_something_else_does_not_continue() -> None:
+    record = StreamRecord(is_chat=True, hides_ids=False, is_plain=False)
+    record.feed(chunk(delta(0, tool_calls=[call(0, "note", '{"a"', "id-0")])))
+    record.begin_continuation()
+    with pytest.raises(ContinuationMismatch, match="does not continue"):
+        record.feed(chunk(delta(0, tool_calls=[call(0, "note", '{"b"', "id-9")])))
