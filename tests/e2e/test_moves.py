@@ -9,18 +9,17 @@ import re
 import signal
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from examples.benchmarks.faults import send
 from tests.e2e.client import order, until
 from tests.e2e.cluster import Cluster, Stock, answers, post, running
 from tests.e2e.compare import ask_raw, difference, merged
+from tests.e2e.moving import move_on, outcomes
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -117,30 +116,6 @@ def started(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def cluster(started: Cluster) -> Iterator[Cluster]:
     yield started
     started.rest(6)
-
-
-def outcomes(cluster: Cluster) -> Counter[str]:
-    """How many moves ended how, since the start."""
-    found = Counter[str]()
-    text = urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30).read().decode()
-    for outcome, number in re.findall(r'tetri_moves_total{outcome="(\w+)".*} ([\d.]+)', text):
-        found[outcome] += int(float(number))
-    return found
-
-
-async def move_on(url: str) -> None:
-    """Order every output that runs to the other decode instance, again and again."""
-    async with aiohttp.ClientSession() as session:
-        while True:
-            async with session.get(f"{url}/tetri/v1/requests") as response:
-                rows = (await response.json())["requests"]
-            for row in rows:
-                if row["phase"] in ("decoding", "serving") and row["decode"].startswith("decode"):
-                    other = {"decode-0": "decode-1", "decode-1": "decode-0"}[row["decode"]]
-                    path = f"{url}/tetri/v1/requests/{row['id']}/move"
-                    async with session.post(path, json={"to": other}) as response:
-                        assert response.status in (202, 404, 409)
-            await asyncio.sleep(0.05)
 
 
 def refusal(url: str, request: str, to: Any) -> tuple[int, str]:

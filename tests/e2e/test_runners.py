@@ -20,6 +20,7 @@ from examples.benchmarks.faults import send
 from tests.e2e.client import Answer, ask_all, assert_same, struck, until
 from tests.e2e.cluster import Cluster, Stock, answers, running
 from tests.e2e.compare import Reply, ask_raw, difference, merged
+from tests.e2e.moving import move_on, outcomes
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
@@ -174,6 +175,16 @@ async def test_preempted_requests(cluster: Cluster, expected: Any) -> None:
     assert_same(await ask_all(cluster.url, LONG), expected[1])
     rows = cluster.instances()
     assert rows["decode-0"]["preemptions"] + rows["decode-1"]["preemptions"] > 0
+
+
+async def test_outputs_that_move(cell: Cell, cluster: Cluster, expected: Any) -> None:
+    before = outcomes(cluster)
+    moving = asyncio.create_task(move_on(cluster.url))
+    assert_same(await ask_all(cluster.url, LONG[:4]), expected[1][:4])
+    moving.cancel()
+    found = outcomes(cluster) - before
+    assert (found["moved"] > 0) == (cell != Cell("v1", "async"))
+    assert found["moved"] + found["refused"] > 0
 
 
 async def test_a_decode_instance_is_killed(cluster: Cluster, expected: Any) -> None:

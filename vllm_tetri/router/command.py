@@ -121,6 +121,10 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
     add("--flip-after", type=positive, default=60.0, metavar="SECONDS",
         help="time that an instance must have had little or nothing to do, with threshold and idle "
         "(default: %(default)s)")
+    add("--moves", choices=["on", "off"], default="on",
+        help="whether running outputs move from instances that leave, lack memory or are much "
+        "slower than another one, or end where they are unless they are ordered to move "
+        "(default: %(default)s)")
     add("--max-in-flight", type=count, metavar="N",
         help="requests that one instance gets at a time; more go to another instance, or are "
         "rejected with 503 (default: no limit, they wait at the instance as with stock vLLM)")
@@ -191,6 +195,7 @@ def run(options: argparse.Namespace) -> int:
             secret=read_secret(secret_file_of(options.secret_file)),
             lease=lease_of(options.flip_lease),
             resumes_anywhere=options.resume_anywhere,
+            moves=options.moves == "on",
         )
         uvloop.run(serve())
     except (ConfigError, OSError) as error:

@@ -22,6 +22,7 @@ _MOVES = (
     "Running outputs that were to move, by why (order, drain, flip, memory, balance) and what "
     "came of it (moved; refused, failed, late: it stayed; ended: it ended before)."
 )
+_MOVE_SECONDS = "Moves, from order to take-over, and the gaps in streams."
 _GAP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 
 # The documented fields of `InstanceLoad`; a `value` is no metric.
@@ -72,8 +73,8 @@ class Metrics(Collector):
             "fetches", "Prefixes to be fetched, by what their holder did: sent; refused (lost it); "
             "failed; late.", ("outcome",))
         self.moves = counter("moves", _MOVES, ("reason", "outcome"))
-        self.move_pause = histogram(
-            "move_pause_seconds", "Gap in a stream at a move.", buckets=_GAP_SECONDS)
+        self.move_seconds = histogram(
+            "move_seconds", _MOVE_SECONDS, ("part",), buckets=_GAP_SECONDS)
         self.retries = counter(
             "retries", "Requests sent to another instance because one failed before the client had "
             "a byte.")

@@ -55,6 +55,7 @@ class _Move:
         self, transfer: TransferId, source: InstanceId, target: InstanceInfo, reason: str
     ) -> None:
         self.transfer, self.source, self.target, self.reason = transfer, source, target, reason
+        self.begin_s = time.monotonic()
         self.task: asyncio.Task[None] | None = None  # opens the decode request
         self.num_due = 1  # choices of which the target has not told that they go on
         self.goes_on = asyncio.Event()  # all of them do
@@ -205,7 +206,9 @@ class Mover:
             return
         self._successor = Successor(move.target, response)
         self.num_moves, self._here_s = self.num_moves + 1, time.monotonic()
-        self._scheduler.metrics.moves.labels(move.reason, "moved").inc()
+        metrics, seconds = self._scheduler.metrics, time.monotonic() - move.begin_s
+        metrics.moves.labels(move.reason, "moved").inc()
+        metrics.move_seconds.labels("whole").observe(seconds)
         _log.info(
             "request %s moved from %s to %s (%s)",
             self._entry.id, move.source, move.target.id, move.reason,
@@ -270,11 +273,12 @@ class Mover:
 class Moves:
     """Looks for outputs that should move, and orders it. Build it on a running event loop."""
 
-    def __init__(self, monitor: Monitor, table: RequestTable, *, any_role: bool) -> None:
+    def __init__(self, monitor: Monitor, table: RequestTable, *, is_on: bool) -> None:
         self._monitor, self._table = monitor, table
-        self.any_role = any_role  # whether any instance may take an output
+        self.any_role = False  # whether any instance may take an output
         self._tables = TableMaker()
-        self._task = asyncio.get_running_loop().create_task(self._watch(), name="moves")
+        watching = self._watch() if is_on else asyncio.sleep(0)
+        self._task = asyncio.get_running_loop().create_task(watching, name="moves")
 
     async def close(self) -> None:
         """Order no more moves. Idempotent."""

@@ -61,6 +61,7 @@ class RouterConfig:
     secret: Secret | None = None  # shared by routers and instances
     lease: Lease | None = None  # elects the one router whose watcher orders flips
     resumes_anywhere: bool = False  # a broken stream may resume where its text may differ
+    moves: bool = True  # running outputs move by policy, not only by order
 
 
 class GlobalScheduler:
@@ -105,7 +106,7 @@ class GlobalScheduler:
             max_queue_delay_s=config.max_queue_delay_s,
         )
         self.fetches = Fetches(self.placer, self.monitor, self.upstream, self.metrics)
-        self.moves = Moves(self.monitor, self.table, any_role=config.mode is Mode.ADAPTIVE)
+        self.moves = Moves(self.monitor, self.table, is_on=config.moves)
         self.set_mode(config.mode)
 
     async def close(self) -> None:

@@ -203,7 +203,8 @@ class Output:
         record = deepcopy(self._record)
         assert record is not None
         record.begin_continuation()
-        return bool(record.feed(data)) and record.is_caught_up
+        record.feed(data)
+        return record.is_caught_up
 
     def received(self) -> StreamRecord:
         """Return all that the client has received, decoded; raises `Refusal` 502 if no other
@@ -289,7 +290,7 @@ class Output:
 
     def _record_resumed(self) -> None:
         if self._moved_s is not None:
-            self._metrics.move_pause.observe(time.monotonic() - self._moved_s)
+            self._metrics.move_seconds.labels("gap").observe(time.monotonic() - self._moved_s)
         broken, self._broken, self._moved_s = self._broken, None, None
         if broken is not None:
             gap_s = time.monotonic() - broken[1]
