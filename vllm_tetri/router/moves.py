@@ -32,6 +32,7 @@ from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, RequestId,
 
 # Without news of an instance for this long a move is given up.
 _PATIENCE_S = 10.0
+_RETRY_S = 0.5  # after a move that came to nothing
 _CAUGHT_UP_S = 0.002  # between two looks whether the client has all that was written
 _LOOK_S = 0.05  # between two looks at the cluster
 _STREAMING = (Phase.DECODING, Phase.SERVING)
@@ -76,7 +77,7 @@ class Mover:
         self._successor: Successor | None = None
         self._rescue: asyncio.Future[None] | None = None  # the handler waits for a successor
         self.num_moves = 0
-        self._here_s = time.monotonic()
+        self._here_s = self._rest_until_s = time.monotonic()
 
     def begin(self) -> None:
         """Let outputs of the calling task's request move."""
@@ -93,7 +94,7 @@ class Mover:
         request, entry = self._request, self._entry
         # Nothing proves that links show the same media once more.
         is_able = request.is_splittable and not request.has_links
-        if not is_able or self.is_moving:
+        if not is_able or self.is_moving or now < self._rest_until_s:
             return None
         if request.is_streamed:
             if entry.phase not in _STREAMING or not (self._output.is_recorded and entry.generated):
@@ -258,6 +259,7 @@ class Mover:
         if self._move is not move:
             return
         self._forget(move)
+        self._rest_until_s = time.monotonic() + _RETRY_S
         self._scheduler.metrics.moves.labels(move.reason, outcome).inc()
         for instance in (move.source, move.target.id):
             self._scheduler.monitor.send(instance, CancelTransfer(move.transfer))
