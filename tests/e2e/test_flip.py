@@ -132,9 +132,14 @@ async def until_in_the_air(
     raise AssertionError("no KV was seen in the air")
 
 
+def stays(max_tokens: int) -> dict[str, Any]:
+    """An output that does not move: nothing keeps its log probabilities meanwhile."""
+    return completion(9, max_tokens=max_tokens, logprobs=1)
+
+
 async def test_what_is_not_done_in_time_is_rolled_back(many: Cluster) -> None:
     _, decodes = await split(many)
-    asking = asyncio.create_task(ask_all(many.url, [completion(9, max_tokens=600)] * 4))
+    asking = asyncio.create_task(ask_all(many.url, [stays(600)] * 4))
     name = await running_on(many, decodes)
     status, answer = await order(many.url, name, "prefill", deadline_s=0.3)
     assert (status, answer["state"]) == (202, "flipping")
@@ -146,7 +151,7 @@ async def test_what_is_not_done_in_time_is_rolled_back(many: Cluster) -> None:
 
 async def test_a_flip_goes_on_while_the_router_is_started_anew(stock: Stock, many: Cluster) -> None:
     _, decodes = await split(many)
-    asking = asyncio.create_task(ask_all(many.url, [completion(9, max_tokens=1500)] * 4))
+    asking = asyncio.create_task(ask_all(many.url, [stays(1500)] * 4))
     name = await running_on(many, decodes)
     assert (await order(many.url, name, "prefill"))[1]["state"] == "flipping"
     while not (await instances(many))[name]["flip"]["is_heard"]:
