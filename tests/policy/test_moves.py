@@ -40,7 +40,7 @@ def chosen(
     one: InstanceView, outputs: list[RunningOutput], *others: InstanceView, num_on_way: int = 0
 ) -> list[MoveOrder]:
     table = table_of(one, *others)
-    reason = why_leave(one, table)
+    reason = why_leave(table).get(one.info.id)
     return choose_moves(one, reason, outputs, table, num_on_way, any_role=False) if reason else []
 
 
@@ -92,7 +92,7 @@ def test_outputs_stay_that_no_other_instance_can_take(other: InstanceView) -> No
 
 def test_an_instance_that_exchanges_no_kv_keeps_its_outputs() -> None:
     one = alone("a", "decode", state="draining")
-    assert why_leave(one, table_of(one, busy("b", 1))) == ""
+    assert why_leave(table_of(one, busy("b", 1))) == {}
 
 
 def test_an_output_moves_where_it_is_much_faster() -> None:

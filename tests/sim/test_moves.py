@@ -1,25 +1,15 @@
 from __future__ import annotations
 
-from itertools import count
 from random import Random
 
 import numpy as np
 import pytest
 
-from vllm_tetri.policy.cluster import InstanceRow, Need
-from vllm_tetri.policy.dispatch import DecodeCandidates
+from examples.benchmarks.moves import alternate
 from vllm_tetri.policy.moves import MOST_MOVES
 from vllm_tetri.sim.cluster import Outcome, run
 from vllm_tetri.sim.config import ClusterConfig, make_instances
 from vllm_tetri.sim.workload import RequestSpec
-
-_numbers = count()
-
-
-def alternate(candidates: DecodeCandidates, need: Need) -> InstanceRow | None:
-    """To each instance in turn, whatever they have to do."""
-    rows = sorted(candidates.draw(8), key=lambda row: row.id)
-    return rows[next(_numbers) % len(rows)] if rows else None
 
 
 def skewed(num: int, rate: float, seed: int) -> list[RequestSpec]:
@@ -33,7 +23,7 @@ def skewed(num: int, rate: float, seed: int) -> list[RequestSpec]:
 
 
 def simulated(*, moves: bool, seed: int = 1) -> Outcome:
-    dispatch = f"{__name__}:{alternate.__name__}"
+    dispatch = f"{alternate.__module__}:{alternate.__name__}"
     config = ClusterConfig(make_instances(1, 2), dispatch=dispatch, moves=moves)
     return run(config, skewed(120, 0.4, seed))
 

@@ -48,10 +48,8 @@ logger = logging.getLogger(__name__)
 # Steps until a request stops: at least so many, for the decode request to be on its way; at most so
 # many, or a fast link would not be waited for.
 LEAST_STEPS, MOST_STEPS = 4, 256
-# Opening the decode request takes about as long.
-OPENING_S = 0.03
-# A note has no room for more.
-MOST_OUTPUT_TOKENS = 10_000
+OPENING_S = 0.03  # takes a decode request, about
+MOST_OUTPUT_TOKENS = 10_000  # a note has no room for more
 
 
 @dataclass(slots=True)
@@ -161,32 +159,29 @@ class MoveSide:
     def _begin(self, order: Move) -> str:
         """Begin to move all choices of an output; return why not."""
         name = re.compile(rf"(?:\d+_)?(?:chat)?cmpl-{re.escape(order.request)}(?:-0)?(?:-[^-]*)?")
-        named = [
-            each for each in self._scheduler.requests.values() if name.fullmatch(each.request_id)
+        requests = self._scheduler.requests
+        choices = [
+            requests[each] for each in sorted(filter(name.fullmatch, requests), key=choice_of)
         ]
-        choices = sorted(named, key=lambda each: choice_of(each.request_id))
         if len(choices) < order.num_choices:
             return "it has ended, or one of its choices"
         if problem := next(filter(None, map(self._problem, choices)), ""):
             return problem
         most_tokens = max(each.num_tokens for each in choices)
         send_s = OPENING_S + most_tokens * self._fit.token_s * len(choices)
-        steps = min(
-            max(LEAST_STEPS, ceil(send_s / max(self._scheduler.clock.step_s, 1e-4))), MOST_STEPS
-        )
-        for each in choices:
-            if each.max_tokens - each.num_output_tokens <= 2 * steps:
-                return "it is about to end"
+        steps = ceil(send_s / max(self._scheduler.clock.step_s, 1e-4))
+        steps = min(max(LEAST_STEPS, steps), MOST_STEPS)
+        if any(each.max_tokens - each.num_output_tokens <= 2 * steps for each in choices):
+            return "it is about to end"
         deadline = time.monotonic() + self._timeout_s
-        for index, each in enumerate(choices):
+        kv_tokens = [each.num_computed_tokens + steps for each in choices]
+        for index, (each, num_tokens) in enumerate(zip(choices, kv_tokens, strict=True)):
             self._num_rounds += 1
             transfer = choice_name(order.transfer, index)
-            num_tokens = each.num_computed_tokens + steps
             self._leaving[each.request_id] = _Leaving(
                 each, order, transfer, num_tokens, self._num_rounds, deadline
             )
         first = choices[0]
-        kv_tokens = [self._leaving[each.request_id].num_tokens for each in choices]
         self._agent.publish(
             Moving(
                 order.request,
@@ -270,7 +265,7 @@ class MoveSide:
         if each is None:
             return None
         self.parked.discard(request.request_id)
-        is_read = each.is_open and each.num_ended < self._layout.shards.num_parts
+        is_read = self._is_read(each)
         if is_read:
             each.freeing, each.num_ended = True, 0
             self._stops.append(request.request_id)
@@ -298,13 +293,17 @@ class MoveSide:
         for transfer in {each.order.transfer for each in self._leaving.values()}:
             self._drop(transfer, problem)
 
+    def _is_read(self, each: _Leaving) -> bool:
+        """Whether a shard may still send its blocks."""
+        return each.is_open and each.num_ended < self._layout.shards.num_parts
+
     def _drop(self, transfer: TransferId, problem: str) -> None:
         """Let all choices of an output continue here; tell why, unless the router wanted it."""
-        here = [each for each in self._leaving.values() if each.order.transfer == transfer]
-        kept = [each for each in here if not each.freeing]
+        here = self._leaving.values()
+        kept = [each for each in here if each.order.transfer == transfer and not each.freeing]
         for each in kept:
             name = each.request.request_id
-            if each.is_open and each.num_ended < self._layout.shards.num_parts:
+            if self._is_read(each):
                 self._stops.append(name)
             self.parked.discard(name)
             del self._leaving[name]

@@ -7,8 +7,7 @@ better off than if they had changed places: what moved would not move back, so n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
@@ -21,6 +20,7 @@ REST_S = 2.0  # between two moves of one output, and before the first
 # A step has to be so much longer here than there with the output, and the output so much shorter.
 _FASTER = 1.25
 _WORTH_S = 0.5
+_LEAVES = {InstanceState.DRAINING: "drain", InstanceState.FLIPPING: "flip"}
 # With fewer free blocks than this for each decode, some are about to be preempted.
 _SCARCE_BLOCKS = 1.0
 
@@ -35,8 +35,7 @@ class RunningOutput(NamedTuple):
     here_s: float  # since it came to this instance, in seconds
 
 
-@dataclass(frozen=True, slots=True)
-class MoveOrder:
+class MoveOrder(NamedTuple):
     """An output's next instance; `reason` is short."""
 
     request: RequestId
@@ -55,22 +54,28 @@ def move_s(view: InstanceView, step_s: float, context_tokens: float) -> float:
     return view.load.handover_s + view.load.handover_token_s * context_tokens + 2 * step_s
 
 
-def why_leave(one: InstanceView, table: ClusterTable) -> str:
-    """Say why outputs should leave an instance; empty if none should."""
-    if one.info.alone:
-        return ""
-    if one.state is InstanceState.DRAINING:
-        return "drain"
-    if one.state is InstanceState.FLIPPING:
-        return "flip"
-    row = table.by_id.get(one.info.id)
-    if row is None or row.decodes < 2 or row.role is Role.PREFILL:
-        return ""
-    if row.base_blocks < _SCARCE_BLOCKS * row.decodes and _roomy(row, table, row.decodes):
-        return "memory"
-    others = _others(row, table)
-    is_slow = any(row.step_s > _FASTER * (each.step_s + each.request_s) for each in others)
-    return "balance" if is_slow else ""
+def why_leave(table: ClusterTable) -> dict[InstanceId, str]:
+    """Say of every instance that outputs should leave why they should."""
+    found: dict[InstanceId, str] = {}
+    takers: dict[int, list[InstanceRow]] = {}  # of outputs, by kind, the fastest first
+    for one in table.view.instances:
+        row = table.by_id.get(one.info.id)
+        if one.info.alone:
+            continue
+        if one.state in _LEAVES:
+            found[one.info.id] = _LEAVES[one.state]
+        elif row is not None and row.decodes >= 2 and row.role is not Role.PREFILL:
+            if row.key not in takers:
+                takers[row.key] = sorted(table.takers(one.info).by_name, key=_step_with_one_more)
+            fastest = next(_apart(row, takers[row.key]), None)
+            if row.base_blocks < _SCARCE_BLOCKS * row.decodes and any(
+                each.base_blocks > 4 * max(row.decodes, each.decodes)
+                for each in _apart(row, takers[row.key])
+            ):  # and another one has blocks to spare
+                found[row.id] = "memory"
+            elif fastest and row.step_s > _FASTER * _step_with_one_more(fastest):
+                found[row.id] = "balance"
+    return found
 
 
 def choose_moves(
@@ -84,12 +89,11 @@ def choose_moves(
 ) -> list[MoveOrder]:
     """Choose which outputs leave an instance for `reason`, and where each goes, while others are on
     their way from it. With `any_role` any instance takes outputs, else those that decode."""
-    leaves, source = reason in ("drain", "flip"), table.by_id.get(one.info.id)
+    leaves, source = reason in _LEAVES.values(), table.by_id.get(one.info.id)
     most = (MOST_LEAVING if leaves else MOST_ON_WAY) - num_on_way
     takers = table.takers(one.info, any_role=any_role).by_name
-    rows = {row.id: row.copy() for row in takers if row.id != one.info.id}
-    if not leaves and source is not None and source.device:
-        rows = {name: row for name, row in rows.items() if row.device != source.device}
+    able_rows = takers if leaves or source is None else _apart(source, takers)
+    rows = [row.copy() for row in able_rows if row.id != one.info.id]
     orders: list[MoveOrder] = []
     here = source.copy() if source is not None else None
     step_s = source.step_s if source is not None else one.load.step_s
@@ -101,7 +105,7 @@ def choose_moves(
         if each.left_tokens * step_s <= move_s(one, step_s, each.context_tokens):
             continue
         need = Need(round(each.context_tokens), each.left_tokens)
-        able = [row for row in rows.values() if row.has_capacity(need)]
+        able = [row for row in rows if row.has_capacity(need)]
         target = min(able, key=lambda row: (row.step_s, row.id), default=None)
         if target is None:
             continue
@@ -117,22 +121,18 @@ def choose_moves(
 def _pays(here: InstanceRow, there: InstanceRow, output: RunningOutput) -> bool:
     """Whether an output is faster elsewhere by far, while the instance that it leaves stays the
     slower one."""
-    step_s = there.step_s + there.request_s
+    step_s = _step_with_one_more(there)
     stays_slower = here.step_s - here.request_s >= step_s
     gain_s = output.left_tokens * (here.step_s - step_s)
     is_worth = gain_s > _WORTH_S + move_s(here.view, here.step_s, output.context_tokens)
     return stays_slower and here.step_s > _FASTER * step_s and is_worth
 
 
-def _others(row: InstanceRow, table: ClusterTable) -> list[InstanceRow]:
-    """Return the instances that may take outputs over, none on the same device."""
-    takers = table.takers(row.view.info).by_name
+def _step_with_one_more(row: InstanceRow) -> float:
+    return row.step_s + row.request_s
+
+
+def _apart(row: InstanceRow, rows: Iterable[InstanceRow]) -> Iterator[InstanceRow]:
+    """Yield the others, none on the same device: those do not help each other."""
     device = row.device or None
-    return [each for each in takers if each.id != row.id and each.device != device]
-
-
-def _roomy(row: InstanceRow, table: ClusterTable, num_decodes: int) -> bool:
-    """Whether another instance has free blocks to spare."""
-    return any(
-        each.base_blocks > 4 * max(num_decodes, each.decodes) for each in _others(row, table)
-    )
+    return (each for each in rows if each.id != row.id and each.device != device)

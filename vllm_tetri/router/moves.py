@@ -18,20 +18,19 @@ from typing import NamedTuple
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving
-from vllm_tetri.policy.cluster import TableMaker
 from vllm_tetri.policy.moves import RunningOutput, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import HttpError, InstanceAtLimit, InstanceFailed, Refusal
 from vllm_tetri.router.http_client import HttpResponse
+from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.resume import ContinuationFailed, ContinuationMismatch, NotResumable
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.stream import Output
-from vllm_tetri.router.table import Entry, RequestTable
+from vllm_tetri.router.table import Entry, Movable, RequestTable
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, RequestId, TransferId
 
-# Without news of an instance for this long a move is given up.
-_PATIENCE_S = 10.0
+_PATIENCE_S = 10.0  # after the order; then a move is given up
 _RETRY_S = 0.5  # after a move that came to nothing
 _CAUGHT_UP_S = 0.002  # between two looks whether the client has all that was written
 _LOOK_S = 0.05  # between two looks at the cluster
@@ -110,18 +109,19 @@ class Mover:
         here_s = now - max(self._here_s, entry.sent_s)
         return RunningOutput(entry.id, context, expected, self.num_moves, here_s)
 
-    def order(self, target: InstanceInfo, reason: str) -> bool:
-        """Order the instance that has the output to move it; False if it cannot be reached."""
+    def order(self, target: InstanceInfo, reason: str) -> TransferId | None:
+        """Order the instance that has the output to move it; return by which transfer, None if it
+        cannot be reached."""
         transfer, source = self._entry.new_transfer(), self._entry.worker
         order = Move(
             self._entry.id, transfer, target.id, target.kv_endpoint, self._request.num_choices
         )
         if self.is_moving or not self._scheduler.monitor.send(source, order):
-            return False
+            return None
         self._move = move = _Move(transfer, source, target, reason)
         loop = asyncio.get_running_loop()
         move.timer = loop.call_later(_PATIENCE_S, self._end, move, "late")
-        return True
+        return transfer
 
     def on_message(self, message: Moving | Moved) -> None:
         """Take what an instance tells of the move under way."""
@@ -150,31 +150,18 @@ class Mover:
         )
         body = self._request.decode_body(params, message.prompt_token_ids, move.target)
         sending = asyncio.ensure_future(self._send(move.target, body))
+        is_over = False
         try:
             if self._request.is_streamed:
-                response = await sending
-                if response.status != 200:
-                    raise InstanceFailed(move.target.id, f"HTTP {response.status}")
-                # The other instance does not know the log probabilities of prior output, so the
-                # client has to have them all.
-                num_prior = message.kv_tokens[0] + 1 - len(message.prompt_token_ids)
-                num_due = num_prior if self._request.wants_logprobs else 0
-                seen = await response.peek()
-                while num_due > self._output.num_received() or (
-                    not self._output.is_continued_by(seen)
-                ):
-                    if num_due > self._output.num_received():
-                        await asyncio.sleep(_CAUGHT_UP_S)
-                        continue
-                    seen = await response.peek()
-                    if not seen:
-                        raise InstanceFailed(move.target.id, "its stream ended too early")
+                await self._until_proved(move.target, await sending, message)
             else:
                 told = asyncio.ensure_future(move.goes_on.wait())
                 await asyncio.wait((told, sending), return_when=asyncio.FIRST_COMPLETED)
                 told.cancel()
                 if sending.done():
                     sending.result()
+            is_over = True
+            self._take_over(move, sending)
         except (
             InstanceFailed,
             InstanceAtLimit,
@@ -188,15 +175,27 @@ class Mover:
                 self._entry.id, move.source, move.target.id, error,
             )  # fmt: skip
             self._end(move, "failed")
-        except asyncio.CancelledError:
-            sending.add_done_callback(_close)
-            sending.cancel()
-            raise
-        else:
-            self._take_over(move, sending)
-            return
-        sending.add_done_callback(_close)
-        sending.cancel()
+        finally:
+            if not is_over:
+                sending.add_done_callback(_close)
+                sending.cancel()
+
+    async def _until_proved(
+        self, target: InstanceInfo, response: HttpResponse, message: Moving
+    ) -> None:
+        """Wait until a stream begins with all that the client has received, and goes on."""
+        if response.status != 200:
+            raise InstanceFailed(target.id, f"HTTP {response.status}")
+        # The other instance does not know the log probabilities of prior output, so the client has
+        # to have them all.
+        num_prior = message.kv_tokens[0] + 1 - len(message.prompt_token_ids)
+        num_due = num_prior if self._request.wants_logprobs else 0
+        while seen := await response.peek():
+            while num_due > self._output.num_received():
+                await asyncio.sleep(_CAUGHT_UP_S)
+            if self._output.is_continued_by(seen):
+                return
+        raise InstanceFailed(target.id, "its stream ended too early")
 
     def _take_over(self, move: _Move, response: asyncio.Future[HttpResponse]) -> None:
         """Let the handler go on with the other response."""
@@ -220,7 +219,8 @@ class Mover:
             handler.cancel()
 
     def take(self) -> Successor | None:
-        """Return where the output goes on now, if it moved; the caller has the response."""
+        """Return where the output goes on now, if it moved, and count the request there; the caller
+        has the response."""
         successor, self._successor = self._successor, None
         if successor is not None:
             self._entry.send_aggregated(successor.instance.id)
@@ -275,12 +275,13 @@ class Mover:
 class Moves:
     """Looks for outputs that should move, and orders it. Build it on a running event loop."""
 
-    def __init__(self, monitor: Monitor, table: RequestTable, *, is_on: bool) -> None:
-        self._monitor, self._table = monitor, table
+    def __init__(
+        self, monitor: Monitor, table: RequestTable, placer: Placer, *, is_on: bool
+    ) -> None:
+        self._monitor, self._table, self._placer = monitor, table, placer
         self.any_role = False  # whether any instance may take an output
-        self._tables = TableMaker()
-        watching = self._watch() if is_on else asyncio.sleep(0)
-        self._task = asyncio.get_running_loop().create_task(watching, name="moves")
+        self._under_way: dict[TransferId, tuple[Movable, InstanceId]] = {}  # and what they leave
+        self._task = asyncio.get_running_loop().create_task(self._watch(is_on), name="moves")
 
     async def close(self) -> None:
         """Order no more moves. Idempotent."""
@@ -289,9 +290,8 @@ class Moves:
 
     def on_message(self, message: Moving | Moved) -> None:
         """Pass on what an instance tells of a move."""
-        for entry in self._table:
-            if entry.mover is not None:
-                entry.mover.on_message(message)
+        if (moving := self._under_way.get(message.transfer)) is not None:
+            moving[0].on_message(message)
 
     def order(self, request: RequestId, target: InstanceId) -> InstanceId:
         """Order the output of a request to move, and return where it is now. Raises `Refusal` 404:
@@ -311,12 +311,23 @@ class Moves:
             raise Refusal(409, f"{target} takes no outputs: it is {one.state}")
         if one.info.alone or one.info.identity != here.info.identity:
             raise Refusal(409, f"{source} and {target} exchange no KV")
-        if not mover.order(one.info, "order"):
+        if not self._begin(mover, source, one.info, "order"):
             raise Refusal(409, f"{source} cannot be reached")
         return source
 
-    async def _watch(self) -> None:
-        while True:
+    def _begin(self, mover: Movable, source: InstanceId, target: InstanceInfo, why: str) -> bool:
+        self._forget_ended()
+        if (transfer := mover.order(target, why)) is None:
+            return False
+        self._under_way[transfer] = mover, source
+        return True
+
+    def _forget_ended(self) -> None:
+        left = [(name, both) for name, both in self._under_way.items() if both[0].is_moving]
+        self._under_way = dict(left)
+
+    async def _watch(self, is_on: bool) -> None:
+        while is_on:
             await asyncio.sleep(_LOOK_S)
             try:
                 self._look()
@@ -326,39 +337,26 @@ class Moves:
     def _look(self) -> None:
         if not len(self._table):
             return
-        view, now = self._monitor.view(), time.monotonic()
-        table = self._tables.make(view, now)
-        reasons = {each.info.id: why_leave(each, table) for each in view.instances}
-        due = [each for each in view.instances if reasons[each.info.id]]
-        if not due:
+        now = time.monotonic()
+        table = self._placer.table(now)
+        if not (reasons := why_leave(table)):
             return
-        entries = self._entries_at({each.info.id for each in due})
-        on_way = Counter(
-            each.worker for each in self._table if each.mover is not None and each.mover.is_moving
-        )
-        infos = {each.info.id: each.info for each in view.instances}
-        for one in due:
-            usual = usual_left(one)
-            found = {each.id: each for each in entries.get(one.info.id, ())}
+        self._forget_ended()
+        on_way = Counter(source for _, source in self._under_way.values())
+        views = {each.info.id: each for each in table.view.instances}
+        for name, reason in reasons.items():
+            one, usual = views[name], usual_left(views[name])
+            movers = {each.id: each.mover for each in self._table if each.worker == name}
             outputs = [
                 output
-                for each in found.values()
-                if each.mover is not None and (output := each.mover.movable(usual, now)) is not None
+                for mover in movers.values()
+                if mover is not None and (output := mover.movable(usual, now)) is not None
             ]
-            reason = reasons[one.info.id]
-            num_on_way = on_way[one.info.id]
-            orders = choose_moves(one, reason, outputs, table, num_on_way, any_role=self.any_role)
-            for order in orders:
-                mover = found[order.request].mover
-                if mover is not None:
-                    mover.order(infos[order.target], order.reason)
-
-    def _entries_at(self, instances: set[InstanceId]) -> dict[InstanceId, list[Entry]]:
-        found: dict[InstanceId, list[Entry]] = {name: [] for name in instances}
-        for entry in self._table:
-            if entry.worker in found:
-                found[entry.worker].append(entry)
-        return found
+            for order in choose_moves(
+                one, reason, outputs, table, on_way[name], any_role=self.any_role
+            ):
+                if (mover := movers[order.request]) is not None:
+                    self._begin(mover, name, views[order.target].info, order.reason)
 
 
 def _close(response: asyncio.Future[HttpResponse]) -> None:

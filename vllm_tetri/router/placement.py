@@ -362,10 +362,14 @@ class Placer:
     def _renew(self, now: float, model: str) -> None:
         """Look at the cluster again if the snapshot is old, or a model's first instance may have
         just joined."""
-        table = self._state.table
-        is_known = model in table.by_model and self._seen_mode is self.mode
-        if is_known and now < self._fresh_until_s:
-            return
+        if model not in self._state.table.by_model or self._seen_mode is not self.mode:
+            self._fresh_until_s = -inf
+        self.table(now)
+
+    def table(self, now: float) -> ClusterTable:
+        """Return the cluster as it is now, or was a moment ago."""
+        if now < self._fresh_until_s:
+            return self._state.table
         view = self._view()
         table, self._seen_mode = self._tables.make(view, now), self.mode
         self._state.observe(table)
@@ -383,6 +387,7 @@ class Placer:
             )
             for model, rows in table.by_model.items()
         }
+        return table
 
 
 def _named(instances: Collection[InstanceId]) -> str:

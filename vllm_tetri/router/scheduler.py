@@ -106,7 +106,7 @@ class GlobalScheduler:
             max_queue_delay_s=config.max_queue_delay_s,
         )
         self.fetches = Fetches(self.placer, self.monitor, self.upstream, self.metrics)
-        self.moves = Moves(self.monitor, self.table, is_on=config.moves)
+        self.moves = Moves(self.monitor, self.table, self.placer, is_on=config.moves)
         self.set_mode(config.mode)
 
     async def close(self) -> None:

@@ -83,8 +83,8 @@ class Output:
     @property
     def is_recorded(self) -> bool:
         """Whether it is known what the client has received."""
-        record, counts = self._record, self._request.wants_logprobs
-        return record is not None and (record.is_plain or not counts)
+        record = self._record
+        return record is not None and (record.is_plain or not self._request.wants_logprobs)
 
     def respond(self, response: HttpResponse, body: bytes) -> web.Response:
         """Build a response that is not streamed, with the head of an instance's."""

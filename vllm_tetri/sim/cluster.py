@@ -150,17 +150,17 @@ class _Simulation:
 
     def _move(self, now: float) -> None:
         """Let outputs move as a router does."""
-        for view in self._table.view.instances:
-            if not (reason := why_leave(view, self._table)):
-                continue
-            instance, usual = self._receiver(view.info.id), usual_left(view)
+        views = {each.info.id: each for each in self._table.view.instances}
+        for source, reason in why_leave(self._table).items():
+            view, instance = views[source], self._receiver(source)
+            usual = usual_left(view)
             instance.batch.settle()
             requests = {RequestId(each.request_id): each for each in instance.batch}
             outputs = [
                 RunningOutput(name, each.num_tokens, usual, each.num_moves, now - each.here_s)
                 for name, each in requests.items()
             ]
-            num_on_way = self._on_way[view.info.id]
+            num_on_way = self._on_way[source]
             for order in choose_moves(
                 view, reason, outputs, self._table, num_on_way, any_role=self._mode.is_anywhere
             ):

@@ -81,7 +81,6 @@ class SplitMode(SimMode):
     """The router of mode `split`; prefill instances choose decode instances, as in
     `engine.dispatcher`."""
 
-    is_anywhere = False
     may_fetch = moves_outputs = True
 
     def __init__(self, config: ClusterConfig) -> None:
