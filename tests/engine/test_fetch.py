@@ -76,13 +76,12 @@ class Trio:
         return self.fetcher.add("a", tokens, params=to_params(params if is_split else fetch))
 
     def run(self, condition: Any) -> None:
-        """Step all engines that have requests, until it is true."""
-        for _ in range(3000):
-            if condition():
-                return
-            for each in self.all:
-                each.step()
-        raise AssertionError("still not true")
+        """Step all engines until it is true."""
+        eventually(lambda: condition() or self.step())
+
+    def step(self) -> None:
+        for each in self.all:
+            each.step()
 
     def end(self) -> None:
         self.run(lambda: "a" in self.fetcher.finished or not self.fetcher.scheduler.requests)
