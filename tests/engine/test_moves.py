@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.harness import CHUNKS, FULL, WINDOW
 from tests.engine.pair import Pair, prompt
+from tests.eventually import eventually
 from vllm_tetri.handover import DecodeParams, to_params
 from vllm_tetri.messages import Move, Moved, Moving
 from vllm_tetri.types import RequestId, TransferId
@@ -53,14 +54,13 @@ class Both:
         )
         return self.there.add(THERE, TOKENS, max_tokens=NUM_OUTPUT, params=to_params(params))
 
-    def run(self, condition: Any, max_steps: int = 3000) -> None:
+    def run(self, condition: Any) -> None:
         """Step both until a condition holds."""
-        for _ in range(max_steps):
-            if condition():
-                return
-            self.here.step()
-            self.there.step()
-        raise AssertionError("still not true")
+        eventually(lambda: condition() or self.step())
+
+    def step(self) -> None:
+        self.here.step()
+        self.there.step()
 
     def moved(self) -> Any:
         request = self.open()
@@ -171,7 +171,7 @@ def test_it_goes_on_where_it_was_if_the_other_one_does_not_in_time(tmp_path: Pat
 def test_an_output_that_is_preempted_stays(both: Both) -> None:
     both.order()
     others = [both.here.add(f"cmpl-{name}-0-1", prompt(200), max_tokens=300) for name in "abcdefgh"]
-    both.run(lambda: both.request.num_preemptions or both.answer().problem, 4000)
+    both.run(lambda: both.request.num_preemptions or both.answer().problem)
     assert both.answer().problem
     for each in others:
         both.here.abort(each.request_id)
