@@ -10,7 +10,9 @@ model runner the scheduler works, and whether it schedules ahead of results.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -124,6 +126,19 @@ class Cell:
     @property
     def is_async(self) -> bool:
         return self.scheduling == "async"
+
+
+def run_until(condition: Any, *engines: Engine, max_steps: float = math.inf) -> None:
+    """Step all engines until the condition holds; fails after so many steps, or 20 s."""
+    deadline = time.monotonic() + 20
+    for number in itertools.count():
+        if condition():
+            return
+        is_due = number >= max_steps or time.monotonic() > deadline
+        assert not is_due, f"not true in {number} steps"
+        outputs = [each.step() for each in engines]
+        if not any(each.total_num_scheduled_tokens for each in outputs):
+            time.sleep(0.001)  # as EngineCore does between empty steps
 
 
 class Engine:
@@ -438,15 +453,8 @@ class Engine:
                 if item.finish_reason is not None:
                     self.finished[item.request_id] = item.kv_transfer_params
 
-    def run_until(self, condition: Any, *, max_steps: int = 3000) -> None:
-        """Step until the condition holds; fails after `max_steps`."""
-        for _ in range(max_steps):
-            if condition():
-                return
-            output = self.step()
-            if not output.total_num_scheduled_tokens:
-                time.sleep(0.001)  # as EngineCore does between empty steps
-        raise AssertionError(f"still not true after {max_steps} steps")
+    def run_until(self, condition: Any, *, max_steps: float = math.inf) -> None:
+        run_until(condition, self, max_steps=max_steps)
 
     @property
     def is_at_rest(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, WINDOW, Engine
+from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, WINDOW, Engine, run_until
 from tests.engine.pair import CHUNK, prompt
 from tests.eventually import eventually
 from vllm_tetri.engine.step import WorkerReport
@@ -77,11 +77,7 @@ class Trio:
 
     def run(self, condition: Any) -> None:
         """Step all engines until it is true."""
-        eventually(lambda: condition() or self.step())
-
-    def step(self) -> None:
-        for each in self.all:
-            each.step()
+        run_until(condition, *self.all)
 
     def end(self) -> None:
         self.run(lambda: "a" in self.fetcher.finished or not self.fetcher.scheduler.requests)

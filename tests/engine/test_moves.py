@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import CHUNKS, FULL, WINDOW
+from tests.engine.harness import CHUNKS, FULL, WINDOW, run_until
 from tests.engine.pair import Pair, prompt
-from tests.eventually import eventually
 from vllm_tetri.handover import DecodeParams, to_params
 from vllm_tetri.messages import Move, Moved, Moving
 from vllm_tetri.types import RequestId, TransferId
@@ -56,11 +55,7 @@ class Both:
 
     def run(self, condition: Any) -> None:
         """Step both until a condition holds."""
-        eventually(lambda: condition() or self.step())
-
-    def step(self) -> None:
-        self.here.step()
-        self.there.step()
+        run_until(condition, self.here, self.there)
 
     def moved(self) -> Any:
         request = self.open()
