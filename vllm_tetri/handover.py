@@ -41,7 +41,8 @@ NumTokens = Annotated[int, msgspec.Meta(ge=0)]
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     """Router → the instance ``target`` that computes a prompt, and the one from which it fetches
-    the KV of a prefix: the prompt up to the longest of ``marks`` that is one of it.
+    the KV of a prefix: the prompt up to the longest of ``marks`` that is one of it, or the blocks
+    of its first ``num_tokens`` where both get the same token ids.
 
     Both get the same, the holder with a request of its own, and find that prefix by their own
     block hashes. The transfer begins behind ``held_tokens``, which the target is believed to hold.
@@ -54,6 +55,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     marks: Annotated[list[tuple[NumTokens, int]], msgspec.Meta(max_length=MAX_MARKS)]
     held_tokens: NumTokens = 0
     wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    num_tokens: NumTokens = 0
 
 
 class PrefillParams(msgspec.Struct, frozen=True, tag="prefill"):

@@ -64,7 +64,8 @@ class Trio:
         marks = self.chain.marks()
         target, endpoint = self.fetcher.info.id, self.fetcher.info.kv_endpoint
         usual = {"marks": marks, "wait_s": 5.0}
-        return Fetch(NAME, target, endpoint, **usual | changes)
+        name = changes.pop("transfer", NAME)
+        return Fetch(name, target, endpoint, **usual | changes)
 
     def ask(self, fetch: Fetch, tokens: list[int] = NEXT) -> Any:
         """The holder gets its request."""
@@ -140,6 +141,34 @@ def test_a_prompt_with_a_fetched_prefix_is_handed_over_as_a_whole(
         assert trio.decode.holds(request, len(NEXT))
         trio.run(lambda: "a" in trio.decode.finished)
         trio.end()
+
+
+def test_what_a_request_has_grown_by_is_fetched_without_marks(trio: Trio) -> None:
+    """As copies of outputs do: their router knows the token ids that both get."""
+    running = trio.holder.add("running", FIRST, max_tokens=80)
+    held_tokens = 0
+    for name, num_outputs in (("a", 20), ("b", 60)):
+        trio.holder.run_until(lambda most=num_outputs: running.num_output_tokens > most)
+        tokens = list(running.all_token_ids)
+        num_tokens = len(tokens) - 1
+        fetch = trio.fetch(
+            marks=[], num_tokens=num_tokens, held_tokens=held_tokens, transfer=TransferId(name)
+        )
+        request = trio.fetcher.add(name, tokens, params=to_params(fetch))
+        trio.holder.add(f"of {name}", tokens, params=to_params(fetch), max_tokens=2)
+        trio.run(lambda name=name: name in trio.fetcher.outputs)
+        assert trio.fetcher.holds(request, len(tokens))
+        held_tokens = num_tokens
+        assert trio.load.fetched_tokens == num_tokens // BLOCK * BLOCK
+    trio.end()
+
+
+def test_what_the_target_holds_as_a_whole_is_not_waited_for(trio: Trio) -> None:
+    """What it is believed to hold may be more than both prompts share."""
+    trio.fetcher.add("own", FIRST)
+    trio.fetcher.run_until(lambda: "own" in trio.fetcher.finished)
+    trio.compute(trio.fetch(held_tokens=PREFIX + 3))
+    trio.fetcher.run_until(lambda: "a" in trio.fetcher.outputs, max_steps=20)
 
 
 def test_what_the_target_holds_is_not_sent(trio: Trio) -> None:

@@ -245,7 +245,9 @@ def test_a_map_that_is_damaged_or_of_another_model_is_not_used(
     engine.close()
 
 
-def ended(status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False) -> Any:
+def ended(
+    status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False, max_tokens: int = 900
+) -> Any:
     """As much of a request as tells how it ended."""
     sampling = SimpleNamespace(ignore_eos=ignore_eos)
     return SimpleNamespace(
@@ -253,6 +255,7 @@ def ended(status: RequestStatus, num_tokens: int, *, ignore_eos: bool = False) -
         lora_request=None,
         status=status,
         num_output_tokens=num_tokens,
+        max_tokens=max_tokens,
         sampling_params=sampling,
     )
 
@@ -275,6 +278,7 @@ OF_THIRD = OutputLengths(Lengths(), lambda name: THIRD, window=10_000)
     ("asked", "tells"),
     [
         (ended(RequestStatus.FINISHED_STOPPED, 3), True),
+        (ended(RequestStatus.FINISHED_STOPPED, 1, max_tokens=1), False),
         (ended(RequestStatus.FINISHED_ABORTED, 3), False),
         (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3), False),
         (ended(RequestStatus.FINISHED_LENGTH_CAPPED, 3, ignore_eos=True), True),

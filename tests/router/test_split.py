@@ -156,6 +156,7 @@ async def test_the_request_table_follows_a_request() -> None:
             "prompt_tokens": PROMPT_TOKENS,
             "predicted": None,
             "generated": 1,
+            "mirror": None,
             "reason": "least of 1: 0 tokens queued",
         }
         made["d"].chunk_gate.set()

@@ -265,13 +265,16 @@ class Endpoint(LoadReader):
             # A recurrent state is that of one prefix alone, and hashes have an adapter's name only.
             has_more = self.scheduler.blocks.has_state or request.mm_features
             is_unable = has_more or request.lora_request or self.alone or self.receives.is_closed
-            tokens = 0 if is_unable else self.cache.known_tokens(request, fetch.marks)
+            tokens = 0 if is_unable else self.cache.shared_tokens(request, fetch)
+            believed = fetch.held_tokens
+            held_tokens = self.scheduler.blocks.hit_tokens(tokens, believed)
+            fetch = replace_struct(fetch, held_tokens=held_tokens)
             if fetch.target != self.info.id:
                 if tokens:
                     self.cache.cut(request, tokens)
                 self.sends.add_fetch(request, fetch, is_known=tokens > 0)
                 return
-            self.receives.add(request, fetch, tokens if tokens > fetch.held_tokens else 0)
+            self.receives.add(request, fetch, tokens if tokens > believed else 0)
         match params:
             case PrefillParams() if not self.alone:
                 if params.marks:
@@ -293,6 +296,7 @@ class Endpoint(LoadReader):
         """Learn from an output that ended here, and let the instance learn that has its prompt."""
         if (ended := self.predictions.learn(request)) is not None:
             self.agent.publish(ended)
+        self.lengths_store.learn(request)
         self._share_lengths()
 
     def _share_lengths(self) -> None:

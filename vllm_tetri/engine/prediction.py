@@ -272,10 +272,10 @@ class Predictions:
 
 def tells_length(request: Request, outputs: OutputLengths) -> bool:
     """Whether an ended request tells how long its output was. An aborted one does not, nor one
-    that the client's `max_tokens` cut shorter than expected; with `ignore_eos` that limit is
-    the length."""
+    that the client's `max_tokens` cut shorter than expected, or that may have one token; with
+    `ignore_eos` that limit is the length."""
     if request.status is RequestStatus.FINISHED_STOPPED:
-        return True
+        return request.max_tokens > 1
     if request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
         return False
     sampling = request.sampling_params

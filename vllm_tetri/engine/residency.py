@@ -23,6 +23,7 @@ from vllm_tetri.engine.compat import (
     Request,
     Scheduler,
 )
+from vllm_tetri.handover import Fetch
 from vllm_tetri.messages import MAX_CACHE_NAMES, NAME_BYTES, CacheReport, RequestChain
 from vllm_tetri.types import InstanceId
 
@@ -106,6 +107,11 @@ class CacheLog(EventPublisher):
                 self._chain_bytes += len(names)
                 tokens = request.num_prompt_tokens
                 self._chains.append(RequestChain(request.request_id, tokens, names))
+
+    def shared_tokens(self, request: Request, fetch: Fetch) -> int:
+        """Return how many tokens of a request's prompt a fetch is of (engine thread)."""
+        count = min(fetch.num_tokens, request.num_prompt_tokens) // self.block_tokens
+        return count * self.block_tokens or self.known_tokens(request, fetch.marks)
 
     def known_tokens(self, request: Request, marks: Sequence[tuple[int, int]]) -> int:
         """Return how many tokens a request begins with that also a prefix with these marks does

@@ -184,10 +184,9 @@ class TetriScheduler(Scheduler):
         if request.num_output_tokens == 0 or is_dummy(request.request_id):
             return
         self.decodes_done += 1
-        self._endpoint.learn(request)
-        if request.status in COMPLETE:
+        if request.status in COMPLETE and request.max_tokens > 1:  # else it tells no length
             self.gate.record_output(request)  # judged by what was known before it ended
-        self._endpoint.lengths_store.learn(request)
+        self._endpoint.learn(request)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         is_new_to_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

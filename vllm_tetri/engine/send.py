@@ -99,7 +99,7 @@ class SendSide:
         self.add(request, own)
         send, tokens = self._sends[request.request_id], request.num_prompt_tokens
         send.dispatch, send.gave_up = Dispatch(params.target, params.kv_endpoint, "fetches"), True
-        send.held_tokens = self._blocks.hit_tokens(tokens, params.held_tokens)
+        send.held_tokens = params.held_tokens
         send.least_cached_tokens = self._blocks.hit_tokens(tokens, tokens) if is_known else tokens
 
     def fetch_tokens(self, request: Request) -> int:

@@ -33,7 +33,7 @@ MAX_PORT = 65535
 _OWN_OPTIONS = frozenset({"role", "tetri-instance", "tetri-control", "tetri-url", "uds", "host",
                           "tetri-secret-file", "port", "ssl-keyfile", "ssl-certfile"})  # fmt: skip
 # Options that `up` hands to its routers unchanged.
-_PASSED_ON = ("mode", "moves", "max_in_flight", "max_queue_delay", "flip", "flip_after",
+_PASSED_ON = ("mode", "moves", "mirror", "max_in_flight", "max_queue_delay", "flip", "flip_after",
               "flip_lease", "ttft_slo", "tpot_slo", "shutdown_timeout", "ssl_certfile",
               "ssl_keyfile")  # fmt: skip
 _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",

@@ -125,6 +125,10 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="whether running outputs move from instances that leave, lack memory or are much "
         "slower than another one, or end where they are unless they are ordered to move "
         "(default: %(default)s)")
+    add("--mirror", type=count, metavar="TOKENS",
+        help="copy running outputs to the prefix cache of a second instance each time they have "
+        "grown by so many tokens, so that one whose instance dies goes on there at once "
+        "(default: no copies)")
     add("--max-in-flight", type=count, metavar="N",
         help="requests that one instance gets at a time; more go to another instance, or are "
         "rejected with 503 (default: no limit, they wait at the instance as with stock vLLM)")
@@ -196,6 +200,7 @@ def run(options: argparse.Namespace) -> int:
             lease=lease_of(options.flip_lease),
             resumes_anywhere=options.resume_anywhere,
             moves=options.moves == "on",
+            mirror_every=options.mirror or 0,
         )
         uvloop.run(serve())
     except (ConfigError, OSError) as error:

@@ -44,7 +44,11 @@ class Fetching:
             self._fetches.monitor.send(self._holder.id, CancelTransfer(self.fetch.transfer))
             self._record("late")
 
-    async def _run(self, request: ApiRequest) -> None:
+    async def outcome(self) -> str:
+        """Wait for what the holder did: `sent`, or another label of the metric."""
+        return await asyncio.shield(self._task)
+
+    async def _run(self, request: ApiRequest) -> str:
         fetch, upstream, reason = self.fetch, self._fetches.upstream, ""
         headers = {**request.headers, "X-Request-Id": fetch.transfer.rpartition("/")[2]}
         try:
@@ -60,6 +64,7 @@ class Fetching:
             self._fetches.monitor.send(fetch.target, TransferLost(fetch.transfer))
             _log.info("%s fetches nothing from %s%s", fetch.target, self._holder.id, reason)
         self._record(outcome)
+        return outcome
 
     def _record(self, outcome: str) -> None:
         self._fetches.metrics.fetches.labels(outcome).inc()

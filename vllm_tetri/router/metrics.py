@@ -22,6 +22,10 @@ _MOVES = (
     "Running outputs that were to move, by why (order, drain, flip, memory, balance) and what "
     "came of it (moved; refused, failed, late: it stayed; ended: it ended before)."
 )
+_MIRRORS = (
+    "Copies of what running outputs have grown by: copied; failed; used: the output went on there "
+    "after its instance died."
+)
 _MOVE_SECONDS = "Moves, from order to take-over, and the gaps in streams."
 _GAP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 
@@ -75,6 +79,7 @@ class Metrics(Collector):
         self.moves = counter("moves", _MOVES, ("reason", "outcome"))
         self.move_seconds = histogram(
             "move_seconds", _MOVE_SECONDS, ("part",), buckets=_GAP_SECONDS)
+        self.mirrors = counter("mirrors", _MIRRORS, ("outcome",))
         self.retries = counter(
             "retries", "Requests sent to another instance because one failed before the client had "
             "a byte.")
@@ -86,8 +91,7 @@ class Metrics(Collector):
             "resume_gap_seconds", "Detection of a broken stream to its next event.",
             buckets=_GAP_SECONDS)
         self.crashes = counter(
-            "crashes_with_request", "Engines that crashed or hung, once for every request that "
-            "they had.")
+            "crashes_with_request", "Engines that crashed or hung, by requests that they had.")
         self.poison_requests = counter(
             "poison_requests", "Poison requests: two engines crashed with them.")
         self.poison_refused = counter(

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving
+from vllm_tetri.policy.mirrors import LongOutput
 from vllm_tetri.policy.moves import RunningOutput, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import HttpError, InstanceAtLimit, InstanceFailed, Refusal
@@ -122,6 +123,22 @@ class Mover:
         loop = asyncio.get_running_loop()
         move.timer = loop.call_later(_PATIENCE_S, self._end, move, "late")
         return transfer
+
+    def growing(self) -> LongOutput | None:
+        """Return what decides about a copy; None if no instance could go on with one."""
+        request, entry = self._request, self._entry
+        if self.is_moving or not (request.may_fetch and self._output.may_migrate()):
+            return None
+        prompt_tokens = entry.prompt_tokens or request.approx_tokens
+        return LongOutput(
+            entry.id, request.model, entry.worker, entry.generated, prompt_tokens, entry.mirror
+        )
+
+    def copied(self) -> ApiRequest | None:
+        """Return the request whose KV is that of prompt and output so far; None if their tokens are
+        not known."""
+        token_ids = self._output.token_ids()
+        return self._request.after(token_ids) if token_ids else None
 
     def on_message(self, message: Moving | Moved) -> None:
         """Take what an instance tells of the move under way."""

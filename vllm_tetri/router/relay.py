@@ -22,7 +22,7 @@ from vllm_tetri.router.http_client import HttpResponse
 from vllm_tetri.router.moves import Mover
 from vllm_tetri.router.request import CHAT, ApiRequest
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
-from vllm_tetri.router.retry import RECOVERS_S, Attempts, Scheduler
+from vllm_tetri.router.retry import Attempts, Scheduler
 from vllm_tetri.router.stream import NotStored, Output
 from vllm_tetri.router.table import Entry
 from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
@@ -311,7 +311,7 @@ class Relay:
     async def _wait_for_instance(self) -> InstanceInfo:
         """Wait for an instance that can continue: another one, else the same if it is back."""
         while True:
-            for excluded in (self._attempts.excluded(), self._attempts.excluded(RECOVERS_S)):
+            for excluded in self._attempts.for_resuming():
                 with suppress(_NoInstance, NoCapacity):
                     return self._place(False, excluded)[1]
             if self._attempts.are_over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard, TypeVar
 
@@ -32,6 +32,7 @@ _ENDS = {"stop", "stop_token_ids", "ignore_eos"}
 _NOT_FETCHED = {*_ENDS, "stream_options", "max_completion_tokens", "min_tokens", "logprobs",
                 "top_logprobs", "response_format", "structured_outputs",
                 "return_token_ids"}  # fmt: skip
+_OF_CACHE = ("cache_salt", "priority")  # what a request for a token keeps
 _PROMPT_IDS = "prompt_token_ids"  # vLLM: renderers/online_renderer.py
 _IDS_WANTED = {"return_token_ids": True}
 _FORWARDED = ("Authorization", "X-Vllm-Priority", "X-Session-ID", "traceparent", "tracestate",
@@ -120,6 +121,13 @@ class ApiRequest:
         that no parser splits."""
         is_one_text = self.is_streamed and self.is_splittable and not self.has_choices
         return is_one_text and self.is_text and not self.is_parsed_by(instance)
+
+    def after(self, token_ids: list[int]) -> ApiRequest:
+        """Return a request for the token after these, which has this one's prefix cache."""
+        body = {key: each for key, each in self.body.items() if key in _OF_CACHE}
+        body |= {"model": self.model, "prompt": token_ids, "max_tokens": 1}
+        tokens = len(token_ids)
+        return replace(self, path=COMPLETIONS, body=body, raw=b"", approx_tokens=tokens)
 
     def prefill_body(self, params: Handover) -> bytes:
         """Encode the prefill request: one choice, never streamed."""

@@ -159,6 +159,7 @@ class StreamRecord:
         prior, self._created = first.prefilled.prior_output, created
         self._said[0].add(_TEXT, first.text)
         self._said[0].token_ids = list(prior.token_ids) if prior is not None else []
+        self.prompt_token_ids = first.prefilled.prompt_token_ids
 
     def begin_continuation(self) -> None:
         """Another instance writes from here on; raises `NotResumable`."""
@@ -367,7 +368,7 @@ def resume_body(
     digest, predicted, prompt_ids = "", None, received.prompt_token_ids
     if first is not None:
         digest, predicted = first.prefilled.digest, first.prefilled.predicted
-        prompt_ids = first.prefilled.prompt_token_ids or prompt_ids
+        prompt_ids = prompt_ids or first.prefilled.prompt_token_ids
     ids = received.token_ids
     logprobs = unseen_logprobs(ids) if ids and request.wants_logprobs else ""
     prior = PriorOutput(ids, logprobs) if ids else None

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from hashlib import blake2b
 from math import ceil, inf
 from typing import Protocol, cast
@@ -163,6 +164,17 @@ class Attempts:
             for name, (pid, at_s) in self._failed.items()
             if at_s > since_s and ((one := info(name)) is None or one.pid == pid)
         )
+
+    def for_resuming(self) -> Iterator[frozenset[InstanceId]]:
+        """Yield what may not continue an output: first all but the instance that has a copy of it,
+        then those that failed, at last those that failed just now."""
+        mirror = self._entry.mirror
+        one = self._instances.info(mirror.instance) if mirror is not None else None
+        if mirror is not None and one is not None and one.pid == mirror.pid:
+            everyone = {each.info.id for each in self._instances.monitor.view().instances}
+            yield self.excluded() | (everyone - {mirror.instance})
+        yield self.excluded()
+        yield self.excluded(RECOVERS_S)
 
     async def record_failure(self, error: InstanceFailed) -> None:
         """An instance failed the request; raises `Refusal` if it is not tried again."""

@@ -23,6 +23,7 @@ from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
 from vllm_tetri.router.metrics import Metrics
+from vllm_tetri.router.mirrors import Mirrors
 from vllm_tetri.router.moves import Moves
 from vllm_tetri.router.placement import LATE, Placer
 from vllm_tetri.router.relay import Relay
@@ -62,6 +63,7 @@ class RouterConfig:
     lease: Lease | None = None  # elects the one router whose watcher orders flips
     resumes_anywhere: bool = False  # a broken stream may resume where its text may differ
     moves: bool = True  # running outputs move by policy, not only by order
+    mirror_every: int = 0  # tokens by which outputs grow between two copies; 0: no copies
 
 
 class GlobalScheduler:
@@ -107,11 +109,13 @@ class GlobalScheduler:
         )
         self.fetches = Fetches(self.placer, self.monitor, self.upstream, self.metrics)
         self.moves = Moves(self.monitor, self.table, self.placer, is_on=config.moves)
+        self._mirrors = Mirrors(self.table, self.placer, self.fetches, config.mirror_every)
         self.set_mode(config.mode)
 
     async def close(self) -> None:
         """Release every socket and task. Idempotent."""
         await self.moves.close()
+        await self._mirrors.close()
         await self.flips.close()
         await self._liveness.close()
         self.monitor.close()

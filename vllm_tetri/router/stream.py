@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+from contextlib import suppress
 from copy import deepcopy
 
 from aiohttp import web
@@ -197,11 +198,22 @@ class Output:
         self._record.settle()
         return len(self._record.token_ids)
 
+    def token_ids(self) -> list[int]:
+        """Return prompt and output as the client has it; empty if that is not known."""
+        record = self._record
+        with suppress(NotResumable):
+            if record is not None and record.is_plain:
+                record.settle()
+                if prompt := record.prompt_token_ids:
+                    return [*prompt, *record.token_ids]
+        return []
+
     def is_continued_by(self, data: bytes) -> bool:
         """Whether the first bytes of another stream begin with all that the client has received,
         and go on. Raises `ContinuationMismatch` or `ContinuationFailed` if they never will."""
-        record = deepcopy(self._record)
-        assert record is not None
+        assert self._record is not None
+        prompt = self._record.prompt_token_ids  # may be long, and is never changed
+        record = deepcopy(self._record, {id(prompt): prompt})
         record.begin_continuation()
         record.feed(data)
         return record.is_caught_up
@@ -297,6 +309,9 @@ class Output:
             _log.info("request %s resumed after %.3f s", self._entry.id, gap_s)
             self._metrics.streams_broken.labels("resumed").inc()
             self._metrics.resume_gap.observe(gap_s)
+            mirror = self._entry.mirror
+            if mirror is not None and mirror.instance == self._entry.worker:
+                self._metrics.mirrors.labels("used").inc()
 
     def _new_record(self, *, is_plain: bool = True) -> StreamRecord:
         is_chat, hides_ids = self._request.path == CHAT, is_plain and not self._request.shows_ids

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from vllm_tetri.handover import prefix_of
 from vllm_tetri.messages import Dispatched, Moved, Moving
+from vllm_tetri.policy.mirrors import LongOutput, Mirror
 from vllm_tetri.policy.moves import RunningOutput
 from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
 from vllm_tetri.policy.route import ENDED, Event, Phase, advance
+from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.types import InstanceId, InstanceInfo, RequestId, TransferId
 
 _NONE = InstanceId("")
@@ -30,6 +32,8 @@ class Movable(Protocol):
     def movable(self, usual_left_tokens: float, now: float) -> RunningOutput | None: ...
     def order(self, target: InstanceInfo, reason: str) -> TransferId | None: ...
     def on_message(self, message: Moving | Moved) -> None: ...
+    def growing(self) -> LongOutput | None: ...
+    def copied(self) -> ApiRequest | None: ...
 
 
 class Entry:
@@ -55,6 +59,7 @@ class Entry:
         self.first_byte_s: float | None = None
         self.event_s = now  # when events came last
         self.mover: Movable | None = None  # while it is served
+        self.mirror: Mirror | None = None  # a copy of it, to go on with
         self.sent_s = now  # when the prompt was sent to an instance last
         self._table = table
         self._counted_at = _NONE
@@ -237,6 +242,7 @@ class RequestTable:
         """Return the table as `GET /tetri/v1/requests` shows it."""
         requests = [
             {name: getattr(entry, name) for name in _SHOWN}
+            | {"mirror": entry.mirror and entry.mirror._asdict()}
             | {"age_s": round(now - entry.arrival_s, 3)}
             for entry in self._entries.values()
         ]

@@ -1,0 +1,99 @@
+"""Long outputs are copied to a second instance, which goes on after a death and computes a tail."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.benchmarks.faults import send
+from tests.e2e.client import until
+from tests.e2e.cluster import Cluster, Stock, answers, running
+from tests.e2e.compare import ask_raw, difference, merged
+from tests.e2e.prompts import STREAM, chat, completion
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+EVERY, TOKENS, PROMPT = 32, 700, 600
+BODIES = [
+    completion(900, max_tokens=TOKENS, **STREAM),
+    completion(800, max_tokens=TOKENS, temperature=0.9, seed=5, **STREAM),
+    chat(300, max_tokens=TOKENS, ignore_eos=True, **STREAM),
+]
+
+
+async def replies(url: str) -> list[Any]:
+    kinds = ["chat" if "messages" in body else "completion" for body in BODIES]
+    asked = [ask_raw(url, kind, body) for kind, body in zip(kinds, BODIES, strict=True)]
+    return list(map(merged, await asyncio.gather(*asked)))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    stock = Stock(tiny_llama, tmp_path_factory.mktemp("stock"))
+    try:
+        stock.wait_for(lambda: answers(f"{stock.url}/health"), "stock vLLM")
+        return asyncio.run(replies(stock.url))
+    finally:
+        stock.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    roles, folder = ("--prefill", "1", "--decode", "2"), tmp_path_factory.mktemp("mirrors")
+    roles = (*roles, "--mirror", str(EVERY), "--moves", "off")
+    with running(Cluster(tiny_llama, folder, roles=roles)) as cluster:
+        yield cluster
+        cluster.rest(6)
+        cluster.audit()
+
+
+def copies(cluster: Cluster) -> Counter[str]:
+    text = urllib.request.urlopen(f"{cluster.url}/metrics", timeout=30).read().decode()
+    found = re.findall(r'tetri_mirrors_total{outcome="(\w+)"} ([\d.]+)', text)
+    return Counter({name: int(float(number)) for name, number in found})
+
+
+def rows(cluster: Cluster) -> list[Any]:
+    """The requests of which there is a copy, with the longest first."""
+    found = [row for row in cluster.requests() if row["mirror"]]
+    return sorted(found, key=lambda row: -row["mirror"]["num_tokens"])
+
+
+async def test_what_follows_a_copy_is_computed_again(cluster: Cluster, expected: list[Any]) -> None:
+    asking = asyncio.create_task(replies(cluster.url))
+    await until(lambda: rows(cluster), "one has a copy")
+    longest = rows(cluster)[0]
+    dead, second = longest["decode"], longest["mirror"]
+    assert second["instance"] != dead
+    assert second["num_tokens"] > PROMPT
+    tail = longest["prompt_tokens"] + longest["generated"] - second["num_tokens"]
+    before = cluster.instances()[second["instance"]]["prompt_tokens_done"]
+    send(cluster.processes(dead), signal.SIGKILL)
+    for mine, theirs in zip(await asking, expected, strict=True):
+        assert not difference(mine, theirs)
+    assert copies(cluster)["used"] > 0
+    computed = cluster.instances()[second["instance"]]["prompt_tokens_done"] - before
+    assert computed < tail + PROMPT / 2  # else all of it is
+    await until(lambda: cluster.are_ready(3), "all are ready again", 60)
+
+
+async def test_an_output_does_not_need_its_copy(cluster: Cluster, expected: list[Any]) -> None:
+    asking = asyncio.create_task(replies(cluster.url))
+    await until(lambda: rows(cluster), "one has a copy")
+    longest = rows(cluster)[0]
+    second = longest["mirror"]["instance"]
+    others = {row["id"] for row in cluster.requests() if row["decode"] != second}
+    send(cluster.processes(second), signal.SIGKILL)
+    await until(lambda: cluster.state_of(second) != "ready", "it is gone")
+    assert longest["id"] in others
+    for mine, theirs in zip(await asking, expected, strict=True):
+        assert not difference(mine, theirs)
+    await until(lambda: cluster.are_ready(3), "all are ready again", 60)
