@@ -84,10 +84,9 @@ def choose_mirrors(
 
 def _current(table: ClusterTable, output: LongOutput) -> Mirror | None:
     """Return the mirror of an output if its process is there, and not what writes the output."""
-    mirror = output.mirror
-    row = table.by_id.get(mirror.instance) if mirror is not None else None
-    is_there = row is not None and mirror is not None and row.view.info.pid == mirror.pid
-    return mirror if is_there and row is not None and row.id != output.source else None
+    if (mirror := output.mirror) is None or (row := table.by_id.get(mirror.instance)) is None:
+        return None
+    return mirror if row.id != output.source and row.view.info.pid == mirror.pid else None
 
 
 def _takes(row: InstanceRow, output: LongOutput) -> bool:

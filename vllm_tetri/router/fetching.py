@@ -49,14 +49,11 @@ class Fetching:
         return await asyncio.shield(self._task)
 
     async def _run(self, request: ApiRequest) -> str:
-        fetch, upstream, reason = self.fetch, self._fetches.upstream, ""
-        headers = {**request.headers, "X-Request-Id": fetch.transfer.rpartition("/")[2]}
+        fetch, reason = self.fetch, ""
         try:
-            body = request.fetch_body(fetch)
-            response = await upstream.send(self._holder, request, body, headers, lambda: True)
-            answer = await upstream.body(self._holder, response)
-            is_ok, name = response.status == 200, fetch.transfer
-            done = read_first_token(answer, name, is_chat=False) if is_ok else None
+            body, name = request.fetch_body(fetch), fetch.transfer
+            status, answer = await self._fetches.ask(self._holder, request, body, fetch)
+            done = read_first_token(answer, name, is_chat=False) if status == 200 else None
             outcome = "sent" if done is not None and done.prefilled.decode else "refused"
         except (InstanceFailed, InstanceAtLimit) as error:
             outcome, reason = "failed", f": {error}"
@@ -79,11 +76,20 @@ class Fetches:
         self, placer: Placer, monitor: Monitor, upstream: Upstream, metrics: Metrics
     ) -> None:
         self._placer, self.monitor = placer, monitor
-        self.upstream, self.metrics = upstream, metrics
+        self._upstream, self.metrics = upstream, metrics
         # Of holder and target; the first may have lost what it reported, or be out of reach.
         self.avoided: TTLCache[tuple[InstanceId, InstanceId], None] = TTLCache(
             _MAX_AVOIDED, _AVOID_S
         )
+
+    async def ask(
+        self, instance: InstanceInfo, request: ApiRequest, body: bytes, fetch: Fetch
+    ) -> tuple[int, bytes]:
+        """Send a request of a fetch to one of its two instances; return the status and body of the
+        response. Raises `InstanceFailed` or `InstanceAtLimit`."""
+        headers = {**request.headers, "X-Request-Id": fetch.transfer.rpartition("/")[2]}
+        response = await self._upstream.send(instance, request, body, headers, lambda: True)
+        return response.status, await self._upstream.body(instance, response)
 
     def begin(
         self, transfer: TransferId, target: InstanceInfo, request: ApiRequest

@@ -14,6 +14,7 @@ from vllm_tetri.handover import Fetch
 from vllm_tetri.policy.mirrors import SHARE, Mirror, MirrorOrder, choose_mirrors
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed
 from vllm_tetri.router.fetching import Fetches, Fetching
+from vllm_tetri.router.moves import repeat
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Entry, RequestTable
@@ -36,7 +37,8 @@ class Mirrors:
         self._every = every
         self._busy: dict[InstanceId, float] = {}  # until when
         self._copies: set[asyncio.Task[None]] = set()
-        self._task = asyncio.get_running_loop().create_task(self._watch(), name="mirrors")
+        watch = repeat(self._look, _LOOK_S, is_on=every > 0)
+        self._task = asyncio.get_running_loop().create_task(watch)
 
     async def close(self) -> None:
         """Copy nothing any more. Idempotent."""
@@ -44,14 +46,6 @@ class Mirrors:
         for each in tasks:
             each.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        while self._every:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                self._look()
-            except Exception:  # then nothing is copied
-                _log.exception("a look for outputs to copy failed")
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -65,12 +59,9 @@ class Mirrors:
         views = {each.info.id: each.info for each in table.view.instances}
         for order in choose_mirrors(table, outputs, self._busy, self._every):
             (entry, mover), target = movers[order.request], views[order.target]
-            if (copied := mover.copied()) is None:
-                continue
             self._busy |= dict.fromkeys((order.source, order.target), now + _LONGEST_S)
-            copy = asyncio.create_task(
-                self._copy(entry, order, copied, views[order.source], target)
-            )
+            source, copied = views[order.source], mover.copied()
+            copy = asyncio.create_task(self._copy(entry, order, copied, source, target))
             self._copies.add(copy)
             copy.add_done_callback(self._copies.discard)
 
@@ -111,12 +102,8 @@ class Mirrors:
 
     async def _take(self, request: ApiRequest, target: InstanceInfo, fetch: Fetch) -> bool:
         """Let the target fetch the blocks; return whether it has the whole prompt then."""
-        upstream, headers = self._fetches.upstream, request.headers
-        headers = {**headers, "X-Request-Id": fetch.transfer.rpartition("/")[2]}
         body = request.aggregated_body(target, fetch)
         try:
-            response = await upstream.send(target, request, body, headers, lambda: True)
-            await upstream.body(target, response)
+            return (await self._fetches.ask(target, request, body, fetch))[0] == 200
         except (InstanceFailed, InstanceAtLimit):
             return False
-        return response.status == 200

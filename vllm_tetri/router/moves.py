@@ -127,18 +127,16 @@ class Mover:
     def growing(self) -> LongOutput | None:
         """Return what decides about a copy; None if no instance could go on with one."""
         request, entry = self._request, self._entry
-        if self.is_moving or not (request.may_fetch and self._output.may_migrate()):
+        if self.is_moving or not (request.may_fetch and self._output.knows_tokens()):
             return None
         prompt_tokens = entry.prompt_tokens or request.approx_tokens
         return LongOutput(
             entry.id, request.model, entry.worker, entry.generated, prompt_tokens, entry.mirror
         )
 
-    def copied(self) -> ApiRequest | None:
-        """Return the request whose KV is that of prompt and output so far; None if their tokens are
-        not known."""
-        token_ids = self._output.token_ids()
-        return self._request.after(token_ids) if token_ids else None
+    def copied(self) -> ApiRequest:
+        """Return the request whose KV is that of prompt and output so far, if it is `growing`."""
+        return self._request.after(self._output.token_ids())
 
     def on_message(self, message: Moving | Moved) -> None:
         """Take what an instance tells of the move under way."""
@@ -298,7 +296,8 @@ class Moves:
         self._monitor, self._table, self._placer = monitor, table, placer
         self.any_role = False  # whether any instance may take an output
         self._under_way: dict[TransferId, tuple[Movable, InstanceId]] = {}  # and what they leave
-        self._task = asyncio.get_running_loop().create_task(self._watch(is_on), name="moves")
+        watch = repeat(self._look, _LOOK_S, is_on=is_on)
+        self._task = asyncio.get_running_loop().create_task(watch)
 
     async def close(self) -> None:
         """Order no more moves. Idempotent."""
@@ -343,14 +342,6 @@ class Moves:
         left = [(name, both) for name, both in self._under_way.items() if both[0].is_moving]
         self._under_way = dict(left)
 
-    async def _watch(self, is_on: bool) -> None:
-        while is_on:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                self._look()
-            except Exception:  # outputs stay where they are, then
-                _log.exception("a look for outputs that should move failed")
-
     def _look(self) -> None:
         if not len(self._table):
             return
@@ -374,6 +365,16 @@ class Moves:
             ):
                 if (mover := movers[order.request]) is not None:
                     self._begin(mover, name, views[order.target].info, order.reason)
+
+
+async def repeat(look: Callable[[], None], period_s: float, *, is_on: bool) -> None:
+    """Look at running outputs again and again. If that fails, they stay as they are."""
+    while is_on:
+        await asyncio.sleep(period_s)
+        try:
+            look()
+        except Exception:
+            _log.exception("%s failed", look.__qualname__)
 
 
 def _close(response: asyncio.Future[HttpResponse]) -> None:

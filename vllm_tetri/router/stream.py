@@ -198,15 +198,19 @@ class Output:
         self._record.settle()
         return len(self._record.token_ids)
 
-    def token_ids(self) -> list[int]:
-        """Return prompt and output as the client has it; empty if that is not known."""
+    def knows_tokens(self) -> bool:
+        """Whether it is known of which tokens prompt and output are."""
         record = self._record
         with suppress(NotResumable):
             if record is not None and record.is_plain:
                 record.settle()
-                if prompt := record.prompt_token_ids:
-                    return [*prompt, *record.token_ids]
-        return []
+                return bool(record.prompt_token_ids)
+        return False
+
+    def token_ids(self) -> list[int]:
+        """Return those of prompt and output as the client has it, if they are known."""
+        assert self._record is not None
+        return [*self._record.prompt_token_ids, *self._record.token_ids]
 
     def is_continued_by(self, data: bytes) -> bool:
         """Whether the first bytes of another stream begin with all that the client has received,
