@@ -105,6 +105,59 @@ def run_status(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `explain`."""
+    parser.add_argument("request", help="the x-request-id of its response")
+    parser.add_argument("--json", action="store_true", help="what the router says of it, as JSON")
+    _add_url(parser)
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """Show where the time of a request went."""
+    found = call(options.url, f"/tetri/v1/requests/{quote(options.request, safe='')}")
+    print(json.dumps(found) if options.json else explain_text(found))
+    return 0
+
+
+def explain_text(found: Row) -> str:
+    """Describe a request as a router does in JSON, in lines: sums of parts, why, and when."""
+    parts, lines = found["parts"], []
+    state = f"{found['route']}, {found['outcome']}" if found["route"] else found["outcome"]
+    lines.append(f"{found['id']}: {state}{': ' * bool(found['problem'])}{found['problem']}")
+    if found["ttft_s"] is not None:
+        first = _sum([(each["what"], each["before_first_token_s"]) for each in parts])
+        lines.append(f"TTFT {_time(found['ttft_s'])} = {first}")
+    after = [(each["what"], each["s"] - each["before_first_token_s"]) for each in parts]
+    before = [("TTFT", found["ttft_s"] or 0.0)]
+    lines.append(f"JCT {_time(found['jct_s'])} = {_sum(before + after)}")
+    if found["expected_ttft_s"] is not None:
+        expected, error = _time(found["expected_ttft_s"]), _time(found["expected_error_s"])
+        lines.append(f"expected: first token in {expected} ± {error} (mean error of this router)")
+    lines.append(f"why: {found['reason'] or 'it was sent nowhere'}")
+    names = {"prompt_tokens": "prompt", "output_tokens": "output", "predicted": "predicted"}
+    known = [f"{word} {found[name]}" for name, word in names.items() if found[name] is not None]
+    lines += [f"tokens: {', '.join(known)}"] if known else []
+    for each in found["instances"]:
+        took = _sum([(name, each[f"{name}_s"]) for name in ("queue", "compute", "output")])
+        counts = f"{each['cached_tokens']} tokens cached, {each['preemptions']} preemptions"
+        lines.append(f"{each['instance']}: {took}; {counts}")
+    events = (f"{each['event']} {each['at']} at {_time(each['s'])}" for each in found["timeline"])
+    return "\n".join([*lines, "then: " + "; ".join(events)] if found["timeline"] else lines)
+
+
+def _sum(parts: list[tuple[str, float]]) -> str:
+    """Add up what has one name, in the order in which it comes first."""
+    sums: dict[str, float] = {}
+    for what, took_s in parts:
+        if took_s >= 5e-5:
+            sums[what] = sums.get(what, 0.0) + took_s
+    return " + ".join(f"{what} {_time(took_s)}" for what, took_s in sums.items()) or "0"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `flip`."""
     _add_instance(parser)

@@ -10,7 +10,7 @@ import base64
 import signal
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any
 
@@ -192,6 +192,15 @@ def digest_of(
     if adapter is not None:
         digest.update(msgspec.json.encode({"adapter": adapter}))
     return digest.hexdigest()
+
+
+def possible_ids(vllm_name: str) -> Iterator[str]:
+    """Yield what the router's id of a request may be that vLLM calls so: it puts a word before it
+    and numbers after it."""
+    name = vllm_name.partition("-")[2]
+    while name:
+        yield name
+        name = name.rpartition("-")[0]
 
 
 def prefix_of(router: str) -> str:

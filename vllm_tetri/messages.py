@@ -29,7 +29,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 9
+VERSION = 10
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_WORDS = 4096  # characters of a reason
@@ -264,6 +264,20 @@ class OutputEnded(msgspec.Struct, frozen=True, tag=True):
     is_cut: bool = False
 
 
+class Served(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Instance → router: a request ended here, and what it took: `queue_s` until a step had it (at
+    a decode instance also for its KV), `compute_s` to its first new token, `output_s` to its
+    end."""
+
+    request: Annotated[str, msgspec.Meta(max_length=512)]  # vLLM's name of it
+    queue_s: Seconds = 0.0
+    compute_s: Seconds = 0.0
+    output_s: Seconds = 0.0
+    cached_tokens: NumTokens = 0  # of the prompt, in the prefix cache or received
+    output_tokens: NumTokens = 0
+    preemptions: NumTokens = 0
+
+
 class LengthMap(msgspec.Struct, frozen=True, tag=True):
     """Instance → router → other instances: how this model's hidden states tell the lengths of
     outputs (`predictor.head.Weights`)."""
@@ -272,7 +286,8 @@ class LengthMap(msgspec.Struct, frozen=True, tag=True):
     packed: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
-Published = Dispatched | Moving | Moved | OutputEnded | LengthMap  # by engines, at any time
+# By engines, at any time.
+Published = Dispatched | Moving | Moved | OutputEnded | Served | LengthMap
 ToRouter = Hello | LoadReport | CacheReport | Flipped | Goodbye | Published
 ToInstance = (
     OutputEnded

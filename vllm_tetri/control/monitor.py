@@ -38,6 +38,7 @@ class RouterSide(Protocol):
     def on_dispatched(self, message: messages.Dispatched) -> None: ...
     def on_move(self, message: messages.Moving | messages.Moved) -> None: ...
     def on_cache(self, report: messages.CacheReport) -> bool: ...  # False: one is missing
+    def on_served(self, instance: InstanceId, message: messages.Served) -> None: ...  # it ended
     def on_cut_off(self, instance: InstanceId) -> None: ...  # it left before it had finished
     def on_flip(self, instance: InstanceId, flip: Flip) -> None: ...  # done or rolled back
     def num_reaching(self, instance: InstanceId) -> int: ...  # requests it has or may still get
@@ -240,6 +241,9 @@ class Monitor:
             case messages.Moving() | messages.Moved():
                 if sender in self.members.names:
                     self._router.on_move(message)
+            case messages.Served():
+                if sender in self.members.names:
+                    self._router.on_served(self.members.names[sender], message)
             case messages.OutputEnded(prefill=prefill):
                 if sender in self.members.names:
                     self.send(prefill, message)

@@ -231,6 +231,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.endpoint.scheduler.pins.end_step()
+        self.endpoint.times.begin(scheduler_output.scheduled_new_reqs)
         meta = StepMeta(loads=self.endpoint.receives.take_loads())
         self.endpoint.pool.fill(meta)
         self.endpoint.sends.fill(meta, scheduler_output)
@@ -259,6 +260,8 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint.receives.finish(request)
         endpoint.pool.release(request.request_id)
         endpoint.cache.record_request(request)
+        if (served := endpoint.times.take(request)) is not None:
+            endpoint.agent.publish(served)
         must_stay, prefilled = endpoint.moves.finish(request), None
         if must_stay is None:
             must_stay, prefilled = endpoint.sends.finish(request, block_ids)

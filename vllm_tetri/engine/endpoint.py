@@ -39,6 +39,7 @@ from vllm_tetri.engine.receive import ReceiveSide
 from vllm_tetri.engine.roles import device_place, first_gpu, near_device, rank_of
 from vllm_tetri.engine.send import SendSide
 from vllm_tetri.engine.step import KVLayout, WorkerShape
+from vllm_tetri.engine.times import RequestTimes
 from vllm_tetri.errors import TransferError
 from vllm_tetri.handover import RANK_DRAINED, DecodeParams, Fetch, PrefillParams
 from vllm_tetri.messages import CacheReport, LengthMap, Move, OutputEnded
@@ -78,8 +79,8 @@ class Endpoint(LoadReader):
         self.lengths_store = LengthsStore(
             state_path(model.model, name_of(config)), self.predictions.get, model.max_model_len
         )
-        self._has_started = False
-        self.has_joined = False
+        self.times = RequestTimes()
+        self._has_started = self.has_joined = False
 
     def start(self, shape: WorkerShape) -> None:
         """Open the arena, now that the KV layout is known, and join unless the scheduler has
@@ -366,8 +367,7 @@ class Endpoint(LoadReader):
         if role is None:
             return None
         if role is not Role.DECODE and self.predictions.predictor is None:
-            predictor = make_predictor(self.config, self._vllm_config, role)
-            self.predictions.predictor = predictor
+            self.predictions.predictor = make_predictor(self.config, self._vllm_config, role)
         self.info = self.dispatcher.policy.me = replace(self.info, role=role)
         return role
 

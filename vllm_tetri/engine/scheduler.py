@@ -99,8 +99,7 @@ class TetriScheduler(Scheduler):
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
         self._padding: Request | None = None
-        self._has_padded = False
-        self._is_stuck = False
+        self._has_padded = self._is_stuck = False
         self._pin_period_s, self._pinned_s = config.hold_timeout_s / _PINS_PER_HOLD, 0.0
         # Ranks of a mixture of experts step together: none may make the others wait.
         steps_alone = self.vllm_config.parallel_config.data_parallel_size == 1
@@ -174,6 +173,7 @@ class TetriScheduler(Scheduler):
             elif params.prior_output is not None:
                 self.continuations.begin(request, params.prior_output)
         self._endpoint.add(request, params)
+        self._endpoint.times.add(request.request_id)
 
     def admits(self, request: Request, missing_tokens: int) -> bool:
         """Whether a waiting request with this much to compute may enter the batch now."""
@@ -340,8 +340,7 @@ class TetriScheduler(Scheduler):
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
 
     def _after_schedule(self, output: SchedulerOutput) -> None:
-        prompts = self.waiting.lane
-        is_idle = True
+        prompts, is_idle = self.waiting.lane, True
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in prompts:
                 is_idle = False
@@ -361,6 +360,7 @@ class TetriScheduler(Scheduler):
         self._endpoint.predictions.take(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for each in outputs.values():
+            self._endpoint.times.end_step(each.outputs)
             self._endpoint.moves.tell_moved(self.continuations.show(each.outputs))
             pass_on_logprobs(each.outputs)
         ended = self._endpoint.sends.refused | self._endpoint.receives.unmoved

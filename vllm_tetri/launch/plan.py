@@ -35,7 +35,7 @@ _OWN_OPTIONS = frozenset({"role", "tetri-instance", "tetri-control", "tetri-url"
 # Options that `up` hands to its routers unchanged.
 _PASSED_ON = ("mode", "moves", "mirror", "max_in_flight", "max_queue_delay", "flip", "flip_after",
               "flip_lease", "ttft_slo", "tpot_slo", "shutdown_timeout", "ssl_certfile",
-              "ssl_keyfile")  # fmt: skip
+              "ssl_keyfile", "otlp_traces_endpoint")  # fmt: skip
 _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",
                 "optimization-level", "O", "O0", "O1", "O2", "O3"}  # fmt: skip
 _GPU_MEMORY_PART = 0.9
@@ -92,6 +92,8 @@ def make_plan(
     workers = len(roles) * serve.num_workers
     words = [*SERVE, options.model, *options.tail]
     words += ["--tetri-control", ",".join(controls), "--host", HOST]
+    if options.otlp_traces_endpoint and "otlp-traces-endpoint" not in serve.names:
+        words += ["--otlp-traces-endpoint", options.otlp_traces_endpoint]
     names = [f"{role.value}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
     taken = {*ports, *(int(each.rpartition(":")[2]) for each in controls)}
     instance_ports = _instance_ports(options, len(roles), taken)

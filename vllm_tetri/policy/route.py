@@ -24,6 +24,7 @@ class Split(NamedTuple):
     prefill: InstanceId
     reason: str
     anywhere: bool = False
+    ttft_s: float = 0.0  # expected; 0: not priced
 
 
 class Whole(NamedTuple):
@@ -31,6 +32,7 @@ class Whole(NamedTuple):
 
     instance: InstanceId
     reason: str
+    ttft_s: float = 0.0  # expected; 0: not priced
 
 
 class AllAtLimit(NamedTuple):

@@ -22,6 +22,7 @@ from vllm_tetri.policy.route import apart
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.explain import explain
 from vllm_tetri.router.merged import Merged
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
@@ -147,6 +148,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
         web.post("/tetri/v1/instances/{id}/flip", routes.flip),
         web.get("/tetri/v1/cache", routes.cache),
         web.get("/tetri/v1/requests", routes.requests),
+        web.get("/tetri/v1/requests/{id}", routes.explain),
         web.post("/tetri/v1/requests/{id}/move", routes.move),
         web.get("/tetri/v1/mode", routes.mode),
         web.post("/tetri/v1/mode", routes.set_mode),
@@ -294,6 +296,9 @@ class _Routes:
             "is_under_way": is_under_way,
         }
         return _json(content, status=202 if is_under_way else 200)
+
+    async def explain(self, request: web.Request) -> web.Response:
+        return _json(explain(self._scheduler.look_up(RequestId(request.match_info["id"]))))
 
     async def move(self, request: web.Request) -> web.Response:
         name = RequestId(request.match_info["id"])

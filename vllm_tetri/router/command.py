@@ -129,6 +129,10 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="copy running outputs to the prefix cache of a second instance each time they have "
         "grown by so many tokens, so that one whose instance dies goes on there at once "
         "(default: no copies)")
+    add("--otlp-traces-endpoint", metavar="URL",
+        help="collector of OpenTelemetry traces, as with vllm serve, whose spans are in the same "
+        "traces if it has this option, too; OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says how it is "
+        "spoken to, grpc or http/protobuf (default: no traces)")
     add("--max-in-flight", type=count, metavar="N",
         help="requests that one instance gets at a time; more go to another instance, or are "
         "rejected with 503 (default: no limit, they wait at the instance as with stock vLLM)")
@@ -159,6 +163,7 @@ def run(options: argparse.Namespace) -> int:
     from vllm_tetri.router.flips import lease_of
     from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
     from vllm_tetri.router.server import listening
+    from vllm_tetri.router.tracing import tracing_of
 
     async def serve() -> None:
         scheduler = GlobalScheduler(config)
@@ -201,6 +206,7 @@ def run(options: argparse.Namespace) -> int:
             resumes_anywhere=options.resume_anywhere,
             moves=options.moves == "on",
             mirror_every=options.mirror or 0,
+            tracing=tracing_of(options.otlp_traces_endpoint),
         )
         uvloop.run(serve())
     except (ConfigError, OSError) as error:

@@ -304,8 +304,8 @@ class Placer:
         self._state.record_sent(place.prefill, place.decode, size, now, decode_after_s=after_s)
         _log.debug("request %s: %s", request.request_id, place.reason)
         if place.is_split:
-            return Split(place.prefill, place.reason, anywhere=True)
-        return Whole(place.prefill, place.reason)
+            return Split(place.prefill, place.reason, True, place.ttft_s)
+        return Whole(place.prefill, place.reason, place.ttft_s)
 
     def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
         """The model that a proxied request names. About an unknown one, or none, an instance

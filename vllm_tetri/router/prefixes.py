@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 from cachetools import LRUCache, TTLCache
 
+from vllm_tetri.handover import possible_ids
 from vllm_tetri.policy.residency import Chain
 from vllm_tetri.types import InstanceId
 
@@ -78,7 +79,8 @@ class PrefixIndex:
 
     def learn(self, instance: InstanceId, vllm_name: str, chain: Chain, prompt_tokens: int) -> None:
         """Record the chain that an instance reports for a request that ended there."""
-        starts = self._starts_of(vllm_name)
+        pending = (self._pending.get(name) for name in possible_ids(vllm_name))
+        starts: list[Start] | None = next(filter(None, pending), None)
         if not starts:
             return
         num_bytes, share = starts[-1].num_bytes, 1 + len(chain.names) // len(starts)
@@ -93,16 +95,6 @@ class PrefixIndex:
             self._learnt[start.digest] = _Learnt(
                 chain, tokens, is_end, num_bytes / prompt_tokens, (instance, *others), share
             )
-
-    def _starts_of(self, vllm_name: str) -> list[Start] | None:
-        """Find a request by vLLM's name of it: ours, after a word and before numbers."""
-        name = vllm_name.partition("-")[2]
-        while name:
-            found: list[Start] | None = self._pending.get(name)
-            if found is not None:
-                return found
-            name = name.rpartition("-")[0]
-        return None
 
     def find(self, starts: list[Start]) -> Known | None:
         """Return what is known of a prompt by the longest start that was seen; None if nothing."""

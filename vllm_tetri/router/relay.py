@@ -150,8 +150,9 @@ class Relay:
             if instance is not None and (
                 is_fresh or may_resume(self._request, instance, self._writer, anywhere=anywhere)
             ):
-                placer = self._scheduler.placer
-                cached_tokens = placer.record_sent(self._entry.id, self._request, route)
+                placer, entry = self._scheduler.placer, self._entry
+                entry.expected_s = entry.expected_s or route.ttft_s
+                cached_tokens = placer.record_sent(entry.id, self._request, route)
                 self._metrics.cached_tokens.inc(cached_tokens)
                 return route, instance
             gone.add(target)
@@ -161,8 +162,7 @@ class Relay:
         request, entry = self._request, self._entry
         transfer, last_chunk = entry.send_prefill(instance.id, route.reason)
         self._early = asyncio.create_task(self._decode_early(last_chunk))
-        fetch = self._begin_fetch(instance)
-        placer = self._scheduler.placer
+        fetch, placer = self._begin_fetch(instance), self._scheduler.placer
         params = placer.prefill_params(transfer, entry.id, route, request, fetch)
         try:
             response = await self._send(instance, request.prefill_body(params))
@@ -184,7 +184,7 @@ class Relay:
         self._first = first = first.with_prompt(last.ending if last else None)
         prefilled = first.prefilled
         entry.prompt_tokens, entry.last_chunk = prefilled.num_tokens, None
-        self._scheduler.placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
+        placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
         if first.is_last:
             return await self._end_at_prefill(first, instance, response)
         if prefilled.decode:
@@ -353,7 +353,8 @@ class Relay:
     async def _send(self, instance: InstanceInfo, body: bytes) -> HttpResponse:
         self._attempts.sent_to[instance.id] = instance
         send, request = self._scheduler.upstream.send, self._request
-        response = await send(instance, request, body, self._headers, self._output.may_migrate)
+        headers = self._entry.headers_to(instance.id, self._headers)
+        response = await send(instance, request, body, headers, self._output.may_migrate)
         if response.status == 404 and await self._lacks_adapter(instance):
             response.close()
             words = f"the adapter {request.model!r} is not loaded there"

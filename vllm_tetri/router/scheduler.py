@@ -13,7 +13,7 @@ from math import inf
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched, Moved, Moving
+from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched, Moved, Moving, Served
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase
@@ -22,6 +22,7 @@ from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
+from vllm_tetri.router.history import MOST, Ended, History
 from vllm_tetri.router.metrics import Metrics
 from vllm_tetri.router.mirrors import Mirrors
 from vllm_tetri.router.moves import Moves
@@ -29,10 +30,19 @@ from vllm_tetri.router.placement import LATE, Placer
 from vllm_tetri.router.relay import Relay
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.retry import PoisonFilter
-from vllm_tetri.router.table import RequestTable, Shares
+from vllm_tetri.router.table import RequestTable, Shares, Trace
+from vllm_tetri.router.tracing import Tracing
 from vllm_tetri.router.upstream import Liveness, Upstream
 from vllm_tetri.security import Secret
-from vllm_tetri.types import Flip, InstanceId, InstanceInfo, InstanceState, Mode, TransferId
+from vllm_tetri.types import (
+    Flip,
+    InstanceId,
+    InstanceInfo,
+    InstanceState,
+    Mode,
+    RequestId,
+    TransferId,
+)
 
 # Multiple of `silent_after_s` after which the requests of a silent instance fail.
 GIVE_UP_AFTER = 3
@@ -64,6 +74,7 @@ class RouterConfig:
     resumes_anywhere: bool = False  # a broken stream may resume where its text may differ
     moves: bool = True  # running outputs move by policy, not only by order
     mirror_every: int = 0  # tokens by which outputs grow between two copies; 0: no copies
+    tracing: Tracing | None = None  # closed with the scheduler
 
 
 class GlobalScheduler:
@@ -77,6 +88,8 @@ class GlobalScheduler:
         name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
         self.resumes_anywhere = config.resumes_anywhere
         self.table = RequestTable(name)
+        self.history = History()
+        self._tracing = config.tracing
         self._shares = Shares(
             self.table, limit_each=config.max_in_flight_each, num_clients=config.num_clients
         )
@@ -120,6 +133,8 @@ class GlobalScheduler:
         await self._liveness.close()
         self.monitor.close()
         self.upstream.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def set_mode(self, mode: Mode) -> None:
         """Serve new requests in another mode; requests in flight are not affected."""
@@ -150,8 +165,9 @@ class GlobalScheduler:
             client=request.client,
             is_counted=request.generates,
         )
+        entry.trace = Trace(request.headers) if self._tracing is not None else None
         relay = Relay(request, entry, http, self)
-        outcome = "error"
+        outcome, problem = "error", ""
         try:
             response = await relay.serve()
             if not entry.is_over:  # else it broke off in the middle
@@ -163,6 +179,7 @@ class GlobalScheduler:
             return response
         except Refusal as refusal:
             entry.on(Event.FAIL)
+            problem = str(refusal)
             if isinstance(refusal, NoCapacity) or refusal.status < 500:
                 outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
             return refusal.response({"x-request-id": entry.id})
@@ -175,6 +192,17 @@ class GlobalScheduler:
             self.table.leave(entry)
             if request.generates:
                 self.metrics.record_request(relay.route, outcome, entry)
+                row = self.history.record(entry, relay.route, outcome, problem, time.monotonic())
+                if self._tracing is not None and entry.trace is not None:
+                    self._tracing.end(entry.trace, row)
+
+    def look_up(self, request: RequestId) -> Ended:
+        """Return what is known of a request, also while it is served. Raises `Refusal` 404."""
+        if (row := self.history.get(request)) is not None:
+            return row
+        if (entry := self.table.get(request)) is not None:
+            return self.history.row(entry, "", entry.phase, "", time.monotonic())
+        raise Refusal(404, f"no request {request!r} is served or among the last {MOST} that ended")
 
     def info(self, instance: InstanceId) -> InstanceInfo | None:
         """Return what an instance announced, if it is in use."""
@@ -208,6 +236,12 @@ class GlobalScheduler:
     def on_move(self, message: Moving | Moved) -> None:
         """An instance tells of an output that moves."""
         self.moves.on_message(message)
+
+    def on_served(self, instance: InstanceId, message: Served) -> None:
+        """An instance tells how long it took for a request that ended there."""
+        known = self.table.find(message) or self.history.find(message)
+        if known is not None:
+            known.served.append((instance, message))
 
     def on_cache(self, report: CacheReport) -> bool:
         """An instance tells of its prefix cache; False if a report before this one is missing."""
@@ -251,5 +285,8 @@ class GlobalScheduler:
             self.placer.refuse_late(request)
         except Refusal as refusal:
             outcome = "late" if refusal.kind == LATE else "poison"
+            now = time.monotonic()
+            entry = self.table.enter(request.request_id, now=now, is_counted=False)
             self.metrics.requests.labels("none", outcome).inc()
+            self.history.record(entry, "none", outcome, str(refusal), now)
             raise

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Set
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple, Protocol
 
-from vllm_tetri.handover import prefix_of
-from vllm_tetri.messages import Dispatched, Moved, Moving
+from vllm_tetri.handover import possible_ids, prefix_of
+from vllm_tetri.messages import Dispatched, Moved, Moving, Served
 from vllm_tetri.policy.mirrors import LongOutput, Mirror
 from vllm_tetri.policy.moves import RunningOutput
 from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
@@ -19,6 +21,7 @@ from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.types import InstanceId, InstanceInfo, RequestId, TransferId
 
 _NONE = InstanceId("")
+_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")  # traceparent
 _SHOWN = (
     "id", "phase", "prefill", "decode", "prompt_tokens", "predicted", "generated", "reason",
 )  # fmt: skip
@@ -34,6 +37,35 @@ class Movable(Protocol):
     def on_message(self, message: Moving | Moved) -> None: ...
     def growing(self) -> LongOutput | None: ...
     def copied(self) -> ApiRequest: ...
+
+
+class Trace:
+    """The ids of one request's spans."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        found = _PARENT.fullmatch(headers.get("traceparent", ""))
+        self.trace_id = int(found[1], 16) if found else random.getrandbits(128)
+        self.parent_id = int(found[2], 16) if found else 0
+        self.is_sampled = not found or bool(int(found[3], 16) & 1)
+        self.span_id = random.getrandbits(64)
+        self.legs: dict[InstanceId, tuple[int, float]] = {}  # span and monotonic start
+
+    def headers_to(self, instance: InstanceId, headers: dict[str, str]) -> dict[str, str]:
+        """Return the headers of a request to an instance, whose span is the parent there."""
+        if not self.is_sampled:
+            return headers
+        span_id, _ = self.legs.setdefault(instance, (random.getrandbits(64), time.monotonic()))
+        own = f"00-{self.trace_id:032x}-{span_id:016x}-01"
+        kept = {name: each for name, each in headers.items() if name.lower() != "traceparent"}
+        return {**kept, "traceparent": own}
+
+
+class Mark(NamedTuple):
+    """What happened to a request when (monotonic seconds), and at which instance."""
+
+    event: Event
+    instance: InstanceId
+    at_s: float
 
 
 class Entry:
@@ -55,12 +87,16 @@ class Entry:
         self.predicted: int | None = None  # output tokens, the median
         self.generated = 0  # streamed events, an early first token included
         self.reason = ""  # why the prompt went where it went
+        self.expected_s = 0.0  # to the first token, when it was placed; 0: not priced
+        self.marks: list[Mark] = []  # from the first time it was sent
+        self.served: list[tuple[InstanceId, Served]] = []  # what instances say of their parts
         self.has_output = False  # the client has received something, or is about to
         self.first_byte_s: float | None = None
         self.event_s = now  # when events came last
         self.mover: Movable | None = None  # while it is served
         self.mirror: Mirror | None = None  # a copy of it, to go on with
         self.sent_s = now  # when the prompt was sent to an instance last
+        self.trace: Trace | None = None
         self._table = table
         self._counted_at = _NONE
 
@@ -74,9 +110,14 @@ class Entry:
         """The instance that has the request now; empty before it is sent."""
         return self.prefill if self.phase is Phase.PREFILLING else self.decode
 
+    def headers_to(self, instance: InstanceId, headers: dict[str, str]) -> dict[str, str]:
+        """Return the headers of its request to an instance."""
+        return headers if self.trace is None else self.trace.headers_to(instance, headers)
+
     def on(self, event: Event) -> None:
         """Move to the next phase; raises `ValueError` if the event cannot happen now."""
         self.phase = advance(self.phase, event)
+        self.marks.append(Mark(event, self.worker, time.monotonic()))
         self._count()
 
     def send_prefill(
@@ -166,6 +207,11 @@ class RequestTable:
     def get(self, request: RequestId) -> Entry | None:
         """Return a request in flight, if it is."""
         return self._entries.get(request)
+
+    def find(self, message: Served) -> Entry | None:
+        """Return the request in flight that an instance means, if there is one."""
+        ids = map(RequestId, possible_ids(message.request))
+        return next((self._entries[each] for each in ids if each in self._entries), None)
 
     def enter(
         self, wanted_id: str, *, now: float, client: str = "", is_counted: bool = True

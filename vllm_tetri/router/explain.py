@@ -1,0 +1,134 @@
+"""Where the time of a request went: parts that add up to what the client saw. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vllm_tetri.messages import Served
+from vllm_tetri.policy.route import Event
+from vllm_tetri.router.history import Ended
+from vllm_tetri.types import InstanceId
+
+_SENT = (Event.PREFILL_SENT, Event.WHOLE_SENT)
+
+
+class Part(NamedTuple):
+    """A stretch of a request's time, in seconds since its arrival.
+
+    `what` is one of: router; queue (waiting in an engine, at a decode instance for KV and room,
+    too); compute (to the first new token); http (HTTP, API server, tokens and text); hand-over;
+    output; at instance (what an instance has not told, as when it died).
+    """
+
+    what: str
+    instance: InstanceId
+    begin_s: float
+    end_s: float
+
+
+def parts(row: Ended) -> list[Part]:
+    """Divide the time of a request."""
+    found = list(_parts(row))
+    return [each for each in found if each.end_s > each.begin_s]
+
+
+def _parts(row: Ended) -> Iterator[Part]:
+    told = _longest_each(row.served)
+    none, end_s = InstanceId(""), row.ended_s - row.arrival_s
+    marks = [(each.event, each.instance, each.at_s - row.arrival_s) for each in row.marks]
+    begin_s = marks[0][2] if marks else end_s
+    yield Part("router", none, 0.0, begin_s)
+    ends = [*(at_s for _, _, at_s in marks[1:]), end_s] if marks else []
+    for (event, instance, begin_s), until_s in zip(marks, ends, strict=True):
+        if event in _SENT or event is Event.PREFILLED:
+            yield from _leg(row, event, instance, told.get(instance), begin_s, until_s)
+        elif event is Event.ANSWERING:
+            yield Part("output", instance, begin_s, until_s)
+        else:
+            yield Part("router", none, begin_s, until_s)
+
+
+def _leg(
+    row: Ended,
+    event: Event,
+    instance: InstanceId,
+    served: Served | None,
+    begin_s: float,
+    until_s: float,
+) -> Iterator[Part]:
+    """Divide the time in which an instance had the request and sent nothing. What it tells may
+    have begun before, as a decode request is sent early: it counts from the end."""
+    if event is Event.PREFILLED and row.first_byte_s is not None:
+        shown_s = row.first_byte_s - row.arrival_s
+        if begin_s < shown_s < until_s:
+            yield Part("router", InstanceId(""), begin_s, shown_s)
+            begin_s = shown_s
+    if served is None:
+        what = "hand-over" if event is Event.PREFILLED else "at instance"
+        yield Part(what, instance, begin_s, until_s)
+        return
+    told = [("queue", served.queue_s), ("compute", served.compute_s)]
+    if not row.generated:
+        told.append(("output", served.output_s))
+    if event is Event.PREFILLED:
+        told[0] = ("hand-over", served.queue_s)
+    found = list[Part]()
+    for what, took_s in reversed(told):
+        found.append(Part(what, instance, max(begin_s, until_s - took_s), until_s))
+        until_s = found[-1].begin_s
+    yield Part("hand-over" if event is Event.PREFILLED else "http", instance, begin_s, until_s)
+    yield from reversed(found)
+
+
+def _longest_each(served: Sequence[tuple[InstanceId, Served]]) -> dict[InstanceId, Served]:
+    """Return what each instance tells, of several choices that of the longest one."""
+    found: dict[InstanceId, Served] = {}
+    for instance, each in served:
+        known = found.get(instance)
+        if known is None or _total_s(known) < _total_s(each):
+            found[instance] = each
+    return found
+
+
+def _total_s(served: Served) -> float:
+    return served.queue_s + served.compute_s + served.output_s
+
+
+def explain(row: Ended) -> dict[str, Any]:
+    """Return what `GET /tetri/v1/requests/{id}` shows of a request: durations in seconds, of which
+    those before the first byte add up to `ttft_s` and all of them to `jct_s`."""
+    jct_s = row.ended_s - row.arrival_s
+    ttft_s = None if row.first_byte_s is None else row.first_byte_s - row.arrival_s
+    shown = []
+    for each in parts(row):
+        cut_s = each.end_s if ttft_s is None else min(each.end_s, max(each.begin_s, ttft_s))
+        before_s = cut_s - each.begin_s
+        shown.append(
+            {
+                "what": each.what,
+                "instance": each.instance,
+                "s": round(each.end_s - each.begin_s, 6),
+                "before_first_token_s": round(before_s, 6),
+            }
+        )
+    kept = (
+        "id", "route", "outcome", "problem", "generated", "prompt_tokens", "predicted", "prefill",
+        "decode", "reason", "output_tokens",
+    )  # fmt: skip
+    return {
+        **{name: getattr(row, name) for name in kept},
+        "ttft_s": ttft_s,
+        "jct_s": jct_s,
+        "expected_ttft_s": row.expected_s or None,
+        "expected_error_s": row.expected_error_s if row.expected_s else None,
+        "parts": shown,
+        "timeline": [
+            {"s": round(each.at_s - row.arrival_s, 6), "event": each.event, "at": each.instance}
+            for each in row.marks
+        ],
+        "instances": [
+            {"instance": instance, **{name: getattr(each, name) for name in each.__struct_fields__}}
+            for instance, each in row.served
+        ],
+    }

@@ -1,0 +1,92 @@
+"""Requests that ended lately, for `explain`, the page and the error of expected times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import NamedTuple
+
+from vllm_tetri.handover import possible_ids
+from vllm_tetri.messages import Served
+from vllm_tetri.router.table import Entry, Mark
+from vllm_tetri.types import InstanceId, RequestId
+
+MOST = 2048  # requests that are kept
+_NEW = 1 / 32  # weight of the newest in the mean error of expected times
+
+
+class Ended(NamedTuple):
+    """A request that ended; times are monotonic seconds, durations seconds."""
+
+    id: RequestId
+    route: str  # as in tetri_requests_total, like `outcome`
+    outcome: str
+    problem: str  # of one that was refused or broke off
+    arrival_s: float
+    ended_s: float
+    first_byte_s: float | None
+    generated: int  # events of a stream, 0 if it was none
+    prompt_tokens: int | None
+    predicted: int | None
+    prefill: InstanceId
+    decode: InstanceId
+    reason: str
+    expected_s: float  # to the first token; 0: not priced
+    expected_error_s: float  # mean error of expected times before this one
+    marks: list[Mark]
+    served: list[tuple[InstanceId, Served]]  # may come later than the end
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The length of the output as its last instance counted it; None: not known (yet)."""
+        return self.served[-1][1].output_tokens if self.served else None
+
+
+class History:
+    """The newest requests that ended at this router. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._rows: deque[Ended] = deque()
+        self._by_id: dict[RequestId, Ended] = {}
+        self._error_s = 0.0
+
+    def record(self, entry: Entry, route: str, outcome: str, problem: str, now: float) -> Ended:
+        """Keep a request that ends now, instead of the oldest one, and return what is kept."""
+        row = self.row(entry, route, outcome, problem, now)
+        if row.expected_s and row.first_byte_s is not None:
+            error_s = abs(row.first_byte_s - row.arrival_s - row.expected_s)
+            weight = _NEW if self._error_s else 1.0
+            self._error_s += weight * (error_s - self._error_s)
+        if len(self._rows) == MOST:
+            oldest = self._rows.popleft()
+            if self._by_id.get(oldest.id) is oldest:
+                del self._by_id[oldest.id]
+        self._rows.append(row)
+        self._by_id[row.id] = row
+        return row
+
+    def row(self, entry: Entry, route: str, outcome: str, problem: str, now: float) -> Ended:
+        """Return what is known of a request at a time."""
+        return Ended(
+            entry.id, route, outcome, problem, entry.arrival_s, now, entry.first_byte_s,
+            entry.generated, entry.prompt_tokens, entry.predicted, entry.prefill, entry.decode,
+            entry.reason, entry.expected_s, self._error_s, entry.marks, entry.served,
+        )  # fmt: skip
+
+    def get(self, request: RequestId) -> Ended | None:
+        """Return a request that ended, if it is kept."""
+        return self._by_id.get(request)
+
+    def find(self, message: Served) -> Ended | None:
+        """Return the request that an instance means, if it ended and is kept."""
+        ids = map(RequestId, possible_ids(message.request))
+        return next((self._by_id[each] for each in ids if each in self._by_id), None)
+
+    def since(self, at_s: float) -> list[Ended]:
+        """Return what ended after a monotonic time, the newest last."""
+        newest = takewhile(lambda row: row.ended_s > at_s, reversed(self._rows))
+        return list(newest)[::-1]
+
+    def __iter__(self) -> Iterator[Ended]:
+        return iter(self._rows)
