@@ -54,6 +54,7 @@ from vllm_tetri.engine.load import SHARED_LEAKS
 from vllm_tetri.engine.scheduler import make_scheduler
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
+from vllm_tetri.messages import Served
 from vllm_tetri.transport.blocks import BlockMover, DeviceMover, HostMover
 from vllm_tetri.transport.shards import Shards, head_pages
 from vllm_tetri.types import ClusterView, InstanceInfo, InstanceState, InstanceView, Role
@@ -271,7 +272,7 @@ class Engine:
         agent = self.endpoint.agent
         assert isinstance(agent, Agent)
         snapshot = Snapshot(view, time.monotonic())
-        agent.snapshot = lambda: snapshot  # type: ignore[method-assign]
+        agent.snapshot = lambda: snapshot
 
     def add(
         self,
@@ -477,6 +478,19 @@ class Engine:
         if self.device is not None:
             self.device.close()
             assert not self.device.faults
+
+
+def told_by(*engines: Engine) -> list[Any]:
+    """What engines tell routers from now on, but for the times of requests that ended."""
+    told: list[Any] = []
+
+    def publish(message: Any) -> None:
+        if not isinstance(message, Served):
+            told.append(message)
+
+    for engine in engines:
+        engine.endpoint.agent.publish = publish
+    return told
 
 
 def fill(marks: list[tuple[torch.Tensor, int]]) -> None:

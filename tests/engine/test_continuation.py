@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.engine.harness import BLOCK, Engine
+from tests.engine.harness import BLOCK, Engine, told_by
 from tests.engine.pair import CHUNK, Pair
 from vllm_tetri.engine.compat import EngineCoreOutput, LogprobsLists, RequestStatus
 from vllm_tetri.engine.continuation import (
@@ -56,8 +56,7 @@ def run(engine: Engine, name: str) -> list[int]:
 @pytest.mark.parametrize("num_tokens", [CHUNK, CHUNK + 1])
 def test_the_prefill_output_names_its_token_and_the_prompt(pair: Pair, num_tokens: int) -> None:
     tokens = list(range(num_tokens))
-    told: list[Any] = []
-    pair.prefill.endpoint.agent.publish = told.append
+    told = told_by(pair.prefill)
     pair.send("a", tokens)
     prefilled = pair.prefilled("a")
     assert prefilled.prior_output == PriorOutput([7])  # what the harness samples

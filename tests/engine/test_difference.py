@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, WINDOW, Engine
+from tests.engine.harness import BLOCK, FULL, IDENTITY, LAYERS, PAGE, WINDOW, Engine, told_by
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
@@ -80,8 +80,7 @@ def test_only_what_is_missing_is_sent(tmp_path: Path, kind: str) -> None:
     with talking(tmp_path, **options) as pair:
         sends, receives = pair.prefill.endpoint.sends, pair.decode.endpoint.receives
         before, block_bytes = sends.sent_bytes, BLOCK * PAGE * LAYERS * num_heads
-        told: list[Any] = []
-        pair.prefill.endpoint.agent.publish = told.append
+        told = told_by(pair.prefill)
         assert pair.sent("a", SECOND, held=HELD + 3).held_tokens == HELD
         assert [each.ending.held_tokens for each in told if each.ending] == [HELD]
         slot = pair.decode.endpoint.receiver.find("t-a")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import make_pair
-from tests.engine.harness import BLOCK, Engine
+from tests.engine.harness import BLOCK, Engine, told_by
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.transport.sides import still
 from vllm_tetri.engine.compat import RequestStatus
@@ -345,8 +345,7 @@ def test_a_decode_request_that_comes_before_its_kv_continues_after_the_token(
 
 
 def test_the_router_is_told_when_the_last_chunk_begins(pair: Pair) -> None:
-    told: list[Any] = []
-    pair.prefill.endpoint.agent.publish = told.append
+    told = told_by(pair.prefill)
     pair.sent("b", prompt(CHUNK))  # stays in the prefix cache
     told.clear()
     pair.send("a", prompt(4 * CHUNK))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import CHUNKS, FULL, WINDOW, run_until
+from tests.engine.harness import CHUNKS, FULL, WINDOW, run_until, told_by
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.handover import DecodeParams, to_params
 from vllm_tetri.messages import Move, Moved, Moving
@@ -29,9 +29,7 @@ class Both:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.pair = Pair(folder, num_blocks=120, arena_bytes=1 << 21, **options)
         self.here, self.there = self.pair.prefill, self.pair.decode
-        self.told: list[Any] = []
-        for engine in (self.here, self.there):
-            engine.endpoint.agent.publish = self.told.append
+        self.told = told_by(self.here, self.there)
         self.request = self.here.add(HERE, TOKENS, max_tokens=NUM_OUTPUT)
         self.here.run_until(lambda: len(self.here.outputs.get(HERE, ())) > 20)
 

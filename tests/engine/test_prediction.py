@@ -14,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.request import RequestStatus
 
 from examples.predictor.model import WEIGHTS_FILE
-from tests.engine.harness import Engine
+from tests.engine.harness import Engine, told_by
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.predictor.tiny_artefact import make
 from vllm_tetri.config import TetriConfig
@@ -89,8 +89,7 @@ class Scene(Pair):
             )
         self.decode = Engine(folder, Role.DECODE, arena_bytes=1 << 20)
         self.prefill.sees(self.prefill, self.decode)
-        self.published: list[Dispatched] = []
-        self.prefill.endpoint.agent.publish = self.published.append
+        self.published: list[Dispatched] = told_by(self.prefill)
 
     def _make_predictions(self, _: Any, *, is_sequential: bool) -> Predictions:
         return Predictions(self.predictor, is_sequential=is_sequential, clock=self.clock)
