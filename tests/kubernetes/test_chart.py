@@ -324,7 +324,11 @@ async def test_a_secret_is_made_once_and_kept(
     """By helm, which asks a stand-in of the API for it and keeps the release in a file."""
     api = kmock.KubernetesEmulator()
     api.resources["v1/secrets"] = {
-        "kind": "Secret", "singular": "secret", "namespaced": True, "verbs": {"get", "list"}}  # fmt: skip
+        "kind": "Secret",
+        "singular": "secret",
+        "namespaced": True,
+        "verbs": {"get", "list"},
+    }
     api["/version"] << {"major": "1", "minor": "35", "gitVersion": "v1.35.0"}
     releases, config = tmp_path / "releases", tmp_path / "config"
     releases.touch()
