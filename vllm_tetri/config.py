@@ -78,7 +78,8 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     url: Annotated[str, _option(
         "URL at which the router reaches this server", "URL", "from --host and --port")] = ""
     control: Annotated[tuple[str, ...], _option(
-        "control addresses of the routers, separated by commas", "tcp://HOST:PORT",
+        "control addresses of the routers, separated by commas; a name stands for all of its "
+        "addresses", "tcp://HOST:PORT",
     )] = (DEFAULT_CONTROL,)
     host: Annotated[str, _option(
         "address for receiving KV; not loopback only with a secret", "ADDRESS",

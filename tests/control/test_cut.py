@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from tests.faults.hosts import Hosts, hosts, require_hosts
-from vllm_tetri.control.agent import RouterLink
+from vllm_tetri.control.links import RouterLink
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -138,6 +138,15 @@ def described(folder: Path, **changed: Any) -> dict[str, str]:
     return identity_of(made, groups or caches(FULL), [torch.zeros((4, 2, 16, 64))], shards)
 
 
+def test_a_revision_keeps_instances_apart_that_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = described(tmp_path / "a")
+    monkeypatch.setenv("TETRI_REVISION", "2")
+    assert described(tmp_path / "b") == {**mine, "revision": "2"}
+    assert mine["revision"] == ""
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "model": {"hf_overrides": {"rms_norm_eps": 0.5}},
     "model by quantization": {"hf_overrides": {"quantization_config": {

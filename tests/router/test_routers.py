@@ -94,14 +94,11 @@ class Side:
 
 
 def instances() -> list[FakeInstance]:
-    made = [
+    return [
         FakeInstance("p1", Role.PREFILL, decode="d1"),
         FakeInstance("d1", Role.DECODE),
         FakeInstance("d2", Role.DECODE),
     ]
-    for each in made:
-        each.abilities["num_routers"] = 2
-    return made
 
 
 @asynccontextmanager

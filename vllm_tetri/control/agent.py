@@ -20,20 +20,20 @@ from zmq.utils.monitor import parse_monitor_message
 
 from vllm_tetri import messages
 from vllm_tetri.config import control_host, require_guarded
+from vllm_tetri.control.links import RouterLink, RouterLinks
 from vllm_tetri.control.role import RoleKeeper
 from vllm_tetri.control.view import Snapshot, ViewStore
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.policy.role import Leaving, Verdict
-from vllm_tetri.security import HANDSHAKE_FAILED, Curve, Secret, is_readable
+from vllm_tetri.security import Curve, Secret, is_readable
 from vllm_tetri.types import FlipStage, InstanceInfo, InstanceLoad, Role, TransferId
 
 MAX_QUEUED = 4096
 _CLOSE_S = 2.0
 _GONE_S = 30.0  # a step that was under way when a router died may still send KV for it
-_MAX_GONE = 16  # routers at one address in that time
+_MAX_GONE = 64  # routers in that time
 _FLIPPING_S = 0.01  # between two looks at a change of role
 _MAX_DRAIN = 256  # frames of one router per wake-up, so that no peer can starve the others
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
 _NEVER_S = float("-inf")
 
 _log = logging.getLogger(__name__)
@@ -57,55 +57,13 @@ class EngineSide(Protocol):
     def on_drained(self) -> None: ...  # the instance was drained and has left the cluster
 
 
-class RouterLink:
-    """The socket to one router, and `events` that tell when it connects, is refused or breaks.
-    The name `router` is empty until this connection has brought it."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, curve: Curve | None, index: int
-    ) -> None:
-        self.address, self.index, self.router, self.is_connected = address, index, "", False
-        self.socket = context.socket(zmq.DEALER)
-        options = (
-            (zmq.LINGER, 200),  # ms, for a last `Goodbye` on a live connection
-            (zmq.IMMEDIATE, 1),  # nothing piles up for a router that is down
-            (zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES),
-            (zmq.RECONNECT_IVL, 100),
-            (zmq.HEARTBEAT_IVL, 2000),
-            (zmq.HEARTBEAT_TIMEOUT, 6000),
-            (zmq.HEARTBEAT_TTL, 6000),  # the router drops a connection that is cut
-            # Without these two, the kernel waits longer and longer between two tries on a cut
-            # network (63 s after a minute), and ZeroMQ 30 s for a handshake.
-            (zmq.CONNECT_TIMEOUT, 2000),
-            (zmq.HANDSHAKE_IVL, 5000),
-            (zmq.IPV6, int("[" in address)),
-        )
-        for option, value in options:
-            self.socket.setsockopt(option, value)
-        self.socket.set_hwm(1000)
-        if curve is not None:
-            curve.call(self.socket)
-        self.events = self.socket.get_monitor_socket(_EVENTS)
-        self.socket.connect(address)
-
-    def send(self, frame: bytes) -> bool:
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(frame, zmq.NOBLOCK)
-            return True
-        return False
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.events.close(linger=0)
-        self.socket.close()
-
-
 class Agent:
     """Announces an instance to its routers, reports its load and keeps their views.
 
     Every public method may be called from any thread and none of them waits for the network;
-    `close` waits at most two seconds. Routers, at ``tcp://HOST:PORT``, need not be up; their
-    polls set the pace of reports. ConfigError if an address is malformed or needs a secret.
+    `close` waits at most two seconds. Routers, at ``tcp://HOST:PORT``, need not be up, and HOST may
+    be a name of several; their polls set the pace of reports. ConfigError if an address is
+    malformed or needs a secret.
     """
 
     def __init__(
@@ -118,14 +76,13 @@ class Agent:
     ) -> None:
         for address in routers:
             require_guarded("--tetri-control", control_host(address), has_secret=bool(secret))
-        self._curve = None if secret is None else Curve(secret)
-        self._routers, self._info, self._engine = routers, info, engine
+        self._links = RouterLinks(routers, None if secret is None else Curve(secret))
+        self._info, self._engine = info, engine
         self._period_s = period_s
         self._late_s = 6 * period_s  # without a poll for this time, report nevertheless
         self.roles = RoleKeeper(info.id, info.role)
-        self._links: list[RouterLink] = []
         # The names of routers that went, as long as it matters.
-        self._gone: TTLCache[str, None] = TTLCache(_MAX_GONE * max(1, len(routers)), _GONE_S)
+        self._gone: TTLCache[str, None] = TTLCache(_MAX_GONE, _GONE_S)
         self._leaving, self._verdict = Leaving(self.roles.expected), Verdict.STAY
         self._outbox: deque[messages.Published] = deque()
         self._described: InstanceInfo | None = None  # not yet told
@@ -206,10 +163,8 @@ class Agent:
     # Everything below runs on the agent's thread.
 
     def _run(self) -> None:
-        context = zmq.Context()
         try:
-            for index, address in enumerate(self._routers):
-                self._links.append(RouterLink(context, address, self._curve, index))
+            self._links.open()
             self._loop()
             is_drained = self._verdict is not Verdict.STAY
             cut_off = self._read_unfinished(Role.BOTH) if self._verdict is Verdict.CUT_OFF else ""
@@ -221,9 +176,7 @@ class Agent:
         except Exception:
             _log.exception("the control agent of %s died", self._info.id)
         finally:
-            for link in self._links:
-                link.close()
-            context.term()
+            self._links.close()
             with self._lock:
                 os.close(self._wake)
                 self._wake = -1
@@ -231,12 +184,11 @@ class Agent:
             self._engine.on_drained()
 
     def _loop(self) -> None:
-        poller = zmq.Poller()
+        poller = self._links.poller
         poller.register(self._wake, zmq.POLLIN)
-        for link in self._links:
-            poller.register(link.socket, zmq.POLLIN)
-            poller.register(link.events, zmq.POLLIN)
         while not self._stop.is_set() and self._verdict is Verdict.STAY:
+            if self._links.update():
+                self._described = self._described or self._info
             since_s = (now := time.monotonic()) - self._reported_s
             if self._leave_by_s < inf:
                 self._leaving.ask(self._leave_by_s - now, now)
@@ -257,7 +209,10 @@ class Agent:
                 if not self._send_all(self._outbox.popleft()):
                     self._count_drop()
             if self._described is not None:
-                self._info, self._described = replace(self._described, role=self._info.role), None
+                self._info = replace(
+                    self._described, role=self._info.role, num_routers=len(self._links)
+                )
+                self._described = None
                 self._send_all(messages.Hello(self._info))
             if not self.roles.is_steady:
                 self._continue_flip()

@@ -249,7 +249,6 @@ class Endpoint(LoadReader):
             continues=continuations.is_supported,
             continues_seeded=continuations.is_seeded_supported,
             reasons=bool(parser) or model.hf_config.model_type == "gpt_oss",
-            num_routers=len(self.config.control),
             arena_tokens=self._arena_tokens(shape.layout, arena_bytes),
             device=self.config.device or device_place(first_gpu(self._vllm_config)),
             checkpoint=checkpoint_name(self._vllm_config),

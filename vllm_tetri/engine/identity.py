@@ -71,7 +71,7 @@ def identity_of(
     The KV layout of vLLM's CPU backend is packed for the instruction set, so that is a property,
     too. Pages are those of a model that is not spread, where heads can be told apart; else the
     number of workers is a property. Options of LoRA are none: a layer adds what an adapter
-    contributes to the tokens of that adapter's requests only.
+    contributes to the tokens of that adapter's requests only. `TETRI_REVISION` is for the rest.
     """
     pages = dict.fromkeys(_page_words(each, shards) for each in tensors)
     size = {} if shards.num_heads else {"tensor_parallel": str(shards.num_ranks)}
@@ -80,6 +80,7 @@ def identity_of(
     return {
         "protocol": KV_PROTOCOL,
         "vllm": vllm.__version__,
+        "revision": os.environ.get("TETRI_REVISION", ""),
         "served_model_names": " ".join(sorted(served_names(vllm_config))),
         "model": _configuration_of(model),
         "weights": weights_of(vllm_config),
