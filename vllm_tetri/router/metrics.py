@@ -186,9 +186,9 @@ class Metrics(Collector):
         tally = Tally((each.info.role.value, each.state.value) for each in views)
         yield gauge("instances", "Instances that this router knows, by role and state.",
                     {each: tally[each] for each in product(_ROLES, _STATES)}, ("role", "state"))
-        yield gauge("instance_state", "1 for the role and the state that an instance has now.",
-                    {(each.info.id, each.info.role.value, each.state.value): 1 for each in views},
-                    ("instance", "role", "state"))
+        yield gauge("instance_state", "1 for the state that an instance is in, else 0.",
+                    {(each.info.id, each.info.role.value, state): each.state.value == state
+                     for each in views for state in _STATES}, ("instance", "role", "state"))
         yield gauge("instance_in_flight", "Requests of this router at the instance.",
                     {(each.info.id,): self._table.workers[each.info.id] for each in views}, each_id)
         yield counter("instance_busy_responses",
