@@ -7,7 +7,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,27 +20,26 @@ import yaml
 from tests.e2e.client import ask_all
 from tests.e2e.cluster import Cluster, answers, free_port, get, running
 from tests.e2e.prompts import STREAM, completion
-from tests.eventually import eventually
 from tests.needed import require_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 OPERATE = Path(__file__).parents[2] / "examples" / "operate"
 SELECTOR = re.compile(r"(?:(?:[a-z]+:)?tetri_\w+(?::\w+)?|\bup\b)(?:\{[^}]*\})?")
-COMPILED_S = 60.0  # in which a busy machine shows what was scraped
+SHOWN_S = 60.0  # in which a busy machine shows what was scraped
 
 for command in ("prometheus", "promtool"):
     require_command(command, "prometheus")
 
 
 class Prometheus:
-    """The configuration of the example, for a router at another port and by seconds."""
+    """The configuration of the example, for a router at another port and every two seconds."""
 
     def __init__(self, router: str, folder: Path) -> None:
         for name in ("prometheus.yml", "rules.yml"):
             text = (OPERATE / name).read_text()
             text = text.replace("127.0.0.1:8000", urlsplit(router).netloc)
-            text = re.sub(r"(_interval): 5s", r"\1: 1s", text)
+            text = re.sub(r"(_interval): 5s", r"\1: 2s", text)
             (folder / name).write_text(text)
         address = f"127.0.0.1:{free_port()}"
         self.url, self.log = f"http://{address}", folder / "prometheus.log"
@@ -58,6 +58,19 @@ class Prometheus:
         answer = get(f"{self.url}/api/v1/{path}")
         assert answer["status"] == "success"
         return answer["data"]
+
+    def problems(self) -> list[str]:
+        """Why targets could not be scraped, and what rules could not be evaluated."""
+        rules = self.api("rules")["groups"][0]["rules"]
+        found = [*self.api("targets")["activeTargets"], *rules]
+        return [each["lastError"] for each in found if each.get("lastError")]
+
+    def shows(self, check: Callable[[], Any], what: str) -> None:
+        """Wait until that is true."""
+        deadline = time.monotonic() + SHOWN_S
+        while not check():
+            assert time.monotonic() < deadline, f"not in {SHOWN_S:g} s: {what}; {self.problems()}"
+            time.sleep(0.25)
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         """Labels and values, as of now."""
@@ -84,8 +97,8 @@ def started(
         running(Cluster(tiny_llama, folder, roles=roles)) as cluster,
         closing(Prometheus(cluster.url, folder)) as prometheus,
     ):
-        eventually(prometheus.is_ready, COMPILED_S, "Prometheus starts")
-        eventually(lambda: len(prometheus.query("up == 1")) == 3, COMPILED_S, "all are scraped")
+        prometheus.shows(prometheus.is_ready, "it starts")
+        prometheus.shows(lambda: len(prometheus.query("up == 1")) == 3, "all are scraped")
         bodies = [completion(30 * n, max_tokens=24, **STREAM) for n in range(1, 9)]
         assert {each.status for each in asyncio.run(ask_all(cluster.url, bodies))} == {200}
         yield cluster, prometheus
@@ -149,15 +162,13 @@ def test_every_panel_and_every_rule_has_data(started: tuple[Cluster, Prometheus]
             asked |= {f"{rule['alert']} {each}": each for each in found}
     missing = dict(asked)
 
-    def is_all_there() -> bool:
-        for name in [name for name, asks in missing.items() if prometheus.query(asks)]:
-            del missing[name]
-        return not missing
-
-    eventually(is_all_there, COMPILED_S, f"data of {missing}")
-    rules = prometheus.api("rules")["groups"][0]["rules"]
-    assert [each["lastError"] for each in rules if each.get("lastError")] == []
-    assert len(rules) == len(group["rules"])
+    deadline = time.monotonic() + SHOWN_S
+    while missing:
+        assert time.monotonic() < deadline, f"no data: {missing}; {prometheus.problems()}"
+        missing = {name: asks for name, asks in missing.items() if not prometheus.query(asks)}
+        time.sleep(0.25)
+    assert prometheus.problems() == []
+    assert len(prometheus.api("rules")["groups"][0]["rules"]) == len(group["rules"])
     alerts = prometheus.api("alerts")["alerts"]
     assert [each for each in alerts if each["state"] == "firing"] == []
 
@@ -172,7 +183,7 @@ def test_what_was_served_is_counted(started: tuple[Cluster, Prometheus]) -> None
         'max(increase(tetri_instance_kv_bytes_sent_total{instance="prefill-0"}[5m])) > 0',
         "instance:tetri_handover_1000_tokens:seconds > 0",
     ):
-        eventually(lambda asks=expression: prometheus.query(asks), COMPILED_S, expression)
+        prometheus.shows(lambda asks=expression: prometheus.query(asks), expression)
 
 
 def test_a_silent_instance_stays_a_target_and_is_told(started: tuple[Cluster, Prometheus]) -> None:
@@ -180,13 +191,14 @@ def test_a_silent_instance_stays_a_target_and_is_told(started: tuple[Cluster, Pr
     engine = cluster.engine("decode-0")
     engine.suspend()
     try:
-        eventually(lambda: ("TetriInstanceSilent", "decode-0") in alerts(prometheus), COMPILED_S)
+        silent = ("TetriInstanceSilent", "decode-0")
+        prometheus.shows(lambda: silent in alerts(prometheus), "the alert")
         targets = prometheus.api("targets?state=active")["activeTargets"]
         assert "decode-0" in [each["labels"]["instance"] for each in targets]
     finally:
         engine.resume()
     back = 'tetri_instance_state{instance="decode-0",state="ready"} == 1'
-    eventually(lambda: prometheus.query(back), COMPILED_S, "decode-0 is back")
+    prometheus.shows(lambda: prometheus.query(back), "decode-0 is back")
 
 
 def alerts(prometheus: Prometheus) -> list[tuple[str, str | None]]:

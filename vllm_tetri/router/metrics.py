@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any, get_type_hints
@@ -61,7 +61,7 @@ LOAD_NUMBERS = {
 class Metrics(Collector):
     """What the router counts, and what it reads when it is scraped.
 
-    Public counters are called with `.inc()`, or `.labels(...).inc()`.
+    Public counters are called with `.inc()`, or `.labels(...).inc()`; `busy` is a tally.
     """
 
     def __init__(self, monitor: Monitor, table: RequestTable) -> None:
@@ -69,6 +69,7 @@ class Metrics(Collector):
         self.busy: Tally[InstanceId] = Tally()  # responses of instances that their queues are full
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        self._histogram = partial(Histogram, namespace="tetri", registry=self._registry)
         self._declare_requests()
         self._declare_changes()
 
@@ -79,11 +80,6 @@ class Metrics(Collector):
             made.labels(*values)
         return made
 
-    def _histogram(self, name: str, about: str, bounds: Sequence[float], *label: str) -> Histogram:
-        return Histogram(
-            f"tetri_{name}_seconds", about, label, buckets=bounds, registry=self._registry
-        )
-
     # fmt: off
     def _declare_requests(self) -> None:
         self.requests = self._counter(
@@ -92,11 +88,12 @@ class Metrics(Collector):
             "(ok, error, rejected, busy, late, cancelled, poison).",
             route=_ROUTES, outcome=_OUTCOMES)
         self._ttft = self._histogram(
-            "time_to_first_token",
+            "time_to_first_token_seconds",
             "Seconds from a request's arrival to the first byte of its streamed response.",
-            _SECONDS)
+            buckets=_SECONDS)
         self._total = self._histogram(
-            "request", "Seconds from a request's arrival to the end of its response.", _SECONDS)
+            "request_seconds", "Seconds from a request's arrival to the end of its response.",
+            buckets=_SECONDS)
         self.cancelled = self._counter(
             "transfers_cancelled", "KV transfers that the router cancelled.")
         self.fallbacks = self._counter(
@@ -122,8 +119,8 @@ class Metrics(Collector):
             "them exactly; mismatch: another instance continued differently; failed: no instance "
             "was left.", outcome=("resumed", "unprovable", "mismatch", "failed"))
         self.resume_gap = self._histogram(
-            "resume_gap", "Seconds from the detection of a broken stream to its next event.",
-            _GAP_SECONDS)
+            "resume_gap_seconds", "Seconds from finding a stream broken to its next event.",
+            buckets=_GAP_SECONDS)
         self.crashes = self._counter(
             "crashes_with_request", "Requests that an engine had when it crashed or hung.")
         self.poison_requests = self._counter(
@@ -138,23 +135,22 @@ class Metrics(Collector):
             "ended before).", reason=("order", "drain", "flip", "memory", "balance"),
             outcome=("moved", "refused", "failed", "late", "ended"))
         self.move_seconds = self._histogram(
-            "move", "Seconds of moves: whole, from the order to the take-over; gap, in which the "
-            "client's stream waited.", _GAP_SECONDS, "part")
+            "move_seconds", "Seconds of moves: whole, from the order to the take-over; gap, in "
+            "which the client's stream waited.", ("part",), buckets=_GAP_SECONDS)
         for part in ("whole", "gap"):
             self.move_seconds.labels(part)
         self.mirrors = self._counter(
             "mirrors", "Copies of what running outputs have grown by: copied; failed; used: the "
             "output went on there after its instance died.", outcome=("copied", "failed", "used"))
-        ends = (FlipStage.DONE.value, FlipStage.ROLLED_BACK.value)
         self._flips = self._counter(
             "flips", "Flips that ended: done, or rolled_back.", source=_ROLES, target=_ROLES,
-            outcome=ends)
+            outcome=("done", "rolled_back"))
         self._flip_drain = self._histogram(
-            "flip_drain", "Seconds from an order to flip to the end of the old role's work; not "
-            "observed for flips with --now.", _SECONDS)
+            "flip_drain_seconds", "Seconds from an order to flip to the end of the old role's "
+            "work; not observed for flips with --now.", buckets=_SECONDS)
         self._flip_commit = self._histogram(
-            "flip_commit", "Seconds from the end of the drain, or the step boundary with --now, "
-            "until the router knew the new role.", _COMMIT_SECONDS)
+            "flip_commit_seconds", "Seconds from the end of the drain, or the step boundary with "
+            "--now, until the router knew the new role.", buckets=_COMMIT_SECONDS)
     # fmt: on
 
     def record_request(self, route: str, outcome: str, entry: Entry) -> None:
