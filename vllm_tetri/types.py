@@ -224,18 +224,18 @@ class InstanceLoad:
 
     running: Annotated[int, _gauge("Requests in the running batch.", "requests")] = 0
     waiting: Annotated[int, _gauge("Requests in the waiting queue.", "requests")] = 0
-    held: Annotated[int, _gauge("Slots of the receive arena with KV.", "slots")] = 0
+    held: Annotated[int, _gauge("Slots of the receive arena that hold KV.", "slots")] = 0
     queued_prefill_tokens: Annotated[int, _gauge("Prompt tokens not computed yet.", "tokens")] = 0
-    blocks_used: Annotated[int, _gauge("KV blocks in use, cached ones apart.", "blocks")] = 0
+    blocks_used: Annotated[int, _gauge("KV blocks in use, without cached ones.", "blocks")] = 0
     blocks_total: Annotated[int, _gauge("KV blocks of the instance.", "blocks")] = 0
     arena_used_bytes: Annotated[int, _gauge("Bytes used in the receive arena.", "bytes")] = 0
     arena_total_bytes: Annotated[int, _gauge("Size of the receive arena.", "bytes")] = 0
     # Decode requests, running or waiting, by expected output (paper section 3.3.4).
-    heavy: Annotated[float, _gauge("Decodes expected over 128 tokens.", "requests")] = 0.0
-    light: Annotated[float, _gauge("Decodes expected up to 128 tokens.", "requests")] = 0.0
+    heavy: Annotated[float, _gauge("Decode requests expected over 128 tokens.", "requests")] = 0.0
+    light: Annotated[float, _gauge("Decode requests expected up to 128 tokens.", "requests")] = 0.0
     remaining_tokens: Annotated[int, _gauge("Output tokens expected to follow.", "tokens")] = 0
     reserved_blocks: Annotated[int, _gauge("KV blocks kept for running requests.", "blocks")] = 0
-    step_s: Annotated[float, _gauge("Duration of the last engine step.", "seconds")] = 0.0
+    step_s: Annotated[float, _gauge("Seconds of the last engine step.", "seconds")] = 0.0
     prefills_done: Annotated[int, _counter("Prompts computed for hand-over.", "requests")] = 0
     decodes_done: Annotated[int, _counter("Decode requests finished.", "requests")] = 0
     chunks_done: Annotated[int, _counter("Prompt chunks sent.", "chunks")] = 0
@@ -247,13 +247,13 @@ class InstanceLoad:
     context_tokens: Annotated[int, _gauge("Context of all decode requests together.", "tokens")] = 0
     chunk_tokens: Annotated[int, _gauge("Most prompt tokens that one step computes.", "tokens")] = 0
     # KV of n tokens is at its decode instance handover_s + n * handover_token_s after the prompt.
-    handover_s: Annotated[float, _gauge("Delay of KV after a prompt.", "seconds")] = 0.0
-    handover_token_s: Annotated[float, _gauge("Delay of KV per prompt token.", "seconds")] = 0.0
+    handover_s: Annotated[float, _gauge("Seconds from a prompt's end to its KV.", "seconds")] = 0.0
+    handover_token_s: Annotated[float, _gauge("Seconds more per prompt token.", "seconds")] = 0.0
     kv_bytes_sent: Annotated[int, _counter("KV bytes sent.", "bytes")] = 0
     kv_bytes_received: Annotated[int, _counter("KV bytes loaded from the arena.", "bytes")] = 0
     kv_loads_failed: Annotated[int, _counter("Loads of KV that failed.", "loads")] = 0
     kv_bytes_kept: Annotated[int, _counter("KV bytes not sent: held by the receiver.", "bytes")] = 0
-    kv_gone: Annotated[int, _counter("Hand-overs whose held prefix was gone.", "requests")] = 0
+    kv_gone: Annotated[int, _counter("Hand-overs whose kept prefix was lost.", "requests")] = 0
     fetched_tokens: Annotated[int, _counter("Prompt tokens whose KV was fetched.", "tokens")] = 0
     fetches_failed: Annotated[int, _counter("Fetches of a prefix that failed.", "fetches")] = 0
     kv_pool_blocks: Annotated[int, _gauge("KV blocks in the pool.", "blocks")] = 0
@@ -263,21 +263,21 @@ class InstanceLoad:
     kv_pool_bytes_saved: Annotated[int, _counter("KV bytes copied to the pool.", "bytes")] = 0
     kv_pool_bytes_loaded: Annotated[int, _counter("KV bytes loaded from the pool.", "bytes")] = 0
     continued: Annotated[int, _counter("Requests continued after prior output.", "requests")] = 0
-    recomputed: Annotated[int, _counter("Requests whose prior output was unfit.", "requests")] = 0
-    dropped_messages: Annotated[int, _counter("Dropped control messages.", "messages")] = 0
-    preemptions: Annotated[int, _counter("Preempted requests.", "requests")] = 0
+    recomputed: Annotated[int, _counter("Outputs that could not be continued.", "requests")] = 0
+    dropped_messages: Annotated[int, _counter("Control messages dropped here.", "messages")] = 0
+    preemptions: Annotated[int, _counter("Requests that lost their KV blocks.", "requests")] = 0
     flips: Annotated[int, _counter("Role changes of the instance.", "flips")] = 0
-    cpu_s: Annotated[float, _counter("CPU time of engine and API server.", "seconds")] = 0.0
+    cpu_s: Annotated[float, _counter("CPU seconds of engine and API server.", "seconds")] = 0.0
     threads: Annotated[int, _gauge("Python threads of the engine process.", "threads")] = 0
     predictions_made: Annotated[int, _counter("Output lengths predicted.", "predictions")] = 0
     predictions_missed: Annotated[int, _counter("Predictions that were late.", "predictions")] = 0
     predictions_refused: Annotated[int, _counter("Predictions not queued.", "predictions")] = 0
     predictions_failed: Annotated[int, _counter("Predictions that failed.", "predictions")] = 0
     length_states: Annotated[int, _gauge("Hidden states that the head learns from.", "states")] = 0
-    length_error: Annotated[float, _gauge("Mean error of lengths by the head.", "tokens")] = 0.0
-    length_usual_error: Annotated[float, _gauge("The same by the histogram.", "tokens")] = 0.0
+    length_error: Annotated[float, _gauge("Mean error of the length head.", "tokens")] = 0.0
+    length_usual_error: Annotated[float, _gauge("Mean error of usual lengths.", "tokens")] = 0.0
     length_coverage: Annotated[
-        float, _gauge("Outputs between 5 and 95 % of what was predicted.", "ratio")
+        float, _gauge("Share of outputs between the predicted 5 and 95 %.", "ratio")
     ] = 0.0
     usual_tokens: int = 0  # mean output that ended here; 0 before the first one
     leftovers: Annotated[

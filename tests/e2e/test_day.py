@@ -87,6 +87,7 @@ async def why_slow(cluster: ByHand, clients: Load, capsys: pytest.CaptureFixture
     """The slowest request of the day is explained."""
     slowest = max(clients.all, key=lambda each: each.end_s - each.begin_s)
     capsys.readouterr()
-    words = ["explain", slowest.headers["x-request-id"], "--url", cluster.url]
+    headers = {name.lower(): each for name, each in slowest.headers.items()}
+    words = ["explain", headers["x-request-id"], "--url", cluster.url]
     assert await asyncio.to_thread(cli.main, words) == 0
     assert "JCT" in capsys.readouterr().out

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.fakes import FakeInstance, cluster
+from tests.router.metrics_page import BEGIN, END, PAGE, scraped, tables
 from vllm_tetri.router.metrics import LOAD_NUMBERS
 from vllm_tetri.types import InstanceLoad, Role
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+async def test_the_page_has_what_is_declared() -> None:
+    written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert written == tables(await scraped()), "run python -m tests.router.metrics_page"
 
 
-async def test_the_page_lists_every_family_that_is_scraped() -> None:
-    async with cluster(FakeInstance("b", Role.BOTH)) as made:
-        await made.ask()
-        text = await made.metrics()
-    listed = PAGE.read_text()
-    families = list(text_string_to_metric_families(text))
+async def test_every_family_has_a_sentence_and_a_series_from_the_start() -> None:
+    families = list(text_string_to_metric_families(await scraped()))
     assert len(families) > 50
+    assert len({family.documentation for family in families}) == len(families)
     for family in families:
-        name = family.name + ("_total" if family.type == "counter" else "")
-        if not family.name.endswith("_created"):
-            (row,) = (line for line in listed.splitlines() if line.startswith(f"| `{name}` |"))
-            assert f"| `{name}` | {family.type} |" in row
-            assert f"| {family.documentation} |" in row
-            field = name.removeprefix("tetri_instance_").removesuffix("_total")
-            assert field not in LOAD_NUMBERS or row.endswith(f"| `{field}` |")
+        assert family.samples, family.name
+        assert re.fullmatch(r"[A-Z1].{8,}\.", family.documentation), family.name
+        assert not family.name.endswith("_created")
+        if family.name.endswith("_seconds"):
+            assert re.search("[Ss]econds", family.documentation), family.name
 
 
 async def test_a_load_report_has_the_same_numbers_everywhere() -> None:

@@ -24,7 +24,7 @@ from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.explain import explain
 from vllm_tetri.router.merged import Merged
-from vllm_tetri.router.metrics import LOAD_NUMBERS
+from vllm_tetri.router.metrics import LOAD_NUMBERS, targets
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.router.server import CLIENT, BodyReader
@@ -147,6 +147,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
         web.post("/tetri/v1/instances/{id}/drain", routes.drain),
         web.post("/tetri/v1/instances/{id}/flip", routes.flip),
         web.get("/tetri/v1/cache", routes.cache),
+        web.get("/tetri/v1/targets", routes.targets),
         web.get("/tetri/v1/requests", routes.requests),
         web.get("/tetri/v1/requests/{id}", routes.explain),
         web.post("/tetri/v1/requests/{id}/move", routes.move),
@@ -268,6 +269,12 @@ class _Routes:
             if each.info.id in blocks
         ]
         return _json({"instances": rows})
+
+    async def targets(self, _: web.Request) -> web.Response:
+        found = targets(each.info for each in self._scheduler.monitor.view().instances)
+        if not found:  # a router that has just started; after an error Prometheus keeps its targets
+            raise Refusal(503, "no instance has joined; try again")
+        return _json(found)
 
     async def drain(self, request: web.Request) -> web.Response:
         name = InstanceId(request.match_info["id"])

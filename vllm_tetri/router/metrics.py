@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import get_type_hints
+from itertools import product
+from typing import Any, get_type_hints
+from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.table import Entry, RequestTable
-from vllm_tetri.types import Flip, FlipStage, InstanceLoad, Number
+from vllm_tetri.types import (
+    Flip,
+    FlipStage,
+    InstanceId,
+    InstanceInfo,
+    InstanceLoad,
+    InstanceState,
+    Number,
+    Role,
+    server_name,
+)
+
+disable_created_metrics()  # series that nothing here reads, one for each of the others
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _COMMIT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1)
-_MOVES = (
-    "Running outputs that were to move, by why (order, drain, flip, memory, balance) and what "
-    "came of it (moved; refused, failed, late: it stayed; ended: it ended before)."
-)
-_MIRRORS = (
-    "Copies of what running outputs have grown by: copied; failed; used: the output went on there "
-    "after its instance died."
-)
-_MOVE_SECONDS = "Moves, from order to take-over, and the gaps in streams."
 _GAP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+_ROUTES = ("split", "whole", "fallback", "passed", "none")
+_OUTCOMES = ("ok", "error", "rejected", "busy", "late", "cancelled", "poison")
+_REASONS = (
+    "decode_failed", "no_decode_instance", "no_transfer", "choices_that_end_at_once",
+    "structured_and_ends_at_once",
+)  # fmt: skip
+
+_ROLES = tuple(role.value for role in Role)
+_STATES = tuple(state.value for state in InstanceState)
 
 # The documented fields of `InstanceLoad`; a `value` is no metric.
 LOAD_NUMBERS = {
@@ -41,70 +61,97 @@ LOAD_NUMBERS = {
 class Metrics(Collector):
     """What the router counts, and what it reads when it is scraped.
 
-    Public counters are called with `.inc()`, or `.labels(...).inc()`.
+    Public counters are called with `.inc()`, or `.labels(...).inc()`; `busy` is a tally.
     """
 
     def __init__(self, monitor: Monitor, table: RequestTable) -> None:
         self._monitor, self._table = monitor, table
+        self.busy: Tally[InstanceId] = Tally()  # responses of instances that their queues are full
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        counter = partial(Counter, namespace="tetri", registry=self._registry)
-        histogram = partial(Histogram, namespace="tetri", registry=self._registry)
-        # fmt: off
-        self.requests = counter(
+        self._histogram = partial(Histogram, namespace="tetri", registry=self._registry)
+        self._declare_requests()
+        self._declare_changes()
+
+    def _counter(self, name: str, about: str, **labels: Collection[str]) -> Counter:
+        """Make a counter with all its series: to Prometheus, a first one is no increase."""
+        made = Counter(f"tetri_{name}", about, labels, registry=self._registry)
+        for values in product(*labels.values()) if labels else ():
+            made.labels(*values)
+        return made
+
+    # fmt: off
+    def _declare_requests(self) -> None:
+        self.requests = self._counter(
             "requests", "Requests that ended, by how they were served (split, whole, fallback: "
             "split and then whole, passed: a route that is not split, none) and how they ended "
-            "(ok, error, rejected, busy, late, cancelled, poison).", ("route", "outcome"))
-        self._ttft = histogram(
-            "time_to_first_token_seconds", "Arrival to the first byte of a streamed response.",
+            "(ok, error, rejected, busy, late, cancelled, poison).",
+            route=_ROUTES, outcome=_OUTCOMES)
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds",
+            "Seconds from a request's arrival to the first byte of its streamed response.",
             buckets=_SECONDS)
-        self._total = histogram(
-            "request_seconds", "Arrival to the end of the response.", buckets=_SECONDS)
-        self.cancelled = counter("transfers_cancelled", "KV transfers that the router cancelled.")
-        self.busy = counter(
-            "instance_busy_responses", "Responses of an instance that its queue is full.",
-            ("instance",))
-        self.fallbacks = counter(
-            "fallbacks", "Prefill or decode requests that were repeated.", ("reason",))
-        self.first_tokens = counter(
+        self._total = self._histogram(
+            "request_seconds", "Seconds from a request's arrival to the end of its response.",
+            buckets=_SECONDS)
+        self.cancelled = self._counter(
+            "transfers_cancelled", "KV transfers that the router cancelled.")
+        self.fallbacks = self._counter(
+            "fallbacks", "Splits that one instance finished alone, by why: decode_failed; "
+            "no_decode_instance or no_transfer: the prefill instance found none, or did not hand "
+            "over; ..._at_once: the first token ended a choice or a structured output.",
+            reason=_REASONS)
+        self.first_tokens = self._counter(
             "first_tokens", "First tokens from prefill, by how they reached the client: early, "
             "with_second, last (there was no second); mismatch: the decode instance continued "
-            "differently.", ("how",))
-        self.cached_tokens = counter(
+            "differently.", how=("early", "with_second", "last", "mismatch"))
+        self.cached_tokens = self._counter(
             "cached_prompt_tokens", "Prompt tokens that were expected in the prefix cache of the "
             "instance that computes the prompt, or to be fetched.")
-        self.fetches = counter(
+        self.fetches = self._counter(
             "fetches", "Prefixes to be fetched, by what their holder did: sent; refused (lost it); "
-            "failed; late.", ("outcome",))
-        self.moves = counter("moves", _MOVES, ("reason", "outcome"))
-        self.move_seconds = histogram(
-            "move_seconds", _MOVE_SECONDS, ("part",), buckets=_GAP_SECONDS)
-        self.mirrors = counter("mirrors", _MIRRORS, ("outcome",))
-        self.retries = counter(
+            "failed; late.", outcome=("sent", "refused", "failed", "late"))
+        self.retries = self._counter(
             "retries", "Requests sent to another instance because one failed before the client had "
             "a byte.")
-        self.streams_broken = counter(
+        self.streams_broken = self._counter(
             "streams_broken", "Streams that broke: resumed; unprovable: no instance could continue "
             "them exactly; mismatch: another instance continued differently; failed: no instance "
-            "was left.", ("outcome",))
-        self.resume_gap = histogram(
-            "resume_gap_seconds", "Detection of a broken stream to its next event.",
+            "was left.", outcome=("resumed", "unprovable", "mismatch", "failed"))
+        self.resume_gap = self._histogram(
+            "resume_gap_seconds", "Seconds from finding a stream broken to its next event.",
             buckets=_GAP_SECONDS)
-        self.crashes = counter(
-            "crashes_with_request", "Engines that crashed or hung, by requests that they had.")
-        self.poison_requests = counter(
+        self.crashes = self._counter(
+            "crashes_with_request", "Requests that an engine had when it crashed or hung.")
+        self.poison_requests = self._counter(
             "poison_requests", "Poison requests: two engines crashed with them.")
-        self.poison_refused = counter(
+        self.poison_refused = self._counter(
             "poison_requests_refused", "Requests refused because they equal a poison request.")
-        self._flips = counter(
-            "flips", "Flips that ended: done, or rolled_back.", ("source", "target", "outcome"))
-        self._flip_drain = histogram(
-            "flip_drain_seconds", "Order to the end of the old role's work; not observed for flips "
-            "with --now.", buckets=_SECONDS)
-        self._flip_commit = histogram(
-            "flip_commit_seconds", "End of the drain, or the step boundary with --now, until the "
-            "router knew the new role.", buckets=_COMMIT_SECONDS)
-        # fmt: on
+
+    def _declare_changes(self) -> None:
+        self.moves = self._counter(
+            "moves", "Running outputs that were to move, by why (order, drain, flip, memory, "
+            "balance) and what came of it (moved; refused, failed, late: it stayed; ended: it "
+            "ended before).", reason=("order", "drain", "flip", "memory", "balance"),
+            outcome=("moved", "refused", "failed", "late", "ended"))
+        self.move_seconds = self._histogram(
+            "move_seconds", "Seconds of moves: whole, from the order to the take-over; gap, in "
+            "which the client's stream waited.", ("part",), buckets=_GAP_SECONDS)
+        for part in ("whole", "gap"):
+            self.move_seconds.labels(part)
+        self.mirrors = self._counter(
+            "mirrors", "Copies of what running outputs have grown by: copied; failed; used: the "
+            "output went on there after its instance died.", outcome=("copied", "failed", "used"))
+        self._flips = self._counter(
+            "flips", "Flips that ended: done, or rolled_back.", source=_ROLES, target=_ROLES,
+            outcome=("done", "rolled_back"))
+        self._flip_drain = self._histogram(
+            "flip_drain_seconds", "Seconds from an order to flip to the end of the old role's "
+            "work; not observed for flips with --now.", buckets=_SECONDS)
+        self._flip_commit = self._histogram(
+            "flip_commit_seconds", "Seconds from the end of the drain, or the step boundary with "
+            "--now, until the router knew the new role.", buckets=_COMMIT_SECONDS)
+    # fmt: on
 
     def record_request(self, route: str, outcome: str, entry: Entry) -> None:
         """Count a request that ends now."""
@@ -132,11 +179,17 @@ class Metrics(Collector):
         each_id = ("instance",)
         # fmt: off
         yield gauge("requests_in_flight", "Requests being served.", {(): len(self._table)})
-        yield gauge("instances", "Instances that this router knows.",
-                    Tally((each.info.role.value, each.state.value) for each in views),
-                    ("role", "state"))
+        tally = Tally((each.info.role.value, each.state.value) for each in views)
+        yield gauge("instances", "Instances that this router knows, by role and state.",
+                    {each: tally[each] for each in product(_ROLES, _STATES)}, ("role", "state"))
+        yield gauge("instance_state", "1 for the state that an instance is in, else 0.",
+                    {(each.info.id, each.info.role.value, state): each.state.value == state
+                     for each in views for state in _STATES}, ("instance", "role", "state"))
         yield gauge("instance_in_flight", "Requests of this router at the instance.",
                     {(each.info.id,): self._table.workers[each.info.id] for each in views}, each_id)
+        yield counter("instance_busy_responses",
+                      "Responses of an instance that its queue is full.",
+                      {(each.info.id,): self.busy[each.info.id] for each in views}, each_id)
         yield counter("control_messages_received", "Control messages from instances.",
                       {(name,): number for name, number in counters.received.items()}, ("message",))
         yield counter("control_messages_sent", "Control messages to instances.",
@@ -169,3 +222,23 @@ def _family(
     for key, value in sorted(samples.items()):
         family.add_metric(key, len(value) if isinstance(value, tuple) else value)
     return family
+
+
+def targets(instances: Iterable[InstanceInfo]) -> list[dict[str, Any]]:
+    """Return the servers of instances as Prometheus' HTTP service discovery reads them. Ranks of a
+    data-parallel server are one target: they share its `/metrics`."""
+    servers: dict[str, list[InstanceInfo]] = {}
+    for each in sorted(instances, key=lambda info: info.id):
+        servers.setdefault(urlsplit(each.url).netloc, []).append(each)
+    return [
+        {
+            "targets": [address],
+            "labels": {
+                "instance": first.id if first.rank is None else server_name(first.id),
+                "role": "+".join(sorted({each.role.value for each in ranks})),
+                "model": first.models[0],
+            },
+        }
+        for address, ranks in servers.items()
+        for first in ranks[:1]
+    ]

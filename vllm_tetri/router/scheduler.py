@@ -211,7 +211,7 @@ class GlobalScheduler:
 
     def record_at_limit(self, instance: InstanceId) -> None:
         """An instance refused a request because it is at its limit."""
-        self.metrics.busy.labels(instance).inc()
+        self.metrics.busy[instance] += 1
         self._shares.record_at_limit(instance)
 
     def cancel_transfer(
