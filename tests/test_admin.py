@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from tests.router.fakes import FakeInstance, cluster, eventually
-from vllm_tetri import admin, cli
+from vllm_tetri import cli
 from vllm_tetri.types import Role
 
 
@@ -57,29 +55,9 @@ async def test_status_prints_the_response_as_json(capsys: pytest.CaptureFixture[
     assert [row["id"] for row in content["instances"]] == ["d"]
 
 
-async def test_status_is_refreshed_until_it_is_interrupted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    urls = []
-
-    def sleep(_: float) -> None:
-        if len(urls) == 3:
-            raise KeyboardInterrupt
-
-    def call(url: str, path: str) -> dict[str, Any]:
-        urls.append(url)
-        if len(urls) == 2:
-            raise admin.AdminError("no router answers")
-        return {"instances": []}
-
-    monkeypatch.setattr(admin, "call", call)
-    monkeypatch.setattr(admin.time, "sleep", sleep)
-    assert await asyncio.to_thread(cli.main, ["status", "--watch", "--url", "x"]) == 130
-    assert urls == ["x"] * 3
-    assert "no instances" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [["drain", "x"], ["flip", "x", "both"], ["mode"], ["status"]])
+@pytest.mark.parametrize(
+    "words", [["drain", "x"], ["flip", "x", "both"], ["mode"], ["status"], ["top"]]
+)
 def test_a_command_without_a_router_says_what_to_do(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,11 +10,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import quote
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -25,10 +26,11 @@ from vllm_tetri.types import FLIP_DEADLINE_S, Mode, Role
 Row = dict[str, Any]
 
 _INSTANCES = "/tetri/v1/instances"
+_DATA = b"data: "
 _TIMEOUT_S = 5.0
 _POLL_S = 0.1
 _COMMIT_S = 2.0  # time for the instance to learn that its new role is known
-_WIDE = 1000  # columns of output that goes to a file or pipe: lines are never wrapped
+_WIDE = 1000  # columns
 
 
 class AdminError(TetriError):
@@ -40,6 +42,26 @@ class AdminError(TetriError):
 def call(url: str, path: str, body: Row | None = None, what: str = "router") -> Row:
     """Return what a router (or an instance) responds to a GET, or to a POST of `body`; AdminError
     if it cannot be reached, or refuses."""
+    with _response(url, path, body, what) as response:
+        content = json.load(response)
+        if not isinstance(content, dict):
+            raise ValueError("the response is not of a router")
+    return content
+
+
+def snapshots(url: str) -> Iterator[Row]:
+    """Yield what a router shows, at once and then every second, until it ends; AdminError if it
+    cannot be reached any more, or refuses."""
+    with _response(url, "/tetri/v1/events") as response:
+        for line in response:
+            if line.startswith(_DATA):
+                yield json.loads(line.removeprefix(_DATA))
+
+
+@contextmanager
+def _response(
+    url: str, path: str, body: Row | None = None, what: str = "router"
+) -> Iterator[HTTPResponse]:
     url = url.rstrip("/")
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
@@ -48,19 +70,16 @@ def call(url: str, path: str, body: Row | None = None, what: str = "router") -> 
     try:
         request = urllib.request.Request(url + path, data=data, headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            content = json.load(response)
-        if not isinstance(content, dict):
-            raise ValueError("the response is not of a router")
+            yield response
     except urllib.error.HTTPError as error:
         raise AdminError(_refusal_of(error)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         words = str(getattr(reason, "strerror", None) or reason).lower()
         hint = "start one with `vllm-tetri up MODEL` or give --url"
         if isinstance(reason, ssl.SSLError):
             hint = "SSL_CERT_FILE may name the certificate to trust"
         raise AdminError(f"no {what} answers at {url}: {words}; {hint}") from error
-    return content
 
 
 def _refusal_of(error: urllib.error.HTTPError) -> str:
@@ -73,35 +92,19 @@ def _refusal_of(error: urllib.error.HTTPError) -> str:
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `status`."""
-    # fmt: off
     parser.add_argument(
-        "--watch", nargs="?", type=float, const=1.0, metavar="SECONDS",
-        help="refresh the table until Ctrl-C, every second if no period is given")
-    parser.add_argument(
-        "--json", action="store_true", help="print the response of /tetri/v1/instances as JSON")
-    # fmt: on
-    _add_url(parser)
+        "--json", action="store_true", help="print the response of /tetri/v1/instances as JSON"
+    )
+    add_url(parser)
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Show the instances of a running cluster, once or until Ctrl-C."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDE
-    if options.watch is not None:
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                try:
-                    shown = status_of(call(options.url, _INSTANCES))
-                except AdminError as error:  # it may come back
-                    shown = Text(str(error))
-                live.update(shown, refresh=True)
-                time.sleep(max(options.watch, _POLL_S))
+    """Show the instances of a running cluster."""
     content = call(options.url, _INSTANCES)
     if options.json:
         print(json.dumps(content, indent=2))
     else:
-        console.print(status_of(content))
+        console_of().print(status_of(content))
     return 0
 
 
@@ -109,7 +112,7 @@ def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `explain`."""
     parser.add_argument("request", help="the x-request-id of its response")
     parser.add_argument("--json", action="store_true", help="what the router says of it, as JSON")
-    _add_url(parser)
+    add_url(parser)
 
 
 def run_explain(options: argparse.Namespace) -> int:
@@ -156,6 +159,14 @@ def _sum(parts: list[tuple[str, float]]) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def console_of() -> Console:
+    """Return the terminal, or a file or pipe in which lines are never wrapped."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    return console
 
 
 def add_flip_arguments(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +242,7 @@ def add_mode_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill and decode on two instances (split), each request on one (whole), or "
         "decided per request (adaptive); without it, the current mode is shown",
     )  # fmt: skip
-    _add_url(parser)
+    add_url(parser)
 
 
 def run_mode(options: argparse.Namespace) -> int:
@@ -241,7 +252,8 @@ def run_mode(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_url(parser: argparse.ArgumentParser) -> None:
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Declare `--url`."""
     parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
@@ -257,7 +269,7 @@ def _add_instance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="even if no other instance can take over its role"
     )
-    _add_url(parser)
+    add_url(parser)
 
 
 def _name_of(instance: str) -> str:

@@ -46,6 +46,7 @@ COMMANDS = (
             "status --url http://127.0.0.1:8000"),
     Command("explain", "Look", "vllm_tetri.admin:explain",
             "say where the time of a request went", "explain cmpl-5f3a2c"),
+    Command("top", "Look", "vllm_tetri.top", "watch requests and instances of a router", "top"),
     Command("doctor", "Look", "vllm_tetri.launch.doctor",
             "explain what this machine can run, and how it serves a model",
             "doctor MODEL -- --kv-cache-dtype fp8", _SERVE_OPTIONS),

@@ -41,6 +41,7 @@ TOKENS = 16  # of a response that comes at once
 STEP_S = 0.05  # of an engine with a full batch
 BUSY_STREAMS = 64
 FLOW_S = 1.0
+WATCH_S = 10.0  # with open pages, which get something every second
 WARM_UP = 5
 LONGEST_GAP_S = 0.005
 PATIENCE_S = 60.0
@@ -123,11 +124,13 @@ class Turn:
             each.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def flow(self, count: int, step_s: float) -> dict[str, float]:
-        """Return events per second, and per CPU second of the router."""
-        async with self.flowing(count, step_s) as streams:
+    async def flow(
+        self, count: int, step_s: float, pages: int = 0, for_s: float = FLOW_S
+    ) -> dict[str, float]:
+        """Return events per second, and per CPU second of the router, while pages are open."""
+        async with self.flowing(count, step_s) as streams, watching(self.system.url, pages):
             before, cpu_s, started = events_of(streams), self._cpu_s(), time.monotonic()
-            await asyncio.sleep(FLOW_S)
+            await asyncio.sleep(for_s)
             events, took_s = events_of(streams) - before, time.monotonic() - started
             return self._rates("events", events, took_s, self._cpu_s() - cpu_s)
 
@@ -161,6 +164,31 @@ class Turn:
         if cpu_s > 0:
             found |= {f"{what}_per_cpu_s": count / cpu_s, f"cpu_us_of_{what}": 1e6 * cpu_s / count}
         return found
+
+
+@asynccontextmanager
+async def watching(url: str, pages: int) -> AsyncIterator[None]:
+    """Read what a router shows, as open pages do."""
+    host, port = url.removeprefix("http://").split(":")
+    head = f"GET /tetri/v1/events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+
+    async def watch() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head)
+        try:
+            while await reader.read(1 << 20):
+                pass
+            raise RuntimeError(f"{url} shows nothing")
+        finally:
+            writer.close()
+
+    tasks = [asyncio.create_task(watch()) for _ in range(pages)]
+    yield
+    if any(task.done() for task in tasks):
+        raise RuntimeError(f"{url}: a page lost its connection")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def events_of(streams: Sequence[Stream]) -> int:
@@ -248,6 +276,9 @@ async def measure(system: System, options: argparse.Namespace, repeat: int) -> l
     most = max(options.streams)
     cells.append({"load": f"{most} paced", "token": "", **await turn.flow(most, STEP_S)})
     cells.append({"load": "flood", "token": "", **await turn.flow(BUSY_STREAMS, 0.0)})
+    for pages in (0, options.pages) if options.pages and system.name == "ours" else ():
+        flow = await turn.flow(most, STEP_S, pages, WATCH_S)
+        cells.append({"load": f"{most} paced, {pages} pages", "token": "", **flow})
     if not system.decode_url:
         cells.append({"load": "requests", "token": "", **await turn.loop()})
     return cells
@@ -264,6 +295,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=80, help="timed requests a turn; 80")
     parser.add_argument("--input-len", type=int, default=500, help="tokens of the prompt; 500")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every system; 5")
+    parser.add_argument("--pages", type=int, default=0, help="open pages, also measured; 0")
     parser.add_argument("--seed", type=int, default=0, help="of orders and pauses; 0")
     parser.add_argument("--folder", type=Path, default=Path("bench"), help="for logs; bench")
     parser.add_argument("--output", type=Path, default=Path("router.jsonl"), help="result file")

@@ -9,34 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from vllm_tetri.messages import FlipRole
-from vllm_tetri.policy.route import apart
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.explain import explain
+from vllm_tetri.router.live import LiveView, page, plain_cluster
 from vllm_tetri.router.merged import Merged
-from vllm_tetri.router.metrics import LOAD_NUMBERS, targets
+from vllm_tetri.router.metrics import targets
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.router.server import CLIENT, BodyReader
-from vllm_tetri.types import (
-    FLIP_DEADLINE_S,
-    InstanceId,
-    InstanceState,
-    InstanceView,
-    Mode,
-    RequestId,
-    Role,
-)
+from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, Mode, RequestId, Role
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
 
@@ -124,14 +115,16 @@ class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.Application:
     """Build the application around a scheduler, which it starts and closes."""
     bodies = BodyReader(limits)
-    merged = Merged(scheduler.monitor, scheduler.upstream)
+    merged, live = Merged(scheduler.monitor, scheduler.upstream), LiveView(scheduler)
     routes = _Routes(scheduler, bodies, merged)
     guard = _guard(keys, bodies, merged, preflight=routes.serve(_NO_BODY))
     app = web.Application(middlewares=[guard])
     app.on_response_prepare.append(_add_cors)
+    app.on_shutdown.append(live.close)
     app.add_routes([
         web.post(CHAT, routes.serve(None)),
         web.post(COMPLETIONS, routes.serve(None)),
+        web.get("/", page),
         web.get("/v1/models", routes.models),
         web.post(LOAD, routes.adapter),
         web.post(UNLOAD, routes.adapter),
@@ -153,6 +146,7 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
         web.post("/tetri/v1/requests/{id}/move", routes.move),
         web.get("/tetri/v1/mode", routes.mode),
         web.post("/tetri/v1/mode", routes.set_mode),
+        web.get("/tetri/v1/events", live.serve, allow_head=False),
     ])  # fmt: skip
     for method, path, rules in PROXIED:
         more = {"allow_head": False} if method == "GET" else {}
@@ -242,19 +236,7 @@ class _Routes:
         return web.Response(body=body, content_type="application/json")
 
     async def instances(self, _: web.Request) -> web.Response:
-        monitor = self._scheduler.monitor
-        workers = self._scheduler.table.workers
-        views = monitor.view().instances
-        rows = [_plain_instance(each, workers[each.info.id]) for each in views]
-        return _json(
-            {
-                "instances": rows,
-                "departed": dict(monitor.members.departed.items()),
-                "apart": list(apart(each.info for each in views).values()),
-                "watcher": self._scheduler.flips.explanation,
-                "mode": self._scheduler.placer.mode,
-            }
-        )
+        return _json(plain_cluster(self._scheduler))
 
     async def cache(self, _: web.Request) -> web.Response:
         blocks = self._scheduler.placer.cached_blocks()
@@ -371,18 +353,3 @@ def _guard(keys: Keys, bodies: BodyReader, merged: Merged, preflight: Handler) -
             bodies.release(request)
 
     return guard
-
-
-def _plain_instance(each: InstanceView, in_flight: int) -> dict[str, Any]:
-    load = asdict(each.load)
-    return {
-        "id": each.info.id,
-        "url": each.info.url,
-        "role": each.info.role,
-        "state": each.state,
-        "age_s": round(each.age_s, 3),
-        "seq": each.seq,
-        "in_flight": in_flight,
-        **{field: load[field] for field in LOAD_NUMBERS},
-        "flip": each.flip and {**asdict(each.flip), "age_s": round(each.flip.age_s, 3)},
-    }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 from urllib.parse import urlsplit
 
 from prometheus_client import (
@@ -30,6 +31,7 @@ from vllm_tetri.types import (
     InstanceLoad,
     InstanceState,
     Number,
+    RequestId,
     Role,
     server_name,
 )
@@ -58,14 +60,23 @@ LOAD_NUMBERS = {
 }
 
 
+class Happening(NamedTuple):
+    """Something that operators want to know of: when (monotonic seconds), and what in words."""
+
+    at_s: float
+    kind: str
+    words: str
+
+
 class Metrics(Collector):
-    """What the router counts, and what it reads when it is scraped.
+    """What the router counts, and what it reads when it is scraped; `happened` has the newest flips
+    and moves that ended, the newest last.
 
     Public counters are called with `.inc()`, or `.labels(...).inc()`; `busy` is a tally.
     """
 
     def __init__(self, monitor: Monitor, table: RequestTable) -> None:
-        self._monitor, self._table = monitor, table
+        self._monitor, self._table, self.happened = monitor, table, deque[Happening](maxlen=100)
         self.busy: Tally[InstanceId] = Tally()  # responses of instances that their queues are full
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -160,13 +171,22 @@ class Metrics(Collector):
         if entry.generated and entry.first_byte_s is not None:  # it was streamed
             self._ttft.observe(entry.first_byte_s - entry.arrival_s)
 
-    def record_flip(self, flip: Flip) -> None:
+    def record_flip(self, instance: InstanceId, flip: Flip) -> None:
         """Count a flip that has ended."""
         self._flips.labels(flip.source.value, flip.target.value, flip.stage.value).inc()
         if flip.stage is FlipStage.DONE:
             self._flip_commit.observe(flip.commit_s)
             if flip.drain_s:
                 self._flip_drain.observe(flip.drain_s)
+        came_of_it = f"rolled back: {flip.problem}" if flip.problem else f"{flip.drain_s:.2f} s"
+        words = f"{instance} {flip.source} → {flip.target} ({came_of_it}): {flip.reason}"
+        self.happened.append(Happening(time.monotonic(), "flip", words))
+
+    def record_move(self, request: RequestId, to: InstanceId, reason: str, outcome: str) -> None:
+        """Count a move that has ended."""
+        self.moves.labels(reason, outcome).inc()
+        words = f"{request} to {to} ({reason}): {outcome}"
+        self.happened.append(Happening(time.monotonic(), "move", words))
 
     def render(self) -> bytes:
         """Render the text that Prometheus reads."""

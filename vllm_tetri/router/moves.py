@@ -222,7 +222,7 @@ class Mover:
         self._successor = Successor(move.target, response)
         self.num_moves, self._here_s = self.num_moves + 1, time.monotonic()
         metrics, seconds = self._scheduler.metrics, time.monotonic() - move.begin_s
-        metrics.moves.labels(move.reason, "moved").inc()
+        metrics.record_move(self._entry.id, move.target.id, move.reason, "moved")
         metrics.move_seconds.labels("whole").observe(seconds)
         _log.info(
             "request %s moved from %s to %s (%s)",
@@ -275,7 +275,8 @@ class Mover:
             return
         self._forget(move)
         self._rest_until_s = time.monotonic() + _RETRY_S
-        self._scheduler.metrics.moves.labels(move.reason, outcome).inc()
+        metrics, request = self._scheduler.metrics, self._entry.id
+        metrics.record_move(request, move.target.id, move.reason, outcome)
         for instance in (move.source, move.target.id):
             self._scheduler.monitor.send(instance, CancelTransfer(move.transfer))
         if move.task is not None and move.task is not asyncio.current_task():

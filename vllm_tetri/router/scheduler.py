@@ -86,7 +86,7 @@ class GlobalScheduler:
     def __init__(self, config: RouterConfig) -> None:
         # A new name with every start: instances drop the requests of a router that is gone.
         name = f"router-{os.getpid()}-{secrets.token_hex(4)}"
-        self.resumes_anywhere = config.resumes_anywhere
+        self.resumes_anywhere, self.objective = config.resumes_anywhere, config.objective
         self.table = RequestTable(name)
         self.history = History()
         self._tracing = config.tracing
@@ -253,7 +253,7 @@ class GlobalScheduler:
 
     def on_flip(self, instance: InstanceId, flip: Flip) -> None:
         """A flip of an instance has ended."""
-        self.metrics.record_flip(flip)
+        self.metrics.record_flip(instance, flip)
         if flip.problem:
             _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
 

@@ -264,6 +264,7 @@ async def listening(
             port.close()
             await asyncio.sleep(0)  # requests that were accepted begin
             server.pre_shutdown()
+            await app.shutdown()
             await server.shutdown(listener.stop_s)
     finally:
         await runner.cleanup()

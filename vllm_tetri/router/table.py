@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from vllm_tetri.handover import possible_ids, prefix_of
@@ -284,15 +285,15 @@ class RequestTable:
         entry.on_dispatched(message)
         return True
 
-    def plain(self, now: float) -> dict[str, Any]:
-        """Return the table as `GET /tetri/v1/requests` shows it."""
+    def plain(self, now: float, most: int | None = None) -> dict[str, Any]:
+        """Return the table as `GET /tetri/v1/requests` shows it, or only the oldest requests."""
         requests = [
             {name: getattr(entry, name) for name in _SHOWN}
             | {"mirror": entry.mirror and entry.mirror._asdict()}
             | {"age_s": round(now - entry.arrival_s, 3)}
-            for entry in self._entries.values()
+            for entry in islice(self._entries.values(), most)
         ]
-        return {"in_flight": len(requests), "requests": requests}
+        return {"in_flight": len(self), "requests": requests}
 
 
 class Shares:
