@@ -251,6 +251,7 @@ class _Routes:
                 "departed": dict(monitor.members.departed.items()),
                 "apart": list(apart(each.info for each in views).values()),
                 "watcher": self._scheduler.flips.explanation,
+                "change": self._scheduler.flips.change,
                 "mode": self._scheduler.placer.mode,
             }
         )
