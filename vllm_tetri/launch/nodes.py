@@ -12,12 +12,14 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import RayError
@@ -34,7 +36,9 @@ from vllm_tetri.security import VARIABLE, in_memory
 
 ROOM_S = 30.0  # until an instance must have a node
 _ACTOR_S = 60.0  # until its actor must have started it
+_REACH_S = 5.0
 _LOOK_S = 0.1
+_LOOKS = 10  # of one call
 _LINES = 10_000  # that wait to be fetched
 _FORWARDED = ("VLLM_", "HF_")  # variables of this process that instances get
 _OF_MACHINE = {KEY_VARIABLE, "VLLM_HOST_IP"}
@@ -61,8 +65,11 @@ class Supervisor:
         return self._child.host, self._child.port, self._child.pid
 
     async def read(self) -> tuple[list[str], int | None]:
-        """Wait for new lines, or the end; the lines, and the exit status after the last one."""
-        while not self._lines and not self._end.done():
+        """Wait a moment for new lines, or the end; the lines, and the exit status after the last
+        one. Ray lets an actor's calls end for 30 s before it ends the actor of a dead driver."""
+        for _ in range(_LOOKS):
+            if self._lines or self._end.done():
+                break
             await asyncio.sleep(_LOOK_S)
         status = self._end.result() if self._end.done() else None
         lines = list(self._lines)
@@ -155,6 +162,9 @@ class RayNodes:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
+            if address != _RUNNING_ONE:  # Ray itself tries for a minute
+                at = urlsplit(address if "://" in address else f"//{address}")
+                socket.create_connection((at.hostname, at.port), _REACH_S).close()
             ray.init(
                 address=None if address == _RUNNING_ONE else address,
                 log_to_driver=False,
