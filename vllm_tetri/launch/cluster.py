@@ -92,6 +92,10 @@ class KeptCluster:
     def _keepers(self) -> list[Keeper]:
         return self._instances + self._routers
 
+    @property
+    def _here(self) -> set[str]:
+        return {keeper.spec.name for keeper in self._instances if not keeper.has_left}
+
     async def _watch(self, session: aiohttp.ClientSession) -> int:
         status = 0
         try:
@@ -126,31 +130,29 @@ class KeptCluster:
             before, asked = asked, await self._asked()
             if not asked or not before:
                 continue
-            role, asked_reason = Role(asked["role"]), asked["reason"]
-            if asked["drained"]:
-                self.display.event(asked["drained"], f"drains: {asked_reason}", logging.INFO)
-                await self._routers[0].drain(asked["drained"])
+            if name := asked["drained"]:
+                self.display.event(name, f"drains: {asked['reason']}", logging.INFO)
+                await self._routers[0].drain(name)
                 continue
-            here = {keeper.spec.name for keeper in self._instances if not keeper.has_left}
+            here, role = self._here, Role(asked["role"])
             specs = self._plan.instances + self._plan.spares
-            free = [each for each in specs if each.name not in here]
-            free.sort(key=lambda spec: not spec.name.startswith(role))
-            if free:
-                keeper = Keeper(free[0].with_role(role), self, session, self._nodes)
-                self._instances = [
-                    each for each in self._instances if each.spec.name != free[0].name
-                ] + [keeper]
-                self.display.event(keeper.spec.name, f"starts: {asked_reason}", logging.INFO)
+            free = {each.name: each for each in specs if each.name not in here}
+            if name := next(
+                (each for each in free if each.startswith(role)), min(free, default="")
+            ):
+                self._instances = [each for each in self._instances if each.spec.name != name]
+                keeper = Keeper(free[name].with_role(role), self, session, self._nodes)
+                self._instances.append(keeper)
+                self.display.event(name, f"starts: {asked['reason']}", logging.INFO)
                 self._begin(group, self._run_spare(keeper))
 
     async def _asked(self) -> dict[str, Any]:
         """What a router asks for while all that was asked for is done; empty if nothing."""
-        here = {keeper.spec.name for keeper in self._instances if not keeper.has_left}
         for router in self._routers:
             content = await router.get_json(_INSTANCES)
             rows = content.get("instances", ())
             is_done = all(row["state"] == "ready" for row in rows)
-            if is_done and {row["id"] for row in rows} == here and content.get("change"):
+            if is_done and {row["id"] for row in rows} == self._here and content.get("change"):
                 return dict(content["change"])
         return {}
 
@@ -191,7 +193,7 @@ class KeptCluster:
 
     async def _until_joined(self, router: Keeper, deadline: float) -> None:
         """Wait until a router counts every instance as ready."""
-        wanted = {keeper.spec.name for keeper in self._instances if not keeper.has_left}
+        wanted = self._here
         states: dict[str, str] = {}
         loop = asyncio.get_running_loop()
         while loop.time() < deadline and "refused" not in states.values():
