@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.e2e.cluster import ARENA_BYTES, CHUNK, SERVE, Cluster, Process
 
-FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+FIRST, SECOND = "first", "second"
 CPUS = 3  # of a node: one has room for all instances
 USUAL = {"object_store_memory": 80 << 20, "include_dashboard": False}
 LIST = """
@@ -26,24 +28,42 @@ print(json.dumps({"groups": groups, "free": ray.available_resources().get("CPU",
 
 
 class RayCluster:
-    """Real raylets, each with an address of its own."""
+    """Real raylets, which have the address of this machine, and one name each here."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster as Nodes
 
         self._nodes = Nodes(shutdown_at_exit=False)
-        # Its address is this machine's: Ray replaces that of the loopback interface by it.
         self._nodes.add_node(num_cpus=0, **USUAL)
         self._of = dict[str, Any]()
         self.add(FIRST)
         self.add(SECOND)
         self.address = str(self._nodes.address)
 
-    def add(self, address: str) -> None:
-        self._of[address] = self._nodes.add_node(num_cpus=CPUS, node_ip_address=address, **USUAL)
+    def add(self, name: str) -> None:
+        self._of[name] = self._nodes.add_node(num_cpus=CPUS, **USUAL)
 
-    def kill(self, address: str) -> None:
-        self._nodes.remove_node(self._of.pop(address), allow_graceful=False)
+    def kill(self, name: str) -> None:
+        self._nodes.remove_node(self._of.pop(name), allow_graceful=False)
+
+    def of(self, pid: int) -> str:
+        """The name of the node that has started a process; empty if it is none of them."""
+        raylets = {
+            each.process.pid: name
+            for name, node in self._of.items()
+            for each in node.all_processes["raylet"]
+        }
+        above = [each.pid for each in psutil.Process(pid).parents()]
+        return next((raylets[each] for each in above if each in raylets), "")
+
+    def of_instance(self, name: str, control: str) -> str:
+        """The name of the node with an instance of a cluster; empty without any."""
+        found = set[str]()
+        for each in psutil.process_iter(["cmdline"]):
+            if {name, control} <= set(each.info["cmdline"] or ()):
+                with suppress(psutil.NoSuchProcess):
+                    found.add(self.of(each.pid))
+        return max(found, default="")
 
     def left(self) -> dict[str, Any]:
         """Placement groups that are there, and CPUs that are free."""
@@ -70,6 +90,7 @@ class OnRay(Cluster):
     """`vllm-tetri up --on ADDRESS` with instances of all roles."""
 
     def __init__(self, model: Path, folder: Path, nodes: RayCluster, *roles: str) -> None:
+        self.nodes = nodes
         self.ready_file = folder / "ready.json"
         self.logs = folder / "logs"
         Process.__init__(
@@ -83,9 +104,9 @@ class OnRay(Cluster):
         )  # fmt: skip
 
     def hosts(self) -> dict[str, str]:
-        """The address of the node of each instance that is ready."""
+        """The name of the node of each instance that is ready."""
         return {
-            name: entry["url"].removeprefix("http://").partition(":")[0]
+            name: self.nodes.of_instance(name, self.facts["control"])
             for name, entry in self.instances().items()
             if entry["state"] == "ready"
         }
