@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     ),
     "launch": (
         SHARED | {"__init__", "router.auth", "router.command", "transport.segments"},
-        {"aiohttp", "psutil", "rich", "vllm"},
+        {"aiohttp", "psutil", "ray", "rich", "vllm"},
     ),
     "sim": (VALUES | {"plugins", "policy"}, {"numpy", "rich"}),
     "admin": (VALUES | {"router.auth"}, {"rich"}),

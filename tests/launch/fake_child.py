@@ -5,9 +5,10 @@ from the folder in ``FAKE_DIR``: each start adds a line to ``NAME.starts``; with
 file ``NAME.dies`` it ends with the status in there before it answers; with
 ``NAME.stubborn`` it ignores SIGTERM and SIGINT; with ``NAME.busy`` SIGTERM makes a file
 ``NAME.told``, and it ends when the first file is gone. SIGUSR1 ends it with status 0; the
-router says of those with a file ``NAME.departed`` that they left in good order. An instance has a
-child process of its own. With keys in the environment it asks for the first of them, and
-with ``--ssl-certfile`` it speaks https, as both do.
+router says of those with a file ``NAME.departed`` that they left in good order, asks for what a
+file ``change`` says, and drains what it is told to. An instance has a child process of its own.
+With keys in the environment it asks for the first of them, and with ``--ssl-certfile`` it speaks
+https, as both do.
 """
 
 import json
@@ -67,10 +68,16 @@ def main() -> None:
         def do_GET(self) -> None:
             ids = [path.stem for path in folder.glob("*.starts") if path.stem != "router"]
             departed = {path.stem: "" for path in folder.glob("*.departed")}
-            listed = [{"id": i, "state": "ready"} for i in ids]
+            listed = [{"id": i, "state": "ready"} for i in ids if i not in departed]
+            asked = folder / "change"
+            change = json.loads(asked.read_text()) if asked.exists() else None
             bodies = {
                 "/health": {},
-                "/tetri/v1/instances": {"instances": listed, "departed": departed},
+                "/tetri/v1/instances": {
+                    "instances": listed,
+                    "departed": departed,
+                    "change": change,
+                },
                 "/v1/models": {"data": [{"id": "fake-model"}]},
             }
             body = json.dumps(bodies.get(self.path, {})).encode()
@@ -84,6 +91,16 @@ def main() -> None:
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            name = self.path.split("/")[-2]
+            (folder / f"{name}.departed").touch()
+            (folder / "change").unlink()
+            last = (folder / f"{name}.starts").read_text().splitlines()[-1]
+            os.kill(json.loads(last)["pid"], signal.SIGUSR1)
+            self.send_response(202)
+            self.send_header("content-length", "0")
+            self.end_headers()
 
         def log_message(self, *args: object) -> None:
             return

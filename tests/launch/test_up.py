@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -164,3 +165,64 @@ def test_instances_have_own_cores_or_share_all(
     )
     assert (prefill == decode) is is_shared
     assert is_shared or not prefill & decode
+
+
+def ask(up: FakeUp, drained: str | None = None) -> None:
+    """Let the router ask for a prefill instance more, or less."""
+    path = up.folder / "asked"
+    path.write_text(json.dumps({"role": "prefill", "reason": "so is the load", "drained": drained}))
+    path.rename(up.folder / "change")
+
+
+def test_instances_between_bounds_start_and_drain_as_the_watcher_asks(fake_up: FakeUp) -> None:
+    content = fake_up.ready("--prefill=1:2", "--decode=1")
+    assert [row["id"] for row in content["instances"]] == ["prefill-0", "decode-0"]
+    words = fake_up.starts("router")[0]["argv"]
+    assert words[words.index("--prefill") + 1] == "1:2"
+    assert words[words.index("--decode") + 1] == "1"
+    ask(fake_up)
+    until(lambda: fake_up.starts("prefill-1"), "one more was started")
+    (fake_up.folder / "change").unlink()
+    below = fake_up.folder / "prefill-1.below"
+    until(below.exists, "all of it runs")
+    ask(fake_up, drained="prefill-1")
+    until(lambda: not is_alive(int(below.read_text())), "it was drained")
+    ask(fake_up)
+    until(lambda: len(fake_up.starts("prefill-1")) == 2, "it was started when asked for again")
+    output = fake_up.interrupt()
+    assert "prefill-1: starts: so is the load" in output
+    assert "prefill-1: drained" in output
+    assert len(fake_up.starts("prefill-0")) == len(fake_up.starts("decode-0")) == 1
+
+
+def test_a_cluster_does_without_an_instance_more_that_cannot_be_started(fake_up: FakeUp) -> None:
+    (fake_up.folder / "prefill-1.dies").write_text("2")
+    fake_up.ready("--prefill=1:2")
+    ask(fake_up)
+    until(lambda: fake_up.starts("prefill-1"), "one more was started")
+    (fake_up.folder / "change").unlink()
+    os.kill(fake_up.starts("decode-0")[0]["pid"], signal.SIGKILL)
+    until(lambda: len(fake_up.starts("decode-0")) == 2, "the others are kept")
+    output = fake_up.interrupt()
+    assert "prefill-1 refused its options" in output
+    assert "not tried again for 60 s" in output
+    assert len(fake_up.starts("prefill-1")) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--prefill=1:2", "--mode=adaptive"), "needs --mode split and --flip balance"),
+        (("--prefill=1:2", "--flip=off"), "needs --mode split and --flip balance"),
+        (("--prefill=2:1",), "neither N nor MIN:MAX"),
+        (("--cpus-each=2",), "--cpus-each needs --on ray"),
+        (("--on=ray", "--placement=own-cores"), "--placement needs --on local"),
+        (("--on=ray", "--instance-port-base=9000"), "--instance-port-base needs --on local"),
+    ],
+)
+def test_what_cannot_be_is_one_error(fake_up: FakeUp, words: tuple[str, ...], says: str) -> None:
+    fake_up.start(*words)
+    status, output = fake_up.end()
+    assert status == 2
+    assert says in output
+    assert not fake_up.pids()

@@ -1,4 +1,4 @@
-"""A cluster on one machine: every child is kept running from the first start to the end."""
+"""A cluster: every child is kept running from the first start to the end."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import aiohttp
 
 from vllm_tetri.errors import INTERRUPTED, ConfigError, TetriError
 from vllm_tetri.launch.display import Display
-from vllm_tetri.launch.machine import free_port
 from vllm_tetri.launch.plan import ChildSpec, LaunchPlan
-from vllm_tetri.launch.process import ChildProcess
+from vllm_tetri.launch.process import ChildProcess, StartError
 from vllm_tetri.router.auth import KEY_VARIABLE, fingerprint_of
 from vllm_tetri.transport.segments import sweep_segments
-from vllm_tetri.types import server_name
+from vllm_tetri.types import Role, server_name
+
+if TYPE_CHECKING:
+    from vllm_tetri.launch.nodes import RayChild, RayNodes
+
+    Child: TypeAlias = ChildProcess | RayChild
+    Nodes: TypeAlias = type[ChildProcess] | RayNodes
 
 FAILED = 1
 JOIN_TIMEOUT_S = 60.0
@@ -38,20 +44,25 @@ _PROBE_PERIOD_S = 0.2
 _PROBE_TIMEOUT_S = 2.0
 _REQUEST_TIMEOUT_S = 5.0
 _TAIL_SHOWN = 15
+_SCALE_PERIOD_S = 1.0
+_SCALE_AGAIN_S = 60.0  # after an instance could not be started
+_INSTANCES = "/tetri/v1/instances"
 
 
 class LaunchError(TetriError):
     """A cluster could not be brought up."""
 
 
-class LocalCluster:
-    """The keepers of one plan, and the signals that end them."""
+class KeptCluster:
+    """The keepers of one plan, and the signals that end them. `nodes` is where instances start;
+    routers start here."""
 
-    def __init__(self, options: argparse.Namespace, plan: LaunchPlan) -> None:
+    def __init__(self, options: argparse.Namespace, plan: LaunchPlan, nodes: Nodes) -> None:
         self.options = options
-        names = [spec.name for spec in plan.instances + plan.routers]
+        names = [spec.name for spec in plan.instances + plan.spares + plan.routers]
         self.display = Display(names, verbose=options.verbose)
-        self._plan = plan
+        self._plan, self._nodes = plan, nodes
+        self._work: set[asyncio.Task[None]] = set()
         self._instances: list[Keeper] = []
         self._routers: list[Keeper] = []
         self._stop = asyncio.Event()
@@ -64,27 +75,38 @@ class LocalCluster:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
         async with aiohttp.ClientSession() as session:
-            self._instances = [Keeper(each, self, session) for each in self._plan.instances]
-            self._routers = [Keeper(each, self, session) for each in self._plan.routers]
-            return await self._watch()
+            self._instances = [
+                Keeper(each, self, session, self._nodes) for each in self._plan.instances
+            ]
+            self._routers = [
+                Keeper(each, self, session, ChildProcess) for each in self._plan.routers
+            ]
+            return await self._watch(session)
 
     async def was_drained(self, name: str) -> bool:
         """Whether any router has been told to drain an instance."""
-        lists = [await router.get_json("/tetri/v1/instances") for router in self._routers]
+        lists = [await router.get_json(_INSTANCES) for router in self._routers]
         return any(name in map(server_name, each.get("departed", ())) for each in lists)
 
     @property
     def _keepers(self) -> list[Keeper]:
         return self._instances + self._routers
 
-    async def _watch(self) -> int:
+    @property
+    def _here(self) -> set[str]:
+        return {keeper.spec.name for keeper in self._instances if not keeper.has_left}
+
+    async def _watch(self, session: aiohttp.ClientSession) -> int:
         status = 0
         try:
             async with asyncio.TaskGroup() as group:
-                work = [group.create_task(keeper.run()) for keeper in self._keepers]
-                work.append(group.create_task(self._announce()))
+                for keeper in self._keepers:
+                    self._begin(group, keeper.run())
+                self._begin(group, self._announce())
+                if self._plan.spares:
+                    self._begin(group, self._scale(group, session))
                 await self._stop.wait()
-                for task in work:
+                for task in list(self._work):
                     task.cancel()
         except* (LaunchError, OSError) as errors:
             self.display.show_from(logging.CRITICAL)
@@ -93,6 +115,57 @@ class LocalCluster:
         finally:
             await self._end()
         return INTERRUPTED if self._is_forced else status
+
+    def _begin(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
+        task = group.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _scale(self, group: asyncio.TaskGroup, session: aiohttp.ClientSession) -> None:
+        """Start and drain instances, one at a time, as the watcher of a router asks."""
+        asked: dict[str, Any] = {}
+        while True:
+            await asyncio.sleep(_SCALE_PERIOD_S)
+            # The first response may be older than the newest instance.
+            before, asked = asked, await self._asked()
+            if not asked or not before:
+                continue
+            if name := asked["drained"]:
+                self.display.event(name, f"drains: {asked['reason']}", logging.INFO)
+                await self._routers[0].drain(name)
+                continue
+            here, role = self._here, Role(asked["role"])
+            specs = self._plan.instances + self._plan.spares
+            free = {each.name: each for each in specs if each.name not in here}
+            if name := next(
+                (each for each in free if each.startswith(role)), min(free, default="")
+            ):
+                self._instances = [each for each in self._instances if each.spec.name != name]
+                keeper = Keeper(free[name].with_role(role), self, session, self._nodes)
+                self._instances.append(keeper)
+                self.display.event(name, f"starts: {asked['reason']}", logging.INFO)
+                self._begin(group, self._run_spare(keeper))
+
+    async def _asked(self) -> dict[str, Any]:
+        """What a router asks for while all that was asked for is done; empty if nothing."""
+        for router in self._routers:
+            content = await router.get_json(_INSTANCES)
+            rows = content.get("instances", ())
+            is_done = all(row["state"] == "ready" for row in rows)
+            if is_done and {row["id"] for row in rows} == self._here and content.get("change"):
+                return dict(content["change"])
+        return {}
+
+    async def _run_spare(self, keeper: Keeper) -> None:
+        """Keep an instance that the cluster can do without, if it cannot be started."""
+        try:
+            await keeper.run()
+        except (LaunchError, OSError) as error:
+            self.display.say(f"{error}; not tried again for {_SCALE_AGAIN_S:g} s", logging.WARNING)
+            if keeper.child is not None:
+                await keeper.child.stop()
+            await asyncio.sleep(_SCALE_AGAIN_S)
+            keeper.has_left = True
 
     async def _announce(self) -> None:
         """Say that all is ready, as soon as every router can use every instance."""
@@ -120,11 +193,11 @@ class LocalCluster:
 
     async def _until_joined(self, router: Keeper, deadline: float) -> None:
         """Wait until a router counts every instance as ready."""
-        wanted = {keeper.spec.name for keeper in self._instances if not keeper.has_left}
+        wanted = self._here
         states: dict[str, str] = {}
         loop = asyncio.get_running_loop()
         while loop.time() < deadline and "refused" not in states.values():
-            rows = (await router.get_json("/tetri/v1/instances")).get("instances", ())
+            rows = (await router.get_json(_INSTANCES)).get("instances", ())
             # Ranks of a data-parallel server are ready together.
             states = {}
             for row in rows:
@@ -185,7 +258,7 @@ class Keeper:
     """Owns one child at a time and restarts it with back-off. Used by one event loop."""
 
     def __init__(
-        self, spec: ChildSpec, cluster: LocalCluster, session: aiohttp.ClientSession
+        self, spec: ChildSpec, cluster: KeptCluster, session: aiohttp.ClientSession, nodes: Nodes
     ) -> None:
         self.spec = spec
         self.ready = asyncio.Event()  # set while the child responds, and when it was drained
@@ -193,19 +266,20 @@ class Keeper:
         self._cluster = cluster
         self._display = cluster.display
         self._session = session
-        self._port = spec.port
+        self._nodes = nodes
         log_dir: Path | None = cluster.options.log_dir
         self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
         self._was_ready = False
-        self.child: ChildProcess | None = None
+        self.child: Child | None = None
         self._fingerprint: bytes | None = None  # of the certificate that the child has read
 
     @property
     def url(self) -> str:
         """Where the child's HTTP server is now."""
-        host = f"[{self.spec.host}]" if ":" in self.spec.host else self.spec.host
+        at = self.child or self.spec
+        host = f"[{at.host}]" if ":" in at.host else at.host
         scheme = "http" if self.spec.certificate is None else "https"
-        return f"{scheme}://{host}:{self._port}"
+        return f"{scheme}://{host}:{at.port}"
 
     def facts(self) -> dict[str, Any]:
         """Facts for the ready file; the process id is the guard's, which leads the group."""
@@ -215,11 +289,17 @@ class Keeper:
     async def get_json(self, path: str) -> dict[str, Any]:
         """A JSON object from the child's HTTP server; empty when it does not respond so."""
         try:
-            async with self._get(path, _REQUEST_TIMEOUT_S) as response:
+            async with self._ask("GET", path, _REQUEST_TIMEOUT_S) as response:
                 content = await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError):
             content = None
         return content if isinstance(content, dict) else {}
+
+    async def drain(self, instance: str) -> None:
+        """Tell a router to drain an instance; it may refuse, and be asked again."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._ask("POST", f"{_INSTANCES}/{instance}/drain", _REQUEST_TIMEOUT_S):
+                pass
 
     async def run(self) -> None:
         """Keep the child running until cancelled, or until it was drained; LaunchError if it ended
@@ -238,8 +318,8 @@ class Keeper:
             self._display.phase(self.spec.name, f"restart in {delay_s:.0f} s")
             await asyncio.sleep(delay_s)
 
-    def _get(
-        self, path: str, timeout_s: float
+    def _ask(
+        self, method: str, path: str, timeout_s: float
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         more: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(total=timeout_s)}
         if self.spec.key:
@@ -247,18 +327,23 @@ class Keeper:
         if self._fingerprint is not None:
             # The certificate's name is not that of this machine's loopback interface.
             more["ssl"] = aiohttp.Fingerprint(self._fingerprint)
-        return self._session.get(self.url + path, **more)
+        return self._session.request(method, self.url + path, **more)
 
     async def _start_and_watch(self) -> float | None:
         """One life of the child; returns when it was ready, None if never."""
-        self._port = self.spec.port or free_port(self.spec.host)
         self._display.phase(self.spec.name, "starting")
         if self.spec.certificate is not None:  # it may have been renewed
             with contextlib.suppress(ConfigError):  # the child says so
                 self._fingerprint = fingerprint_of(self.spec.certificate)
-        child = self.child = await ChildProcess.start(
-            self.spec, self._port, partial(self._display.line, self.spec.name), self._log_file
-        )
+        try:
+            child = self.child = await self._nodes.start(
+                self.spec, partial(self._display.line, self.spec.name), self._log_file
+            )
+        except StartError as error:
+            if not self._was_ready:
+                raise LaunchError(f"{self.spec.name}: {error}") from error
+            self._display.event(self.spec.name, str(error))
+            return None
         death = asyncio.create_task(child.wait())
         readiness = asyncio.create_task(self._until_ready())
         ready_at: float | None = None
@@ -292,7 +377,7 @@ class Keeper:
     async def _until_ready(self) -> None:
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with self._get(self.spec.ready_path, _PROBE_TIMEOUT_S) as response:
+                async with self._ask("GET", self.spec.ready_path, _PROBE_TIMEOUT_S) as response:
                     if response.status == 200:
                         return
             await asyncio.sleep(_PROBE_PERIOD_S)

@@ -107,6 +107,8 @@ class Display:
         now = time.monotonic()
         table = Table.grid(padding=(0, 2))
         for name, (phase, since) in self._phase.items():
+            if phase == "waiting":
+                continue  # it may never start
             is_ready = phase == "ready"
             seconds = (since if is_ready else now) - self._started
             style = "bold green" if is_ready else ""

@@ -64,6 +64,7 @@ class Machine:
     gpus: tuple[str, ...]  # names for `gpu_variable`; empty on a CPU host
     memory_bytes: int  # available for all instances together
     gpu_variable: str = GPU_VARIABLE
+    address: str = "127.0.0.1"  # at which instances reach routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,11 @@ def place(
         for index in range(instances)
     ]
     return [Placement(part, environment=_threads(len(part) // workers)) for part in parts]
+
+
+def unpinned(cores: int) -> Placement:
+    """A placement on a machine that is chosen later, with a number of its cores."""
+    return Placement(environment=_threads(cores))
 
 
 def kv_bytes_each(workers: int, machine: Machine) -> int:

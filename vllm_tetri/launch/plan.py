@@ -6,7 +6,7 @@ import argparse
 import os
 import secrets
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_tetri.config import CONTROL_PORT
 from vllm_tetri.errors import ConfigError
@@ -18,7 +18,9 @@ from vllm_tetri.launch.machine import (
     is_port_free,
     kv_bytes_each,
     place,
+    unpinned,
 )
+from vllm_tetri.policy.scale import SCALED, Bounds
 from vllm_tetri.router import auth
 from vllm_tetri.router.command import objective_of
 from vllm_tetri.types import Mode, Role
@@ -27,6 +29,7 @@ SERVE = (sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve")
 ROUTER = (sys.executable, "-P", "-m", "vllm_tetri.cli", "router")
 ROUTER_NAME = "router"
 HOST = "127.0.0.1"
+LOCAL = "local"  # of `--on`
 MAX_PORT = 65535
 
 # `up` sets these itself; given after `--` they would contradict it.
@@ -50,10 +53,10 @@ class ChildSpec:
     """One child of `up`."""
 
     name: str  # in the cluster and before its log lines
-    words: tuple[str, ...]  # command line, but for the port of its HTTP server
+    words: tuple[str, ...]  # command line, but for the address of its HTTP server
     placement: Placement
     ready_path: str  # responds with 200 as soon as the child is of use
-    host: str = HOST  # address that its HTTP server binds
+    host: str = HOST  # address that its HTTP server binds, which a node of Ray replaces
     port: int = 0  # 0 for a free one, chosen anew at every start
     environment: Environment = field(default=(), repr=False)  # has secrets
     key: str = field(default="", repr=False)  # that its HTTP server asks for, if it does
@@ -61,7 +64,13 @@ class ChildSpec:
 
     def command(self, port: int) -> list[str]:
         """The command line for a port."""
-        return [*self.words, "--port", str(port)]
+        return [*self.words, "--host", self.host, "--port", str(port)]
+
+    def with_role(self, role: Role) -> ChildSpec:
+        """This instance with another role."""
+        words = list(self.words)
+        words[words.index("--role") + 1] = role.value
+        return replace(self, words=tuple(words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class LaunchPlan:
     instances: tuple[ChildSpec, ...]
     routers: tuple[ChildSpec, ...]
     control: str  # where they meet: one address per router, separated by commas
+    spares: tuple[ChildSpec, ...] = ()  # instances that are started when the load needs them
 
 
 def make_plan(
@@ -85,13 +95,13 @@ def make_plan(
             "router come before the --"
         )
     roles = _roles(options, machine, serve.num_workers)
-    placements = place(roles, machine, options.placement, serve.num_workers)
+    placements = _placements(options, roles, machine, serve.num_workers)
     ports = _router_ports(options)
-    controls = _control_addresses(options.routers, may_take_default)
+    controls = _control_addresses(options.routers, machine.address, may_take_default)
     of_instances, of_routers = _keys(options, serve.api_keys)
     workers = len(roles) * serve.num_workers
     words = [*SERVE, options.model, *options.tail]
-    words += ["--tetri-control", ",".join(controls), "--host", HOST]
+    words += ["--tetri-control", ",".join(controls)]
     if options.otlp_traces_endpoint and "otlp-traces-endpoint" not in serve.names:
         words += ["--otlp-traces-endpoint", options.otlp_traces_endpoint]
     names = [f"{role.value}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
@@ -129,23 +139,57 @@ def make_plan(
         )
         for index, (port, control) in enumerate(zip(ports, controls, strict=True))
     ]
-    return LaunchPlan(tuple(instances), tuple(routers), ",".join(controls))
+    spares = _spares(options, serve)
+    kept = tuple(each for each in instances if each.name not in spares)
+    spare = tuple(each for each in instances if each.name in spares)
+    return LaunchPlan(kept, tuple(routers), ",".join(controls), spare)
 
 
 def _roles(options: argparse.Namespace, machine: Machine, gpus_each: int) -> list[Role]:
     """A role for every instance: as given, or as it suits the mode and the machine."""
-    mode, prefill, decode, both = Mode(options.mode), options.prefill, options.decode, options.both
-    if mode is not Mode.SPLIT and prefill is decode is both is None:
+    mode, both = Mode(options.mode), options.both
+    if mode is not Mode.SPLIT and options.prefill is options.decode is both is None:
         return [Role.BOTH] * max(1, len(machine.gpus) // gpus_each)
-    default = 0 if both else 1
-    prefill = default if prefill is None else prefill
-    decode = default if decode is None else decode
+    prefill, decode = (int(each.most) for each in _bounds(options).values())
     if not (prefill or decode or both):
         raise ConfigError("no instance to start; give --prefill and --decode, or --both")
     if mode is Mode.SPLIT and not both and not (prefill and decode):
         missing = "decode" if prefill else "prefill"
         raise ConfigError(f"a cluster needs a {missing} instance; add --{missing} 1 or --both 1")
     return [*[Role.PREFILL] * prefill, *[Role.DECODE] * decode, *[Role.BOTH] * (both or 0)]
+
+
+def _spares(options: argparse.Namespace, serve: ServeOptions) -> set[str]:
+    """Names of the instances between the bounds of their role, which a watcher asks for."""
+    ranges = {role: each for role, each in _bounds(options).items() if each.is_range}
+    if ranges and (options.mode != Mode.SPLIT or options.flip != "balance"):
+        raise ConfigError(
+            f"--{min(ranges)} MIN:MAX needs --mode split and --flip balance, whose watcher knows "
+            "how many instances of a role the load needs"
+        )
+    if ranges and "data-parallel-size" in serve.names:
+        raise ConfigError("--data-parallel-size: give one number of instances, not MIN:MAX")
+    return {
+        f"{role}-{index}"
+        for role, each in ranges.items()
+        for index in range(each.least, int(each.most))
+    }
+
+
+def _bounds(options: argparse.Namespace) -> dict[Role, Bounds]:
+    """How many instances of each role there may be: without an option one, or none beside
+    instances that do both."""
+    number = 0 if options.both else 1
+    return {role: getattr(options, role) or Bounds(number, number) for role in SCALED}
+
+
+def _placements(
+    options: argparse.Namespace, roles: list[Role], machine: Machine, workers: int
+) -> list[Placement]:
+    if options.on == LOCAL:
+        return place(roles, machine, options.placement, workers)
+    # Ray hands CPUs and GPUs out.
+    return [unpinned((options.cpus_each or workers) // workers)] * len(roles)
 
 
 def _router_ports(options: argparse.Namespace) -> list[int]:
@@ -172,11 +216,11 @@ def _ports(option: str, first: int, number: int, host: str) -> list[int]:
     return [*range(first, first + number)]
 
 
-def _control_addresses(number: int, may_take_default: bool) -> list[str]:
+def _control_addresses(number: int, host: str, may_take_default: bool) -> list[str]:
     """The default address first, so that instances started by hand find a router; other
     addresses when a second cluster on this machine has taken it or is about to."""
-    ports = [CONTROL_PORT] if may_take_default and is_port_free(CONTROL_PORT, HOST) else []
-    return [f"tcp://{HOST}:{port}" for port in ports + _free_ports(number - len(ports), HOST)]
+    ports = [CONTROL_PORT] if may_take_default and is_port_free(CONTROL_PORT, host) else []
+    return [f"tcp://{host}:{port}" for port in ports + _free_ports(number - len(ports), host)]
 
 
 def _free_ports(number: int, host: str) -> list[int]:
@@ -203,7 +247,11 @@ def _memory_options(
 
 def _router_options(options: argparse.Namespace) -> list[str]:
     objective_of(options)  # there is one if there must be one
-    words = ["--host", options.host, *(["--refuse-late"] if options.refuse_late else [])]
+    words = ["--refuse-late"] if options.refuse_late else []
+    bounds = _bounds(options)
+    if any(each.is_range for each in bounds.values()):
+        for role, each in bounds.items():
+            words += [f"--{role}", str(each)]
     for name in _PASSED_ON:
         value = getattr(options, name)
         if value is not None:

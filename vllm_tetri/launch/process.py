@@ -11,13 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from vllm_tetri.errors import TetriError
 from vllm_tetri.launch.guard import GRACE_S, guarded
+from vllm_tetri.launch.machine import free_port
 from vllm_tetri.launch.plan import ChildSpec
 
-_GUARD_MARGIN_S = 4.0
-_TAIL_LINES = 40
+GUARD_MARGIN_S = 4.0
+TAIL_LINES = 40
 _MAX_LINE_BYTES = 1 << 16
 _PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+
+
+class StartError(TetriError):
+    """There is no place for a child now."""
 
 
 class ChildProcess:
@@ -28,17 +34,22 @@ class ChildProcess:
     """
 
     def __init__(
-        self, process: asyncio.subprocess.Process, on_line: Callable[[str], None], log: BinaryIO
+        self,
+        process: asyncio.subprocess.Process,
+        address: tuple[str, int],
+        on_line: Callable[[str], None],
+        log: BinaryIO,
     ) -> None:
+        self.host, self.port = address  # of its HTTP server
         self._process = process
         self._on_line = on_line
         self._is_gone = False  # its process id may be another process's
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._pump = asyncio.create_task(self._read_lines(log))
 
     @classmethod
     async def start(
-        cls, spec: ChildSpec, port: int, on_line: Callable[[str], None], log: Path | None
+        cls, spec: ChildSpec, on_line: Callable[[str], None], log: Path | None
     ) -> ChildProcess:
         """Start a child in a session of its own, whose output is appended to a log.
 
@@ -48,7 +59,7 @@ class ChildProcess:
         Must run in the thread that lives as long as the process, because the
         kernel tells the guard when that *thread* ends.
         """
-        placement = spec.placement
+        placement, port = spec.placement, spec.port or free_port(spec.host)
         file = (log or Path(os.devnull)).open("ab", buffering=0)
         process = await asyncio.create_subprocess_exec(
             *guarded(spec.command(port), placement.cores, placement.nice),
@@ -58,7 +69,7 @@ class ChildProcess:
             env={**os.environ, **_PYTHON, **dict(placement.environment + spec.environment)},
             start_new_session=True,
         )
-        return cls(process, on_line, file)
+        return cls(process, (spec.host, port), on_line, file)
 
     @property
     def pid(self) -> int:
@@ -79,7 +90,7 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM if drain_s else signal.SIGINT)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), drain_s + GRACE_S + _GUARD_MARGIN_S)
+            await asyncio.wait_for(self._process.wait(), drain_s + GRACE_S + GUARD_MARGIN_S)
         self.kill()
         await self.wait()
 

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from logging import INFO, WARNING
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from vllm_tetri.config import CONTROL_PORT
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.launch.cluster import LocalCluster
+from vllm_tetri.launch.cluster import KeptCluster
 from vllm_tetri.launch.doctor import shared_memory
-from vllm_tetri.launch.machine import CoreSharing, claim, inspect, read_serve_options, require_vllm
-from vllm_tetri.launch.plan import make_plan
+from vllm_tetri.launch.machine import (
+    CoreSharing,
+    Machine,
+    ServeOptions,
+    claim,
+    inspect,
+    read_serve_options,
+    require_vllm,
+)
+from vllm_tetri.launch.plan import LOCAL, make_plan
+from vllm_tetri.launch.process import ChildProcess
 from vllm_tetri.logs import LEVEL_VARIABLE, configure_logging
-from vllm_tetri.router.command import add_serving_options, count, positive
+from vllm_tetri.router.command import add_serving_options, bounds, count, positive
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, in_memory, share_secret
+
+if TYPE_CHECKING:
+    from vllm_tetri.launch.cluster import Nodes
 
 _log = logging.getLogger(__name__)
 
@@ -28,9 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # fmt: off
     add("model", help="model name or folder, as for vllm serve")
-    add("--prefill", type=_count, metavar="N",
-        help="prefill instances (default: 1, or 0 with --both; without any count see --both)")
-    add("--decode", type=_count, metavar="N", help="decode instances (default: as --prefill)")
+    add("--on", default=LOCAL, metavar="local|ray|ADDRESS",
+        help="where instances run: on this machine, or on the nodes of a Ray cluster (needs "
+        "`pip install 'vllm-tetri[ray]'`): ray is the running one or a new one on this machine, "
+        "an address is HOST:PORT or ray://HOST:PORT; routers run here (default: %(default)s)")
+    add("--cpus-each", type=count, metavar="N",
+        help="CPUs that an instance takes of a Ray node (default: one per worker)")
+    add("--prefill", type=bounds, metavar="N|MIN:MAX",
+        help="prefill instances; between two bounds instances flip, start and drain as the load "
+        "needs (default: 1, or 0 with --both; without any count see --both)")
+    add("--decode", type=bounds, metavar="N|MIN:MAX",
+        help="decode instances (default: as --prefill)")
     add("--both", type=_count, metavar="N",
         help="instances for prefill and decode (default: 0; without any count, in mode adaptive "
         "or whole: one per GPU or group of --tensor-parallel-size GPUs, one on a CPU host)")
@@ -76,12 +98,12 @@ def run(options: argparse.Namespace) -> int:
     configure_logging()
     require_vllm()
     serve = read_serve_options(options.model, options.tail)
+    _refuse_of_others(options)
     # One of several routers decides on roles; the kernel forgets the lease when it ends.
     if options.routers > 1:
         options.flip_lease = in_memory("tetri-lease")
-    with claim(CONTROL_PORT) as is_ours:
-        plan = make_plan(options, inspect(serve), serve, may_take_default=is_ours)
-        options.secret_file = share_secret(options.secret_file)
+    with claim(CONTROL_PORT) as is_ours, _nodes(options, serve) as (nodes, machine):
+        plan = make_plan(options, machine, serve, may_take_default=is_ours)
         if options.log_dir is not None:
             try:
                 options.log_dir.mkdir(parents=True, exist_ok=True)
@@ -90,7 +112,37 @@ def run(options: argparse.Namespace) -> int:
         memory = shared_memory()
         level, advice = (INFO, "") if memory.is_fine else (WARNING, f"; {memory.advice}")
         _log.log(level, "%s: %s%s", memory.subject, memory.fact, advice)
-        return asyncio.run(LocalCluster(options, plan).run())
+        return asyncio.run(KeptCluster(options, plan, nodes).run())
+
+
+def _refuse_of_others(options: argparse.Namespace) -> None:
+    """Refuse options of the other kind of place with a ConfigError."""
+    is_local = options.on == LOCAL
+    for name in ("cpus_each",) if is_local else ("placement", "instance_port_base"):
+        if getattr(options, name) is not None:
+            why = "needs --on ray" if is_local else "needs --on local: Ray places instances"
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
+
+
+@contextlib.contextmanager
+def _nodes(options: argparse.Namespace, serve: ServeOptions) -> Iterator[tuple[Nodes, Machine]]:
+    """Where instances start, and what there is for them, as long as the context is open."""
+    options.secret_file = share_secret(options.secret_file)
+    if options.on == LOCAL:
+        yield ChildProcess, inspect(serve)
+        return
+    try:  # slow to import, and an extra
+        from vllm_tetri.launch.nodes import RayNodes
+    except ImportError as error:
+        raise ConfigError(
+            f"--on {options.on} needs Ray: pip install 'vllm-tetri[ray]' ({error})"
+        ) from error
+    cpus_each, room_s = options.cpus_each or serve.num_workers, options.start_timeout
+    nodes = RayNodes(options.on, serve.num_workers, cpus_each, room_s, options.secret_file)
+    try:
+        yield nodes, nodes.machine()
+    finally:
+        nodes.close()
 
 
 def _count(text: str) -> int:

@@ -8,11 +8,12 @@ how fast instances are, and flips when that saves a good part of them, and has f
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, inf, sqrt
 from operator import attrgetter
 from statistics import fmean
 
+from vllm_tetri.policy.scale import ANY, Bounds, Change, Scale
 from vllm_tetri.types import (
     ClusterView,
     FlipStage,
@@ -45,12 +46,16 @@ class Look:
 
     order: FlipOrder | None
     explanation: str
+    change: Change | None = None  # of the number of instances
 
 
 class Group:
-    """The instances of one model in one view."""
+    """The instances of one model in one view, whose numbers may be bounded."""
 
-    def __init__(self, view: ClusterView, model: str) -> None:
+    def __init__(
+        self, view: ClusterView, model: str, bounds: Mapping[Role, Bounds] | None = None
+    ) -> None:
+        self.bounds = {role: (bounds or {}).get(role, ANY) for role in ROLES}
         self.all = [each for each in view.instances if each.info.models[0] == model]
         ready = [each for each in self.all if each.state is InstanceState.READY]
         self.ready = {role: [each for each in ready if each.info.role is role] for role in ROLES}
@@ -61,7 +66,10 @@ class Group:
 
     def able(self, role: Role) -> list[InstanceView]:
         """List the instances that may give a role up."""
-        if self.counts[role] < 2:
+        other = OTHER[role]
+        if self.counts[role] <= self.bounds[role].least:
+            return []
+        if self.counts[other] >= self.bounds[other].most:
             return []
         return [
             each
@@ -70,6 +78,16 @@ class Group:
             or each.flip.stage is not FlipStage.ROLLED_BACK
             or each.flip.age_s + each.age_s >= ROLLED_BACK_S
         ]
+
+    def is_at_rest(self) -> bool:
+        """Return whether all are ready, without work, and as they will stay."""
+        return self.is_still() and not any(
+            each.load.running or each.load.waiting or each.load.held for each in self.all
+        )
+
+    def is_still(self) -> bool:
+        """Return whether all are ready, and none is about to change its role."""
+        return not self.flipping and all(each.state is InstanceState.READY for each in self.all)
 
     def last_flip_s(self) -> float:
         """Return the seconds since any of them got anywhere with a flip."""
@@ -93,17 +111,40 @@ _STEPS = 10  # of a forecast; twice as many give the same
 
 class Balance:
     """Flips whatever makes for the fewest requests in the system. Mean completion time
-    goes with their number (Little's law)."""
+    goes with their number (Little's law). With `bounds` it asks for instances, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: Mapping[Role, Bounds] | None = None) -> None:
         self._flow = _Flow()
+        self._scale = Scale(bounds) if bounds else None
         self._wanted: Role | None = None
         self._wanted_since_s = 0.0
 
     def look(self, group: Group, now: float) -> Look:
-        wanted, self._wanted = self._wanted, None
         self._flow.add(group.all, now)
         forecast = _forecast(group, self._flow)
+        look = self._flip(group, forecast, now)
+        return replace(look, change=self._change(group, forecast, now))
+
+    def _change(self, group: Group, forecast: _Forecast | None, now: float) -> Change | None:
+        if self._scale is None:
+            return None
+        demand = None
+        if group.is_still():
+            demand = forecast.demand() if forecast is not None else None
+            if demand is None and group.is_at_rest():
+                demand = dict.fromkeys(ROLES, 0.0)
+        wanted = self._scale.look(demand, group.counts, now)
+        if wanted is None or demand is None:
+            return None
+        role, number = wanted
+        busy = ", ".join(f"{demand[each]:.1f} {each}" for each in ROLES)
+        one = None
+        if number < 0:
+            one = min(group.ready[role], key=attrgetter("load.running", "info.id")).info.id
+        return Change(role, f"{group}, of which the load keeps {busy} at work", one)
+
+    def _flip(self, group: Group, forecast: _Forecast | None, now: float) -> Look:
+        wanted, self._wanted = self._wanted, None
         if forecast is None:
             return Look(None, f"{group}; too little is known yet")
         seen = (
@@ -216,6 +257,15 @@ class _Forecast:
             )
             total += queued + decoding
         return total / _STEPS
+
+    def demand(self) -> dict[Role, float]:
+        """Return how many instances of each role what comes keeps at work all the time, and what
+        is queued until the horizon."""
+        prompts_per_s = self.per_s + self.queued / HORIZON_S
+        return {
+            Role.PREFILL: prompts_per_s / self.prefills_per_s,
+            Role.DECODE: prompts_per_s / self.full_per_s,
+        }
 
     def most_saved(self, role: Role) -> float:
         """Return how many fewer there are on average if one more with a role is never without

@@ -12,11 +12,13 @@ paper's and flip instances that had nothing, or little, to do.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from math import inf
 
 from vllm_tetri.policy.balance import OTHER, ROLES, Balance, FlipOrder, Group, Look
+from vllm_tetri.policy.scale import Bounds
 from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, Role
 
 ORDER_SEEN_S = 2.0  # by then a report shows an order, or it was lost
@@ -113,12 +115,19 @@ def _has_work(load: InstanceLoad) -> bool:
 
 class Watcher:
     """Decides on flips: a watch for each model, and what they have in common. `idle` and
-    `threshold` watch for `after_s` before they order a flip."""
+    `threshold` watch for `after_s` before they order a flip. Flips keep to the `bounds` of roles,
+    between which `balance` also asks for instances, or has some drained."""
 
-    def __init__(self, policy: WatchPolicy, after_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        policy: WatchPolicy,
+        after_s: float = 60.0,
+        bounds: Mapping[Role, Bounds] | None = None,
+    ) -> None:
         limit = LOW_LOAD if policy is WatchPolicy.THRESHOLD else 0.0
         is_balance = policy is WatchPolicy.BALANCE
-        self._new = Balance if is_balance else partial(Rest, after_s, limit)
+        self._bounds = bounds
+        self._new = partial(Balance, bounds) if is_balance else partial(Rest, after_s, limit)
         self._watches: dict[str, Balance | Rest] = {}
         self._ordered_s: dict[str, float] = {}
 
@@ -127,10 +136,11 @@ class Watcher:
         what earlier views showed is remembered."""
         models = sorted({each.info.models[0] for each in view.instances})
         self._watches = {model: self._watches.get(model) or self._new() for model in models}
-        order, explanations = None, []
+        order, change, explanations = None, None, []
         for model, watch in self._watches.items():
-            group = Group(view, model)
+            group = Group(view, model, self._bounds)
             look = watch.look(group, now)
+            change = change or look.change
             if look.order is not None and group.flipping:
                 look = Look(None, f"{look.explanation}, but {group.flipping[0]} is flipping")
             elif look.order is not None and now - self._ordered_s.get(model, -inf) < ORDER_SEEN_S:
@@ -139,4 +149,4 @@ class Watcher:
             if order is None and look.order is not None:
                 order = look.order
                 self._ordered_s[model] = now
-        return Look(order, "; ".join(explanations) or "no instance is there")
+        return Look(order, "; ".join(explanations) or "no instance is there", change)

@@ -22,10 +22,11 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.logs import add_log_option, configure_logging
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.overload import PATIENCE_S
+from vllm_tetri.policy.scale import SCALED, Bounds
 from vllm_tetri.policy.watcher import Watcher, WatchPolicy
 from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, keys_of, tls_of
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, read_secret, secret_file_of
-from vllm_tetri.types import Mode
+from vllm_tetri.types import Mode, Role
 
 _STOP_S = 5.0  # after Ctrl-C
 _OTHER_FILES = 256
@@ -45,6 +46,14 @@ def count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
+
+
+def bounds(text: str) -> Bounds:
+    """Parse a number of instances, or the bounds between which it may change."""
+    try:
+        return Bounds.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither N nor MIN:MAX") from error
 
 
 def _delay(text: str) -> float:
@@ -78,6 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where the text may differ from there on; without this option the stream ends with an "
         "error if there is no other instance")
     add("--flip-dry-run", action="store_true", help="only log which instance would change role")
+    for role in SCALED:
+        add(f"--{role}", type=bounds, metavar="N|MIN:MAX",
+            help=f"{role} instances that flips leave; with --flip balance, /tetri/v1/instances "
+            "tells which one the load needs more or less, as `change` (default: at least 1)")
     add("--flip-lease", metavar="FILE|kubernetes:NAME",
         help="how several routers agree which of them flips roles, the same for all: on one host a "
         "file in a folder that only you may write to, in Kubernetes a Lease object of the pod's "
@@ -196,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
             num_clients=keys.num_clients,
             max_queue_delay_s=options.max_queue_delay,
             authorization=instance_key_of(secrets),
-            watcher=None if is_off else Watcher(policy, after_s=options.flip_after),
+            watcher=None if is_off else Watcher(policy, options.flip_after, _bounds_of(options)),
             is_watcher_dry=options.flip_dry_run,
             mode=Mode(options.mode),
             objective=objective_of(options),
@@ -236,6 +249,10 @@ def objective_of(options: argparse.Namespace) -> Objective:
     if options.refuse_late and options.ttft_slo == options.tpot_slo == inf:
         raise ConfigError("--refuse-late needs a target: give --ttft-slo or --tpot-slo")
     return Objective(options.ttft_slo, options.tpot_slo)
+
+
+def _bounds_of(options: argparse.Namespace) -> dict[Role, Bounds]:
+    return {role: given for role in SCALED if (given := getattr(options, role)) is not None}
 
 
 def _num_connections() -> int:

@@ -24,6 +24,7 @@ from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.messages import FlipRole
 from vllm_tetri.policy.role import why_needed
+from vllm_tetri.policy.scale import Change
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.types import (
@@ -152,7 +153,8 @@ class Flips:
     Without a lease, which is closed with this object, the watcher is inactive as soon as instances
     have several routers; operators may order flips at any router.
 
-    `explanation` tells operators why the watcher did what it did last. `are_roles_needed` says
+    `explanation` tells operators why the watcher did what it did last, and `change` which instance
+    it wants more or less. `are_roles_needed` says
     whether requests are split by role: else the watcher is inactive, and any instance can take
     over from any other.
     """
@@ -164,6 +166,7 @@ class Flips:
         self._logged: tuple[InstanceId, Role] | None = None
         self.are_roles_needed = True
         self.explanation = "off: roles change by order only"
+        self.change: Change | None = None
         self._task = asyncio.ensure_future(self._watch(watcher)) if watcher else None
 
     async def close(self) -> None:
@@ -218,6 +221,7 @@ class Flips:
                 _log.exception("the watcher failed; it will try again in %g s", _LOOK_S)
 
     def _look(self, watcher: Watcher) -> None:
+        self.change = None
         if not self.are_roles_needed:
             self.explanation = "inactive: requests are not split by role in this mode"
             return
@@ -226,7 +230,7 @@ class Flips:
         if lease is None:
             return
         look = watcher.look(view, time.monotonic())
-        self.explanation, order = look.explanation, look.order
+        self.explanation, self.change, order = look.explanation, look.change, look.order
         if order is None:
             return
         words = f"{order.instance} to {order.role}{' now' if order.now else ''}: {order.reason}"

@@ -187,6 +187,7 @@ def plain_cluster(
         "departed": dict(monitor.members.departed.items()),
         "apart": list(apart(each.info for each in views).values()),
         "watcher": scheduler.flips.explanation,
+        "change": scheduler.flips.change,
         "mode": scheduler.placer.mode,
     }
 
