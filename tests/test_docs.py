@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.installing import ROOT, run
-from tests.needed import needed, require_command
+from tests.needed import lacking, needed, require_command
 from vllm_tetri import cli
 
 NAMES = ["vllm-tetri", *(f"vllm-tetri-{each.name.replace(' ', '-')}" for each in cli.COMMANDS)]
@@ -85,7 +85,11 @@ def test_a_link_to_a_missing_anchor_fails(tmp_path: Path) -> None:
 
 
 def test_the_citation_follows_its_schema() -> None:
-    schema = metadata.distribution("cffconvert").locate_file("cffconvert/schemas/1.2.0/schema.json")
+    try:
+        checker = metadata.distribution("cffconvert")
+    except metadata.PackageNotFoundError:
+        lacking("the Python package cffconvert", "run .ci/install")
+    schema = checker.locate_file("cffconvert/schemas/1.2.0/schema.json")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     needed("jsonschema").validate(citation, json.loads(Path(str(schema)).read_text()))
     (paper,) = citation["references"]

@@ -20,6 +20,7 @@ import pytest
 
 from tests.eventually import eventually
 from tests.installing import ROOT, clean_environment, copy_sources, make_environment, run
+from tests.needed import needed
 from vllm_tetri import __version__
 
 VERSION = "{}.{}".format(*sys.version_info)
@@ -38,6 +39,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an sdist and of a wheel for this Python, built in a copy."""
+    needed("auditwheel")
     folder = tmp_path_factory.mktemp("built")
     copy_sources(folder)
     run(".ci/dist", VERSION, cwd=folder, env=clean_environment(VENV=sys.prefix))
