@@ -67,7 +67,7 @@ def man_pages() -> dict[str, str]:
     root = argparse.ArgumentParser(
         prog=cli.PROGRAM,
         usage=f"{cli.PROGRAM} COMMAND [OPTIONS]",
-        description=cli.overview(),
+        description=cli.overview().partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
