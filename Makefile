@@ -6,7 +6,7 @@ export VENV
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-suites demo check test test-rest test-all test-long suites canary models soak bench gpu \
-	predictor clean
+	predictor dist docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,12 @@ gpu: install ## prove it on a GPU: STAGES="A B C", GPU=INDEX; DEVICE=cpu checks 
 
 predictor: install ## a length predictor for the demo's model, from PROMPTS="FILES": hours
 	@PROMPTS="$(PROMPTS)" examples/predictor/recipe.sh
+
+dist: install ## an sdist, and a wheel per CPython found (VERSIONS="3.11 3.12 3.13"), into dist/
+	@.ci/dist $(VERSIONS)
+
+docs: install ## the docs as a site in build/site, links checked, and man pages in build/man
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove what was built here, but not $(VENV)
 	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -96,6 +96,33 @@ def test_a_server_that_ends_before_it_is_ready_is_reported_with_its_last_lines(
         process.wait_until(lambda: False, 30)
 
 
+def test_the_progress_of_a_load_is_that_of_its_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "load.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "word = dict(zip(sys.argv, sys.argv[1:]))\n"
+        "print('warming up 2/2 [00:00]', '\\r 50%|##  | 2/4 [00:01', end='', flush=True)\n"
+        "result = pathlib.Path(word['--result-dir'], word['--result-filename'])\n"
+        "while not result.with_name('go').exists(): time.sleep(0.01)\n"
+        "result.write_text('{}')\n"
+    )
+    monkeypatch.setattr(bench, "VLLM", (sys.executable, str(script)))
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    told = []
+
+    def tell(completed: int) -> None:
+        told.append(completed)
+        if completed == 2:
+            (tmp_path / "go").touch()
+
+    options = parser.parse_args(["model", "--num-prompts", "4"])
+    assert bench.send_load(options, "http://127.0.0.1:1", tmp_path, "ours", tell) == {}
+    assert set(told) <= {0, 2}
+
+
 @pytest.mark.slow
 def test_bench_transfer_moves_pages_by_every_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

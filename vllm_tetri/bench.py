@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,10 +20,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from vllm_tetri.errors import UnsupportedError
@@ -43,6 +46,7 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 TETRI = (sys.executable, "-m", "vllm_tetri.cli")
 _POLL_S = 0.2
 _TAIL_LINES = 15
+_TAIL_BYTES = 4096  # hold the newest state of a progress bar
 # Options that go on to `vllm bench serve`: the default, None for that of vLLM, and the help.
 LOAD: dict[str, tuple[int | str | None, str]] = {
     "num-prompts": (64, "requests sent to each"),
@@ -57,7 +61,7 @@ LOAD: dict[str, tuple[int | str | None, str]] = {
 }
 _FIXED_LOAD = (
     "--backend=openai --endpoint=/v1/completions --ignore-eos --temperature=0 --num-warmups=2 "
-    "--disable-tqdm --percentile-metrics=ttft,tpot,itl,e2el --save-result"
+    "--percentile-metrics=ttft,tpot,itl,e2el --save-result"
 )
 # Of times the lower is better, of throughputs the higher.
 FIGURES = {
@@ -107,8 +111,13 @@ def run(options: argparse.Namespace) -> int:
         results = {}
         for name, start in (("stock", stock_server), ("ours", our_cluster)):
             console.print(f"starting {name} and measuring it ...")
-            with start(options, folder) as url:
-                results[name] = send_load(options, url, folder, name)
+            with _progress() as progress:
+                task = progress.add_task(f"starting {name}", total=None)
+                with start(options, folder) as url:
+                    total = options.num_prompts
+                    progress.update(task, description=f"measuring {name}", total=total)
+                    tell = partial(progress.update, task)
+                    results[name] = send_load(options, url, folder, name, tell)
     console.print(_table(options, results))
     words, is_passed = verdict(results["stock"], results["ours"])
     console.print(words)
@@ -150,15 +159,20 @@ def our_cluster(options: argparse.Namespace, folder: Path) -> Iterator[str]:
         yield json.loads(ready.read_text())["url"]
 
 
-def send_load(options: argparse.Namespace, url: str, folder: Path, name: str) -> dict[str, Any]:
-    """Drive one server with `vllm bench serve` and return what that reports."""
+def send_load(
+    options: argparse.Namespace, url: str, folder: Path, name: str, tell: Callable[..., object]
+) -> dict[str, Any]:
+    """Drive one server with `vllm bench serve`, `tell` how many requests are ``completed``, and
+    return what that reports."""
     result = folder / f"{name}.json"
     result.unlink(missing_ok=True)
     words = [*VLLM, "bench", "serve", "--base-url", url, "--model", options.model]
     words += [*_FIXED_LOAD.split(), "--result-dir", str(folder), "--result-filename", result.name]
     words += [*_given(options, LOAD), *shlex.split(options.bench_args)]
     with Child(words, folder / f"{name}-load.log", {"VLLM_PLUGINS": "none"}) as process:
-        process.wait()
+        while process.poll() is None:
+            tell(completed=process.done_of(options.num_prompts))
+            time.sleep(_POLL_S)
     if not result.exists():
         raise process.failure("`vllm bench serve` failed")
     content: dict[str, Any] = json.loads(result.read_text())
@@ -177,6 +191,14 @@ def verdict(stock: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, boo
     ]
     found = "; ".join(better) or "nothing"
     return f"passed: ours completed all that stock completed, and is better in: {found}", True
+
+
+def _progress() -> Progress:
+    errors = Console(stderr=True)
+    return Progress(
+        *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(),
+        console=errors, transient=True, disable=not errors.is_terminal,
+    )  # fmt: skip
 
 
 def _table(options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -254,6 +276,13 @@ class Child(subprocess.Popen[bytes]):
         """Make an error of the problem and the last lines that the process printed."""
         lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         return UnsupportedError("\n".join([f"{problem}; its last lines were:", *lines]))
+
+    def done_of(self, total: int) -> int:
+        """Return how many of so many things are done, by the progress bar in the log."""
+        with self._log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            found = re.findall(rf"(\d+)/{total} \[", file.read().decode(errors="replace"))
+        return int(found[-1]) if found else 0
 
     def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
         """Wait until a server is ready; UnsupportedError if it ends, or the time is over."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from vllm_tetri.errors import TransferError
@@ -57,9 +58,12 @@ def run(options: argparse.Namespace) -> int:
     total_bytes = options.total_mib << 20
     if total_bytes < NUM_LAYERS * PAGE_BYTES[-1] or options.repeats < 1:
         raise TransferError("--total-mib must be at least 4 and --repeats at least 1")
-    rows, names = [], map(str, count())
+    rows, names, errors = [], map(str, count()), Console(stderr=True)
     with receiver(_receive_tetri, total_bytes) as (endpoint, port):
-        for page_bytes in PAGE_BYTES:
+        for page_bytes in track(
+            PAGE_BYTES, "sizes of pages", console=errors, transient=True,
+            disable=not errors.is_terminal,
+        ):  # fmt: skip
             pages = Pages(page_bytes, total_bytes)
             with ExitStack() as stack:
                 ways = _ways(pages, stack, partial(_push, names, endpoint), port)

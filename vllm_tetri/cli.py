@@ -160,6 +160,25 @@ def run_completion(options: argparse.Namespace) -> int:
     return 0
 
 
+def parser_of(command: Command) -> tuple[argparse.ArgumentParser, Callable[..., int]]:
+    """Return the parser of a command, and what runs it."""
+    more = [each for each in COMMANDS if each.name.startswith(f"{command.name} ")]
+    parser = _Parser(
+        prog=f"{PROGRAM} {command.name}",
+        description=command.summary[:1].upper() + command.summary[1:] + ".",
+        epilog="\n".join([
+            f"example:\n  {PROGRAM} {command.example}",
+            *(f"\nsee also:\n  {PROGRAM} {each.name}  {each.summary}" for each in more),
+        ]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    run = _declare(command, parser)
+    if command.tail:
+        parser.usage = f"{parser.format_usage()[len('usage: ') :].strip()} [-- {command.tail}]"
+    return parser, run
+
+
 def _declare(command: Command, parser: argparse.ArgumentParser) -> Callable[..., int]:
     """Add the options of a command, and return what runs it."""
     path, _, name = command.module.partition(":")
@@ -186,20 +205,7 @@ def _run(command: Command, words: list[str]) -> int:
     if command.tail and "--" in words:
         cut = words.index("--")
         words, tail = words[:cut], words[cut + 1 :]
-    more = [each for each in COMMANDS if each.name.startswith(f"{command.name} ")]
-    parser = _Parser(
-        prog=f"{PROGRAM} {command.name}",
-        description=command.summary[:1].upper() + command.summary[1:] + ".",
-        epilog="\n".join([
-            f"example:\n  {PROGRAM} {command.example}",
-            *(f"\nsee also:\n  {PROGRAM} {each.name}  {each.summary}" for each in more),
-        ]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    run = _declare(command, parser)
-    if command.tail:
-        parser.usage = f"{parser.format_usage()[len('usage: ') :].strip()} [-- {command.tail}]"
+    parser, run = parser_of(command)
     # Like vLLM, `--max_in_flight` is `--max-in-flight`.
     words = [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
     return run(parser.parse_args(words, argparse.Namespace(tail=tail)))

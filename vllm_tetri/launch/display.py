@@ -24,11 +24,14 @@ _TROUBLE = re.compile(r"(?:\([^)]*\)\s*)*(Traceback \(most recent|\S*(?:Error|Ex
 
 # A line of vLLM, and the phase that begins with it.
 PHASES = (
-    (re.compile(r"Starting to load model|Loading model from"), "loading weights"),
+    (re.compile(r"Starting to load model|Loading model from|Loading .* shards"), "loading weights"),
     (re.compile(r"Loading weights took|Model loading took"), "preparing KV cache"),
+    (re.compile(r"Starting torch\.compile|Warming up model for the compilation"), "compiling"),
     (re.compile(r"KV cache size"), "warming up"),
-    (re.compile(r"Application startup complete"), "starting server"),
+    (re.compile(r"Capturing CUDA graphs"), "capturing CUDA graphs"),
+    (re.compile(r"init engine|Application startup complete"), "starting server"),
 )
+_BAR = re.compile(r" (\d+/\d+) \[")  # of tqdm: so many of so many
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Display:
         self._width = max(map(len, names), default=0)
         self._colour = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
         self._phase = dict.fromkeys(names, ("waiting", self._started))
+        self._count = dict.fromkeys(names, "")  # how far a phase is, where vLLM says it
         self._level = dict.fromkeys(names, logging.INFO)
         self._threshold = logging.ERROR
         self._live = Live(get_renderable=self._table, console=self._console, transient=True)
@@ -62,6 +66,7 @@ class Display:
         """A child entered a phase of its life."""
         if self._phase[name][0] != phase:
             self._phase[name] = (phase, time.monotonic())
+            self._count[name] = ""
             if not self._live.is_started:
                 self.event(name, f"{phase} ({self.elapsed_s:.0f} s)", logging.INFO)
 
@@ -71,6 +76,8 @@ class Display:
             for pattern, phase in PHASES:
                 if pattern.search(line):
                     self.phase(name, phase)
+                    if bar := _BAR.search(line):
+                        self._count[name] = f" {bar[1]}"
         if found := _LEVEL.match(line):
             self._level[name] = logging.getLevelNamesMapping()[found.group(1)]
         elif _TROUBLE.match(line):  # other lines have the level of the line before
@@ -113,5 +120,6 @@ class Display:
             seconds = (since if is_ready else now) - self._started
             style = "bold green" if is_ready else ""
             colour = self._colour[name]
-            table.add_row(Text(name, style=colour), Text(phase, style=style), f"{seconds:.0f} s")
+            what = Text(phase + self._count[name], style=style)
+            table.add_row(Text(name, style=colour), what, f"{seconds:.0f} s")
         return table

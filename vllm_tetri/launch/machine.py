@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from rich.console import Console
 
 from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.types import Role
@@ -245,7 +246,8 @@ def ask(module: str, words: Sequence[str]) -> Any:
     return what it prints last; ConfigError if it refuses the options or fails."""
     command = [sys.executable, "-P", "-m", module, *words]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    with Console(stderr=True).status("asking vLLM"):  # seconds; shown on a terminal only
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         prefix = "after --: " if words else ""

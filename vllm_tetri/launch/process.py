@@ -109,7 +109,8 @@ class ChildProcess:
         with log:
             while data := await stream.read(_MAX_LINE_BYTES):
                 log.write(data)
-                *lines, rest = (rest + data).split(b"\n")
+                # A bar that redraws itself is one line per state.
+                *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
                 if len(rest) > _MAX_LINE_BYTES:
                     lines, rest = [*lines, rest], b""
                 self._deliver(lines)
