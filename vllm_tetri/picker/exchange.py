@@ -7,32 +7,21 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
-from envoy_data_plane.envoy.config.core.v3 import HeaderValue, HeaderValueOption, Metadata
+from envoy_data_plane.envoy.config.core.v3 import HeaderValue, HeaderValueOption
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode
-from envoy_data_plane.envoy.service.ext_proc.v3 import (
-    BodyMutation,
-    BodyResponse,
-    CommonResponse,
-    HeaderMutation,
-    HeadersResponse,
-    HttpBody,
-    HttpHeaders,
-    ImmediateResponse,
-    ProcessingRequest,
-    ProcessingResponse,
-    ProtocolConfiguration,
-    StreamedBodyResponse,
-    TrailersResponse,
-)
+from envoy_data_plane.envoy.service.ext_proc import v3 as ext_proc
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Struct
 
 from vllm_tetri.handover import RANK_HEADER
 from vllm_tetri.policy.cluster import InstanceRow
-from vllm_tetri.policy.route import Event, Route, Split
+from vllm_tetri.policy.route import Event, Split
 from vllm_tetri.router.app import PROXIED
+from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ApiRequest, ProxyRules, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
@@ -47,6 +36,7 @@ _OTHER = ProxyRules(generates=False, has_json=False)
 _RESPONSES = "/v1/responses"
 _BUFFERED = ProcessingModeBodySendMode.BUFFERED
 _DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+_MAX_BODY_BYTES = Limits().body_bytes
 _CHUNK_BYTES = 60_000  # a gateway's window of HTTP/2 may be 65,535 bytes
 
 _log = logging.getLogger(__name__)
@@ -59,40 +49,38 @@ class Exchange:
     `num_fallbacks` endpoints are named after the chosen one, for gateways that try several.
     """
 
-    def __init__(
-        self, scheduler: GlobalScheduler, *, max_body_bytes: int, num_fallbacks: int = 0
-    ) -> None:
+    def __init__(self, scheduler: GlobalScheduler, num_fallbacks: int = 0) -> None:
         self._scheduler, self._num_fallbacks = scheduler, num_fallbacks
-        self._body, self._max_body_bytes = bytearray(), max_body_bytes
-        self._modes = ProtocolConfiguration()
+        self._modes = ext_proc.ProtocolConfiguration()
+        self._headers, self._body = dict[str, str](), bytearray()
         self._subset: list[str] | None = None  # endpoints that the gateway allows, if it says so
-        self._headers: dict[str, str] = {}
         self._entry: Entry | None = None
-        self._route, self._outcome = "none", "cancelled"  # as in `Metrics.requests`
+        self._is_placed, self._outcome = False, "cancelled"  # as in `Metrics.requests`
 
     async def on(self, message: ProcessingRequest) -> list[ProcessingResponse]:
         """Take the next message of the gateway, and return what to answer."""
         self._modes = message.protocol_config or self._modes
         try:
             if message.request_headers is not None:
-                self._subset = _subset_in(message.metadata_context)
+                found = _metadata_in(message, SUBSET_HINT).get(SUBSET)
+                self._subset = found if isinstance(found, list) else None
                 return await self._on_head(message.request_headers)
             if message.request_body is not None:
                 return await self._on_body(message.request_body)
             if message.request_trailers is not None:
-                is_placed = self._entry is not None or self._modes.request_body_mode != _DUPLEX
-                trailers = ProcessingResponse(request_trailers=TrailersResponse())
-                return [*(() if is_placed else await self._place(ends=False)), trailers]
+                placed = [] if self._is_placed else await self._place(ends=False)
+                return [*placed, ProcessingResponse(request_trailers=ext_proc.TrailersResponse())]
         except Refusal as refusal:
             return [self._refused(refusal)]
         if message.response_headers is not None:
-            self._on_response(message.response_headers, message.metadata_context)
-            return [ProcessingResponse(response_headers=HeadersResponse())]
+            self._on_response(message)
+            return [ProcessingResponse(response_headers=ext_proc.HeadersResponse())]
         if (body := message.response_body) is not None:
-            is_echoed = self._modes.response_body_mode == _DUPLEX
-            same = _streamed(body.body, body.end_of_stream) if is_echoed else BodyResponse()
+            same = ext_proc.BodyResponse()
+            if self._modes.response_body_mode == _DUPLEX:
+                same = _streamed(body.body, body.end_of_stream)
             return [ProcessingResponse(response_body=same)]
-        return [ProcessingResponse(response_trailers=TrailersResponse())]
+        return [ProcessingResponse(response_trailers=ext_proc.TrailersResponse())]
 
     def close(self) -> None:
         """Count the request no longer. Idempotent."""
@@ -100,55 +88,60 @@ class Exchange:
         if entry is not None:
             entry.on(Event.FINISH if self._outcome == "ok" else Event.FAIL)
             self._scheduler.table.leave(entry)
-            self._scheduler.metrics.record_request(self._route, self._outcome, entry)
+            self._scheduler.metrics.record_request("passed", self._outcome, entry)
 
-    async def _on_head(self, head: HttpHeaders) -> list[ProcessingResponse]:
+    async def _on_head(self, head: ext_proc.HttpHeaders) -> list[ProcessingResponse]:
         self._headers = _headers_of(head)
         if head.end_of_stream:
             return await self._place()
         if self._modes.request_body_mode == _BUFFERED:
-            return [ProcessingResponse(request_headers=HeadersResponse())]
+            return [ProcessingResponse(request_headers=ext_proc.HeadersResponse())]
         if self._modes.request_body_mode == _DUPLEX:
             return []
         words = "the gateway's request_body_mode must be FULL_DUPLEX_STREAMED or BUFFERED"
         raise Refusal(500, words)
 
-    async def _on_body(self, body: HttpBody) -> list[ProcessingResponse]:
+    async def _on_body(self, body: ext_proc.HttpBody) -> list[ProcessingResponse]:
         self._body += body.body
-        if len(self._body) > self._max_body_bytes:
-            raise Refusal(413, f"the body exceeds {self._max_body_bytes} bytes")
-        return await self._place() if body.end_of_stream else []
+        if len(self._body) > _MAX_BODY_BYTES:
+            raise Refusal(413, f"the body exceeds {_MAX_BODY_BYTES} bytes")
+        is_whole = body.end_of_stream or self._modes.request_body_mode == _BUFFERED
+        return await self._place() if is_whole else []
 
     async def _place(self, *, ends: bool = True) -> list[ProcessingResponse]:
         """Choose endpoints for the request, which is complete and `ends` with its body, or with
         trailers. Raises `Refusal`."""
-        path, raw = self._headers[":path"], bytes(self._body)
+        self._is_placed, raw = True, bytes(self._body)
         self._body.clear()
-        method, name = self._headers[":method"], self._headers.get("x-request-id", "")
-        rules = _rules_of(method, path.partition("?")[0])
-        request = parse_request(path, raw, {"X-Request-Id": name}, method=method, rules=rules)
-        request = await self._scheduler.admit(request)
-        route, info = self._choose(request)
+        request = await self._scheduler.admit(_request_of(self._headers, raw))
+        if request.generates:
+            now, name = time.monotonic(), request.request_id
+            self._entry = self._scheduler.table.enter(name, now=now)
+        info = self._choose(request)
         endpoints = ",".join((_endpoint_of(info), *self._fallbacks(request, info)))
-        added = {DESTINATION: endpoints, "x-request-id": self._enter(request, route, info)}
+        added = {DESTINATION: endpoints}
+        if self._entry is not None:  # by this name, the instance reports which blocks it has of it
+            added["x-request-id"] = self._entry.id
         if info.rank is not None:
             added[RANK_HEADER] = str(info.rank)
         metadata = Struct.from_dict({LOAD_BALANCER: {DESTINATION: endpoints}})
-        common = CommonResponse(header_mutation=_setting(added), clear_route_cache=True)
+        common = ext_proc.CommonResponse(header_mutation=_setting(added), clear_route_cache=True)
         if raw and self._modes.request_body_mode == _BUFFERED:
             if request.raw != raw:
-                common.body_mutation = BodyMutation(body=request.raw)
-            body = BodyResponse(response=common)
+                common.body_mutation = ext_proc.BodyMutation(body=request.raw)
+            body = ext_proc.BodyResponse(response=common)
             return [ProcessingResponse(request_body=body, dynamic_metadata=metadata)]
-        head = HeadersResponse(response=common)
+        head = ext_proc.HeadersResponse(response=common)
         chunks = _chunks_of(request.raw, ends=ends) if raw else ()
         return [ProcessingResponse(request_headers=head, dynamic_metadata=metadata), *chunks]
 
-    def _choose(self, request: ApiRequest) -> tuple[Route, InstanceInfo]:
-        """Return where a request goes; raises `Refusal` if no endpoint may have it."""
+    def _choose(self, request: ApiRequest) -> InstanceInfo:
+        """Return the instance that a request goes to, and count it there; raises `Refusal` if no
+        endpoint may have it."""
+        placer = self._scheduler.placer
         excluded = {row.id for row in self._rows() if not self._allows(row.view.info)}
         while True:
-            route = self._scheduler.placer.place(
+            route = placer.place(
                 request,
                 may_split=False,
                 excluded=frozenset(excluded),
@@ -161,20 +154,25 @@ class Exchange:
             name = route.prefill if isinstance(route, Split) else route.instance
             info = self._scheduler.info(name)
             if info is not None and self._allows(info):
-                return route, info
+                break
             excluded.add(name)  # it has left since the snapshot was taken
+        if self._entry is not None:
+            self._entry.send_aggregated(name, route.reason)
+            cached_tokens = placer.record_sent(self._entry.id, request, route)
+            self._scheduler.metrics.cached_tokens.inc(cached_tokens)
+        _log.debug("request %s goes to %s: %s", request.request_id, name, route.reason)
+        return info
 
     def _fallbacks(self, request: ApiRequest, chosen: InstanceInfo) -> list[str]:
         """Return the endpoints with the shortest queues beside the chosen one. A rank has none,
         since a header names it, nor has what one instance stores."""
         if request.is_stored or chosen.rank is not None:
             return []
-        names = {request.model} if request.model else {*chosen.models}
         others = [
             (row.queued_tokens, row.num_requests, _endpoint_of(row.view.info))
             for row in self._rows()
             if row.id != chosen.id and row.view.info.rank is None and self._allows(row.view.info)
-            if not names.isdisjoint(row.view.info.names)
+            if (request.model or chosen.models[0]) in row.view.info.names
         ]
         return [endpoint for _, _, endpoint in sorted(others)[: self._num_fallbacks]]
 
@@ -185,101 +183,80 @@ class Exchange:
         endpoint = _endpoint_of(info)
         return bool(endpoint) and (self._subset is None or endpoint in self._subset)
 
-    def _enter(self, request: ApiRequest, route: Route, info: InstanceInfo) -> str:
-        """Count a request at its instance; returns its name."""
-        scheduler, now = self._scheduler, time.monotonic()
-        self._entry = entry = scheduler.table.enter(
-            request.request_id, now=now, is_counted=request.generates
-        )
-        entry.prompt_tokens = request.approx_tokens
-        entry.send_aggregated(info.id, route.reason)
-        self._route = "whole" if request.rules is None else "passed"
-        scheduler.metrics.cached_tokens.inc(scheduler.placer.record_sent(entry.id, request, route))
-        _log.debug("request %s goes to %s: %s", entry.id, info.id, route.reason)
-        return entry.id
-
-    def _on_response(self, head: HttpHeaders, metadata: Metadata | None) -> None:
+    def _on_response(self, message: ProcessingRequest) -> None:
         """The response of an instance begins, perhaps of another one than the first choice."""
-        if self._entry is None:
-            return
-        served = _struct_in(metadata, LOAD_BALANCER).get(SERVED)
-        for row in self._rows():
-            if served == _endpoint_of(row.view.info) and row.view.info.rank is None:
-                self._entry.send_aggregated(row.id)
-        self._entry.begin_output()
-        self._outcome = "ok" if _headers_of(head)[":status"] < "400" else "rejected"
+        if self._entry is not None and message.response_headers is not None:
+            served = _metadata_in(message, LOAD_BALANCER).get(SERVED)
+            for row in self._rows():
+                if served == _endpoint_of(row.view.info) and row.view.info.rank is None:
+                    self._entry.send_aggregated(row.id)
+            self._entry.begin_output()
+            status = _headers_of(message.response_headers)[":status"]
+            self._outcome = "ok" if status < "400" else "rejected"
 
     def _refused(self, refusal: Refusal) -> ProcessingResponse:
         """Return the response that the gateway is to send instead of an instance's."""
+        self._outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
+        self.close()
         if isinstance(refusal, NoCapacity):  # the protocol's status for load that is shed
             words, kind, wait_s = str(refusal), refusal.kind, refusal.retry_after_s
             refusal = Refusal(429, words, kind=kind, retry_after_s=wait_s)
         headers = {"content-type": "application/json", **refusal.headers()}
-        return ProcessingResponse(
-            immediate_response=ImmediateResponse(
-                status=HttpStatus(code=StatusCode(refusal.status)),
-                headers=_setting(headers),
-                body=refusal.body(),
-                details="refused_by_picker",
-            )
+        response = ext_proc.ImmediateResponse(
+            status=HttpStatus(code=StatusCode(refusal.status)),
+            headers=_setting(headers),
+            body=refusal.body(),
+            details="refused_by_picker",
         )
+        return ProcessingResponse(immediate_response=response)
 
 
-def _rules_of(method: str, path: str) -> ProxyRules | None:
-    """Return how a route is served; None for the two that are understood."""
-    if method == "POST" and path in (CHAT, COMPLETIONS):
-        return None
+def _request_of(headers: Mapping[str, str], raw: bytes) -> ApiRequest:
+    """Parse a request; raises `Refusal`."""
+    method, target = headers[":method"], headers[":path"]
+    path, rules = target.partition("?")[0], None
     if path.startswith(_RESPONSES + "/"):
-        return _RULES["POST", _RESPONSES]
-    return _RULES.get((method, path), _OTHER)
+        rules = _RULES["POST", _RESPONSES]
+    elif method != "POST" or path not in (CHAT, COMPLETIONS):
+        rules = _RULES.get((method, path), _OTHER)
+    given = {"X-Request-Id": headers.get("x-request-id", "")}
+    return parse_request(path, raw, given, method=method, rules=rules)
 
 
 def _endpoint_of(info: InstanceInfo) -> str:
     """Return where an instance listens, as the protocol writes it; empty if its URL has a host name
     instead of an address."""
     url = urlsplit(info.url)
-    host = url.hostname or ""
     try:
-        ip_address(host)
+        address = ip_address(url.hostname or "")
     except ValueError:
         return ""
-    return f"[{host}]:{url.port}" if ":" in host else f"{host}:{url.port}"
+    return f"[{address}]:{url.port}" if address.version == 6 else f"{address}:{url.port}"
 
 
-def _headers_of(head: HttpHeaders) -> dict[str, str]:
+def _headers_of(head: ext_proc.HttpHeaders) -> dict[str, str]:
     headers = head.headers.headers if head.headers is not None else []
     return {each.key: each.raw_value.decode("latin-1") or each.value for each in headers}
 
 
-def _struct_in(metadata: Metadata | None, namespace: str) -> Mapping[str, object]:
-    found = metadata.filter_metadata.get(namespace) if metadata is not None else None
-    fields: Mapping[str, object] = found.to_dict() if found is not None else {}
-    return fields
+def _metadata_in(message: ProcessingRequest, namespace: str) -> Mapping[str, Any]:
+    context = message.metadata_context
+    found = context.filter_metadata.get(namespace) if context is not None else None
+    return found.to_dict() if found is not None else {}
 
 
-def _subset_in(metadata: Metadata | None) -> list[str] | None:
-    found = _struct_in(metadata, SUBSET_HINT).get(SUBSET)
-    return found if isinstance(found, list) else None
+def _setting(headers: Mapping[str, str]) -> ext_proc.HeaderMutation:
+    pairs = [HeaderValue(key=name, raw_value=each.encode()) for name, each in headers.items()]
+    return ext_proc.HeaderMutation(set_headers=[HeaderValueOption(header=each) for each in pairs])
 
 
-def _setting(headers: Mapping[str, str]) -> HeaderMutation:
-    return HeaderMutation(
-        set_headers=[
-            HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()))
-            for name, value in headers.items()
-        ]
-    )
-
-
-def _streamed(body: bytes, is_last: bool) -> BodyResponse:
-    mutation = BodyMutation(
-        streamed_response=StreamedBodyResponse(body=body, end_of_stream=is_last)
-    )
-    return BodyResponse(response=CommonResponse(body_mutation=mutation))
+def _streamed(body: bytes, is_last: bool) -> ext_proc.BodyResponse:
+    part = ext_proc.StreamedBodyResponse(body=body, end_of_stream=is_last)
+    mutation = ext_proc.BodyMutation(streamed_response=part)
+    return ext_proc.BodyResponse(response=ext_proc.CommonResponse(body_mutation=mutation))
 
 
 def _chunks_of(body: bytes, *, ends: bool) -> Iterator[ProcessingResponse]:
-    for start in range(0, len(body), _CHUNK_BYTES):
-        is_last = ends and start + _CHUNK_BYTES >= len(body)
-        chunk = _streamed(body[start : start + _CHUNK_BYTES], is_last)
+    for end in range(_CHUNK_BYTES, len(body) + _CHUNK_BYTES, _CHUNK_BYTES):
+        chunk = _streamed(body[end - _CHUNK_BYTES : end], ends and end >= len(body))
         yield ProcessingResponse(request_body=chunk)

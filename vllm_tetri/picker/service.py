@@ -12,7 +12,6 @@ from grpclib.health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpclib.server import Stream
 
 from vllm_tetri.picker.exchange import Exchange
-from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.scheduler import GlobalScheduler
 
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -32,9 +31,7 @@ class Picker:
         return {f"/{PROCESSOR}/Process": method}
 
     async def _process(self, stream: Stream[ProcessingRequest, ProcessingResponse]) -> None:
-        exchange = Exchange(
-            self._scheduler, max_body_bytes=Limits().body_bytes, num_fallbacks=self._num_fallbacks
-        )
+        exchange = Exchange(self._scheduler, self._num_fallbacks)
         try:
             async for message in stream:
                 for answer in await exchange.on(message):
