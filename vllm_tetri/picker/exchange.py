@@ -125,10 +125,13 @@ class Exchange:
         if info.rank is not None:
             added[RANK_HEADER] = str(info.rank)
         metadata = Struct.from_dict({LOAD_BALANCER: {DESTINATION: endpoints}})
-        common = ext_proc.CommonResponse(header_mutation=_setting(added), clear_route_cache=True)
-        if raw and self._modes.request_body_mode == _BUFFERED:
-            if request.raw != raw:
-                common.body_mutation = ext_proc.BodyMutation(body=request.raw)
+        common = ext_proc.CommonResponse(clear_route_cache=True)
+        is_buffered = raw and self._modes.request_body_mode == _BUFFERED
+        if is_buffered and request.raw != raw:
+            added["content-length"] = str(len(request.raw))
+            common.body_mutation = ext_proc.BodyMutation(body=request.raw)
+        common.header_mutation = _setting(added)
+        if is_buffered:
             body = ext_proc.BodyResponse(response=common)
             return [ProcessingResponse(request_body=body, dynamic_metadata=metadata)]
         head = ext_proc.HeadersResponse(response=common)
