@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -317,3 +320,33 @@ async def test_health_follows_the_instances() -> None:
         await made.add(both("a"))
         for service in ("", "readiness", PROCESSOR):
             assert await status(channel, service) == states.SERVING
+
+
+def command(*options: str) -> subprocess.Popen[str]:
+    words = ["-m", "vllm_tetri.cli", "picker", "--http-port", "0", "--control", "tcp://127.0.0.1:0"]
+    return subprocess.Popen(
+        [sys.executable, *words, *options],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_ends_in_good_order(number: signal.Signals) -> None:
+    with command("--port", "0") as process:
+        assert process.stdout is not None
+        assert "gateways: 127.0.0.1:" in process.stdout.readline()
+        process.send_signal(number)
+        assert process.wait(30) == 0
+
+
+def test_a_port_that_is_taken_is_one_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with command("--port", str(port)) as process:
+            _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error.startswith("vllm-tetri picker: ")
+    assert str(port) in error
+    assert error.count("\n") == 1

@@ -18,6 +18,7 @@ from vllm_tetri.router.command import (
     STOP_S,
     add_cluster_options,
     add_placement_options,
+    count,
     objective_of,
     stop_signal,
 )
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "one (default: %(default)s)")
     add("--http-port", type=int, default=8000,
         help="port for operators: `vllm-tetri status` and Prometheus (default: %(default)s)")
-    add("--fallbacks", type=int, default=0, metavar="N",
+    add("--fallbacks", type=count, default=0, metavar="N",
         help="endpoints to name after the chosen one, for gateways that try several in turn "
         "(default: %(default)s)")
     # fmt: on

@@ -19,7 +19,7 @@ from envoy_data_plane.google.protobuf import Struct
 
 from vllm_tetri.handover import RANK_HEADER
 from vllm_tetri.policy.cluster import InstanceRow
-from vllm_tetri.policy.route import Event, Split
+from vllm_tetri.policy.route import Event, Whole
 from vllm_tetri.router.app import PROXIED
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import NoCapacity, Refusal
@@ -143,27 +143,22 @@ class Exchange:
         endpoint may have it."""
         placer = self._scheduler.placer
         excluded = {row.id for row in self._rows() if not self._allows(row.view.info)}
-        while True:
-            route = placer.place(
-                request,
-                may_split=False,
-                excluded=frozenset(excluded),
-                at_limit=frozenset(),
-                is_new=True,
-            )
-            if route is None:
-                among = "" if self._subset is None else " among those that the gateway allows"
-                raise Refusal(503, f"no endpoint is ready{among}; try again")
-            name = route.prefill if isinstance(route, Split) else route.instance
-            info = self._scheduler.info(name)
-            if info is not None and self._allows(info):
-                break
-            excluded.add(name)  # it has left since the snapshot was taken
+        route = placer.place(
+            request,
+            may_split=False,
+            excluded=frozenset(excluded),
+            at_limit=frozenset(),
+            is_new=True,
+        )
+        info = self._scheduler.info(route.instance) if isinstance(route, Whole) else None
+        if route is None or info is None or not self._allows(info):
+            among = "" if self._subset is None else " among those that the gateway allows"
+            raise Refusal(503, f"no endpoint is ready{among}; try again")
         if self._entry is not None:
-            self._entry.send_aggregated(name, route.reason)
+            self._entry.send_aggregated(info.id, route.reason)
             cached_tokens = placer.record_sent(self._entry.id, request, route)
             self._scheduler.metrics.cached_tokens.inc(cached_tokens)
-        _log.debug("request %s goes to %s: %s", request.request_id, name, route.reason)
+        _log.debug("request %s goes to %s: %s", request.request_id, info.id, route.reason)
         return info
 
     def _fallbacks(self, request: ApiRequest, chosen: InstanceInfo) -> list[str]:
