@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode as SendMode,
 )
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
-    ExternalProcessorAsyncStub,
     HttpBody,
     HttpHeaders,
     HttpTrailers,
@@ -27,10 +27,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
     ProtocolConfiguration,
 )
 from envoy_data_plane.google.protobuf import Struct
-from grpclib.client import Channel
-from grpclib.health.v1.health_grpc import HealthStub
-from grpclib.health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpclib.server import Server
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from tests.router.fakes import (
     Cluster,
@@ -42,7 +40,7 @@ from tests.router.fakes import (
     until_reported,
 )
 from vllm_tetri.picker.exchange import DESTINATION, SERVED, SUBSET, Exchange
-from vllm_tetri.picker.service import PROCESSOR, HealthService, Picker
+from vllm_tetri.picker.service import LIVENESS, PROCESSOR, READINESS, listen, server_for
 from vllm_tetri.types import Mode, Role
 
 ALL = [SendMode.FULL_DUPLEX_STREAMED, SendMode.BUFFERED]
@@ -274,52 +272,50 @@ async def test_other_routes_go_to_an_instance_and_are_not_counted(method: str, p
 
 
 @asynccontextmanager
-async def serving(made: Cluster) -> AsyncIterator[Channel]:
-    server = Server([Picker(made.scheduler, 0), HealthService(made.scheduler)])
-    with socket.create_server(("127.0.0.1", 0)) as port:
-        await server.start(sock=port)
-        async with server, Channel(*port.getsockname()) as channel:
+async def serving(made: Cluster) -> AsyncIterator[grpc.aio.Channel]:
+    server = server_for(made.scheduler, 0)
+    port = listen(server, "127.0.0.1", 0, None)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield channel
+    finally:
+        await server.stop(None)
 
 
 async def test_what_a_gateway_cuts_is_not_counted() -> None:
     async with instances("a") as made, serving(made) as channel:
-        stub = ExternalProcessorAsyncStub(channel)
-        gate = asyncio.Event()
-
-        async def messages() -> AsyncIterator[ProcessingRequest]:
-            yield head_of()
-            yield body_of(json.dumps(BODY).encode())
-            yield response_of()
-            await gate.wait()
-
-        async def exchange() -> None:
-            async for _ in stub.process(messages()):
-                pass
-
-        tasks = [asyncio.create_task(exchange()) for _ in range(3)]
-        await eventually(lambda: in_flight(made) == {"a": 3})
-        tasks[0].cancel()  # resets its stream
-        await eventually(lambda: in_flight(made) == {"a": 2})
-        channel.close()  # ends the connection
+        process = channel.stream_stream(
+            f"/{PROCESSOR}/Process", bytes, ProcessingResponse.FromString
+        )
+        calls = [process() for _ in range(150)]  # more than HTTP/2 allows at least
+        for call in calls:
+            await call.write(head_of())
+            await call.write(body_of(json.dumps(BODY).encode()))
+            await call.write(response_of())
+        await eventually(lambda: in_flight(made) == {"a": 150})
+        await calls[0].done_writing()  # ends its stream in good order
+        await eventually(lambda: in_flight(made) == {"a": 149})
+        calls[1].cancel()
+        await eventually(lambda: in_flight(made) == {"a": 148})
+        await channel.close()
         await eventually(lambda: in_flight(made) == {})
-        gate.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_health_follows_the_instances() -> None:
-    async def status(channel: Channel, service: str) -> int:
-        found: int = (await HealthStub(channel).Check(HealthCheckRequest(service=service))).status
-        return found
-
     async with instances() as made, serving(made) as channel:
-        states = HealthCheckResponse
-        assert await status(channel, "liveness") == states.SERVING
-        for service in ("", "readiness", PROCESSOR):
-            assert await status(channel, service) == states.NOT_SERVING
+        states, stub = HealthCheckResponse, HealthStub(channel)
+
+        async def statuses(*services: str) -> set[int]:
+            requests = [HealthCheckRequest(service=service) for service in services]
+            return {(await stub.Check(request)).status for request in requests}
+
+        assert await statuses(LIVENESS) == {states.SERVING}
+        assert await statuses("", READINESS, PROCESSOR) == {states.NOT_SERVING}
         await made.add(both("a"))
-        for service in ("", "readiness", PROCESSOR):
-            assert await status(channel, service) == states.SERVING
+        assert await statuses("", READINESS, PROCESSOR) == {states.SERVING}
+        with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'"):
+            await statuses("other")
 
 
 def command(*options: str) -> subprocess.Popen[str]:
@@ -335,8 +331,8 @@ def command(*options: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_ends_in_good_order(number: signal.Signals) -> None:
     with command("--port", "0") as process:
-        assert process.stdout is not None
-        assert "gateways: 127.0.0.1:" in process.stdout.readline()
+        assert process.stderr is not None
+        assert "gateways: 127.0.0.1:" in process.stderr.readline()
         process.send_signal(number)
         assert process.wait(30) == 0
 

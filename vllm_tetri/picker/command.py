@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
+import os
 import signal
-import socket
 import sys
-from contextlib import suppress
 from math import inf
 
 from vllm_tetri.errors import ConfigError
@@ -25,8 +23,6 @@ from vllm_tetri.router.command import (
 from vllm_tetri.security import read_secret, secret_file_of
 from vllm_tetri.types import Mode
 
-_BACKLOG = 1024
-_CHECK_S = 0.05  # between looks at what is still in flight
 _MISSING = "the picker needs more packages: pip install 'vllm-tetri[picker]'"
 
 _log = logging.getLogger(__name__)
@@ -54,10 +50,9 @@ def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     import uvloop
 
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are told here
     try:
-        from grpclib.server import Server
-
-        from vllm_tetri.picker.service import HealthService, Picker
+        from vllm_tetri.picker.service import credentials_of, listen, server_for
     except ImportError as error:
         raise ConfigError(f"{_MISSING} ({error})") from error
     from vllm_tetri.router.app import build_app
@@ -68,26 +63,22 @@ def run(options: argparse.Namespace) -> int:
         scheduler, limits = GlobalScheduler(config), Limits()
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app = build_app(scheduler, keys=keys, limits=limits, relays=False)
-        health = HealthService(scheduler)
-        async with listening(app, limits, (options.host, options.http_port), http_tls) as http:
-            server = Server([Picker(scheduler, options.fallbacks), health])
-            with _socket_at(options.host, options.port) as port:
-                await server.start(sock=port, ssl=grpc_tls)
-                async with server:
-                    names = (*port.getsockname()[:2], *http.address, scheduler.monitor.address)
-                    _log.info("gateways: %s:%d  operators: http://%s:%d  instances: %s", *names)
-                    stop_s, health.is_stopping = await stop, True
-                    _log.info("stopping: requests in flight have %g s to end", stop_s)
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(stop_s):
-                            while len(scheduler.table):
-                                await asyncio.sleep(_CHECK_S)
+        async with listening(app, limits, (options.host, options.http_port), tls) as http:
+            server = server_for(scheduler, options.fallbacks)
+            port = listen(server, options.host, options.port, credentials)
+            await server.start()
+            try:
+                names = (options.host, port, *http.address, scheduler.monitor.address)
+                _log.info("gateways: %s:%d  operators: http://%s:%d  instances: %s", *names)
+                stop_s = await stop
+                _log.info("stopping: requests in flight have %g s to end", stop_s)
+                await server.stop(stop_s)
+            finally:
+                await server.stop(None)
 
     try:
         configure_logging(options.log_level)
-        secrets, http_tls, grpc_tls = keys_of(options), tls_of(options), tls_of(options)
-        if grpc_tls is not None:
-            grpc_tls.set_alpn_protocols(["h2"])
+        secrets, tls, credentials = keys_of(options), tls_of(options), credentials_of(options)
         keys = Keys(secrets)
         config = RouterConfig(
             control=options.control,
@@ -106,8 +97,3 @@ def run(options: argparse.Namespace) -> int:
         print(f"vllm-tetri picker: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _socket_at(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)

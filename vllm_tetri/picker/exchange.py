@@ -36,7 +36,7 @@ _OTHER = ProxyRules(generates=False, has_json=False)
 _RESPONSES = "/v1/responses"
 _BUFFERED = ProcessingModeBodySendMode.BUFFERED
 _DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
-_MAX_BODY_BYTES = Limits().body_bytes
+MAX_BODY_BYTES = Limits().body_bytes
 _CHUNK_BYTES = 60_000  # a gateway's window of HTTP/2 may be 65,535 bytes
 
 _log = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ class Exchange:
 
     async def _on_body(self, body: ext_proc.HttpBody) -> list[ProcessingResponse]:
         self._body += body.body
-        if len(self._body) > _MAX_BODY_BYTES:
-            raise Refusal(413, f"the body exceeds {_MAX_BODY_BYTES} bytes")
+        if len(self._body) > MAX_BODY_BYTES:
+            raise Refusal(413, f"the body exceeds {MAX_BODY_BYTES} bytes")
         is_whole = body.end_of_stream or self._modes.request_body_mode == _BUFFERED
         return await self._place() if is_whole else []
 
