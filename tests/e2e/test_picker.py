@@ -26,8 +26,8 @@ STREAMED, BUFFERED = "FULL_DUPLEX_STREAMED", "BUFFERED"
 @pytest.fixture(scope="module")
 def gateway(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     with running(Gateway(tmp_path_factory.mktemp("picker"))) as gateway:
-        for name in ("a", "b"):
-            gateway.start(name, "both", tiny_llama)
+        for name in ("a", "b"):  # one device would be used best by one of them
+            gateway.start(name, "both", tiny_llama, "--tetri-device", name)
         gateway.wait("a", "b")
         yield gateway
 
@@ -59,6 +59,10 @@ def is_at_rest(gateway: Gateway) -> bool:
     return bool(get(f"{gateway.url}/tetri/v1/requests")["in_flight"] == 0)
 
 
+def num_running(gateway: Gateway) -> int:
+    return sum(each["running"] for each in gateway.instances().values())
+
+
 @pytest.mark.parametrize("body_mode", [STREAMED, BUFFERED])
 async def test_outputs_are_those_of_an_instance(gateway: Gateway, body_mode: str) -> None:
     usage = {"stream_options": {"include_usage": True}}
@@ -76,11 +80,11 @@ async def test_outputs_are_those_of_an_instance(gateway: Gateway, body_mode: str
 
 
 async def test_load_spreads(gateway: Gateway) -> None:
-    bodies = [completion(200 + each, max_tokens=20) for each in range(12)]
+    bodies = [completion(900 + each, max_tokens=20) for each in range(12)]
     async with envoy_for(gateway) as envoy:
         found = await ask_all(envoy.url, bodies)
     by = [answer.headers[SERVED_BY] for answer in found]
-    assert {by.count(gateway.endpoint(name)) for name in "ab"} <= {4, 5, 6, 7, 8}, by
+    assert min(by.count(gateway.endpoint(name)) for name in "ab") >= 4, by
 
 
 async def test_a_conversation_goes_where_its_prefix_is_cached(gateway: Gateway) -> None:
@@ -111,9 +115,8 @@ async def test_a_gateway_that_dies_leaves_nothing_counted(gateway: Gateway) -> N
     async with envoy_for(gateway) as envoy:
         asking = [asyncio.create_task(ask_until_cut(envoy.url)) for _ in range(3)]
         await until(lambda: len(gateway.requests()) == 3, "all are counted")
-        rows = gateway.requests()
-        assert {row["phase"] for row in rows} == {"serving"}
-        await until(lambda: len(gateway.requests()) == 3, "they still are")
+        await until(lambda: num_running(gateway) == 3, "all outputs are being written")
+        assert len(gateway.requests()) == 3
         envoy.kill()
         await until(lambda: is_at_rest(gateway), "nothing is counted", 5)
         await asyncio.gather(*asking)
