@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
             "uvloop",
         },
     ),
+    "picker": (SHARED | {"router"}, {"envoy_data_plane", "grpc", "grpc_health", "uvloop"}),
     "predictor": (VALUES, {"numpy", "threadpoolctl"}),
     "engine": (
         SHARED | {"control", "transport", "predictor", "__init__"},

@@ -112,8 +112,11 @@ class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: Annotated[str, msgspec.Meta(max_length=200)] = "ordered"
 
 
-def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.Application:
-    """Build the application around a scheduler, which it starts and closes."""
+def build_app(
+    scheduler: GlobalScheduler, *, keys: Keys, limits: Limits, relays: bool = True
+) -> web.Application:
+    """Build the application around a scheduler, which it starts and closes; one that does not
+    relay requests has the routes for operators only."""
     bodies = BodyReader(limits)
     merged, live = Merged(scheduler.monitor, scheduler.upstream), LiveView(scheduler)
     routes = _Routes(scheduler, bodies, merged)
@@ -122,8 +125,6 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
     app.on_response_prepare.append(_add_cors)
     app.on_shutdown.append(live.close)
     app.add_routes([
-        web.post(CHAT, routes.serve(None)),
-        web.post(COMPLETIONS, routes.serve(None)),
         web.get("/", page),
         web.get("/v1/models", routes.models),
         web.post(LOAD, routes.adapter),
@@ -148,7 +149,8 @@ def build_app(scheduler: GlobalScheduler, *, keys: Keys, limits: Limits) -> web.
         web.post("/tetri/v1/mode", routes.set_mode),
         web.get("/tetri/v1/events", live.serve, allow_head=False),
     ])  # fmt: skip
-    for method, path, rules in PROXIED:
+    understood = [("POST", path, None) for path in (CHAT, COMPLETIONS)]
+    for method, path, rules in [*understood, *PROXIED] if relays else ():
         more = {"allow_head": False} if method == "GET" else {}
         app.add_routes([web.route(method, path, routes.serve(rules), **more)])
 

@@ -28,7 +28,7 @@ from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, 
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode, Role
 
-_STOP_S = 5.0  # after Ctrl-C
+STOP_S = 5.0  # after Ctrl-C
 _OTHER_FILES = 256
 
 _log = logging.getLogger(__name__)
@@ -69,19 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address for clients (default: %(default)s)")
     add("--port", type=int, default=8000,
         help="port for clients, 0 for any free one (default: %(default)s)")
-    add("--control", default=DEFAULT_CONTROL, metavar="tcp://HOST:PORT",
-        help="address for instances; one that is not loopback needs --secret-file "
-        "(default: %(default)s)")
-    add("--secret-file", metavar="FILE",
-        help="secret that all processes of the cluster share, as `vllm-tetri secret` makes it; "
-        f"instances without it cannot join (default: ${VARIABLE}, else the secret in "
-        f"${VALUE_VARIABLE}, else none)")
     add("--first-byte-timeout", type=positive, default=300.0, metavar="SECONDS",
         help="time in which an instance with requests must compute or send something, else they "
         "get 504; time in its queue does not count (default: %(default)s)")
-    add("--silent-after", type=positive, default=1.0, metavar="SECONDS",
-        help="seconds without a load report before an instance is taken out of rotation "
-        "(default: %(default)s)")
     add("--resume-anywhere", action="store_true",
         help="continue a broken stream also on an instance of another device, dtype or version, "
         "where the text may differ from there on; without this option the stream ends with an "
@@ -100,6 +90,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hard limit of open files)")
     add("--max-body-bytes", type=count, default=limits.body_bytes, metavar="BYTES",
         help="size of a request's body; a larger one gets 413 (default: %(default)s)")
+    # fmt: on
+    add_cluster_options(parser)
+    add_serving_options(parser)
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of processes that instances report to, but for those that `up` has."""
+    add = parser.add_argument
+    # fmt: off
+    add("--control", default=DEFAULT_CONTROL, metavar="tcp://HOST:PORT",
+        help="address for instances; one that is not loopback needs --secret-file "
+        "(default: %(default)s)")
+    add("--secret-file", metavar="FILE",
+        help="secret that all processes of the cluster share, as `vllm-tetri secret` makes it; "
+        f"instances without it cannot join (default: ${VARIABLE}, else the secret in "
+        f"${VALUE_VARIABLE}, else none)")
+    add("--silent-after", type=positive, default=1.0, metavar="SECONDS",
+        help="seconds without a load report before an instance is taken out of rotation "
+        "(default: %(default)s)")
     add("--ssl-ca-certs", metavar="FILE", help="authorities of clients' certificates, PEM")
     add("--ssl-cert-reqs", type=int, choices=[each.value for each in ssl.VerifyMode],
         default=ssl.CERT_NONE.value,
@@ -107,7 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "needs --ssl-ca-certs (default: %(default)s)")
     add("--ssl-ciphers", metavar="LIST", help="cipher suites of TLS 1.2, as OpenSSL lists them")
     # fmt: on
-    add_serving_options(parser)
 
 
 def add_serving_options(parser: argparse.ArgumentParser) -> None:
@@ -118,14 +126,6 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="prefill and decode on two instances (split), each request on one (whole), or "
         "decided per request by the estimated delay of all (adaptive); `vllm-tetri mode` changes "
         "it (default: %(default)s)")
-    add("--ttft-slo", type=positive, default=inf, metavar="SECONDS",
-        help="promised time to first token; mode adaptive prefers placements that keep it "
-        "(default: no promise)")
-    add("--tpot-slo", type=positive, default=inf, metavar="SECONDS",
-        help="promised mean time per output token after the first (default: no promise)")
-    add("--refuse-late", action="store_true",
-        help="reject requests that are expected to miss --ttft-slo or --tpot-slo with 429 and "
-        "Retry-After, instead of serving them late")
     add("--flip", choices=[policy.value for policy in WatchPolicy],
         default=WatchPolicy.BALANCE.value,
         help="when an instance changes role: when prefill and decode load are out of balance "
@@ -146,6 +146,22 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="collector of OpenTelemetry traces, as with vllm serve, whose spans are in the same "
         "traces if it has this option, too; OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says how it is "
         "spoken to, grpc or http/protobuf (default: no traces)")
+    # fmt: on
+    add_placement_options(parser)
+
+
+def add_placement_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of everything that places requests."""
+    add = parser.add_argument
+    # fmt: off
+    add("--ttft-slo", type=positive, default=inf, metavar="SECONDS",
+        help="promised time to first token; mode adaptive prefers placements that keep it "
+        "(default: no promise)")
+    add("--tpot-slo", type=positive, default=inf, metavar="SECONDS",
+        help="promised mean time per output token after the first (default: no promise)")
+    add("--refuse-late", action="store_true",
+        help="reject requests that are expected to miss --ttft-slo or --tpot-slo with 429 and "
+        "Retry-After, instead of serving them late")
     add("--max-in-flight", type=count, metavar="N",
         help="requests that one instance gets at a time; more go to another instance, or are "
         "rejected with 503 (default: no limit, they wait at the instance as with stock vLLM)")
@@ -180,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
 
     async def serve() -> None:
         scheduler = GlobalScheduler(config)
-        stop = _stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: _STOP_S})
+        stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
         async with listening(app, limits, address, tls) as listener:
             scheme = "http" if tls is None else "https"
@@ -228,7 +244,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stop_signal(times: dict[signal.Signals, float]) -> asyncio.Future[float]:
+def stop_signal(times: dict[signal.Signals, float]) -> asyncio.Future[float]:
     """Return a future that the first of these signals resolves to its time for requests to end;
     the next signal ends this process at once."""
     loop = asyncio.get_running_loop()

@@ -154,11 +154,17 @@ class GlobalScheduler:
             raise Refusal(409, f'{why}; send {{"force": true}} to drain it nevertheless')
         self.monitor.order_drain(instance, deadline_s)
 
-    async def serve(self, request: ApiRequest, http: web.Request) -> web.StreamResponse:
-        """Serve a request; raises `Refusal` if it was not begun."""
+    async def admit(self, request: ApiRequest) -> ApiRequest:
+        """Return a request with the model that serves it; raises `Refusal` if none does, or if it
+        is expected to be late or to crash its engine."""
         if request.rules is None:
             request = await self._with_model(request)
             self._refuse_poison_or_late(request)
+        return request
+
+    async def serve(self, request: ApiRequest, http: web.Request) -> web.StreamResponse:
+        """Serve a request; raises `Refusal` if it was not begun."""
+        request = await self.admit(request)
         entry = self.table.enter(
             request.request_id,
             now=time.monotonic(),

@@ -1,0 +1,146 @@
+"""A real Envoy asks the picker where requests go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.client import ask, ask_all, assert_as_stock, posted, until
+from tests.e2e.cluster import MODEL, get, running
+from tests.e2e.gateway import SERVED_BY, Envoy, Gateway
+from tests.e2e.prompts import completion, text_prompt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+
+STREAMED, BUFFERED = "FULL_DUPLEX_STREAMED", "BUFFERED"
+
+
+@pytest.fixture(scope="module")
+def gateway(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    with running(Gateway(tmp_path_factory.mktemp("picker"))) as gateway:
+        for name in ("a", "b"):  # one device would be used best by one of them
+            gateway.start(name, "both", tiny_llama, "--tetri-device", name)
+        gateway.wait("a", "b")
+        yield gateway
+
+
+@asynccontextmanager
+async def envoy_for(gateway: Gateway, body_mode: str = STREAMED) -> AsyncIterator[Envoy]:
+    envoy = Envoy(gateway.folder, gateway.picker_port, body_mode)
+    try:
+        await until(envoy.is_ready, "Envoy serves")
+        yield envoy
+    finally:
+        envoy.kill()
+
+
+def chat(seed: int, *more: dict[str, str], **options: Any) -> dict[str, Any]:
+    first = {"role": "user", "content": f"{seed}: {text_prompt(150 + seed)}"}
+    return {
+        "model": MODEL,
+        "messages": [first, *more],
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "temperature": 0,
+        "return_token_ids": True,
+        **options,
+    }
+
+
+def is_at_rest(gateway: Gateway) -> bool:
+    return bool(get(f"{gateway.url}/tetri/v1/requests")["in_flight"] == 0)
+
+
+def num_running(gateway: Gateway) -> int:
+    return sum(each["running"] for each in gateway.instances().values())
+
+
+@pytest.mark.parametrize("body_mode", [STREAMED, BUFFERED])
+async def test_outputs_are_those_of_an_instance(gateway: Gateway, body_mode: str) -> None:
+    usage = {"stream_options": {"include_usage": True}}
+    long = completion(1500, max_tokens=8)
+    bodies = [chat(1), chat(2, stream=True, **usage), completion(50), long]
+    ordered = {**completion(30), "kv_transfer_params": {"tetri": "an order of a client"}}
+    async with envoy_for(gateway, body_mode) as envoy:
+        found = await ask_all(envoy.url, [*bodies, ordered])
+        assert {answer.status for answer in found} == {200}
+        await assert_as_stock(found[:-1], f"http://{gateway.endpoint('a')}", bodies)
+        refused = await ask(envoy.url, completion(5, model="other"))
+        assert refused.status == 404
+        assert "there is: tiny" in str(refused.error)
+    await until(lambda: is_at_rest(gateway), "nothing is counted")
+
+
+async def test_load_spreads(gateway: Gateway) -> None:
+    bodies = [completion(900 + each, max_tokens=20) for each in range(12)]
+    async with envoy_for(gateway) as envoy:
+        found = await ask_all(envoy.url, bodies)
+    by = [answer.headers[SERVED_BY] for answer in found]
+    assert min(by.count(gateway.endpoint(name)) for name in "ab") >= 4, by
+
+
+async def test_a_conversation_goes_where_its_prefix_is_cached(gateway: Gateway) -> None:
+    def num_cached() -> int:
+        return sum(row["blocks"] for row in get(f"{gateway.url}/tetri/v1/cache")["instances"])
+
+    before = num_cached()
+    async with envoy_for(gateway) as envoy:
+        first = await ask_all(envoy.url, [chat(seed) for seed in range(10, 16)])
+        assert len({answer.headers[SERVED_BY] for answer in first}) == 2
+        await until(lambda: num_cached() > before, "what is cached is reported")
+        await until(lambda: is_at_rest(gateway), "nothing is counted")
+        for seed, answer in enumerate(first, 10):
+            turn = {"role": "assistant", "content": answer.text}
+            following = chat(seed, turn, {"role": "user", "content": text_prompt(20)})
+            again = await ask(envoy.url, following)
+            assert again.headers[SERVED_BY] == answer.headers[SERVED_BY], seed
+
+
+async def test_a_gateway_that_dies_leaves_nothing_counted(gateway: Gateway) -> None:
+    body = completion(20, max_tokens=1500, stream=True)
+
+    async def ask_until_cut(url: str) -> None:
+        with pytest.raises(aiohttp.ClientError):
+            async with posted(url, body) as response:
+                await response.read()
+
+    async with envoy_for(gateway) as envoy:
+        asking = [asyncio.create_task(ask_until_cut(envoy.url)) for _ in range(3)]
+        await until(lambda: len(gateway.requests()) == 3, "all are counted")
+        await until(lambda: num_running(gateway) == 3, "all outputs are being written")
+        assert len(gateway.requests()) == 3
+        envoy.kill()
+        await until(lambda: is_at_rest(gateway), "nothing is counted", 5)
+        await asyncio.gather(*asking)
+
+
+async def test_what_dies_gets_no_requests(gateway: Gateway) -> None:
+    """The last test: of both instances and the picker nothing is left."""
+    async with envoy_for(gateway) as envoy:
+        left = gateway.endpoint("a")
+        gateway.kill("b")
+        await until(lambda: gateway.state_of("b") != "ready", "its death is noticed", 5)
+        found = await ask_all(envoy.url, [completion(each) for each in range(20, 26)])
+        assert {(each.status, each.headers[SERVED_BY]) for each in found} == {(200, left)}
+        asking = asyncio.create_task(ask(envoy.url, completion(20, max_tokens=1500, stream=True)))
+        await until(gateway.requests, "it is counted")
+        gateway.kill("a")
+        await asyncio.wait([asking])
+        await until(lambda: gateway.state_of("a") != "ready", "its death is noticed", 5)
+        refused = await ask(envoy.url, completion(20))
+        assert refused.status == 503
+        assert refused.error is not None
+        assert "no instance is ready" in refused.error["message"]
+        assert is_at_rest(gateway)
+        os.kill(gateway.child.pid, signal.SIGKILL)
+        gateway.child.wait()
+        async with posted(envoy.url, completion(20)) as response:
+            assert response.status == 500  # `failure_mode_allow: false`

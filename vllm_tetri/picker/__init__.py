@@ -1,0 +1,1 @@
+"""Places requests of an Envoy gateway: the endpoint picker protocol."""
