@@ -178,8 +178,8 @@ class Metrics(Collector):
             self._flip_commit.observe(flip.commit_s)
             if flip.drain_s:
                 self._flip_drain.observe(flip.drain_s)
-        came_of_it = f"rolled back: {flip.problem}" if flip.problem else f"{flip.drain_s:.2f} s"
-        words = f"{instance} {flip.source} → {flip.target} ({came_of_it}): {flip.reason}"
+        words = f"{instance} {flip.source} → {flip.target}: {flip.reason}"
+        words += f"; rolled back: {flip.problem}" if flip.problem else ""
         self.happened.append(Happening(time.monotonic(), "flip", words))
 
     def record_move(self, request: RequestId, to: InstanceId, reason: str, outcome: str) -> None:
