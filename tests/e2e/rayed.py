@@ -59,10 +59,9 @@ class RayCluster:
     def of_instance(self, name: str, control: str) -> str:
         """The name of the node with an instance of a cluster; empty without any."""
         found = set[str]()
-        for each in psutil.process_iter(["cmdline"]):
-            if {name, control} <= set(each.info["cmdline"] or ()):
-                with suppress(psutil.NoSuchProcess):
-                    found.add(self.of(each.pid))
+        for each in with_words(name, control):
+            with suppress(psutil.NoSuchProcess):
+                found.add(self.of(each))
         return max(found, default="")
 
     def left(self) -> dict[str, Any]:
@@ -75,6 +74,15 @@ class RayCluster:
 
     def shutdown(self) -> None:
         self._nodes.shutdown()
+
+
+def with_words(*words: str) -> list[int]:
+    """The processes of this machine that have these words in their command lines."""
+    return [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if set(words) <= set(each.info["cmdline"] or ())
+    ]
 
 
 @contextmanager

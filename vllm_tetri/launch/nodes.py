@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 from collections import deque
@@ -38,11 +37,13 @@ ROOM_S = 30.0  # until an instance must have a node
 _ACTOR_S = 60.0  # until its actor must have started it
 _REACH_S = 5.0
 _LOOK_S = 0.1
-_LOOKS = 10  # of one call
+_LOST = 1  # exit status of an instance whose actor or node is gone
 _LINES = 10_000  # that wait to be fetched
 _FORWARDED = ("VLLM_", "HF_")  # variables of this process that instances get
 _OF_MACHINE = {KEY_VARIABLE, "VLLM_HOST_IP"}
 _RUNNING_ONE = "ray"
+# Else Ray kills the guard, which would end the rest of the instance.
+_OF_ACTOR = {"RAY_kill_child_processes_on_worker_exit": "false"}
 
 
 class Supervisor:
@@ -65,11 +66,8 @@ class Supervisor:
         return self._child.host, self._child.port, self._child.pid
 
     async def read(self) -> tuple[list[str], int | None]:
-        """Wait a moment for new lines, or the end; the lines, and the exit status after the last
-        one. Ray lets an actor's calls end for 30 s before it ends the actor of a dead driver."""
-        for _ in range(_LOOKS):
-            if self._lines or self._end.done():
-                break
+        """Wait for new lines, or the end; the lines, and the exit status after the last one."""
+        while not self._lines and not self._end.done():
             await asyncio.sleep(_LOOK_S)
         status = self._end.result() if self._end.done() else None
         lines = list(self._lines)
@@ -99,7 +97,7 @@ class RayChild:
         self._pump = asyncio.create_task(self._read_lines(log))
 
     async def wait(self) -> int:
-        """Exit status, after the last line was delivered; that of SIGKILL if the node is lost."""
+        """Exit status, after the last line was delivered; 1 if the actor or its node is lost."""
         return await asyncio.shield(self._pump)
 
     async def stop(self, drain_s: float = 0.0) -> None:
@@ -127,7 +125,7 @@ class RayChild:
                         log.write(line.encode() + b"\n")
                         self._deliver(line)
         except RayError as error:
-            status = -signal.SIGKILL
+            status = _LOST
             self._deliver(f"ERROR Ray has lost it: {str(error).partition(chr(10))[0]}")
         finally:
             free(self._group, self._actor)
@@ -205,6 +203,7 @@ class RayNodes:
                 num_cpus=self._bundle["CPU"],
                 num_gpus=self._bundle.get("GPU", 0.0),
                 max_concurrency=8,
+                runtime_env={"env_vars": _OF_ACTOR},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
             ).remote()  # fmt: skip
             environment = {
