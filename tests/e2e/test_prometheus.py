@@ -60,10 +60,12 @@ class Prometheus:
         return answer["data"]
 
     def problems(self) -> list[str]:
-        """Why targets could not be scraped, and what rules could not be evaluated."""
+        """Why targets were not found or scraped, and what rules could not be evaluated."""
         rules = self.api("rules")["groups"][0]["rules"]
         found = [*self.api("targets")["activeTargets"], *rules]
-        return [each["lastError"] for each in found if each.get("lastError")]
+        lines = self.log.read_text().splitlines()
+        errors = [line for line in lines if "level=error" in line][-2:]
+        return [*errors, *(each["lastError"] for each in found if each.get("lastError"))]
 
     def shows(self, check: Callable[[], Any], what: str) -> None:
         """Wait until that is true."""
