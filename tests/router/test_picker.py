@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -30,6 +32,7 @@ from envoy_data_plane.google.protobuf import Struct
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from tests.certificates import AUTHORITY, CERTIFICATE, CERTIFICATE_KEY
 from tests.router.fakes import (
     Cluster,
     FakeInstance,
@@ -39,8 +42,16 @@ from tests.router.fakes import (
     ranks,
     until_reported,
 )
+from vllm_tetri.picker.command import add_arguments
 from vllm_tetri.picker.exchange import DESTINATION, SERVED, SUBSET, Exchange
-from vllm_tetri.picker.service import LIVENESS, PROCESSOR, READINESS, listen, server_for
+from vllm_tetri.picker.service import (
+    LIVENESS,
+    PROCESSOR,
+    READINESS,
+    credentials_of,
+    listen,
+    server_for,
+)
 from vllm_tetri.types import Mode, Role
 
 ALL = [SendMode.FULL_DUPLEX_STREAMED, SendMode.BUFFERED]
@@ -316,6 +327,30 @@ async def test_health_follows_the_instances() -> None:
         assert await statuses("", READINESS, PROCESSOR) == {states.SERVING}
         with pytest.raises(grpc.aio.AioRpcError, match="no service 'other'"):
             await statuses("other")
+
+
+async def test_tls_needs_the_certificate_of_a_gateway() -> None:
+    names = ("--ssl-certfile", CERTIFICATE, "--ssl-keyfile", CERTIFICATE_KEY)
+    words = [*names, "--ssl-ca-certs", AUTHORITY, "--ssl-cert-reqs", ssl.CERT_REQUIRED.value]
+    add_arguments(parser := argparse.ArgumentParser())
+    credentials = credentials_of(parser.parse_args(list(map(str, words))))
+    own = (CERTIFICATE_KEY.read_bytes(), CERTIFICATE.read_bytes())
+    async with instances("a") as made:
+        server = server_for(made.scheduler, 0)
+        port = listen(server, "127.0.0.1", 0, credentials)
+        await server.start()
+        try:
+            for key, certificate in (own, (None, None)):
+                trust = grpc.ssl_channel_credentials(AUTHORITY.read_bytes(), key, certificate)
+                async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trust) as channel:
+                    asking = HealthStub(channel).Check(HealthCheckRequest())
+                    if key:
+                        assert (await asking).status == HealthCheckResponse.SERVING
+                    else:
+                        with pytest.raises(grpc.aio.AioRpcError):
+                            await asking
+        finally:
+            await server.stop(None)
 
 
 def command(*options: str) -> subprocess.Popen[str]:

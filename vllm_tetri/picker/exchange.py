@@ -55,7 +55,8 @@ class Exchange:
         self._headers, self._body = dict[str, str](), bytearray()
         self._subset: list[str] | None = None  # endpoints that the gateway allows, if it says so
         self._entry: Entry | None = None
-        self._is_placed, self._outcome = False, "cancelled"  # as in `Metrics.requests`
+        self._is_placed, self._problem = False, ""
+        self._outcome = "cancelled"  # as in `Metrics.requests`
 
     async def on(self, message: ProcessingRequest) -> list[ProcessingResponse]:
         """Take the next message of the gateway, and return what to answer."""
@@ -85,10 +86,12 @@ class Exchange:
     def close(self) -> None:
         """Count the request no longer. Idempotent."""
         entry, self._entry = self._entry, None
+        scheduler, outcome = self._scheduler, self._outcome
         if entry is not None:
-            entry.on(Event.FINISH if self._outcome == "ok" else Event.FAIL)
-            self._scheduler.table.leave(entry)
-            self._scheduler.metrics.record_request("passed", self._outcome, entry)
+            entry.on(Event.FINISH if outcome == "ok" else Event.FAIL)
+            scheduler.table.leave(entry)
+            scheduler.metrics.record_request("passed", outcome, entry)
+            scheduler.history.record(entry, "passed", outcome, self._problem, time.monotonic())
 
     async def _on_head(self, head: ext_proc.HttpHeaders) -> list[ProcessingResponse]:
         self._headers = _headers_of(head)
@@ -156,6 +159,7 @@ class Exchange:
             raise Refusal(503, f"no endpoint is ready{among}; try again")
         if self._entry is not None:
             self._entry.send_aggregated(info.id, route.reason)
+            self._entry.expected_s = route.ttft_s
             cached_tokens = placer.record_sent(self._entry.id, request, route)
             self._scheduler.metrics.cached_tokens.inc(cached_tokens)
         _log.debug("request %s goes to %s: %s", request.request_id, info.id, route.reason)
@@ -195,6 +199,7 @@ class Exchange:
     def _refused(self, refusal: Refusal) -> ProcessingResponse:
         """Return the response that the gateway is to send instead of an instance's."""
         self._outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
+        self._problem = str(refusal)
         self.close()
         if isinstance(refusal, NoCapacity):  # the protocol's status for load that is shed
             words, kind, wait_s = str(refusal), refusal.kind, refusal.retry_after_s
