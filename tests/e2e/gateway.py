@@ -42,10 +42,12 @@ class Gateway(ByHand):
 
 
 class Envoy:
-    """The example's Envoy at a port of its own, with another picker and body mode, which names
+    """The example's Envoy at a port of its own, with another picker and other modes, which names
     the endpoint of each response."""
 
-    def __init__(self, folder: Path, picker_port: int, body_mode: str) -> None:
+    def __init__(
+        self, folder: Path, picker_port: int, body_mode: str, trailer_mode: str = "SEND"
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         found: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())["static_resources"]
@@ -53,7 +55,7 @@ class Envoy:
         listener["address"]["socket_address"]["port_value"] = port
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
         modes = manager["http_filters"][0]["typed_config"]["processing_mode"]
-        modes["request_body_mode"] = body_mode
+        modes |= {"request_body_mode": body_mode, "response_trailer_mode": trailer_mode}
         header = {"key": SERVED_BY, "value": "%UPSTREAM_REMOTE_ADDRESS%"}
         manager["route_config"]["response_headers_to_add"] = [{"header": header}]
         (endpoint,) = picker["load_assignment"]["endpoints"][0]["lb_endpoints"]
