@@ -75,7 +75,7 @@ FOLDERS = {
     "examples/benchmarks": 6_458,
     "examples/predictor": 1_820,
     "csrc": 8_000,
-    "tests": 48_021,
+    "tests": 48_055,
 }
 MODULES = {"vllm_tetri/router": 29, "vllm_tetri/engine": 27, "vllm_tetri/policy": 20}
 FILE_LINES = 400
@@ -85,7 +85,7 @@ SERVE_OPTIONS = 26
 COMMANDS = 16
 COMMANDS_IN_HELP = 14
 DOC_PAGES = 16
-DOC_WORDS = 25_168  # tables of models, links, layers, caches and conversations have 900
+DOC_WORDS = 25_188  # tables of models, links, layers, caches and conversations have 900
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}

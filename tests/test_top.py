@@ -65,8 +65,10 @@ class Terminal:
         self._fd, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         words = [sys.executable, "-m", "vllm_tetri.cli", "top", "--url", url]
+        # Both names would take the place of the terminal's own size.
+        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.child = subprocess.Popen(
-            words, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "xterm"}
+            words, stdin=end, stdout=end, stderr=end, env={**inherited, "TERM": "xterm"}
         )
         os.close(end)
         os.set_blocking(self._fd, False)
