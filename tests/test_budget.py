@@ -57,11 +57,11 @@ PACKAGE = ROOT / "vllm_tetri"
 # call or reasoning begins with, and which move; 60 to the simulator, 900 of tests, 200 to the
 # benchmarks, 720 words. Copies of running outputs added 270 (their policy 74, the router's part
 # 200), 230 of tests, 200 words. Explanations and traces of requests added 580 (what engines tell
-# 80, history, parts and spans 430, the command 60), 350 of tests, 280 words. The page and `top` added
-# 390 (HTML is not counted), 630 of tests; metrics that have all their series, and targets, 100, 490
-# of tests; names of several routers 125, the chart's tests 860, 700 words; the picker 444, 750 of
-# tests; nodes of Ray 250, scaling between bounds 380, 500 of tests; progress 50, wheels, images and
-# the site 360 of tests. Words of all these: 2,300.
+# 80, history, parts and spans 430, the command 60), 350 of tests, 280 words. The page and `top`
+# added 390 (HTML is not counted), 630 of tests; metrics that have all their series, and targets,
+# 100, 490 of tests; names of several routers 125, the chart's tests 860, 700 words; the picker 444,
+# 750 of tests; nodes of Ray 250, scaling between bounds 380, 500 of tests; progress 50, wheels,
+# images and the site 360 of tests. Words of all these: 2,300.
 FOLDERS = {
     "vllm_tetri": 31_032,
     "vllm_tetri/policy": 4_004,
