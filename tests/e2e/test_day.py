@@ -16,7 +16,7 @@ from tests.e2e.cluster import ByHand, running
 from tests.e2e.prompts import STREAM, chat, completion
 from vllm_tetri import cli
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 BODIES = [
     completion(300, max_tokens=60, **STREAM),
@@ -80,6 +80,7 @@ async def test_a_day(
     assert not clients.failed, clients.failed[0]
     pairs = [(each.headers["x-tetri-prefill"], each.decode) for each in clients.all]
     assert [pair for pair in pairs if len({name in MORNING for name in pair}) > 1] == []
+    await until(lambda: cluster.state_of("decode-2") == "gone", "the lost one is forgotten")
     cluster.rest(2)
 
 

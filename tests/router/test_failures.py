@@ -279,6 +279,23 @@ async def test_a_silent_instance_is_not_used_until_it_speaks_again() -> None:
                 await asyncio.sleep(0.01)
 
 
+async def test_a_request_waits_while_all_are_silent_until_one_is_given_up() -> None:
+    async with cluster(both("b")) as made:
+        made["b"].speaks.clear()
+        await eventually(lambda: made.state("b") == "silent")
+        asking = asyncio.create_task(made.ask())
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        made["b"].speaks.set()
+        assert (await asking)[0] == 200
+
+        made["b"].speaks.clear()
+        await eventually(lambda: made.state("b") == "silent")
+        began_s = time.monotonic()
+        assert (await made.ask())[0] == 503
+        assert time.monotonic() - began_s < 5
+
+
 async def test_an_instance_that_leaves_is_forgotten_at_once() -> None:
     async with cluster(*trio()) as made:
         agent = made["d1"].agent

@@ -46,6 +46,7 @@ from vllm_tetri.types import (
 
 # Multiple of `silent_after_s` after which the requests of a silent instance fail.
 GIVE_UP_AFTER = 3
+_LOOK_AGAIN_S = 0.05  # while all instances are silent
 # States in which in-flight requests may finish.
 _IN_USE = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.DRAINING)
 
@@ -103,7 +104,7 @@ class GlobalScheduler:
         )
         self.metrics = Metrics(self.monitor, self.table)
         self.upstream = Upstream(config.first_byte_s, config.authorization)
-        give_up_s = GIVE_UP_AFTER * config.silent_after_s
+        self._give_up_s = give_up_s = GIVE_UP_AFTER * config.silent_after_s
         self.adapters = Adapters(self.monitor, self.upstream)
         self._liveness = Liveness(
             self.monitor, self.upstream, self.table, self.adapters.welcome, after_s=give_up_s
@@ -263,8 +264,22 @@ class GlobalScheduler:
         if flip.problem:
             _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
 
+    async def _ready_models(self) -> dict[str, InstanceInfo]:
+        """Return the models that ready instances serve. While all are silent, as on a host that is
+        short of CPU time, this waits until one is given up."""
+        names, has_waited = self.placer.models(), False
+        while not names and any(
+            each.state is InstanceState.SILENT and each.age_s < self._give_up_s
+            for each in self.monitor.view().instances
+        ):
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            names, has_waited = self.placer.models(), True
+        if has_waited:
+            await asyncio.sleep(_LOOK_AGAIN_S)  # the table that places may be older than the view
+        return names
+
     async def _with_model(self, request: ApiRequest) -> ApiRequest:
-        names = self.placer.models()
+        names = await self._ready_models()
         if request.model and request.model not in names:
             await self.adapters.look_again()
             names = self.placer.models()
