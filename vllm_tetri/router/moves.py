@@ -223,6 +223,7 @@ class Mover:
         self.num_moves, self._here_s = self.num_moves + 1, time.monotonic()
         metrics, seconds = self._scheduler.metrics, time.monotonic() - move.begin_s
         metrics.record_move(self._entry.id, move.target.id, move.reason, "moved")
+        self._entry.reason += f"; moved to {move.target.id} ({move.reason})"
         metrics.move_seconds.labels("whole").observe(seconds)
         _log.info(
             "request %s moved from %s to %s (%s)",
