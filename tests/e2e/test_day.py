@@ -35,8 +35,7 @@ def cluster(tmp_path: Path) -> Iterator[ByHand]:
 
 
 async def drain(cluster: ByHand, name: str) -> None:
-    words = ["drain", name, "--url", cluster.url]
-    assert await asyncio.to_thread(cli.main, words) == 0
+    assert await asyncio.to_thread(cli.main, ["drain", name, "--url", cluster.url]) == 0
     part = cluster.parts.pop(name)
     await until(lambda: part.child.poll() is not None, f"{name} has ended")
     assert part.child.returncode == 0

@@ -163,10 +163,9 @@ async def test_a_trace_has_the_spans_of_all_processes(
 ) -> None:
     post(f"{cluster.url}/tetri/v1/mode", {"mode": "split"})
     async with aiohttp.ClientSession() as session:
-        header = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-        seen = await see(session, cluster.url, BODIES[0], **header)
-        unsampled = {"traceparent": f"00-{TRACE[::-1]}-{PARENT}-00"}
-        await see(session, cluster.url, BODIES[0], **unsampled)
+        seen = await see(session, cluster.url, BODIES[0], traceparent=f"00-{TRACE}-{PARENT}-01")
+        unsampled = f"00-{TRACE[::-1]}-{PARENT}-00"
+        await see(session, cluster.url, BODIES[0], traceparent=unsampled)
 
     def of_vllm() -> list[Span]:
         return collector.of(TRACE).get("llm_request", [])
@@ -185,14 +184,13 @@ async def test_a_trace_has_the_spans_of_all_processes(
     assert not collector.of(TRACE[::-1])
 
     await asyncio.to_thread(complete, cluster, seen.id)
-    assert await asyncio.to_thread(cli.main, ["explain", seen.id, "--url", cluster.url]) == 0
+    url = ("--url", cluster.url)
+    assert await asyncio.to_thread(cli.main, ["explain", seen.id, *url]) == 0
     told = capsys.readouterr().out
     assert "TTFT" in told
     assert "compute" in told
     assert "output" in told
-    status = await asyncio.to_thread(cli.main, ["explain", "never-seen", "--url", cluster.url])
-    assert status == 1
+    assert await asyncio.to_thread(cli.main, ["explain", "never-seen", *url]) == 1
     assert "never-seen" in capsys.readouterr().err
-    words = ["explain", seen.id, "--json", "--url", cluster.url]
-    assert await asyncio.to_thread(cli.main, words) == 0
+    assert await asyncio.to_thread(cli.main, ["explain", seen.id, "--json", *url]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == seen.id

@@ -20,7 +20,7 @@ from vllm_tetri.launch.machine import (
     place,
     unpinned,
 )
-from vllm_tetri.policy.scale import SCALED, Bounds
+from vllm_tetri.policy.scale import ROLES, Bounds
 from vllm_tetri.router import auth
 from vllm_tetri.router.command import objective_of
 from vllm_tetri.types import Mode, Role
@@ -180,7 +180,7 @@ def _bounds(options: argparse.Namespace) -> dict[Role, Bounds]:
     """How many instances of each role there may be: without an option one, or none beside
     instances that do both."""
     number = 0 if options.both else 1
-    return {role: getattr(options, role) or Bounds(number, number) for role in SCALED}
+    return {role: getattr(options, role) or Bounds(number, number) for role in ROLES}
 
 
 def _placements(

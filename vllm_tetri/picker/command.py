@@ -7,20 +7,19 @@ import logging
 import os
 import signal
 import sys
-from math import inf
+from dataclasses import replace
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.logs import configure_logging
-from vllm_tetri.router.auth import Keys, Limits, instance_key_of, keys_of, tls_of
+from vllm_tetri.router.auth import Keys, Limits, keys_of, tls_of
 from vllm_tetri.router.command import (
     STOP_S,
     add_cluster_options,
     add_placement_options,
+    config_of,
     count,
-    objective_of,
     stop_signal,
 )
-from vllm_tetri.security import read_secret, secret_file_of
 from vllm_tetri.types import Mode
 
 _MISSING = "the picker needs more packages: pip install 'vllm-tetri[picker]'"
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"{_MISSING} ({error})") from error
     from vllm_tetri.router.app import build_app
-    from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
+    from vllm_tetri.router.scheduler import GlobalScheduler
     from vllm_tetri.router.server import listening
 
     async def serve() -> None:
@@ -80,18 +79,7 @@ def run(options: argparse.Namespace) -> int:
         configure_logging(options.log_level)
         secrets, tls, credentials = keys_of(options), tls_of(options), credentials_of(options)
         keys = Keys(secrets)
-        config = RouterConfig(
-            control=options.control,
-            silent_after_s=options.silent_after,
-            max_in_flight_each=options.max_in_flight or inf,
-            max_queue_delay_s=options.max_queue_delay,
-            authorization=instance_key_of(secrets),
-            mode=Mode.WHOLE,
-            objective=objective_of(options),
-            refuses_late=options.refuse_late,
-            secret=read_secret(secret_file_of(options.secret_file)),
-            moves=False,
-        )
+        config = replace(config_of(options, secrets), mode=Mode.WHOLE, moves=False)
         uvloop.run(serve())
     except (ConfigError, OSError) as error:
         print(f"vllm-tetri picker: {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ from math import exp, inf, sqrt
 from operator import attrgetter
 from statistics import fmean
 
-from vllm_tetri.policy.scale import ANY, Bounds, Change, Scale
+from vllm_tetri.policy.scale import ROLES, Bounds, Change, Scale, all_bounds
 from vllm_tetri.types import (
     ClusterView,
     FlipStage,
@@ -26,7 +26,6 @@ from vllm_tetri.types import (
 
 ROLLED_BACK_S = 60.0  # for this long an instance whose flip failed is left alone
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-ROLES = tuple(OTHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Group:
     def __init__(
         self, view: ClusterView, model: str, bounds: Mapping[Role, Bounds] | None = None
     ) -> None:
-        self.bounds = {role: (bounds or {}).get(role, ANY) for role in ROLES}
+        self.bounds = all_bounds(bounds)
         self.all = [each for each in view.instances if each.info.models[0] == model]
         ready = [each for each in self.all if each.state is InstanceState.READY]
         self.ready = {role: [each for each in ready if each.info.role is role] for role in ROLES}

@@ -13,7 +13,7 @@ from math import ceil, inf
 
 from vllm_tetri.types import InstanceId, Role
 
-SCALED = (Role.PREFILL, Role.DECODE)
+ROLES = (Role.PREFILL, Role.DECODE)
 MOST_BUSY = 0.8  # part of their time that instances may be at work before there are more
 LEAST_BUSY = 0.5  # with one instance less, before there is one less
 START_AFTER_S = 10.0  # more than a flip and its cool-down take
@@ -49,7 +49,9 @@ class Bounds:
         return f"{self.least}:{self.most}" if self.is_range else str(self.least)
 
 
-ANY = Bounds()
+def all_bounds(given: Mapping[Role, Bounds] | None) -> dict[Role, Bounds]:
+    """Return the bounds of every role, of which not all need be given."""
+    return {role: (given or {}).get(role, Bounds()) for role in ROLES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,13 @@ def missing(
 ) -> tuple[Role, int] | None:
     """Return the role that needs an instance more (1) or has one too many (-1); None if flips can
     do all that has to be done."""
-    need = {role: _within(bounds[role], demand[role] / MOST_BUSY) for role in SCALED}
-    enough = {role: _within(bounds[role], demand[role] / LEAST_BUSY) for role in SCALED}
-    have = sum(counts[role] for role in SCALED)
+    need = {role: _within(bounds[role], demand[role] / MOST_BUSY) for role in ROLES}
+    enough = {role: _within(bounds[role], demand[role] / LEAST_BUSY) for role in ROLES}
+    have = sum(counts[role] for role in ROLES)
     if have < sum(need.values()):
-        return max(SCALED, key=lambda role: need[role] - counts[role]), 1
+        return max(ROLES, key=lambda role: need[role] - counts[role]), 1
     if have > sum(enough.values()):
-        return max(SCALED, key=lambda role: counts[role] - enough[role]), -1
+        return max(ROLES, key=lambda role: counts[role] - enough[role]), -1
     return None
 
 
@@ -81,11 +83,10 @@ def _within(bounds: Bounds, number: float) -> int:
 
 
 class Scale:
-    """Asks for a change when it has been right for a while, with the same instances all the
-    time."""
+    """Asks for a change that has been right for a while, with the same instances all the time."""
 
     def __init__(self, bounds: Mapping[Role, Bounds]) -> None:
-        self._bounds = {role: bounds.get(role, ANY) for role in SCALED}
+        self._bounds = all_bounds(bounds)
         self._seen: tuple[object, ...] = ()
         self._since_s = 0.0
 
@@ -95,7 +96,7 @@ class Scale:
         """Decide on the demand, None while that is not known or instances are about to change."""
         wanted = None if demand is None else missing(demand, counts, self._bounds)
         number = wanted and wanted[1]
-        seen = (number, *(counts[role] for role in SCALED))
+        seen = (number, *(counts[role] for role in ROLES))
         if seen != self._seen:
             self._seen, self._since_s = seen, now
         after_s = START_AFTER_S if number == 1 else DRAIN_AFTER_S

@@ -17,8 +17,8 @@ from enum import StrEnum
 from functools import partial
 from math import inf
 
-from vllm_tetri.policy.balance import OTHER, ROLES, Balance, FlipOrder, Group, Look
-from vllm_tetri.policy.scale import Bounds
+from vllm_tetri.policy.balance import OTHER, Balance, FlipOrder, Group, Look
+from vllm_tetri.policy.scale import ROLES, Bounds
 from vllm_tetri.types import ClusterView, InstanceId, InstanceLoad, Role
 
 ORDER_SEEN_S = 2.0  # by then a report shows an order, or it was lost

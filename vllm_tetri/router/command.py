@@ -14,19 +14,24 @@ import signal
 import ssl
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_tetri.config import DEFAULT_CONTROL, DEFAULT_MODE, DRAIN_S
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.logs import add_log_option, configure_logging
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.policy.overload import PATIENCE_S
-from vllm_tetri.policy.scale import SCALED, Bounds
+from vllm_tetri.policy.scale import ROLES, Bounds
 from vllm_tetri.policy.watcher import Watcher, WatchPolicy
 from vllm_tetri.router.auth import KEY_VARIABLE, Keys, Limits, instance_key_of, keys_of, tls_of
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, read_secret, secret_file_of
 from vllm_tetri.types import Mode, Role
+
+if TYPE_CHECKING:
+    from vllm_tetri.router.scheduler import RouterConfig
 
 STOP_S = 5.0  # after Ctrl-C
 _OTHER_FILES = 256
@@ -77,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where the text may differ from there on; without this option the stream ends with an "
         "error if there is no other instance")
     add("--flip-dry-run", action="store_true", help="only log which instance would change role")
-    for role in SCALED:
+    for role in ROLES:
         add(f"--{role}", type=bounds, metavar="N|MIN:MAX",
             help=f"{role} instances that flips leave; with --flip balance, /tetri/v1/instances "
             "tells which one the load needs more or less, as `change` (default: at least 1)")
@@ -190,9 +195,9 @@ def run(options: argparse.Namespace) -> int:
 
     from vllm_tetri.router.app import build_app
     from vllm_tetri.router.flips import lease_of
-    from vllm_tetri.router.scheduler import GlobalScheduler, RouterConfig
+    from vllm_tetri.router.scheduler import GlobalScheduler
     from vllm_tetri.router.server import listening
-    from vllm_tetri.router.tracing import tracing_of
+    from vllm_tetri.router.tracing import Tracing
 
     async def serve() -> None:
         scheduler = GlobalScheduler(config)
@@ -217,25 +222,18 @@ def run(options: argparse.Namespace) -> int:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
         keys, is_off = Keys(secrets), policy is WatchPolicy.OFF
-        config = RouterConfig(
-            control=options.control,
+        config = replace(
+            config_of(options, secrets),
             first_byte_s=options.first_byte_timeout,
-            silent_after_s=options.silent_after,
-            max_in_flight_each=options.max_in_flight or inf,
             num_clients=keys.num_clients,
-            max_queue_delay_s=options.max_queue_delay,
-            authorization=instance_key_of(secrets),
             watcher=None if is_off else Watcher(policy, options.flip_after, _bounds_of(options)),
             is_watcher_dry=options.flip_dry_run,
             mode=Mode(options.mode),
-            objective=objective_of(options),
-            refuses_late=options.refuse_late,
-            secret=read_secret(secret_file_of(options.secret_file)),
             lease=lease_of(options.flip_lease),
             resumes_anywhere=options.resume_anywhere,
             moves=options.moves == "on",
             mirror_every=options.mirror or 0,
-            tracing=tracing_of(options.otlp_traces_endpoint),
+            tracing=Tracing(collector) if (collector := options.otlp_traces_endpoint) else None,
         )
         uvloop.run(serve())
     except (ConfigError, OSError) as error:
@@ -260,6 +258,23 @@ def stop_signal(times: dict[signal.Signals, float]) -> asyncio.Future[float]:
     return stop
 
 
+def config_of(options: argparse.Namespace, secrets: tuple[str, ...]) -> RouterConfig:
+    """Return what the options say that every command has which places requests; `secrets` are the
+    API keys. ConfigError if they contradict each other."""
+    from vllm_tetri.router.scheduler import RouterConfig
+
+    return RouterConfig(
+        control=options.control,
+        silent_after_s=options.silent_after,
+        max_in_flight_each=options.max_in_flight or inf,
+        max_queue_delay_s=options.max_queue_delay,
+        authorization=instance_key_of(secrets),
+        objective=objective_of(options),
+        refuses_late=options.refuse_late,
+        secret=read_secret(secret_file_of(options.secret_file)),
+    )
+
+
 def objective_of(options: argparse.Namespace) -> Objective:
     """Return what clients are promised; ConfigError if `--refuse-late` has no target."""
     if options.refuse_late and options.ttft_slo == options.tpot_slo == inf:
@@ -268,7 +283,7 @@ def objective_of(options: argparse.Namespace) -> Objective:
 
 
 def _bounds_of(options: argparse.Namespace) -> dict[Role, Bounds]:
-    return {role: given for role in SCALED if (given := getattr(options, role)) is not None}
+    return {role: given for role in ROLES if (given := getattr(options, role)) is not None}
 
 
 def _num_connections() -> int:

@@ -64,20 +64,20 @@ def _leg(
         if begin_s < shown_s < until_s:
             yield Part("router", InstanceId(""), begin_s, shown_s)
             begin_s = shown_s
+    # What is not told, the wait in the engine, and what remains.
+    words = ("at instance", "queue", "http")
+    untold, waiting, other = ("hand-over",) * 3 if event is Event.PREFILLED else words
     if served is None:
-        what = "hand-over" if event is Event.PREFILLED else "at instance"
-        yield Part(what, instance, begin_s, until_s)
+        yield Part(untold, instance, begin_s, until_s)
         return
-    told = [("queue", served.queue_s), ("compute", served.compute_s)]
+    told = [(waiting, served.queue_s), ("compute", served.compute_s)]
     if not row.generated:
         told.append(("output", served.output_s))
-    if event is Event.PREFILLED:
-        told[0] = ("hand-over", served.queue_s)
     found = list[Part]()
     for what, took_s in reversed(told):
         found.append(Part(what, instance, max(begin_s, until_s - took_s), until_s))
         until_s = found[-1].begin_s
-    yield Part("hand-over" if event is Event.PREFILLED else "http", instance, begin_s, until_s)
+    yield Part(other, instance, begin_s, until_s)
     yield from reversed(found)
 
 

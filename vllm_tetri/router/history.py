@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
-from vllm_tetri.handover import possible_ids
+from vllm_tetri.handover import find_named
 from vllm_tetri.messages import Served
 from vllm_tetri.router.table import Entry, Mark
 from vllm_tetri.types import InstanceId, RequestId
@@ -80,13 +79,9 @@ class History:
 
     def find(self, message: Served) -> Ended | None:
         """Return the request that an instance means, if it ended and is kept."""
-        ids = map(RequestId, possible_ids(message.request))
-        return next((self._by_id[each] for each in ids if each in self._by_id), None)
+        return find_named(message.request, self._by_id)
 
     def since(self, at_s: float) -> list[Ended]:
         """Return what ended after a monotonic time, the newest last."""
         newest = takewhile(lambda row: row.ended_s > at_s, reversed(self._rows))
         return list(newest)[::-1]
-
-    def __iter__(self) -> Iterator[Ended]:
-        return iter(self._rows)

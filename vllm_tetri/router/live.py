@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from hashlib import sha256
 from math import ceil, inf
 from pathlib import Path
@@ -145,7 +146,14 @@ class Recent:
 
 
 async def page(_: web.Request) -> web.Response:
-    """Respond with the page, which has no data and needs no key. Nothing else may run in it."""
+    """Respond with the page, which has no data and needs no key."""
+    html, headers = _page()
+    return web.Response(body=html, headers=headers)
+
+
+@cache
+def _page() -> tuple[bytes, dict[str, str]]:
+    """Read the page, and make its headers, by which nothing else may run in it."""
     html = Path(__file__).with_name("page.html").read_bytes()
     policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
     policy += "form-action 'none'; frame-ancestors 'none'"
@@ -159,7 +167,7 @@ async def page(_: web.Request) -> web.Response:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return web.Response(body=html, headers=headers)
+    return html, headers
 
 
 def plain_cluster(

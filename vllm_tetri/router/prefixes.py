@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 from cachetools import LRUCache, TTLCache
 
-from vllm_tetri.handover import possible_ids
+from vllm_tetri.handover import find_named
 from vllm_tetri.policy.residency import Chain
 from vllm_tetri.types import InstanceId
 
@@ -79,8 +79,7 @@ class PrefixIndex:
 
     def learn(self, instance: InstanceId, vllm_name: str, chain: Chain, prompt_tokens: int) -> None:
         """Record the chain that an instance reports for a request that ended there."""
-        pending = (self._pending.get(name) for name in possible_ids(vllm_name))
-        starts: list[Start] | None = next(filter(None, pending), None)
+        starts = find_named(vllm_name, self._pending)
         if not starts:
             return
         num_bytes, share = starts[-1].num_bytes, 1 + len(chain.names) // len(starts)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from vllm_tetri.handover import possible_ids, prefix_of
+from vllm_tetri.handover import find_named, prefix_of
 from vllm_tetri.messages import Dispatched, Moved, Moving, Served
 from vllm_tetri.policy.mirrors import LongOutput, Mirror
 from vllm_tetri.policy.moves import RunningOutput
@@ -211,8 +211,7 @@ class RequestTable:
 
     def find(self, message: Served) -> Entry | None:
         """Return the request in flight that an instance means, if there is one."""
-        ids = map(RequestId, possible_ids(message.request))
-        return next((self._entries[each] for each in ids if each in self._entries), None)
+        return find_named(message.request, self._entries)
 
     def enter(
         self, wanted_id: str, *, now: float, client: str = "", is_counted: bool = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.router.explain import parts
@@ -51,36 +51,24 @@ class Tracing:
 
     def end(self, trace: Trace, row: Ended) -> None:
         """Send the spans of a request that ended."""
-        if trace.is_sampled:
-            for span_id, parent_id, name, begin_s, end_s, about in _spans(trace, row):
-                self._send(trace, span_id, parent_id, name, begin_s, end_s, about)
-
-    def _send(
-        self,
-        trace: Trace,
-        span_id: int,
-        parent_id: int,
-        name: str,
-        begin_s: float,
-        end_s: float,
-        about: Mapping[str, str | int | float],
-    ) -> None:
+        if not trace.is_sampled:
+            return
         offset_s = time.time() - time.monotonic()
-        ids = [
-            self._context(trace.trace_id, each, is_remote=False, trace_flags=self._sampled)
-            for each in (span_id, parent_id)
-        ]
-        self._processor.on_end(
-            self._span(
+        for span_id, parent_id, name, begin_s, end_s, about in _spans(trace, row):
+            context, parent = (
+                self._context(trace.trace_id, each, is_remote=False, trace_flags=self._sampled)
+                for each in (span_id, parent_id)
+            )
+            span = self._span(
                 name,
-                context=ids[0],
-                parent=ids[1] if parent_id else None,
+                context=context,
+                parent=parent if parent_id else None,
                 resource=self._resource,
                 attributes=about,
                 start_time=int((begin_s + offset_s) * 1e9),
                 end_time=int((end_s + offset_s) * 1e9),
             )
-        )
+            self._processor.on_end(span)
 
     def close(self) -> None:
         """Send what is left."""
@@ -109,8 +97,3 @@ def _spans(
         parent_id, _ = trace.legs.get(each.instance, (trace.span_id, 0.0))
         begin_s, end_s = (row.arrival_s + at_s for at_s in (each.begin_s, each.end_s))
         yield random.getrandbits(64), parent_id, each.what, begin_s, end_s, {}
-
-
-def tracing_of(endpoint: str | None) -> Tracing | None:
-    """Return what sends traces to a collector; ConfigError if that is not possible."""
-    return Tracing(endpoint) if endpoint else None
