@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from vllm_tetri.launch.machine import free_port
 
 START_S = 240.0
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -278,13 +279,6 @@ def side_by_side(stock: Stock, cluster: Cluster) -> Iterator[tuple[Stock, Cluste
     finally:
         cluster.stop()
         stock.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def get(url: str) -> Any:

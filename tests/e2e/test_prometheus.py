@@ -18,9 +18,10 @@ import pytest
 import yaml
 
 from tests.e2e.client import ask_all
-from tests.e2e.cluster import Cluster, answers, free_port, get, running
+from tests.e2e.cluster import Cluster, answers, get, running
 from tests.e2e.prompts import STREAM, completion
 from tests.needed import require_command
+from vllm_tetri.launch.machine import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 

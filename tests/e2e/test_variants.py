@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from tests.e2e.client import assert_handed_over_as_stock
-from tests.e2e.cluster import SERVE, Cluster, Process, Stock, answers, free_port, get
+from tests.e2e.cluster import SERVE, Cluster, Process, Stock, answers, get
 from tests.e2e.prompts import chat, completion
+from vllm_tetri.launch.machine import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -15,9 +15,10 @@ from types import MappingProxyType
 from urllib.parse import urlsplit
 from xml.etree import ElementTree
 
-from tests.e2e.cluster import Process, answers, free_port
+from tests.e2e.cluster import Process, answers
 from tests.suites import catalogue
 from tests.suites.gate import PASSED
+from vllm_tetri.launch.machine import free_port
 
 TEST_S = 120  # longest time of one test, without the start of its server
 SUITE_S = 1800

@@ -15,13 +15,14 @@ import contextlib
 import json
 import os
 import platform
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata, util
-from itertools import takewhile
+from itertools import islice, takewhile
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,8 @@ from vllm_tetri.errors import ConfigError, UnsupportedError
 from vllm_tetri.types import Role
 
 PREFILL_NICE = 15
+# Below Linux's ephemeral ports and the defaults of torch and vLLM from 29500.
+FREE_PORTS = range(10_240, 29_000)
 MAX_KV_BYTES = 1 << 30
 _KV_PART_OF_MEMORY = 8
 _KV_GRAIN = 1 << 20
@@ -321,9 +324,14 @@ def claim(port: int) -> Iterator[bool]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free at this moment; a process that binds it late may lose it."""
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_ports(1, host)[0]
+
+
+def free_ports(number: int, host: str) -> list[int]:
+    """Ports that are free at this moment, at random: only a process with the same luck takes one
+    before the caller binds it, because the kernel gives these out to none."""
+    tried = random.sample(FREE_PORTS, 100 + number)
+    return [*islice((port for port in tried if is_port_free(port, host)), number)]
 
 
 if __name__ == "__main__":

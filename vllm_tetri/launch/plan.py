@@ -14,7 +14,7 @@ from vllm_tetri.launch.machine import (
     Machine,
     Placement,
     ServeOptions,
-    free_port,
+    free_ports,
     is_port_free,
     kv_bytes_each,
     place,
@@ -195,7 +195,7 @@ def _placements(
 def _router_ports(options: argparse.Namespace) -> list[int]:
     """The given port and those that follow it, one for every router; or free ones."""
     if not options.port:
-        return _free_ports(options.routers, options.host)
+        return free_ports(options.routers, options.host)
     return _ports("--port", options.port, options.routers, options.host)
 
 
@@ -220,14 +220,7 @@ def _control_addresses(number: int, host: str, may_take_default: bool) -> list[s
     """The default address first, so that instances started by hand find a router; other
     addresses when a second cluster on this machine has taken it or is about to."""
     ports = [CONTROL_PORT] if may_take_default and is_port_free(CONTROL_PORT, host) else []
-    return [f"tcp://{host}:{port}" for port in ports + _free_ports(number - len(ports), host)]
-
-
-def _free_ports(number: int, host: str) -> list[int]:
-    ports: set[int] = set()
-    while len(ports) < number:
-        ports.add(free_port(host))
-    return sorted(ports)
+    return [f"tcp://{host}:{port}" for port in ports + free_ports(number - len(ports), host)]
 
 
 def _memory_options(
