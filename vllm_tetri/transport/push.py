@@ -156,7 +156,6 @@ class Push:
         return True
 
     def _fail(self, order: Order, text: str) -> None:
-        order.failed(text)
         if text not in self._said:
             self._said.add(text)
             logger.error(
@@ -164,6 +163,7 @@ class Push:
                 "computed elsewhere; this is logged once.",
                 order.endpoint, order.kind, text,
             )  # fmt: skip
+        order.failed(text)
 
 
 def failure(error: Exception) -> str:
