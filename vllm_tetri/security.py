@@ -25,7 +25,6 @@ from vllm_tetri.errors import ConfigError
 
 VARIABLE = "TETRI_SECRET_FILE"
 VALUE_VARIABLE = "TETRI_SECRET"  # holds the secret itself
-KEY_BYTES = 32
 _LEAST_BYTES = 32
 _LEAST_KINDS = 8  # different bytes: 32 random ones have fewer once in 10^30 times
 _MOST_TEXT = 4096

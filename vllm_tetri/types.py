@@ -111,7 +111,6 @@ class InstanceState(StrEnum):
     STARTING = "starting"  # announced, HTTP not yet answering
     READY = "ready"
     SILENT = "silent"  # no report for longer than the limit; not used
-    REFUSED = "refused"  # its KV layout or version does not fit the cluster
     FLIPPING = "flipping"  # finishes its requests, gets no new ones, then has another role
     DRAINING = "draining"  # finishes its requests, gets no new ones, then leaves
 

@@ -228,7 +228,7 @@ loads = st.builds(
     instance,
     st.sampled_from([f"d{index}" for index in range(40)]),
     st.sampled_from(["prefill", "decode", "decode", "both"]),
-    state=st.sampled_from(["starting", "ready", "ready", "silent", "refused", "draining"]),
+    state=st.sampled_from(["starting", "ready", "ready", "silent", "draining"]),
     layout=st.sampled_from(["a", "a", "b"]),
     blocks_used=st.integers(0, 100),
     reserved_blocks=st.integers(0, 30),

@@ -248,7 +248,7 @@ instances = st.builds(
     instance,
     st.sampled_from("abcde"),
     st.sampled_from(["prefill", "decode", "both"]),
-    state=st.sampled_from(["starting", "ready", "silent", "refused"]),
+    state=st.sampled_from(["starting", "ready", "silent"]),
     layout=st.sampled_from(["a", "b"]),
     model=st.sampled_from(["tiny", "huge"]),
     queued_prefill_tokens=st.integers(0, 100),

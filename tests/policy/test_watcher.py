@@ -304,7 +304,7 @@ def test_whose_flip_failed_is_not_asked_again_so_soon() -> None:
     assert {order.instance for order in one.ordered()} == {"i2"}
 
 
-@pytest.mark.parametrize("state", ["starting", "silent", "refused", "draining"])
+@pytest.mark.parametrize("state", ["starting", "silent", "draining"])
 def test_only_ready_instances_count_and_flip(state: str) -> None:
     one = Overload(1, 2)
     one.said["i1"] = {"state": InstanceState(state)}

@@ -196,7 +196,7 @@ class KeptCluster:
         wanted = self._here
         states: dict[str, str] = {}
         loop = asyncio.get_running_loop()
-        while loop.time() < deadline and "refused" not in states.values():
+        while loop.time() < deadline:
             rows = (await router.get_json(_INSTANCES)).get("instances", ())
             # Ranks of a data-parallel server are ready together.
             states = {}
