@@ -289,20 +289,8 @@ class LengthMap(msgspec.Struct, frozen=True, tag=True):
 # By engines, at any time.
 Published = Dispatched | Moving | Moved | OutputEnded | Served | LengthMap
 ToRouter = Hello | LoadReport | CacheReport | Flipped | Goodbye | Published
-ToInstance = (
-    OutputEnded
-    | LengthMap
-    | WhoAreYou
-    | SendCache
-    | Refused
-    | Poll
-    | Drain
-    | FlipRole
-    | RoleCommitted
-    | Move
-    | CancelTransfer
-    | TransferLost
-)
+ToEngine = Move | CancelTransfer | TransferLost | OutputEnded | LengthMap
+ToInstance = WhoAreYou | SendCache | Refused | Poll | Drain | FlipRole | RoleCommitted | ToEngine
 
 Message = TypeVar("Message")
 

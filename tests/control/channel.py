@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import Dispatched, LengthMap, OutputEnded
+from vllm_tetri.messages import Dispatched, ToEngine
 from vllm_tetri.security import Secret
 from vllm_tetri.types import (
     ClusterView,
@@ -43,10 +43,7 @@ class FakeEngine:
     """What an agent asks of an engine; each option replaces one method."""
 
     def __init__(self, **options: Callable[..., Any]) -> None:
-        self.cancelled: list[TransferId] = []
-        self.lost: list[TransferId] = []
-        self.ended: list[OutputEnded] = []
-        self.maps: list[LengthMap] = []
+        self.taken: list[ToEngine] = []
         self.abandoned: list[str] = []
         self.drained = threading.Event()
         self.busy = True
@@ -65,17 +62,8 @@ class FakeEngine:
     def is_idle(self) -> bool:
         return not self.busy
 
-    def cancel(self, transfer: TransferId) -> None:
-        self.cancelled.append(transfer)
-
-    def lose(self, transfer: TransferId) -> None:
-        self.lost.append(transfer)
-
-    def on_output_ended(self, message: OutputEnded) -> None:
-        self.ended.append(message)
-
-    def on_length_map(self, message: LengthMap) -> None:
-        self.maps.append(message)
+    def take(self, message: ToEngine) -> None:
+        self.taken.append(message)
 
     def abandon(self, router: str) -> None:
         self.abandoned.append(router)

@@ -115,10 +115,11 @@ async def test_messages_travel_both_ways(secret: Secret | None) -> None:
         ended = [OutputEnded(InstanceId(name), TransferId("t"), 7) for name in ("i", "gone")]
         for each in ended:  # which the instance gets that has the prompt
             one.agent.publish(each)
-        await eventually(lambda: one.engine.ended == ended[:1])
-        assert router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
-        await eventually(lambda: one.engine.cancelled == ["t"])
-        assert not router.send(InstanceId("unknown"), CancelTransfer(TransferId("t")))
+        await eventually(lambda: one.engine.taken == ended[:1])
+        cancel = CancelTransfer(TransferId("t"))
+        assert router.send(InstanceId("i"), cancel)
+        await eventually(lambda: one.engine.taken[1:] == [cancel])
+        assert not router.send(InstanceId("unknown"), cancel)
         assert router.counters.undelivered == 2
         assert router.counters.dropped == one.agent.dropped_messages == 0
 
@@ -134,8 +135,8 @@ async def test_what_one_learns_of_lengths_all_others_are_told() -> None:
     ):
         await eventually(lambda: len(states(router)) == 3)
         one.agent.publish(learnt)
-        await eventually(lambda: two.engine.maps == three.engine.maps == [learnt])
-        assert one.engine.maps == []
+        await eventually(lambda: two.engine.taken == three.engine.taken == [learnt])
+        assert one.engine.taken == []
 
 
 async def test_what_an_instance_tells_anew_is_known_at_once_and_its_state_stays() -> None:
@@ -179,7 +180,7 @@ async def test_trouble_in_the_engine_does_not_stop_the_agent() -> None:
     def broken(*_: object) -> Any:
         raise RuntimeError("engine trouble")
 
-    async with monitor() as router, joined(router.address, read_load=broken, cancel=broken) as one:
+    async with monitor() as router, joined(router.address, read_load=broken, take=broken) as one:
         await eventually(lambda: states(router))
         router.send(InstanceId("i"), CancelTransfer(TransferId("t")))
         seq = one.view.seq

@@ -81,10 +81,10 @@ async def test_it_goes_on_and_believes_the_next_right_word(count: int) -> None:
                     while router.poll(0):  # what it has to say to that
                         router.recv_multipart()
                 router.send_multipart([sender, b"two", b"parts"])
-                mark = TransferId(f"batch {start}")
+                mark = CancelTransfer(TransferId(f"batch {start}"))
                 router.send_multipart([sender, messages.encode(SHOWN)])
-                router.send_multipart([sender, messages.encode(CancelTransfer(mark))])
-                await eventually(lambda mark=mark: mark in one.engine.cancelled, 20.0)
+                router.send_multipart([sender, messages.encode(mark)])
+                await eventually(lambda mark=mark: mark in one.engine.taken, 20.0)
                 assert one.sees() == [("a", "ready"), ("b", "ready")]
                 assert len(one.agent.snapshot().view.instances) == 2
             assert one.agent.dropped_messages > count / 3

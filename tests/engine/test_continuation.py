@@ -21,6 +21,7 @@ from vllm_tetri.engine.continuation import (
 )
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params, unseen_logprobs
+from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.types import TransferId
 
 
@@ -80,7 +81,9 @@ def test_a_first_token_that_ends_the_output_leaves_no_kv(pair: Pair, ends: dict[
     assert prefilled.is_final
     assert (prefilled.decode, prefilled.prior_output) == ("", PriorOutput([7]))
     pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
-    pair.decode.endpoint.cancel(TransferId("t-a"))  # the router's, which expects no decode request
+    pair.decode.endpoint.take(
+        CancelTransfer(TransferId("t-a"))
+    )  # the router's, which expects no decode request
     pair.settle()
 
 

@@ -16,6 +16,7 @@ from tests.engine.pair import Pair, prompt
 from vllm_tetri.engine.compat import RequestStatus
 from vllm_tetri.engine.queue import PrefillQueue
 from vllm_tetri.handover import DecodeParams, digest_of, to_params
+from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.policy.admission import ADMISSIONS, ENTRY_ORDERS, DecodeGate
 from vllm_tetri.policy.lengths import End, Lengths, OutputLengths
 from vllm_tetri.types import Prediction, Role, TransferId
@@ -301,7 +302,7 @@ def test_prompts_for_other_instances_are_no_decodes(cluster: Cluster) -> None:
     cluster.prefill.step()
     assert (load(cluster.prefill).heavy, load(cluster.prefill).light) == (0, 0)
     cluster.prefilled("a")
-    cluster.decode.endpoint.cancel(TransferId("t-a"))
+    cluster.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
 
 
 def test_reserved_blocks_are_reported_while_something_runs(cluster: Cluster) -> None:

@@ -21,6 +21,7 @@ from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import KEY, PrefillParams, PriorOutput, from_params, to_params
+from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.transport.native import Sender, TransferState
 from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
 
@@ -151,7 +152,7 @@ def test_the_delay_of_a_hand_over_is_that_of_what_was_sent(pair: Pair) -> None:
     pair.prefill.scheduler.reset_prefix_cache()  # so the last chunk has more tokens
     pair.sent("a", FIRST, held=HELD)
     assert learnt == [len(FIRST) - HELD]
-    pair.decode.endpoint.cancel(TransferId("t-a"))
+    pair.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
 
 
 def test_drafters_take_back_the_last_block_of_a_hit(pair: Pair) -> None:
@@ -289,7 +290,7 @@ def test_an_abort_leaves_nothing(tmp_path: Path, state: str) -> None:
         assert used >= NEW_BLOCKS
         for name in ("a", "busy"):
             decode.abort(name)
-        decode.endpoint.cancel(TransferId("t-a"))
+        decode.endpoint.take(CancelTransfer(TransferId("t-a")))
         pair.settle()
 
 
@@ -458,7 +459,7 @@ def test_any_mix_of_turns_is_right_and_ends_at_rest(tmp_path: Path, seed: int) -
         request = request or pair.receive(name, tokens, **options)
         if rng.random() < 0.2:
             decode.abort(name)
-            decode.endpoint.cancel(TransferId(f"t-{name}"))
+            decode.endpoint.take(CancelTransfer(TransferId(f"t-{name}")))
         else:
             decode.run_until(lambda name=name: name in decode.outputs)
             assert decode.holds(request, len(tokens))

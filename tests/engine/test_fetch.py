@@ -23,6 +23,7 @@ from vllm_tetri.handover import (
     from_params,
     to_params,
 )
+from vllm_tetri.messages import CancelTransfer, TransferLost
 from vllm_tetri.policy.residency import Chain
 from vllm_tetri.transport.native import Sender, TransferState
 from vllm_tetri.types import RequestId, Role, TransferId
@@ -278,7 +279,7 @@ def test_a_holder_that_has_lost_the_prefix_computes_nothing(trio: Trio, lose: An
     trio.run(lambda: "asked" in trio.holder.finished)
     assert trio.holder.finished["asked"] is None  # by which the router knows
     assert trio.holder.computed == done
-    trio.fetcher.endpoint.lose(NAME)
+    trio.fetcher.endpoint.take(TransferLost(NAME))
     computes_all(trio, request)
 
 
@@ -353,7 +354,7 @@ def test_a_transfer_that_fails_at_the_holder_is_given_up(trio: Trio, is_done: bo
     trio.run(lambda: "asked" in trio.holder.finished)
     if not is_done:
         assert from_params(trio.holder.finished["asked"]).decode == ""
-        trio.fetcher.endpoint.lose(NAME)
+        trio.fetcher.endpoint.take(TransferLost(NAME))
     trio.run(lambda: "a" in trio.fetcher.outputs)
     assert trio.fetcher.holds(request, len(NEXT))
     trio.end()
@@ -380,8 +381,8 @@ def test_an_abort_leaves_nothing(tmp_path: Path, who: str, state: str) -> None:
             trio.holder.abort("asked")
         if who != "holder" or state == "waiting":  # as the router does
             for each in (trio.fetcher, trio.holder):
-                each.endpoint.cancel(NAME)
-            trio.fetcher.endpoint.lose(NAME)
+                each.endpoint.take(CancelTransfer(NAME))
+            trio.fetcher.endpoint.take(TransferLost(NAME))
         trio.end()
 
 
@@ -392,7 +393,7 @@ def test_an_instance_that_exchanges_no_kv_gives_none(trio: Trio) -> None:
     trio.ask(fetch)
     trio.run(lambda: "asked" in trio.holder.finished)
     assert not trio.holder.computed["asked"]
-    trio.fetcher.endpoint.lose(NAME)
+    trio.fetcher.endpoint.take(TransferLost(NAME))
     computes_all(trio, request)
 
 
@@ -419,7 +420,7 @@ def test_any_mix_is_right_and_ends_at_rest(tmp_path: Path, seed: int) -> None:
             if rng.random() < 0.2:
                 trio.fetcher.abort(f"{number}")
                 for each in trio.all:
-                    each.endpoint.cancel(name)
+                    each.endpoint.take(CancelTransfer(name))
                 continue
             trio.run(lambda number=number: f"{number}" in trio.fetcher.outputs)
             assert trio.fetcher.holds(request, len(tokens))

@@ -15,6 +15,7 @@ from tests.transport.sides import still
 from vllm_tetri.engine.compat import RequestStatus
 from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.handover import PriorOutput
+from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.policy.order import ORDERS
 from vllm_tetri.transport.native import SlotState
 from vllm_tetri.types import InstanceId, TransferId
@@ -232,7 +233,7 @@ def test_cancel_before_or_after_the_transfer_is_done(pair: Pair, is_sent: bool) 
         pair.prefill.run_until(lambda: pair.prefill.is_at_rest)
         assert pair.decode.endpoint.read_load().arena_used_bytes > 0
     for engine in (pair.prefill, pair.decode):
-        engine.endpoint.cancel(TransferId("t-a"))
+        engine.endpoint.take(CancelTransfer(TransferId("t-a")))
     pair.settle()
 
 
@@ -371,7 +372,7 @@ def test_an_early_leg_that_is_aborted_leaves_nothing(pair: Pair) -> None:
     pair.send("a", tokens)
     pair.prefilled("a")
     pair.prefill.endpoint.sends.cancel(TransferId("t-a"))
-    pair.decode.endpoint.cancel(TransferId("t-a"))
+    pair.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
     pair.settle()
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.engine.harness import BLOCK, Engine
 from tests.engine.pair import CHUNK, Pair, prompt
 from tests.eventually import eventually
+from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.transport.native import TransferState
 from vllm_tetri.types import TransferId
 
@@ -116,7 +117,7 @@ def test_full_arenas_preemption_and_aborts_cost_time_only(tmp_path: Path, seed: 
         if rng.random() < 0.2:
             name = rng.choice(list(names))
             pair.prefill.abort(name)
-            pair.decode.endpoint.cancel(TransferId(f"t-{name}"))
+            pair.decode.endpoint.take(CancelTransfer(TransferId(f"t-{name}")))
             del names[name]
     for name, tokens in names.items():
         response = pair.prefilled(name)
@@ -147,6 +148,6 @@ def test_the_option_says_how_tails_leave(tmp_path: Path, push: str, by_layer: bo
     pair.send("a", prompt(2 * CHUNK))
     assert [orders(pair.prefill), orders(pair.prefill)] == [[], [by_layer]]
     pair.prefilled("a")
-    pair.decode.endpoint.cancel(TransferId("t-a"))
+    pair.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
     pair.settle()
     pair.close()

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.harness import CHUNKS, FULL, WINDOW, run_until, told_by
 from tests.engine.pair import Pair, prompt
 from vllm_tetri.handover import DecodeParams, to_params
-from vllm_tetri.messages import Move, Moved, Moving
+from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving
 from vllm_tetri.types import RequestId, TransferId
 
 HERE, THERE = "cmpl-x-0-1111", "cmpl-x-0-2222"  # vLLM's names of one request
@@ -36,7 +36,7 @@ class Both:
     def order(self, transfer: str = TRANSFER, **options: Any) -> None:
         endpoint = self.there.info.kv_endpoint
         order = Move(RequestId("x"), TransferId(transfer), self.there.info.id, endpoint, **options)
-        self.here.endpoint.move(order)
+        self.here.endpoint.take(order)
         self.here.step()
 
     def answer(self) -> Moving:
@@ -64,7 +64,7 @@ class Both:
         """The output goes on where it was to its end, and nothing is left."""
         self.run(lambda: HERE in self.here.finished)
         assert self.here.outputs[HERE] == [7] * NUM_OUTPUT
-        self.there.endpoint.cancel(TRANSFER)  # by the router
+        self.there.endpoint.take(CancelTransfer(TRANSFER))  # by the router
         if THERE in self.there.scheduler.requests:
             self.there.abort(THERE)
         self.run(lambda: self.here.is_at_rest and self.there.is_at_rest)
@@ -119,7 +119,7 @@ def test_while_it_waits_others_go_on(both: Both) -> None:
     both.run(lambda: "cmpl-y-0-3333" in both.here.finished)
     assert other.num_output_tokens == 40
     assert len(both.here.outputs[HERE]) < 400
-    both.here.endpoint.cancel(TRANSFER)
+    both.here.endpoint.take(CancelTransfer(TRANSFER))
     both.stays()
 
 
@@ -130,7 +130,7 @@ def test_a_move_that_is_called_off_leaves_the_output_where_it_was(both: Both, wh
         both.run(lambda: both.here.endpoint.moves.parked)
     elif when == "when the other one has it":
         both.moved()
-    both.here.endpoint.cancel(TRANSFER)
+    both.here.endpoint.take(CancelTransfer(TRANSFER))
     both.stays()
     assert not both.answer().problem  # its router knows
 
@@ -189,7 +189,7 @@ def test_an_output_that_does_not_move_here_ends_here(both: Both) -> None:
 )
 def test_what_is_not_here_does_not_move(both: Both, name: str, options: Any, problem: str) -> None:
     endpoint, there = both.there.info.kv_endpoint, both.there.info.id
-    both.here.endpoint.move(Move(RequestId(name), TRANSFER, there, endpoint, **options))
+    both.here.endpoint.take(Move(RequestId(name), TRANSFER, there, endpoint, **options))
     both.here.step()
     assert both.answer().problem == problem
     both.stays()
@@ -201,7 +201,7 @@ def test_an_output_moves_once_at_a_time_and_not_at_its_end(both: Both) -> None:
     assert both.answer() == Moving(
         RequestId("x"), TransferId("router/again"), problem="it moves already"
     )
-    both.here.endpoint.cancel(TRANSFER)
+    both.here.endpoint.take(CancelTransfer(TRANSFER))
     both.here.run_until(lambda: len(both.here.outputs[HERE]) > NUM_OUTPUT - 4)
     both.order("router/late")
     assert both.answer().problem == "it is about to end"

@@ -18,6 +18,7 @@ from tests.eventually import eventually
 from tests.transport.children import receiving
 from vllm_tetri.engine.step import FirstTokens, encode_note
 from vllm_tetri.handover import PriorOutput
+from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.transport import native
 from vllm_tetri.types import TransferId
 
@@ -176,7 +177,7 @@ def test_first_tokens_without_a_request_are_forgotten(pair: Pair) -> None:
     worker = pair.prefill.kv_worker
     worker.send_note(pair.decode.info.kv_endpoint, note)
     eventually(lambda: receives.tidy() or "t-a" in receives.outputs)
-    pair.decode.endpoint.cancel(TransferId("t-a"))
+    pair.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
     assert "t-a" not in receives.outputs
     worker.send_note(pair.decode.info.kv_endpoint, note)  # once more, after the cancel
     worker.send_note(

@@ -21,6 +21,7 @@ from vllm_tetri.config import decode_config
 from vllm_tetri.engine.pool import pool_places
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport
 from vllm_tetri.errors import ConfigError
+from vllm_tetri.messages import TransferLost
 from vllm_tetri.transport import segments
 from vllm_tetri.transport.shards import Shards
 from vllm_tetri.types import Role, TransferId
@@ -399,7 +400,7 @@ def test_a_transfer_that_fails_leaves_the_pool(tmp_path: Path) -> None:
     push_out(pair.decode)
     request = pair.receive("b", SECOND)
     pair.decode.step()
-    pair.decode.endpoint.lose(TransferId("t-b"))
+    pair.decode.endpoint.take(TransferLost(TransferId("t-b")))
     pair.decode.run_until(lambda: "b" in pair.decode.outputs)
     assert pair.decode.holds(request, len(SECOND))
     pair.end("b")

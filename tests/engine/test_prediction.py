@@ -236,9 +236,9 @@ def test_a_map_that_is_damaged_or_of_another_model_is_not_used(
     engine = Engine(tmp_path, Role.PREFILL, arena_bytes=1 << 20)
     head = engine.endpoint.predictions.predictor
     assert isinstance(head, HeadPredictor)
-    engine.endpoint.on_length_map(LengthMap("another", b"1234"))
+    engine.endpoint.take(LengthMap("another", b"1234"))
     assert "not used" not in caplog.text
-    engine.endpoint.on_length_map(LengthMap(head.model, b"1234"))
+    engine.endpoint.take(LengthMap(head.model, b"1234"))
     assert "not used: no map" in caplog.text
     assert head.weights is None
     engine.close()

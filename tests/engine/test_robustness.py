@@ -38,6 +38,7 @@ from vllm_tetri.handover import (
     from_params,
     to_params,
 )
+from vllm_tetri.messages import TransferLost
 from vllm_tetri.router.first_token import read_first_token
 from vllm_tetri.transport.shards import Shards
 from vllm_tetri.types import InstanceId, RequestId, Role, TransferId
@@ -131,7 +132,7 @@ def test_kv_of_a_lost_transfer_is_not_waited_for(
     pair.decode.step()
     assert receives.num_waiting == 1
     if is_told_by_router:  # the prefill instance is unresponsive
-        pair.decode.endpoint.lose(TransferId("t-a"))
+        pair.decode.endpoint.take(TransferLost(TransferId("t-a")))
     else:
         note = pair.decode.info.kv_endpoint, encode_note(Lost("t-a"))
         pair.prefill.kv_worker.begin_step(StepMeta(notes=[note]))
@@ -143,7 +144,7 @@ def test_kv_of_a_lost_transfer_is_not_waited_for(
 def test_kv_that_has_arrived_is_taken_whatever_is_said_of_its_sender(pair: Pair) -> None:
     tokens = prompt(100)
     pair.sent("a", tokens)
-    pair.decode.endpoint.lose(TransferId("t-a"))
+    pair.decode.endpoint.take(TransferLost(TransferId("t-a")))
     pair.receive("a", tokens)
     pair.decode.run_until(lambda: "a" in pair.decode.outputs)
     assert pair.decode.endpoint.receives.loads_done == 1

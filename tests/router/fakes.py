@@ -21,7 +21,14 @@ from vllm_tetri import cli, handover
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Fetch, Prefilled, PrefillParams
-from vllm_tetri.messages import CacheReport, Dispatched, Move
+from vllm_tetri.messages import (
+    CacheReport,
+    CancelTransfer,
+    Dispatched,
+    Move,
+    ToEngine,
+    TransferLost,
+)
 from vllm_tetri.policy.balance import FlipOrder, Look
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.app import build_app
@@ -100,14 +107,14 @@ class FakeEngine:
     def is_idle(self) -> bool:
         return not self._fake.is_busy
 
-    def cancel(self, transfer: TransferId) -> None:
-        self._fake.cancelled.append(transfer)
-
-    def move(self, order: Move) -> None:
-        self._fake.moves.append(order)
-
-    def lose(self, transfer: TransferId) -> None:
-        self._fake.lost.append(transfer)
+    def take(self, message: ToEngine) -> None:
+        match message:
+            case CancelTransfer(transfer=transfer):
+                self._fake.cancelled.append(transfer)
+            case TransferLost(transfer=transfer):
+                self._fake.lost.append(transfer)
+            case Move():
+                self._fake.moves.append(message)
 
     def abandon(self, router: str) -> None:
         pass

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Protocol, TypeVar, assert_never
+from typing import Protocol, TypeVar
 
 import zmq
 from cachetools import TTLCache
@@ -26,7 +26,7 @@ from vllm_tetri.control.view import Snapshot, ViewStore
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.policy.role import Leaving, Verdict
 from vllm_tetri.security import Curve, Secret, is_readable
-from vllm_tetri.types import FlipStage, InstanceInfo, InstanceLoad, Role, TransferId
+from vllm_tetri.types import FlipStage, InstanceInfo, InstanceLoad, Role
 
 MAX_QUEUED = 4096
 _CLOSE_S = 2.0
@@ -48,11 +48,7 @@ class EngineSide(Protocol):
     def read_cache(self, seq: int, *, is_all: bool) -> messages.CacheReport | None: ...
     def unfinished(self, role: Role) -> str: ...  # a role's work that is left, in words
     def is_idle(self) -> bool: ...  # it takes a new role before anything else that it does
-    def cancel(self, transfer: TransferId) -> None: ...  # its request was cancelled
-    def move(self, order: messages.Move) -> None: ...  # a running output to another instance
-    def lose(self, transfer: TransferId) -> None: ...  # its prefill instance is unresponsive
-    def on_output_ended(self, message: messages.OutputEnded) -> None: ...  # of a prompt from here
-    def on_length_map(self, message: messages.LengthMap) -> None: ...  # another one learnt it
+    def take(self, message: messages.ToEngine) -> None: ...  # from a router
     def abandon(self, router: str) -> None: ...  # its connection broke; repeated for a while
     def on_drained(self) -> None: ...  # the instance was drained and has left the cluster
 
@@ -339,17 +335,7 @@ class Agent:
                 self._send_hello(link)
             case messages.SendCache():
                 self._send_cache(link)
-            case messages.Move():
-                self._ask("moving an output", None, self._engine.move, message)
-            case messages.CancelTransfer(transfer=transfer):
-                self._ask("cancelling a transfer", None, self._engine.cancel, transfer)
-            case messages.TransferLost(transfer=transfer):
-                self._ask("giving up a transfer", None, self._engine.lose, transfer)
-            case messages.OutputEnded():
-                self._ask("learning a length", None, self._engine.on_output_ended, message)
-            case messages.LengthMap():
-                self._ask("learning lengths", None, self._engine.on_length_map, message)
             case messages.Refused(reason=reason):
                 self._log_once(f"refused {reason}", "a router refused this instance: %s", reason)
             case _:
-                assert_never(message)
+                self._ask(f"taking {type(message).__name__}", None, self._engine.take, message)

@@ -42,7 +42,15 @@ from vllm_tetri.engine.step import KVLayout, WorkerShape
 from vllm_tetri.engine.times import RequestTimes
 from vllm_tetri.errors import TransferError
 from vllm_tetri.handover import RANK_DRAINED, DecodeParams, Fetch, PrefillParams
-from vllm_tetri.messages import CacheReport, LengthMap, Move, OutputEnded
+from vllm_tetri.messages import (
+    CacheReport,
+    CancelTransfer,
+    LengthMap,
+    Move,
+    OutputEnded,
+    ToEngine,
+    TransferLost,
+)
 from vllm_tetri.security import kv_key_of, read_secret
 from vllm_tetri.transport.native import Receiver, open_receiver
 from vllm_tetri.transport.nixl import offer_nixl
@@ -53,7 +61,7 @@ from vllm_tetri.transport.segments import (
     arena_bounds,
     arena_size,
 )
-from vllm_tetri.types import InstanceId, InstanceInfo, Role, TransferId
+from vllm_tetri.types import InstanceId, InstanceInfo, Role
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -313,33 +321,26 @@ class Endpoint(LoadReader):
 
     # -- called by the agent's thread, as `read_load` is (`control.agent.EngineSide`) ----
 
-    def cancel(self, transfer: TransferId) -> None:
-        """Drop a transfer whose request was cancelled."""
-        self.sends.cancel(transfer)
-        self.moves.cancel(transfer)
-        self.receives.cancel(transfer)
-
-    def move(self, order: Move) -> None:
-        """Move a running output to another instance."""
-        self.moves.order(order)
+    def take(self, message: ToEngine) -> None:
+        """Do what a message of a router asks for."""
+        match message:
+            case CancelTransfer(transfer=transfer):
+                for side in (self.sends, self.moves, self.receives):
+                    side.cancel(transfer)
+            case TransferLost(transfer=transfer):
+                self.receives.lose(transfer)
+            case Move():
+                self.moves.order(message)
+            case OutputEnded():
+                self.predictions.tell(message)
+                self._share_lengths()
+            case LengthMap():
+                self.predictions.adopt(message)
 
     def read_cache(self, seq: int, *, is_all: bool) -> CacheReport | None:
         """Return what changed in the prefix cache since the last call, or all that it holds; None
         if that is nothing."""
         return self.cache.report(self.info.id, seq, is_all=is_all) if self.cache.is_on else None
-
-    def lose(self, transfer: TransferId) -> None:
-        """Record that the sender of a transfer is unresponsive."""
-        self.receives.lose(transfer)
-
-    def on_output_ended(self, message: OutputEnded) -> None:
-        """Learn how long the output of a prompt was that was computed here."""
-        self.predictions.tell(message)
-        self._share_lengths()
-
-    def on_length_map(self, message: LengthMap) -> None:
-        """Take what another instance has learnt of the lengths of outputs."""
-        self.predictions.adopt(message)
 
     def abandon(self, router: str) -> None:
         """Drop the transfers of a router that is gone."""
