@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -56,46 +55,6 @@ class Cut:
 
 # Parts of a slot: where each starts in the arena, and what of its blocks is read (None: all).
 Sources = Sequence[tuple[int, Cut | None]]
-
-
-class BlockMover(Protocol):
-    """Blocks for sending, and where blocks that arrived go."""
-
-    layout: Layout  # of all blocks; keeps the tensors alive
-    device: Device | None  # that moves the blocks; None: host memory
-
-    def scatter(
-        self,
-        arena: Arena | DeviceArena,
-        sources: Sources,
-        first_block: int,
-        block_ids: BlockIds,
-        after: DeviceEvent | None,
-    ) -> None:
-        """Fill blocks from parts of a slot, on a device behind an event (None: host memory).
-        Returns when they are filled. RuntimeError if the device failed, ValueError if the slot
-        does not have them."""
-        ...
-
-    def adopt(self, memory: Rows) -> None:
-        """Make host memory reachable for the next two. RuntimeError if the device refuses it."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until no row is written any more."""
-        ...
-
-    def save_rows(self, memory: Rows, rows: BlockIds, block_ids: BlockIds) -> None:
-        """Copy blocks to rows, behind all work that was submitted so far, before what follows."""
-        ...
-
-    def load_rows(
-        self, memory: Rows, rows: BlockIds, block_ids: BlockIds, after: DeviceEvent | None
-    ) -> None:
-        """Fill blocks from rows as `scatter` does."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class LayerProgress:
@@ -169,15 +128,16 @@ def _layout_of(
 
 
 class HostMover:
-    """KV in host memory: nothing to stage.
+    """Blocks in host memory for sending, and where blocks that arrive go: nothing to stage.
 
     `tensors` has one per layer, which may share memory; dimension 0 counts blocks (or a multiple,
-    where a kernel block is smaller), the rest is dense, else there is a ValueError.
+    where a kernel block is smaller), the rest is dense, else there is a ValueError. `layout` is of
+    all blocks, and keeps the tensors alive.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
         self.layout = _layout_of(tensors, num_blocks)
-        self.device: Device | None = None
+        self.device = None
         self._layouts: dict[Cut | None, Layout] = {None: self.layout}
 
     def scatter(
@@ -188,6 +148,7 @@ class HostMover:
         block_ids: BlockIds,
         after: DeviceEvent | None,
     ) -> None:
+        """Fill blocks from parts of a slot; ValueError if it does not have them."""
         assert isinstance(arena, Arena)
         for offset, cut in sources:
             if cut is not None and cut not in self._layouts:
@@ -201,11 +162,13 @@ class HostMover:
         """Do nothing: copies are over when they return."""
 
     def save_rows(self, memory: Rows, rows: BlockIds, block_ids: BlockIds) -> None:
+        """Copy blocks to rows."""
         self.layout.copy_rows(block_ids, memory, rows, to_blocks=False)
 
     def load_rows(
         self, memory: Rows, rows: BlockIds, block_ids: BlockIds, after: DeviceEvent | None
     ) -> None:
+        """Fill blocks from rows."""
         self.layout.copy_rows(block_ids, memory, rows, to_blocks=True)
 
     def progress(self, tensors: dict[str, torch.Tensor]) -> LayerProgress:
@@ -220,15 +183,15 @@ class HostMover:
 
 
 class DeviceMover:
-    """The `BlockMover` of a device's KV: blocks of a slot come by DMA from the registered arena,
-    or from one in the device's own memory. What leaves is moved by orders (`push`)."""
+    """As `HostMover`, of a device's KV: blocks of a slot come by DMA from the registered arena,
+    or from one in the device's own memory. What leaves is moved by orders (`push`). RuntimeError
+    from any call: the device failed, or refused it."""
 
     def __init__(self, device: Device, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
         self.layout = _layout_of(tensors, num_blocks, is_device=True)
-        self.device: Device | None = device
-        self._device = device
+        self.device = device
         self.stream = device.make_stream()
-        self._registered: dict[int, Device] = {}  # by address of the mapping
+        self._registered = set[int]()  # addresses of mappings
         self._lock = threading.Lock()  # a copier thread loads, and `close` is the engine's
 
     def scatter(
@@ -250,37 +213,43 @@ class DeviceMover:
             if begin + num_bytes > arena.num_bytes:
                 raise ValueError(f"bytes {begin} to {begin + num_bytes} are not in the arena")
             pages, places, sizes = places_of(layout, block_ids, arena.address + begin)
-            events.append(self._device.copy(self.stream, Copies(places, pages, sizes), after))
+            events.append(self.device.copy(self.stream, Copies(places, pages, sizes), after))
         for event in events:
             event.synchronize()
 
     def _reach(self, address: int, num_bytes: int) -> None:
         with self._lock:
             if address not in self._registered:
-                self._device.register(address, num_bytes)
-                self._registered[address] = self._device
+                self.device.register(address, num_bytes)
+                self._registered.add(address)
 
     def settle(self) -> None:
+        """Wait until no row is written any more."""
         with suppress(RuntimeError):  # the device failed
-            self._device.mark().synchronize()
+            self.device.mark().synchronize()
 
     def adopt(self, memory: Rows) -> None:
+        """Make host memory reachable for the next two."""
         self._reach(memory.ctypes.data, memory.nbytes)
 
     def save_rows(self, memory: Rows, rows: BlockIds, block_ids: BlockIds) -> None:
+        """Copy blocks to rows, behind all work that was submitted so far, before what follows."""
         pages, places, sizes = places_of(self.layout, block_ids, memory.ctypes.data, rows)
-        self._device.copy(None, Copies(pages, places, sizes), None)
+        self.device.copy(None, Copies(pages, places, sizes), None)
 
     def load_rows(
         self, memory: Rows, rows: BlockIds, block_ids: BlockIds, after: DeviceEvent | None
     ) -> None:
         pages, places, sizes = places_of(self.layout, block_ids, memory.ctypes.data, rows)
-        self._device.copy(self.stream, Copies(places, pages, sizes), after).synchronize()
+        self.device.copy(self.stream, Copies(places, pages, sizes), after).synchronize()
 
     def close(self) -> None:
         """Let go of host memory. No load may be under way."""
         self.settle()
         with self._lock:
-            for address, device in self._registered.items():
-                device.unregister(address)
+            for address in self._registered:
+                self.device.unregister(address)
             self._registered.clear()
+
+
+BlockMover = HostMover | DeviceMover
