@@ -287,7 +287,8 @@ class LengthMap(msgspec.Struct, frozen=True, tag=True):
 
 
 # By engines, at any time.
-Published = Dispatched | Moving | Moved | OutputEnded | Served | LengthMap
+OfRequest = Dispatched | Moving | Moved | Served
+Published = OfRequest | OutputEnded | LengthMap
 ToRouter = Hello | LoadReport | CacheReport | Flipped | Goodbye | Published
 ToEngine = Move | CancelTransfer | TransferLost | OutputEnded | LengthMap
 ToInstance = WhoAreYou | SendCache | Refused | Poll | Drain | FlipRole | RoleCommitted | ToEngine

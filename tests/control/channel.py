@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_tetri.control.agent import Agent
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import Dispatched, ToEngine
+from vllm_tetri.messages import Dispatched, OfRequest, ToEngine
 from vllm_tetri.security import Secret
 from vllm_tetri.types import (
     ClusterView,
@@ -77,7 +77,7 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.hellos: list[InstanceInfo] = []
-        self.dispatched: list[Dispatched] = []
+        self.dispatched: list[OfRequest] = []
         self.cut_off: list[InstanceId] = []
         self.flips: list[tuple[InstanceId, Flip]] = []
         self.in_flight = 0
@@ -85,7 +85,7 @@ class FakeRouter:
     def on_hello(self, info: InstanceInfo) -> None:
         self.hellos.append(info)
 
-    def on_dispatched(self, message: Dispatched) -> None:
+    def on_published(self, instance: InstanceId, message: OfRequest) -> None:
         self.dispatched.append(message)
 
     def on_cut_off(self, instance: InstanceId) -> None:

@@ -23,6 +23,7 @@ from vllm_tetri.config import control_host, require_guarded, require_reachable
 from vllm_tetri.control.membership import Membership
 from vllm_tetri.control.view import row_of
 from vllm_tetri.errors import ConfigError, ProtocolError
+from vllm_tetri.messages import CacheReport
 from vllm_tetri.security import HANDSHAKE_FAILED, Curve, Secret, is_readable
 from vllm_tetri.types import ClusterView, Flip, InstanceId, InstanceInfo, InstanceView, Role
 
@@ -35,10 +36,8 @@ class RouterSide(Protocol):
     """What a monitor needs of its router, on the event loop."""
 
     def on_hello(self, info: InstanceInfo) -> None: ...  # it is not known to be ready
-    def on_dispatched(self, message: messages.Dispatched) -> None: ...
-    def on_move(self, message: messages.Moving | messages.Moved) -> None: ...
-    def on_cache(self, report: messages.CacheReport) -> bool: ...  # False: one is missing
-    def on_served(self, instance: InstanceId, message: messages.Served) -> None: ...  # it ended
+    def on_published(self, instance: InstanceId, message: messages.OfRequest) -> None: ...
+    def on_cache(self, report: CacheReport) -> bool: ...  # False: one is missing
     def on_cut_off(self, instance: InstanceId) -> None: ...  # it left before it had finished
     def on_flip(self, instance: InstanceId, flip: Flip) -> None: ...  # done or rolled back
     def num_reaching(self, instance: InstanceId) -> int: ...  # requests it has or may still get
@@ -233,29 +232,26 @@ class Monitor:
                     _log.info("%s has left; cut off: %s", instance, cut_off or "nothing")
                     if cut_off:
                         self._router.on_cut_off(instance)
-            case messages.Dispatched():
-                if sender in self.members.names:
-                    self._router.on_dispatched(message)
-                else:
-                    self._ask_for_hello(sender)
-            case messages.Moving() | messages.Moved():
-                if sender in self.members.names:
-                    self._router.on_move(message)
-            case messages.Served():
-                if sender in self.members.names:
-                    self._router.on_served(self.members.names[sender], message)
+            case _ if (known := self.members.names.get(sender)) is not None:
+                self._pass_on(sender, known, message)
+            case messages.Dispatched():  # after the others a report asks for hello
+                self._ask_for_hello(sender)
+
+    def _pass_on(
+        self, sender: bytes, instance: InstanceId, message: messages.Published | CacheReport
+    ) -> None:
+        match message:
             case messages.OutputEnded(prefill=prefill):
-                if sender in self.members.names:
-                    self.send(prefill, message)
+                self.send(prefill, message)
             case messages.LengthMap():
-                if sender in self.members.names:
-                    for other in self.members.names:
-                        if other != sender:
-                            self._send(other, message)
-            case messages.CacheReport(instance=instance):
-                is_known = self.members.names.get(sender) == instance  # a report asks for hello
-                if is_known and not self._router.on_cache(message):
+                for other in self.members.names:
+                    if other != sender:
+                        self._send(other, message)
+            case CacheReport():
+                if message.instance == instance and not self._router.on_cache(message):
                     self._send(sender, messages.SendCache())
+            case _:
+                self._router.on_published(instance, message)
 
     def _on_hello(self, sender: bytes, info: InstanceInfo, peer: str) -> None:
         try:

@@ -13,7 +13,7 @@ from math import inf
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched, Moved, Moving, Served
+from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched, OfRequest, Served
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase
@@ -233,22 +233,19 @@ class GlobalScheduler:
 
     # Called by the monitor.
 
-    def on_dispatched(self, message: Dispatched) -> None:
-        """A prefill instance named a decode instance."""
-        if not self.table.on_dispatched(message):
-            # It was dispatched while the transfer was cancelled: this decode instance does not
-            # know that yet.
-            self.monitor.send(message.decode, CancelTransfer(message.transfer))
-
-    def on_move(self, message: Moving | Moved) -> None:
-        """An instance tells of an output that moves."""
-        self.moves.on_message(message)
-
-    def on_served(self, instance: InstanceId, message: Served) -> None:
-        """An instance tells how long it took for a request that ended there."""
-        known = self.table.find(message) or self.history.find(message)
-        if known is not None:
-            known.served.append((instance, message))
+    def on_published(self, instance: InstanceId, message: OfRequest) -> None:
+        """An instance tells of a request."""
+        match message:
+            case Dispatched():
+                if not self.table.on_dispatched(message):
+                    # It was dispatched while the transfer was cancelled: this decode instance does
+                    # not know that yet.
+                    self.monitor.send(message.decode, CancelTransfer(message.transfer))
+            case Served():
+                if (known := self.table.find(message) or self.history.find(message)) is not None:
+                    known.served.append((instance, message))
+            case _:
+                self.moves.on_message(message)
 
     def on_cache(self, report: CacheReport) -> bool:
         """An instance tells of its prefix cache; False if a report before this one is missing."""
