@@ -6,9 +6,7 @@ that is not streamed. Its key ``"tetri"`` holds one of these structs; only this 
 
 from __future__ import annotations
 
-import base64
 import signal
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -165,19 +163,6 @@ def from_params(params: dict[str, Any] | None) -> Handover | None:
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{FIELD}.{KEY}: {error}") from error
     return found
-
-
-def unseen_logprobs(token_ids: Sequence[int]) -> str:
-    """Rows for `PriorOutput.logprobs`, as of `encode_logprobs`, where the client has the real
-    values already: nothing of them is shown again. ProtocolError for more than fit."""
-    num_rows = len(token_ids)
-    try:
-        head = struct.pack("<HH", num_rows, 1)
-        ids = struct.pack(f"<{num_rows}i", *token_ids)
-    except struct.error as error:
-        raise ProtocolError(f"log probabilities of {num_rows} tokens: {error}") from error
-    values, ranks = bytes(4 * num_rows), struct.pack("<i", 1) * num_rows
-    return base64.b64encode(head + ids + values + ranks).decode()
 
 
 def digest_of(

@@ -18,9 +18,10 @@ from vllm_tetri.engine.continuation import (
     decode_logprobs,
     encode_logprobs,
     pass_on_logprobs,
+    unseen_logprobs,
 )
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params, unseen_logprobs
+from vllm_tetri.handover import DecodeParams, PriorOutput, digest_of, to_params
 from vllm_tetri.messages import CancelTransfer
 from vllm_tetri.types import TransferId
 
@@ -239,8 +240,7 @@ def test_many_prior_tokens_that_the_cache_knows_do_not_end_the_engine(pair: Pair
 
 
 def test_stand_ins_for_log_probabilities_are_taken() -> None:
-    prior_output = [3, 99, 0]
-    found = decode_logprobs(unseen_logprobs(prior_output), prior_output, vocabulary=100)
+    found = unseen_logprobs([3, 99, 0])
     assert found.logprob_token_ids.tolist() == [[3], [99], [0]]
     assert found.sampled_token_ranks.tolist() == [1, 1, 1]
 

@@ -247,7 +247,7 @@ async def test_after_the_token_another_instance_goes_on(path: str, fault: Handle
         assert pieces(seen) == list(TEXTS)
         leg = made["d2"].leg()
         assert isinstance(leg, DecodeParams)
-        assert (leg.transfer, leg.prior_output) == ("", PriorOutput([100]))
+        assert (leg.transfer, leg.prior_output) == ("", PriorOutput([100], is_seen=True))
         await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
         assert await metric(made, 'tetri_fallbacks_total{reason="decode_failed"}') == 1
 

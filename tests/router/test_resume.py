@@ -108,7 +108,7 @@ async def test_whatever_the_client_wants_to_see(
         leg = made["d2"].leg()
         assert isinstance(leg, DecodeParams)
         assert leg.prior_output is not None
-        assert bool(leg.prior_output.logprobs) == ("logprobs" in options)
+        assert leg.prior_output.is_seen
         is_chat = path == CHAT  # the prompt is not tokenised again
         sent = call[1]["kv_transfer_params"]["prompt_token_ids"] if is_chat else call[1]["prompt"]
         assert sent == [5, 6, 7]

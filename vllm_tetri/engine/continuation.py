@@ -32,7 +32,7 @@ from vllm_tetri.engine.compat import (
     StructuredOutputManager,
 )
 from vllm_tetri.errors import ProtocolError
-from vllm_tetri.handover import KEY, PriorOutput, unseen_logprobs
+from vllm_tetri.handover import KEY, PriorOutput
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,12 @@ def decode_logprobs(text: str, prior_output: list[int], vocabulary: int) -> Logp
     return found
 
 
+def unseen_logprobs(token_ids: list[int]) -> LogprobsLists:
+    """Return arrays for tokens of which the client has the real values: it is shown none."""
+    ids = np.asarray(token_ids, dtype="<i4")[:, None]
+    return LogprobsLists(ids, np.zeros(ids.shape, "<f4"), np.ones(len(ids), "<i4"))
+
+
 def pass_on_logprobs(outputs: list[EngineCoreOutput]) -> None:
     """Add log probabilities to the prior output that a prefill instance hands over."""
     for output in outputs:
@@ -198,11 +204,11 @@ class Continuations:
         try:
             text = prior_output.logprobs
             wanted = request.sampling_params and request.sampling_params.num_logprobs
-            if prior_output.is_seen and wanted is not None:
-                text = unseen_logprobs(token_ids)
             logprobs = decode_logprobs(text, token_ids, self._vocabulary) if text else None
+            if prior_output.is_seen and wanted is not None:
+                logprobs = unseen_logprobs(token_ids)
             reason = self._reason_against(request, token_ids, logprobs)
-        except ProtocolError:
+        except (ProtocolError, OverflowError):
             logprobs, reason = None, "bad_logprobs"
         if reason is not None:
             if reason not in self.refused:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_tetri.handover import DecodeParams, PriorOutput, unseen_logprobs
+from vllm_tetri.handover import DecodeParams, PriorOutput
 from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, JSON_ERRORS, event, usage_of
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.request import ApiRequest
@@ -370,8 +370,7 @@ def resume_body(
         digest, predicted = first.prefilled.digest, first.prefilled.predicted
         prompt_ids = prompt_ids or first.prefilled.prompt_token_ids
     ids = received.token_ids
-    logprobs = unseen_logprobs(ids) if ids and request.wants_logprobs else ""
-    prior = PriorOutput(ids, logprobs) if ids else None
+    prior = PriorOutput(ids, is_seen=True) if ids else None
     params = DecodeParams(TransferId(""), digest, prior, predicted)
     return request.decode_body(params, prompt_ids, instance)
 
