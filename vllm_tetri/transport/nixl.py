@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 KIND = "nixl"
 INSTALL = "install it: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
 POLL_IDLE_S, POLL_BUSY_S = 0.01, 0.0002
-_MEMORY = ("DRAM", "VRAM")
-_HEAD = struct.Struct("<QQIB")  # address, bytes, device, index in _MEMORY; metadata follows
+_HEAD = struct.Struct("<QQ5x")  # address, bytes; metadata follows
 
 
 def has_nixl() -> bool:
@@ -76,30 +75,22 @@ def _regions(starts: NDArray[np.uint64], sizes: Any, device: int) -> NDArray[np.
 
 
 class NixlReceiver:
-    """Offers the arena of a receiver to NIXL senders, until closed.
+    """Offers the arena of a receiver to NIXL senders. Close it before the receiver."""
 
-    `memory` is the address, the bytes and the index of device memory that slots lie in; without
-    it they lie in the receiver's segment. Close it before the receiver.
-    """
-
-    def __init__(self, receiver: Receiver, memory: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._agent = _make_agent(load_nixl(), "receiver")
-        self._arena = Arena(receiver.segment) if memory is None else None
-        if self._arena is not None:
-            memory = self._arena.address, self._arena.num_bytes, 0
-        assert memory is not None
-        address, num_bytes, device = memory
-        kind = 0 if self._arena is not None else 1
-        row = _regions(np.array([address], np.uint64), num_bytes, device)
+        self._arena = Arena(receiver.segment)
+        address, num_bytes = self._arena.address, self._arena.num_bytes
+        row = _regions(np.array([address], np.uint64), num_bytes, 0)
         try:
-            self._registered = self._agent.register_memory(row, _MEMORY[kind])
+            self._registered = self._agent.register_memory(row, "DRAM")
         except Exception as error:
             raise TransferError(
                 f"NIXL cannot register the arena ({num_bytes} bytes): {type(error).__name__}"
             ) from error
         metadata = self._agent.get_agent_metadata()
-        receiver.offer(KIND, _HEAD.pack(address, num_bytes, device, kind) + metadata)
+        receiver.offer(KIND, _HEAD.pack(address, num_bytes) + metadata)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="tetri-nixl", daemon=True)
         self._thread.start()
@@ -120,8 +111,7 @@ class NixlReceiver:
         if self._agent is not None:
             self._agent.deregister_memory(self._registered)
             self._agent = None
-        if self._arena is not None:
-            self._arena.close()
+        self._arena.close()
 
 
 def offer_nixl(receiver: Receiver, option: str, host: str) -> NixlReceiver | None:
@@ -148,8 +138,6 @@ class _Peer:
     agent: str  # its name
     address: int
     num_bytes: int
-    device: int
-    memory: str
     is_connected: bool = True
     has_worked: bool = False  # a write to it has ended well
     has_failed: bool = False  # a write to it has not
@@ -188,15 +176,14 @@ class NixlWire:
 
     def _open(self, offer: bytes) -> _Peer:
         try:
-            address, num_bytes, device, memory = _HEAD.unpack_from(offer)
-            kind = _MEMORY[memory]
+            address, num_bytes = _HEAD.unpack_from(offer)
             name = self._agent.add_remote_agent(offer[_HEAD.size :])
-        except (struct.error, IndexError):
+        except struct.error:
             raise TransferError("its offer is of another version") from None
         except Exception as error:
             raise TransferError(f"its offer cannot be opened: {type(error).__name__}") from error
         name = name.decode() if isinstance(name, bytes) else name
-        return _Peer(offer, name, address, num_bytes, device, kind)
+        return _Peer(offer, name, address, num_bytes)
 
     def start(self, peer: _Peer, order: Order) -> Any:
         """Post a write; its handle."""
@@ -208,7 +195,7 @@ class NixlWire:
         handle = self._agent.initialize_xfer(
             "WRITE",
             self._agent.get_xfer_descs(local, memory),
-            self._agent.get_xfer_descs(remote, peer.memory),
+            self._agent.get_xfer_descs(remote, "DRAM"),
             peer.agent,
         )
         self._agent.transfer(handle)
@@ -334,4 +321,4 @@ def _pages(order: Order, device: int, peer: _Peer) -> tuple[NDArray[np.uint64], 
     sizes = np.tile(layout.page_bytes, len(blocks))
     local = (layout.bases + blocks * layout.block_strides).reshape(-1)
     remote = (np.uint64(peer.address + order.offset) + rows + layout.starts).reshape(-1)
-    return _regions(local, sizes, device), _regions(remote, sizes, peer.device)
+    return _regions(local, sizes, device), _regions(remote, sizes, 0)
