@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from tests.transport.fake_device import FakeDevice
-from vllm_tetri.transport.cuda import CopyBatch, CudaDevice
-from vllm_tetri.transport.device import Copies
+from vllm_tetri.transport.device import Copies, CopyBatch, CudaDevice
 
 _OPERATORS = "_C_cache_ops"  # vLLM's name for them
 

@@ -83,7 +83,7 @@ class FakeStream:
 
 
 class FakeDevice:
-    """A `Device`, with a compute stream. `close` it."""
+    """In place of a `CudaDevice`, with a compute stream. `close` it."""
 
     def __init__(self, seed: int = 0, delay_s: float = 0.0003) -> None:
         self._random, self._delay_s = random.Random(seed), delay_s

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.transport.conftest import Backend, ended
-from vllm_tetri.transport.blocks import PAGE_GROUPS, HostMover, block_pages, distinct
-from vllm_tetri.transport.cuda import mover_for
+from vllm_tetri.transport.blocks import PAGE_GROUPS, HostMover, block_pages, distinct, mover_for
 from vllm_tetri.transport.native import Arena, Layout, TransferState
 
 NUM_BLOCKS = 12

@@ -10,8 +10,7 @@ import torch
 
 from tests.transport.conftest import Backend, ended
 from tests.transport.fake_device import FakeDevice
-from vllm_tetri.transport.blocks import BlockMover, DeviceMover
-from vllm_tetri.transport.cuda import mover_for
+from vllm_tetri.transport.blocks import BlockMover, DeviceMover, mover_for
 from vllm_tetri.transport.native import Arena, Layout, TransferState
 from vllm_tetri.transport.shards import Shards, head_pages
 

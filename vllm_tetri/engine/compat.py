@@ -19,7 +19,7 @@ import vllm
 
 from vllm_tetri import TESTED_VLLM
 from vllm_tetri.errors import ConfigError, UnsupportedError
-from vllm_tetri.transport.cuda import CopyBatch
+from vllm_tetri.transport.device import CopyBatch
 
 
 def misfit(what: str, version: str = vllm.__version__) -> UnsupportedError:

@@ -51,7 +51,7 @@ from vllm_tetri.handover import (
     from_params,
     to_params,
 )
-from vllm_tetri.transport.cuda import mover_for
+from vllm_tetri.transport.blocks import mover_for
 from vllm_tetri.transport.shards import Shards
 
 if TYPE_CHECKING:

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_tetri.transport.device import Copies, Device, DeviceArena, DeviceEvent, places_of
+from vllm_tetri.transport.device import (
+    Copies,
+    CopyBatch,
+    CudaDevice,
+    DeviceArena,
+    DeviceEvent,
+    places_of,
+)
 from vllm_tetri.transport.native import Arena, Layout
 
 BlockIds = NDArray[np.int32]
@@ -187,7 +194,9 @@ class DeviceMover:
     or from one in the device's own memory. What leaves is moved by orders (`push`). RuntimeError
     from any call: the device failed, or refused it."""
 
-    def __init__(self, device: Device, tensors: Sequence[torch.Tensor], num_blocks: int) -> None:
+    def __init__(
+        self, device: CudaDevice, tensors: Sequence[torch.Tensor], num_blocks: int
+    ) -> None:
         self.layout = _layout_of(tensors, num_blocks, is_device=True)
         self.device = device
         self.stream = device.make_stream()
@@ -253,3 +262,16 @@ class DeviceMover:
 
 
 BlockMover = HostMover | DeviceMover
+
+
+def mover_for(
+    tensors: Sequence[torch.Tensor], num_blocks: int, copy_batch: CopyBatch | None = None
+) -> BlockMover:
+    """Make the mover for the device of the KV tensors; raises ValueError where there is none."""
+    devices = {tensor.device for tensor in tensors}
+    kinds = {device.type for device in devices}
+    if kinds == {"cpu"}:
+        return HostMover(tensors, num_blocks)
+    if kinds == {"cuda"} and len(devices) == 1:
+        return DeviceMover(CudaDevice(devices.pop(), copy_batch), tensors, num_blocks)
+    raise ValueError(f"KV tensors on {sorted(kinds)} cannot be moved; cpu and cuda can")

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from vllm_tetri.errors import TransferError
 from vllm_tetri.transport import device as devices
-from vllm_tetri.transport.device import Device, DeviceEvent
+from vllm_tetri.transport.device import CudaDevice, DeviceEvent
 from vllm_tetri.transport.native import Arena, Order
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class _Gear:
     """A device, NCCL's library (vLLM's `NCCLLibrary`), and lanes that are free: streams, of which
     CUDA has few, each with some memory."""
 
-    device: Device
+    device: CudaDevice
     library: Any
     timeout_s: float
     lane_bytes: int
@@ -232,7 +232,9 @@ class _Write:
 class NcclWire:
     """The sender's side: a `Wire` of the pushing thread. An order has at most `buffer_bytes`."""
 
-    def __init__(self, device: Device, library: Any, timeout_s: float, buffer_bytes: int) -> None:
+    def __init__(
+        self, device: CudaDevice, library: Any, timeout_s: float, buffer_bytes: int
+    ) -> None:
         self._gear = _Gear(device, library, timeout_s, buffer_bytes)
         self._pairs: dict[bytes, _Outbound] = {}  # by offer
 
@@ -329,7 +331,7 @@ class NcclReceiver:
     bytes. `handle` belongs into the offer."""
 
     def __init__(
-        self, device: Device, library: Any, memory: tuple[int, int], host: str, timeout_s: float
+        self, device: CudaDevice, library: Any, memory: tuple[int, int], host: str, timeout_s: float
     ) -> None:
         self.gear, self.memory = _Gear(device, library, timeout_s, lane_bytes=1), memory
         self.token = secrets.token_bytes(TOKEN_BYTES)

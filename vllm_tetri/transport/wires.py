@@ -17,7 +17,7 @@ from vllm_tetri.errors import TransferError
 from vllm_tetri.transport.blocks import PIECE_BYTES, BlockMover
 from vllm_tetri.transport.device import (
     Copies,
-    Device,
+    CudaDevice,
     DeviceEvent,
     has_passed,
     places_of,
@@ -44,7 +44,7 @@ class _Copy:
 class _Segment:
     """A receiver's arena in host memory, mapped and registered."""
 
-    def __init__(self, device: Device, offer: bytes) -> None:
+    def __init__(self, device: CudaDevice, offer: bytes) -> None:
         self._device, self.segment = device, offer.decode()
         try:
             self._arena = Arena(self.segment)
@@ -70,7 +70,7 @@ class _Segment:
 class _Opened:
     """A receiver's arena in a device's memory, mapped by its handle."""
 
-    def __init__(self, device: Device, offer: bytes) -> None:
+    def __init__(self, device: CudaDevice, offer: bytes) -> None:
         self._device = device
         self.segment, self.num_bytes, handle = read_offer(offer)
         try:
@@ -89,7 +89,7 @@ class DmaWire:
     """Copies into receivers' arenas in host memory (`dma`) or in a device's (`ipc`), which are made
     reachable once per receiver."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self._device, self.stream = device, device.make_stream()
         self._arenas: dict[bytes, _Segment | _Opened] = {}  # by offer
         self._under_way: deque[tuple[bytes, DeviceEvent]] = deque()  # of one stream: first first
@@ -157,7 +157,7 @@ class _Buffer:
 class StagedWire:
     """Copies into a ring of registered buffers of host memory, each of one order."""
 
-    def __init__(self, device: Device, buffer_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, buffer_bytes: int) -> None:
         self._device, self.stream = device, device.make_stream()
         self._buffer_bytes = buffer_bytes
         self.buffers: list[_Buffer] = []  # made when first needed
