@@ -24,7 +24,7 @@ from scipy.stats import mannwhitneyu, spearmanr
 
 from examples.predictor.prompts import read_prompts
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths
-from vllm_tetri.predictor.head import LEVELS, Learner, Sample
+from vllm_tetri.predictor.head import LEVELS, Learner
 
 MAX_TOKENS, TEMPERATURE = 1024, 0.7
 _LONGEST_PROMPT = 5000  # characters
@@ -122,8 +122,8 @@ def play(path: Path, order: str) -> pd.DataFrame:
             if not is_cut or tokens >= lengths.outlook(said, 0)[0]:  # as instances do
                 lengths.observe(said, tokens)
         rows.append(row)
-        head.add(Sample(state, tokens, is_cut))
-        by_prompt.add(Sample(prompt, tokens, is_cut))
+        head.add(state, tokens, is_cut=is_cut)
+        by_prompt.add(prompt, tokens, is_cut=is_cut)
         head.refresh()
         by_prompt.refresh()
     return pd.DataFrame(rows)

@@ -12,7 +12,7 @@ import pytest
 from tests.eventually import eventually
 from vllm_tetri.predictor import learning
 from vllm_tetri.predictor.base import Query
-from vllm_tetri.predictor.head import Floats, Learner, Sample, Weights
+from vllm_tetri.predictor.head import Floats, Learner, Weights
 from vllm_tetri.predictor.learning import Comparison, HeadPredictor
 from vllm_tetri.types import Prediction
 
@@ -35,7 +35,7 @@ def taught(learner: Learner, count: int, cut_at: int = 1000, *, is_told: bool = 
     for at in range(count):
         state, length = output()
         limit = cut_at if at % 2 else length
-        learner.add(Sample(state, min(length, limit), is_told and length > limit))
+        learner.add(state, min(length, limit), is_cut=is_told and length > limit)
     learner.fit()
     return learner
 
@@ -77,7 +77,7 @@ def test_what_was_cut_off_would_have_been_longer() -> None:
 def test_states_that_are_no_numbers_are_left_out() -> None:
     learner = Learner(WIDTH)
     for state in (np.full(WIDTH, np.nan), np.full(WIDTH, np.inf), np.zeros(WIDTH + 1)):
-        learner.add(Sample(state.astype(np.float32), 10))
+        learner.add(state.astype(np.float32), 10)
     assert learner.num_samples == 0
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm_tetri.config import TetriConfig, option_of
 from vllm_tetri.engine.chunk_size import is_dummy
@@ -65,17 +65,10 @@ def route_of(request: Request) -> str:
     return f"{kind if kind.isalpha() else ''}/{adapter}"
 
 
-class PredictorCode(Protocol):
-    """What the file `predictor.py` of a predictor's folder defines."""
-
-    # What names it in caches. ConfigError if the folder is damaged.
-    def check(self, folder: Path) -> str: ...
-    # Start it: for prompts of this tokenizer, on these cores if there are any.
-    def make(self, folder: Path, tokenizer: str, cores: Sequence[int]) -> Predictor: ...
-
-
-def code_in(folder: Path) -> PredictorCode:
-    """Load the code of a predictor's folder; ConfigError if there is none, or it fails."""
+def code_in(folder: Path) -> Any:
+    """Load `predictor.py` of a predictor's folder: `check(folder)` returns what names it in caches,
+    or raises ConfigError, `make(folder, tokenizer, cores)` starts it, on these cores if there are
+    any. ConfigError if there is none, or it fails."""
     path = folder / "predictor.py"
     try:
         code: Any = SimpleNamespace(**run_path(str(path)))
@@ -86,8 +79,7 @@ def code_in(folder: Path) -> PredictorCode:
             f"{option_of('predictor')} {folder}: {path} cannot be loaded: {error}. It defines "
             "check and make (docs/predictor.md)"
         ) from error
-    found: PredictorCode = code
-    return found
+    return code
 
 
 def make_predictor(config: TetriConfig, vllm_config: VllmConfig, role: Role) -> Predictor | None:

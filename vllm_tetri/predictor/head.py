@@ -30,15 +30,6 @@ _CUT_ROUNDS = 2
 _BOUND = 8.0  # of a scaled dimension: states have outliers
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The state of a prompt, and how long its output was."""
-
-    state: Floats
-    num_tokens: int
-    is_cut: bool = False  # it would have been longer
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
     """The map, and how far off it was."""
@@ -92,14 +83,15 @@ class Learner:
         self._is_cut = np.zeros(most, np.bool_)
         self._next = self.num_samples = self._num_new = 0
 
-    def add(self, sample: Sample) -> None:
-        """Keep a sample in place of the oldest one; one that is not finite is left out."""
-        if sample.state.shape != (self.width,) or not np.isfinite(sample.state).all():
+    def add(self, state: Floats, num_tokens: int, *, is_cut: bool = False) -> None:
+        """Keep the state of a prompt, and how long its output was, in place of the oldest one; a
+        state that is not finite is left out."""
+        if state.shape != (self.width,) or not np.isfinite(state).all():
             return
         index = self._next
-        self._states[index] = np.clip(sample.state, -60_000, 60_000)
-        self._tokens[index] = max(1, sample.num_tokens)
-        self._is_cut[index] = sample.is_cut
+        self._states[index] = np.clip(state, -60_000, 60_000)
+        self._tokens[index] = max(1, num_tokens)
+        self._is_cut[index] = is_cut
         self._next = (index + 1) % len(self._tokens)
         self.num_samples = min(self.num_samples + 1, len(self._tokens))
         self._num_new += 1

@@ -24,7 +24,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from vllm_tetri.predictor.base import Query, Tally
-from vllm_tetri.predictor.head import Floats, Learner, Sample, Weights
+from vllm_tetri.predictor.head import Floats, Learner, Weights
 from vllm_tetri.types import Prediction
 
 _MOST_PARKED = 4096  # prompts whose outputs other instances write, and outputs not learnt yet
@@ -224,7 +224,7 @@ class HeadPredictor:
                 states, num_tokens, is_cut = self._ended.popleft()
                 self.comparison.judge(states, num_tokens, is_cut=is_cut)
                 for state in states:
-                    self._learner.add(Sample(state.values, num_tokens, is_cut))
+                    self._learner.add(state.values, num_tokens, is_cut=is_cut)
             self._refresh()
             is_due = is_closed or time.monotonic() - saved_s >= _SAVE_PERIOD_S
             if is_due and (weights := self.weights) is not saved and weights is not None:
