@@ -11,8 +11,8 @@ import os
 import signal
 import tempfile
 import time
+from collections import deque
 from collections.abc import Coroutine
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -271,6 +271,7 @@ class Keeper:
         self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
         self._was_ready = False
         self.child: Child | None = None
+        self._tail = deque[str](maxlen=_TAIL_SHOWN)
         self._fingerprint: bytes | None = None  # of the certificate that the child has read
 
     @property
@@ -336,9 +337,8 @@ class Keeper:
             with contextlib.suppress(ConfigError):  # the child says so
                 self._fingerprint = fingerprint_of(self.spec.certificate)
         try:
-            child = self.child = await self._nodes.start(
-                self.spec, partial(self._display.line, self.spec.name), self._log_file
-            )
+            self._tail.clear()
+            child = self.child = await self._nodes.start(self.spec, self._on_line, self._log_file)
         except StartError as error:
             if not self._was_ready:
                 raise LaunchError(f"{self.spec.name}: {error}") from error
@@ -374,6 +374,10 @@ class Keeper:
             self._report_death(status)
         return ready_at
 
+    def _on_line(self, line: str) -> None:
+        self._tail.append(line)
+        self._display.line(self.spec.name, line)
+
     async def _until_ready(self) -> None:
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -391,7 +395,6 @@ class Keeper:
         self._display.event(self.spec.name, f"ended ({how}{more})")
 
     def _describe(self, problem: str) -> str:
-        tail = list(self.child.tail)[-_TAIL_SHOWN:] if self.child else []
-        shown = "\n".join(f"  | {line}" for line in tail) or "  | (it printed nothing)"
+        shown = "\n".join(f"  | {line}" for line in self._tail) or "  | (it printed nothing)"
         where = f"\nits whole output is in {self._log_file}" if self._log_file else ""
         return f"{self.spec.name} {problem}; its last lines were:\n{shown}{where}"

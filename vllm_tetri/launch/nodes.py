@@ -29,7 +29,7 @@ from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.guard import GRACE_S
 from vllm_tetri.launch.machine import Machine, is_cpu_build
 from vllm_tetri.launch.plan import ChildSpec
-from vllm_tetri.launch.process import GUARD_MARGIN_S, TAIL_LINES, ChildProcess, StartError
+from vllm_tetri.launch.process import GUARD_MARGIN_S, ChildProcess, StartError
 from vllm_tetri.router.auth import KEY_VARIABLE
 from vllm_tetri.security import VARIABLE, in_memory
 
@@ -92,7 +92,6 @@ class RayChild:
         log: BinaryIO,
     ) -> None:  # fmt: skip
         self.host, self.port, self.pid = at
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._actor, self._group, self._on_line = actor, group, on_line
         self._pump = asyncio.create_task(self._read_lines(log))
 
@@ -123,17 +122,13 @@ class RayChild:
                     lines, status = await self._actor.read.remote()
                     for line in lines:
                         log.write(line.encode() + b"\n")
-                        self._deliver(line)
+                        self._on_line(line)
         except RayError as error:
             status = _LOST
-            self._deliver(f"ERROR Ray has lost it: {str(error).partition(chr(10))[0]}")
+            self._on_line(f"ERROR Ray has lost it: {str(error).partition(chr(10))[0]}")
         finally:
             free(self._group, self._actor)
         return status
-
-    def _deliver(self, line: str) -> None:
-        self.tail.append(line)
-        self._on_line(line)
 
 
 def free(group: Any, actor: Any = None) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +16,6 @@ from vllm_tetri.launch.machine import free_port
 from vllm_tetri.launch.plan import ChildSpec
 
 GUARD_MARGIN_S = 4.0
-TAIL_LINES = 40
 _MAX_LINE_BYTES = 1 << 16
 _PYTHON = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
@@ -44,7 +42,6 @@ class ChildProcess:
         self._process = process
         self._on_line = on_line
         self._is_gone = False  # its process id may be another process's
-        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._pump = asyncio.create_task(self._read_lines(log))
 
     @classmethod
@@ -119,5 +116,4 @@ class ChildProcess:
     def _deliver(self, lines: list[bytes]) -> None:
         for line in lines:
             if text := line.decode(errors="replace").rstrip():
-                self.tail.append(text)
                 self._on_line(text)
