@@ -31,7 +31,7 @@ from vllm_tetri.engine.compat import (
 )
 from vllm_tetri.engine.identity import specs_of
 from vllm_tetri.engine.residency import CacheLog
-from vllm_tetri.engine.step import KVLayout, Load, Pooled, StepMeta, WorkerReport, load_budget
+from vllm_tetri.engine.step import KVLayout, Load, LoadBudget, Pooled, StepMeta, WorkerReport
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.pool import PoolIndex
 from vllm_tetri.transport.blocks import BlockMover, Rows
@@ -116,7 +116,7 @@ class Pool:
         self._layout, self._blocks, self._block_pool, self._log = layout, blocks, block_pool, log
         # The group that routers are told of.
         self._group, self._block_tokens, _ = blocks.prefix_group
-        self._budget = load_budget(config.load_budget_bytes, layout, is_uniform=blocks.is_uniform)
+        self.budget = LoadBudget(config.load_budget_bytes, layout, is_uniform=blocks.is_uniform)
         self._uses: dict[str, _Use] = {}  # by request that is not admitted yet
         self._asking: set[str] = set()  # those that may be admitted in this step
         self.loading: dict[str, _Use] = {}  # by request
@@ -267,7 +267,7 @@ class Pool:
         use = self._uses.get(request.request_id)
         if num_tokens <= 0 or use is None:
             return 0, False
-        use.is_background = self._budget.is_background(len(use.places), is_busy=is_busy)
+        use.is_background = self.budget.is_background(len(use.places), is_busy=is_busy)
         return num_tokens, use.is_background
 
     def ask(self, request_id: str) -> None:

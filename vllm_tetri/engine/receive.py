@@ -23,7 +23,7 @@ from vllm_tetri.config import TetriConfig
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.compat import Request
 from vllm_tetri.engine.pool import Pool
-from vllm_tetri.engine.step import KVLayout, Load, Lost, WorkerReport, decode_note, load_budget
+from vllm_tetri.engine.step import KVLayout, Load, Lost, WorkerReport, decode_note
 from vllm_tetri.engine.transfers import Receive, State
 from vllm_tetri.errors import ProtocolError
 from vllm_tetri.handover import DecodeParams, Fetch, PriorOutput, attempt_names, prefix_of
@@ -50,7 +50,6 @@ class ReceiveSide:
         self._receiver, self._layout = receiver, layout
         self._blocks, self._pins, self._pool = blocks, pins, pool
         self._timeout_s = timeout_s = config.transfer_timeout_s
-        self._budget = load_budget(config.load_budget_bytes, layout, is_uniform=blocks.is_uniform)
         self._entries: dict[str, Receive] = {}
         self._users: dict[str, set[str]] = {}  # transfer → requests that may load from it
         self._slots: dict[str, Slot] = {}  # pinned
@@ -195,7 +194,7 @@ class ReceiveSide:
             return 0, False
         entry.local_tokens = num_local_tokens
         num_blocks = self._blocks.count(entry.num_tokens, num_local_tokens)
-        entry.is_background = self._budget.is_background(num_blocks, is_busy=is_busy)
+        entry.is_background = self._pool.budget.is_background(num_blocks, is_busy=is_busy)
         return num_tokens, entry.is_background
 
     def _try_take(self, request: Request, entry: Receive) -> bool:

@@ -79,26 +79,21 @@ class KVLayout:
     is_device: bool = False  # blocks are in a device's memory
 
 
-@dataclass(frozen=True, slots=True)
 class LoadBudget:
-    """Which loads are done in the step that admits their request, and which in the background."""
+    """Which loads are done in the step that admits their request, and which in the background.
+    `given` are the bytes of `--tetri-load-budget-bytes`, None for the usual ones; `is_uniform` is
+    that of `PromptBlocks`."""
 
-    num_bytes: int  # in a step while other requests decode
-    layout: KVLayout
-    is_uniform: bool  # `PromptBlocks.is_uniform`
+    def __init__(self, given: int | None, layout: KVLayout, *, is_uniform: bool) -> None:
+        usual_bytes = (CPU_LOAD_BYTES if is_cpu() else LOAD_BYTES) * layout.shards.num_parts
+        self._num_blocks = (given or usual_bytes) // layout.block_bytes
+        self._is_free = is_uniform and not layout.is_device
 
     def is_background(self, num_blocks: int, *, is_busy: bool) -> bool:
         """Whether a load is done in the background: a large one while other requests decode; any
         that vLLM could not compute again from where it failed in a step; and any of a device, whose
         copies no step is to wait for."""
-        is_large = num_blocks * self.layout.block_bytes > self.num_bytes
-        return (is_busy and is_large) or not self.is_uniform or self.layout.is_device
-
-
-def load_budget(given: int | None, layout: KVLayout, *, is_uniform: bool) -> LoadBudget:
-    """Return the budget of `--tetri-load-budget-bytes`, or the usual one."""
-    usual_bytes = (CPU_LOAD_BYTES if is_cpu() else LOAD_BYTES) * layout.shards.num_parts
-    return LoadBudget(given or usual_bytes, layout, is_uniform)
+        return (is_busy and num_blocks > self._num_blocks) or not self._is_free
 
 
 # Places of the pool, and the paged block that belongs to each (`engine.pool`).

@@ -22,7 +22,8 @@ from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import Adapter, InstanceInfo, InstanceState
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_SERVING = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.DRAINING)
+# States in which an instance has requests.
+SERVING = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.DRAINING)
 _ORDER_S, _ASK_S = 120.0, 2.0  # longest wait for one instance
 _ASK_AGAIN_S = 1.0
 _KEPT = ("Authorization",)  # headers of the newest order, by which instances that join are asked
@@ -130,7 +131,7 @@ class Adapters:
         return who.adapters
 
     def _serving(self) -> list[InstanceInfo]:
-        return [each.info for each in self._monitor.view().instances if each.state in _SERVING]
+        return [each.info for each in self._monitor.view().instances if each.state in SERVING]
 
     async def _post(self, info: InstanceInfo, path: str, body: bytes) -> tuple[int, bytes]:
         found = await self._upstream.ask(info.url, path, _ORDER_S, self._headers, body)

@@ -18,7 +18,7 @@ from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase
 from vllm_tetri.policy.watcher import Watcher
-from vllm_tetri.router.adapters import Adapters
+from vllm_tetri.router.adapters import SERVING, Adapters
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetches
 from vllm_tetri.router.flips import Flips, Lease
@@ -47,8 +47,6 @@ from vllm_tetri.types import (
 # Multiple of `silent_after_s` after which the requests of a silent instance fail.
 GIVE_UP_AFTER = 3
 _LOOK_AGAIN_S = 0.05  # while all instances are silent
-# States in which in-flight requests may finish.
-_IN_USE = (InstanceState.READY, InstanceState.FLIPPING, InstanceState.DRAINING)
 
 _log = logging.getLogger(__name__)
 
@@ -214,7 +212,7 @@ class GlobalScheduler:
     def info(self, instance: InstanceId) -> InstanceInfo | None:
         """Return what an instance announced, if it is in use."""
         one = self.monitor.view_of(instance)
-        return one.info if one is not None and one.state in _IN_USE else None
+        return one.info if one is not None and one.state in SERVING else None
 
     def record_at_limit(self, instance: InstanceId) -> None:
         """An instance refused a request because it is at its limit."""
