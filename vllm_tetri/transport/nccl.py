@@ -88,7 +88,7 @@ class _Pair(threading.Thread):
     def run(self) -> None:
         try:
             self.open()
-            self.is_open = True  # before it looks at `stop`: see `_Write.is_done`
+            self.is_open = True  # before it looks at `stop`: see `_Write.query`
             while not self.stop:
                 self.turn()
             self.problem = self.stop
@@ -218,7 +218,7 @@ class _Write:
         self.is_posted = self.is_placed = False
         self.event: DeviceEvent | None = None  # behind its send
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         pair = self._pair
         if not pair.is_open and time.monotonic() > pair.deadline:
             pair.stop = f"NCCL does not connect within {pair.gear.timeout_s:g} s"

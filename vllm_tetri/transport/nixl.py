@@ -246,7 +246,7 @@ class NixlPending:
         self._after, self._deadline = after, deadline
         self._handle: Any = None
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         """Advance; True once the bytes are placed. TransferError when the write fails or its time
         is over."""
         if self._handle is None and self._after is not None and not self._after.query():

@@ -25,9 +25,9 @@ CLOSE_S = 6.0  # the core waits 5 s for orders that were begun
 
 
 class Pending(Protocol):
-    """An order that a wire carries out."""
+    """An order that a wire carries out; the event behind its copy is one."""
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         """Whether the order's bytes were moved and nothing reads their source any more. Raises
         RuntimeError or TransferError if they will not be: then nothing reads it either."""
         ...
@@ -146,7 +146,7 @@ class Push:
     def _is_over(self, order: Order, pending: Pending) -> bool:
         """Whether nothing has to be done for an order any more; ends it if it was moved."""
         try:
-            if not pending.is_done():
+            if not pending.query():
                 return False
         except Exception as error:
             self._fail(order, failure(error))

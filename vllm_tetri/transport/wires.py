@@ -33,14 +33,6 @@ MAX_ORDERS = 16  # queued on the device at once: what is behind them can still b
 NUM_BUFFERS = 4
 
 
-@dataclass(slots=True)
-class _Copy:
-    event: DeviceEvent
-
-    def is_done(self) -> bool:
-        return self.event.query()
-
-
 class _Segment:
     """A receiver's arena in host memory, mapped and registered."""
 
@@ -99,14 +91,14 @@ class DmaWire:
             self._under_way.popleft()
         return len(self._under_way) < MAX_ORDERS
 
-    def submit(self, order: Order, after: DeviceEvent | None) -> _Copy:
+    def submit(self, order: Order, after: DeviceEvent | None) -> DeviceEvent:
         offer, layout = order.offer, order.layout
         arena = self._arenas.get(offer) or self._open(order.kind, offer)
         span_of(order, arena.num_bytes)
         pages, places, sizes = places_of(layout, order.block_ids, arena.address + order.offset)
         event = self._device.copy(self.stream, Copies(pages, places, sizes), after)
         self._under_way.append((offer, event))
-        return _Copy(event)
+        return event
 
     def _open(self, kind: str, offer: bytes) -> _Segment | _Opened:
         in_use = {each for each, _ in self._under_way}
@@ -131,7 +123,7 @@ class _Staged:
     layout: Layout
     is_staged: bool = False
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         if not self.is_staged:
             if not self.event.query():
                 return False
