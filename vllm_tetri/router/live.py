@@ -209,7 +209,7 @@ class LiveView:
         self._closing = asyncio.Event()
         self._slot, self._seq, self._event = -1, 0, b""
         self._seen_s = -inf  # until when requests that ended are known
-        self._before: dict[InstanceId, tuple[int, ...]] = {}  # of `_RATES`, at `_slot`
+        self._before: dict[InstanceId, InstanceLoad] = {}  # at `_slot`
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Stream until the client leaves, or the router ends. One that does not read gets nothing
@@ -265,17 +265,12 @@ class LiveView:
 
     def _rates(self, past_s: float) -> dict[str, float | None]:
         """Return what instances did per second since the last snapshot; None if that is too old."""
-        views = self._scheduler.monitor.view().instances
-        now = {each.info.id: _counters(each.load) for each in views}
+        now = {each.info.id: each.load for each in self._scheduler.monitor.view().instances}
         before, self._before = self._before, now
-        grown = {
-            name: sum(max(0, new[at] - before.get(id, new)[at]) for id, new in now.items())
-            for at, name in enumerate(_RATES)
-        }
-        return {
-            name: each / past_s if past_s < 3 * PERIOD_S else None for name, each in grown.items()
-        }
 
+        def grown(name: str) -> int:
+            pairs = ((getattr(each, name) for each in (new, before.get(id, new)))
+                     for id, new in now.items())  # fmt: skip
+            return sum(max(0, one - other) for one, other in pairs)
 
-def _counters(load: InstanceLoad) -> tuple[int, ...]:
-    return tuple(getattr(load, name) for name in _RATES)
+        return {name: grown(name) / past_s if past_s < 3 * PERIOD_S else None for name in _RATES}
