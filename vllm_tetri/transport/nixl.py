@@ -153,16 +153,16 @@ class NixlWire:
 
     def __init__(self, timeout_s: float = 30.0, device: int = 0) -> None:
         self._timeout_s, self._device = timeout_s, device
-        self._agent: Any = None
+        self.agent: Any = None
         self._peers: dict[str, _Peer] = {}  # by endpoint
         self._sources = _Sources()
 
     def submit(self, order: Order, after: DeviceEvent | None) -> NixlPending:
         """Prepare a write; it starts when `after` is over. TransferError if the receiver's offer
         cannot be opened, or has never worked; ValueError if it is smaller than its slots."""
-        if self._agent is None:
+        if self.agent is None:
             try:
-                self._agent = _make_agent(load_nixl(), "sender")
+                self.agent = _make_agent(load_nixl(), "sender")
             except ConfigError as error:
                 raise TransferError(str(error)) from error
         peer = self._peers.get(order.endpoint)
@@ -177,7 +177,7 @@ class NixlWire:
     def _open(self, offer: bytes) -> _Peer:
         try:
             address, num_bytes = _HEAD.unpack_from(offer)
-            name = self._agent.add_remote_agent(offer[_HEAD.size :])
+            name = self.agent.add_remote_agent(offer[_HEAD.size :])
         except struct.error:
             raise TransferError("its offer is of another version") from None
         except Exception as error:
@@ -190,24 +190,16 @@ class NixlWire:
         layout = order.layout
         memory = "VRAM" if layout.is_device else "DRAM"
         device = self._device if layout.is_device else 0
-        self._sources.register(self._agent, layout, memory, device)
+        self._sources.register(self.agent, layout, memory, device)
         local, remote = _pages(order, device, peer)
-        handle = self._agent.initialize_xfer(
+        handle = self.agent.initialize_xfer(
             "WRITE",
-            self._agent.get_xfer_descs(local, memory),
-            self._agent.get_xfer_descs(remote, "DRAM"),
+            self.agent.get_xfer_descs(local, memory),
+            self.agent.get_xfer_descs(remote, "DRAM"),
             peer.agent,
         )
-        self._agent.transfer(handle)
+        self.agent.transfer(handle)
         return handle
-
-    def state(self, handle: Any) -> str:
-        """Let UCX work, and return DONE, PROC or ERR."""
-        return self._agent.check_xfer_state(handle)
-
-    def release(self, handle: Any) -> None:
-        """Free the handle of a write that has ended."""
-        self._agent.release_xfer_handle(handle)
 
     def has_room(self) -> bool:
         """Return True: UCX queues by itself, and the caller bounds its orders."""
@@ -219,7 +211,7 @@ class NixlWire:
             return
         peer.is_connected = False
         try:
-            self._agent.remove_remote_agent(peer.agent)
+            self.agent.remove_remote_agent(peer.agent)
         except Exception as error:
             logger.debug("NIXL: leaving a peer that is gone: %s", type(error).__name__)
 
@@ -231,9 +223,9 @@ class NixlWire:
         """Disconnect from all receivers, and end the agent with its thread and sockets."""
         for endpoint in list(self._peers):
             self._forget(endpoint)
-        if self._agent is not None:
-            self._sources.close(self._agent)
-            self._agent = None
+        if self.agent is not None:
+            self._sources.close(self.agent)
+            self.agent = None
 
 
 class NixlPending:
@@ -254,7 +246,7 @@ class NixlPending:
         try:
             if self._handle is None:
                 self._handle = self._wire.start(self._peer, self._order)
-            state = self._wire.state(self._handle)
+            state = self._wire.agent.check_xfer_state(self._handle)
         except Exception as error:  # NIXL's have no base class
             raise self._failed(type(error).__name__) from error
         if state == "PROC" and time.monotonic() < self._deadline:
@@ -262,7 +254,7 @@ class NixlPending:
         if state != "DONE":
             raise self._failed("the write timed out" if state == "PROC" else f"state {state}")
         self._peer.has_worked = True
-        self._wire.release(self._handle)
+        self._wire.agent.release_xfer_handle(self._handle)
         return True
 
     def _failed(self, reason: str) -> TransferError:
@@ -271,7 +263,7 @@ class NixlPending:
         self._wire.disconnect(self._peer)
         if self._handle is not None:
             try:
-                self._wire.release(self._handle)
+                self._wire.agent.release_xfer_handle(self._handle)
             except Exception as error:  # NIXL frees it with the agent
                 logger.debug("NIXL: releasing a failed write: %s", type(error).__name__)
         return TransferError(f"NIXL cannot write {self._order.num_bytes} bytes: {reason}")
