@@ -231,7 +231,7 @@ def _serve_options(options: argparse.Namespace, instances: int) -> list[str]:
     """Options of every instance: what follows `--`, and on a CPU host equal KV cache in all."""
     if not is_cpu_build():
         return list(options.tail)
-    has_cache = _has(options, "--kv-cache-memory-bytes")
+    has_cache = "kv-cache-memory-bytes" in serve_options_in(options.tail).names
     cache = [] if has_cache else ["--kv-cache-memory-bytes", str(KV_BYTES // instances)]
     return [*options.tail, *cache, "--enforce-eager"]
 
@@ -239,10 +239,6 @@ def _serve_options(options: argparse.Namespace, instances: int) -> list[str]:
 def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
     values = {name: getattr(options, name.replace("-", "_")) for name in names}
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
-
-
-def _has(options: argparse.Namespace, name: str) -> bool:
-    return any(word.partition("=")[0].replace("_", "-") == name for word in options.tail)
 
 
 class Child(subprocess.Popen[bytes]):

@@ -127,6 +127,7 @@ class LoadReader:
         left_tokens = sum(tokens for tokens, _ in outlooks)
         left_tokens -= sum(each.num_output_tokens for each in decodes)
         fit = scheduler.clock.fit
+        reserved_blocks = scheduler.gate.admission.reserved_blocks * len(scheduler.blocks.growing)
         return InstanceLoad(
             running=len(running),
             waiting=scheduler.get_request_counts()[1] - len(scheduler.waiting.dummies),
@@ -139,7 +140,7 @@ class LoadReader:
             heavy=heavy,
             light=len(decodes) - heavy,
             remaining_tokens=left_tokens,
-            reserved_blocks=self._reserved_blocks() if running else 0,
+            reserved_blocks=reserved_blocks if running else 0,
             step_s=scheduler.clock.step_s,
             prefills_done=sends.prefills_done,
             decodes_done=scheduler.decodes_done,
@@ -184,10 +185,6 @@ class LoadReader:
         arriving_tokens = self.receives.arriving_tokens(request.request_id)
         known_tokens = max(request.num_computed_tokens, arriving_tokens)
         return max(0, request.num_prompt_tokens - known_tokens)
-
-    def _reserved_blocks(self) -> int:
-        scheduler = self.scheduler
-        return scheduler.gate.admission.reserved_blocks * len(scheduler.blocks.growing)
 
     def _used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
@@ -331,9 +330,9 @@ class LengthsStore:
 
     def _save(self) -> None:
         self._is_dirty = False
-        write = partial(_write, self.lengths.state())
+        state = self.lengths.state()
+
+        def write(path: Path) -> None:
+            path.write_text(json.dumps(state) + "\n")
+
         self._writer.submit(replace_file, self.path, "output lengths", write)
-
-
-def _write(state: dict[str, object], path: Path) -> None:
-    path.write_text(json.dumps(state) + "\n")
