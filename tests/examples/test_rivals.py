@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from examples.benchmarks.rivals.__main__ import main
 from examples.benchmarks.rivals.engines import Orca, PromptsFirst, Static, Unchunked
+from examples.benchmarks.rivals.fastserve import FastServe
 from examples.benchmarks.rivals.modes import MooncakeMode, SplitwiseMode
 from examples.benchmarks.rivals.systems import SYSTEMS, WITH_ROLES, Parts, system_of
 from tests.sim.builders import COST, ENGINE, decode_s, engine, max_itl_s, one, pair, spec, steps
@@ -80,7 +84,9 @@ def test_the_papers_settings_slow_prompts_and_send_kv_once_and_reserve_the_lower
 # -- engines -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Static(WINDOW), Orca(WINDOW), PromptsFirst(), Unchunked()])
+@pytest.mark.parametrize(
+    "kind", [Static(WINDOW), Orca(WINDOW), PromptsFirst(), Unchunked(), FastServe()]
+)
 def test_a_request_alone_takes_the_same_time_on_every_engine(kind: EngineKind) -> None:
     (served,) = simulate(alone(kind=kind), [spec(0, 10, 3)])
     assert served.ttft_s == pytest.approx(1.1)
@@ -125,6 +131,54 @@ def test_decodes_of_vllm_2023_wait_while_prompts_are_computed() -> None:
     assert second.ttft_s == pytest.approx(1.1 + 1.1 - 0.5)
     assert max_itl_s(first) == pytest.approx(1.1 + both_s)
     assert first.jct_s == pytest.approx(1.1 + 1.1 + both_s + last_s)
+
+
+def test_a_new_request_of_fastserve_interrupts_one_that_has_run_for_long() -> None:
+    specs = [spec(0, 10, 60), spec(1, 10, 3, arrival_s=30.0)]
+    long, short = simulate(alone(kind=FastServe(), max_requests=1), specs)
+    step_s = COST.step_s(1, 70, 0, 0)
+    # Its second quantum holds a step and a part of the next; then the other one is in it, too.
+    assert short.jct_s < 1.1 + decode_s(10, 2) + step_s
+    assert long.jct_s == pytest.approx(1.1 + decode_s(10, 59) + 1.1 + decode_s(10, 2))
+
+
+def test_a_long_prompt_of_fastserve_skips_the_levels_that_cannot_hold_it() -> None:
+    specs = [spec(0, 10, 3), spec(1, 500, 2, arrival_s=0.1)]
+    first, long = simulate(alone(kind=FastServe(), max_requests=1), specs)
+    assert first.jct_s == pytest.approx(1.1 + decode_s(10, 2))
+    assert long.ttft_s == pytest.approx(first.jct_s - 0.1 + COST.step_s(0, 0, 500, 0))
+
+
+@pytest.mark.parametrize(("starving_s", "is_served"), [(15.0, True), (1e9, False)])
+def test_what_starves_in_fastserve_rises(starving_s: float, is_served: bool) -> None:
+    stream = [spec(number, 10, 2, 2.3 * number) for number in range(1, 200)]
+    kind = FastServe(starving_s=starving_s)
+    long, *short = simulate(alone(kind=kind, max_requests=1), [spec(0, 10, 20), *stream])
+    assert (long.jct_s < max(each.spec.arrival_s for each in short)) == is_served
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.integers(1, 80), st.floats(0, 60)),
+        min_size=1,
+        max_size=25,
+    ),
+    st.integers(1, 6),
+    st.floats(1, 100),
+)
+def test_fastserve_computes_everything_once(
+    drawn: list[tuple[int, int, float]], most: int, starving_s: float
+) -> None:
+    """Memory for one or two of the longest requests: whatever is interrupted keeps its KV."""
+    specs = [spec(number, *each) for number, each in enumerate(drawn)]
+    config = alone(kind=FastServe(starving_s=starving_s), max_requests=most, kv_blocks=40)
+    found = steps(config, specs)
+    assert sorted(share for each in found for share in each.prompts) == [
+        (each.id, each.prompt_tokens) for each in specs
+    ]
+    decodes = Counter(number for each in found for number in each.decodes)
+    assert decodes == +Counter({each.id: each.output_tokens - 1 for each in specs})
+    assert all(len(each.decodes) + len(each.prompts) <= most for each in found)
 
 
 @pytest.mark.parametrize(

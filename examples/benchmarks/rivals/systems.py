@@ -15,6 +15,7 @@ from examples.benchmarks.rivals.engines import (
     Static,
     Unchunked,
 )
+from examples.benchmarks.rivals.fastserve import FastServe
 from examples.benchmarks.rivals.modes import MooncakeMode, SplitwiseMode
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
@@ -207,6 +208,10 @@ SYSTEMS: dict[str, System] = {
     "sarathi": System(
         "vLLM with 512 tokens a step (Sarathi-Serve)",
         lambda parts: _replicas(parts, Stock(SARATHI_BUDGET_TOKENS)),
+    ),
+    "fastserve": System(
+        "steps of the highest levels of a feedback queue, whole prompts",
+        lambda parts: _replicas(parts, FastServe()),
     ),
     "distserve": System("prefill instances with whole prompts, decode instances", _distserve),
     "splitwise": System("the same, and a mixed pool for what is too much", _splitwise),
