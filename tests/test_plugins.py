@@ -29,7 +29,7 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     ("kind", "names"),
     [
         ("dispatch", ["power-of-two", "power-of-two-ratio"]),
-        ("order", ["fcfs", "sjf", "ljf", "srtf"]),
+        ("order", ["fcfs", "sjf", "ljf", "srtf", "mlfq"]),
         ("admission", ["greedy", "reserve-static", "reserve-dynamic"]),
     ],
 )

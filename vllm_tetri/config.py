@@ -98,7 +98,8 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Policies.
     prefill_policy: Annotated[str, _option(
         "order of waiting prompts (paper section 3.3.1): fcfs, sjf, ljf, srtf (shortest "
-        "remaining first, which may pause a started prompt), or your own as module:attribute",
+        "remaining first, which may pause a started prompt), mlfq (the same by levels of "
+        "length), or your own as module:attribute",
         "NAME")] = "sjf"
     sched_batch: Annotated[Positive, _option(
         "waiting prompts that are ordered together (paper)", "PROMPTS",

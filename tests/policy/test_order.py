@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.order import ORDERS, SRTF_BOUND
+from vllm_tetri.policy.order import LEVEL_TOKENS, ORDERS, SRTF_BOUND
 from vllm_tetri.policy.queue import PromptQueue
 
 POLICIES = list(ORDERS)
 NON_PREEMPTIVE = ["fcfs", "sjf", "ljf"]
+PREEMPTIVE = ["srtf", "mlfq"]
 
 
 class Waiting(NamedTuple):
@@ -145,21 +146,33 @@ def test_a_nearly_finished_prompt_is_not_interrupted() -> None:
     assert engine.steps[1] == {"long": 2, "short": 4}
 
 
-def stream_of_short_ones() -> Engine:
-    engine = Engine("srtf", sched_batch=2)
-    engine.add("long", 50)
+def test_only_a_much_shorter_prompt_interrupts_in_a_queue_of_levels() -> None:
+    engine = Engine("mlfq")
+    engine.add("long", 100)
+    engine.step()
+    engine.add("shorter", 70)
+    engine.add("short", 20)
+    engine.run()
+    assert engine.first_chunk == ["long", "short", "shorter"]
+    assert engine.done_at["short"] < engine.done_at["long"] < engine.done_at["shorter"]
+
+
+def stream_of_short_ones(policy: str) -> Engine:
+    engine = Engine(policy, sched_batch=2)
+    engine.add("long", 150)
     for index in range(100):
         engine.add(f"short {index}", 10)
         engine.step()
     return engine
 
 
+@pytest.mark.parametrize("policy", PREEMPTIVE)
 def test_long_prompt_is_not_starved_by_a_stream_of_short_ones(
-    monkeypatch: pytest.MonkeyPatch,
+    policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert stream_of_short_ones().done_at["long"] <= SRTF_BOUND * 50 + (2 + 2) * 10
+    assert stream_of_short_ones(policy).done_at["long"] <= SRTF_BOUND * 150 + (2 + 2) * 10
     monkeypatch.setattr("vllm_tetri.policy.queue.SRTF_BOUND", 10**9)  # it would without the bound
-    assert "long" not in stream_of_short_ones().done_at
+    assert "long" not in stream_of_short_ones(policy).done_at
 
 
 def test_a_preempted_prompt_is_next_and_starts_again() -> None:
@@ -234,11 +247,17 @@ def _came_before(engine: Engine, coming: Sequence[tuple[int, int]]) -> list[int]
     return came
 
 
-@given(arrivals, st.integers(1, 20), st.integers(1, 64), st.sets(st.integers(0, 40)))
+@given(
+    st.sampled_from(PREEMPTIVE),
+    arrivals,
+    st.integers(1, 20),
+    st.integers(1, 64),
+    st.sets(st.integers(0, 40)),
+)
 def test_the_bound_holds_when_others_are_aborted(
-    coming: Sequence[tuple[int, int]], batch: int, chunk: int, aborted: set[int]
+    policy: str, coming: Sequence[tuple[int, int]], batch: int, chunk: int, aborted: set[int]
 ) -> None:
-    engine = Engine("srtf", batch, chunk)
+    engine = Engine(policy, batch, chunk)
     for index, (pause, tokens) in enumerate(coming):
         for _ in range(pause):
             engine.step()
@@ -249,6 +268,17 @@ def test_the_bound_holds_when_others_are_aborted(
     for name, done in engine.done_at.items():
         waited = done - engine.came_at[name]
         assert waited <= SRTF_BOUND * engine.fcfs_tokens[name] + (batch + 2) * chunk
+
+
+@given(arrivals, st.integers(1, 20), st.integers(1, 64))
+def test_prompts_of_a_level_start_in_the_order_in_which_they_came(
+    coming: Sequence[tuple[int, int]], batch: int, chunk: int
+) -> None:
+    engine = play("mlfq", coming, batch, chunk)
+    level = {str(i): (tokens // LEVEL_TOKENS).bit_length() for i, (_, tokens) in enumerate(coming)}
+    for position, name in enumerate(engine.first_chunk):
+        overtaking = [other for other in engine.first_chunk[:position] if int(other) > int(name)]
+        assert all(level[other] < level[name] for other in overtaking)
 
 
 @given(st.sampled_from(NON_PREEMPTIVE), arrivals, st.integers(1, 20), st.integers(1, 64))

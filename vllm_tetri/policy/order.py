@@ -13,6 +13,11 @@ served would compute until a prompt is done. It is *due* as soon as later ones o
 among prompts of the same priority, every one is done after at most SRTF_BOUND * A tokens and
 `sched_batch` + 2 chunks (one in which it becomes due, and the last one, which it may share).
 `tests/policy/test_order.py` checks it.
+
+`mlfq` is `srtf` by levels, with the same bound: the first has prompts of which less than
+`LEVEL_TOKENS` are left, each further one those of up to twice as many, in order of arrival. So a
+prompt is interrupted by much shorter ones only. It is FastServe's feedback queue as far as prompts
+go: they join the level of their length, and none sinks, since what is left only shrinks.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SRTF_BOUND = 2
+LEVEL_TOKENS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -46,15 +52,19 @@ class Order:
     is_preemptive: bool = False
 
 
-def _srtf(entry: Prompt) -> tuple[int, ...]:
+def _due_first(entry: Prompt, size: int) -> tuple[int, ...]:
     if entry.is_due:
         return (entry.priority, 0, entry.arrival)
-    return (entry.priority, 1, entry.remaining_tokens, entry.arrival)
+    return (entry.priority, 1, size, entry.arrival)
 
 
 ORDERS: dict[str, Order] = {
     "fcfs": Order(lambda entry: (entry.priority, entry.arrival)),
     "sjf": Order(lambda entry: (entry.priority, entry.remaining_tokens, entry.arrival)),
     "ljf": Order(lambda entry: (entry.priority, -entry.remaining_tokens, entry.arrival)),
-    "srtf": Order(_srtf, is_preemptive=True),
+    "srtf": Order(lambda entry: _due_first(entry, entry.remaining_tokens), is_preemptive=True),
+    "mlfq": Order(
+        lambda entry: _due_first(entry, (entry.remaining_tokens // LEVEL_TOKENS).bit_length()),
+        is_preemptive=True,
+    ),
 }
