@@ -41,7 +41,7 @@ from examples.benchmarks.cluster import (
 from examples.benchmarks.figures import Results, figures
 
 ROOT = Path(__file__).parents[2]
-POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128")
+POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128", "mlfq 16")
 WHOLE = ("--mode", "whole", "--both", "1")
 LATENCIES = ["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"]
 PREDICTORS = ("histogram", "head", "parallel", "sequential")

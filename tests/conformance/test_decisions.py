@@ -112,7 +112,7 @@ def spec(number: int, arrival_s: float, prompt: int, output: int) -> RequestSpec
     return RequestSpec(number, arrival_s, prompt, output, bucket)
 
 
-@pytest.mark.parametrize("order", ["fcfs", "sjf", "srtf"])
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "srtf", "mlfq"])
 def test_prompts_in_chunks(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [
         spec(0, 0.1, 200, 20), spec(1, 0.2, 30, 5), spec(2, 0.3, 64, 40), spec(3, 0.4, 1, 9),
