@@ -80,7 +80,7 @@ class FakeRouter:
         self.dispatched: list[OfRequest] = []
         self.cut_off: list[InstanceId] = []
         self.flips: list[tuple[InstanceId, Flip]] = []
-        self.in_flight = 0
+        self.in_flight = self.endings = 0
 
     def on_hello(self, info: InstanceInfo) -> None:
         self.hellos.append(info)
@@ -93,6 +93,9 @@ class FakeRouter:
 
     def on_flip(self, instance: InstanceId, flip: Flip) -> None:
         self.flips.append((instance, flip))
+
+    def on_ending(self) -> None:
+        self.endings += 1
 
     def num_reaching(self, instance: InstanceId) -> int:
         return self.in_flight

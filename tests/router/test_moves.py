@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -73,7 +73,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(**differs: Any) -> AsyncIterator[Stage]:
+async def stage(options: Mapping[str, Any] = {}, **differs: Any) -> AsyncIterator[Stage]:
     """`a` stops after some events until it `goes_on`; what `b` writes, differently if wanted, waits
     until it `begins`."""
     goes_on, begins = asyncio.Event(), asyncio.Event()
@@ -107,7 +107,7 @@ async def stage(**differs: Any) -> AsyncIterator[Stage]:
 
         return handle
 
-    async with cluster(*two(first, second(**differs)), mode=Mode.WHOLE) as made:
+    async with cluster(*two(first, second(**differs)), mode=Mode.WHOLE, **options) as made:
         yield Stage(made, goes_on, begins)
 
 
@@ -256,6 +256,30 @@ async def test_an_instance_that_leaves_is_told_to_move_its_outputs(reason: str) 
         both.goes_on.set()
         await asking
         both.a.unfinished = ""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("drain", {}), ("flip", {"role": "prefill", "force": True})]
+)
+async def test_nothing_waits_for_a_period_when_an_instance_leaves(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    monkeypatch.setattr(moves_module, "_LOOK_S", 60.0)
+    async with stage({"period_s": 60.0, "silent_after_s": 600.0}) as both:
+        options = {"max_tokens": 1000, "ignore_eos": True}
+        asking = asyncio.create_task(stream_of(both.made, COMPLETION, **options))
+        await eventually(lambda: both.row().get("generated", 0) >= BEFORE)
+        await both.made.report("a", step_s=0.05)
+        both.a.unfinished = "1 unfinished request"
+        assert (await both.made.order(f"instances/a/{path}", body))[0] == 202
+        await eventually(lambda: both.a.moves)
+        transfer = both.a.moves[-1].transfer
+        both.tell(both.a, Moving(both.row()["id"], transfer, [9], "d1", PROMPT_IDS))
+        both.begins.set()
+        await asking
+        both.a.unfinished = ""
+        done = {"drain": ("a", "absent"), "flip": ("a", "ready")}[path]
+        await eventually(lambda: (done[0], both.made.state("a")) == done)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class RouterSide(Protocol):
     def on_cache(self, report: CacheReport) -> bool: ...  # False: one is missing
     def on_cut_off(self, instance: InstanceId) -> None: ...  # it left before it had finished
     def on_flip(self, instance: InstanceId, flip: Flip) -> None: ...  # done or rolled back
+    def on_ending(self) -> None: ...  # instances drain or flip, or one goes on to
     def num_reaching(self, instance: InstanceId) -> int: ...  # requests it has or may still get
 
 
@@ -132,12 +133,20 @@ class Monitor:
         self.members.order_drain(instance, None if deadline_s is None else now + deadline_s)
         for order in self.members.orders_for(instance, now):
             self.send(instance, order)
+        self._tell_ending()
 
     def order_flip(self, instance: InstanceId, order: messages.FlipRole) -> int:
         """Tell a member to take another role, or KeyError; returns the epoch of the order."""
         order = self.members.order_flip(instance, order, time.monotonic())
         self.send(instance, order)
+        self._tell_ending()
         return order.epoch
+
+    def _tell_ending(self) -> None:
+        """Let all know at once that an instance gets no new work, and the instance what is left."""
+        if self._socket is not None:
+            self._poll()
+        self._router.on_ending()
 
     def mix(self, is_mixed: bool) -> None:
         """Set whether any instance may compute prompts for any other from now on."""
@@ -275,6 +284,8 @@ class Monitor:
             self._ask_for_hello(sender)
         if found.ended is not None:
             self._router.on_flip(report.instance, found.ended)
+        if report.is_draining or (report.flip is not None and report.flip.is_under_way):
+            self._router.on_ending()
         if found.uncommitted is not None:
             self._send(sender, messages.RoleCommitted(found.uncommitted.epoch, now))
 

@@ -20,7 +20,7 @@ REST_S = 2.0  # between two moves of one output, and before the first
 # A step has to be so much longer here than there with the output, and the output so much shorter.
 _FASTER = 1.25
 _WORTH_S = 0.5
-_LEAVES = {InstanceState.DRAINING: "drain", InstanceState.FLIPPING: "flip"}
+LEAVES = {InstanceState.DRAINING: "drain", InstanceState.FLIPPING: "flip"}
 # With fewer free blocks than this for each decode, some are about to be preempted.
 _SCARCE_BLOCKS = 1.0
 
@@ -62,8 +62,8 @@ def why_leave(table: ClusterTable) -> dict[InstanceId, str]:
         row = table.by_id.get(one.info.id)
         if one.info.alone:
             continue
-        if one.state in _LEAVES:
-            found[one.info.id] = _LEAVES[one.state]
+        if one.state in LEAVES:
+            found[one.info.id] = LEAVES[one.state]
         elif row is not None and row.decodes >= 2 and row.role is not Role.PREFILL:
             if row.key not in takers:
                 takers[row.key] = sorted(table.takers(one.info).by_name, key=_step_with_one_more)
@@ -89,7 +89,7 @@ def choose_moves(
 ) -> list[MoveOrder]:
     """Choose which outputs leave an instance for `reason`, and where each goes, while others are on
     their way from it. With `any_role` any instance takes outputs, else those that decode."""
-    leaves, source = reason in _LEAVES.values(), table.by_id.get(one.info.id)
+    leaves, source = reason in LEAVES.values(), table.by_id.get(one.info.id)
     most = (MOST_LEAVING if leaves else MOST_ON_WAY) - num_on_way
     takers = table.takers(one.info, any_role=any_role).by_name
     able_rows = takers if leaves or source is None else _apart(source, takers)

@@ -13,13 +13,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import DecodeParams
-from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving
+from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving, Poll
 from vllm_tetri.policy.mirrors import LongOutput
-from vllm_tetri.policy.moves import RunningOutput, choose_moves, usual_left, why_leave
+from vllm_tetri.policy.moves import LEAVES, RunningOutput, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import HttpError, InstanceAtLimit, InstanceFailed, Refusal
 from vllm_tetri.router.http_client import HttpResponse
@@ -34,7 +35,7 @@ from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, RequestId,
 _PATIENCE_S = 10.0  # after the order; then a move is given up
 _RETRY_S = 0.5  # after a move that came to nothing
 _CAUGHT_UP_S = 0.002  # between two looks whether the client has all that was written
-_LOOK_S = 0.05  # between two looks at the cluster
+_LOOK_S = 0.05  # between two looks at the cluster, unless something happens
 _STREAMING = (Phase.DECODING, Phase.SERVING)
 _WRITING = (Phase.HANDING_OVER, Phase.SERVING)  # a response that comes as a whole
 
@@ -298,7 +299,7 @@ class Moves:
         self._monitor, self._table, self._placer = monitor, table, placer
         self.any_role = False  # whether any instance may take an output
         self._under_way: dict[TransferId, tuple[Movable, InstanceId]] = {}  # and what they leave
-        watch = repeat(self._look, _LOOK_S, is_on=is_on)
+        watch = repeat(self._look, _LOOK_S, is_on=is_on, due=table.changed)
         self._task = asyncio.get_running_loop().create_task(watch)
 
     async def close(self) -> None:
@@ -345,12 +346,15 @@ class Moves:
         self._under_way = dict(left)
 
     def _look(self) -> None:
-        if not len(self._table):
+        if not (len(self._table) or self._table.leaving):
             return
         now = time.monotonic()
         table = self._placer.table(now)
-        if not (reasons := why_leave(table)):
-            return
+        reasons = why_leave(table)
+        self._table.leaving = frozenset(name for name in reasons if reasons[name] in LEAVES.values())
+        for name in self._table.leaving:
+            if not self._table.num_reaching(name):  # it need not wait for the next period's poll
+                self._monitor.send(name, Poll(table.view.router, table.view.seq, in_flight=0))
         self._forget_ended()
         on_way = Counter(source for _, source in self._under_way.values())
         views = {each.info.id: each for each in table.view.instances}
@@ -369,10 +373,16 @@ class Moves:
                     self._begin(mover, name, views[order.target].info, order.reason)
 
 
-async def repeat(look: Callable[[], None], period_s: float, *, is_on: bool) -> None:
-    """Look at running outputs again and again. If that fails, they stay as they are."""
+async def repeat(
+    look: Callable[[], None], period_s: float, *, is_on: bool, due: asyncio.Event | None = None
+) -> None:
+    """Look at running outputs each period, and at once when that is `due`. If a look fails, they
+    stay as they are."""
+    due = due or asyncio.Event()
     while is_on:
-        await asyncio.sleep(period_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(due.wait(), period_s)
+        due.clear()
         try:
             look()
         except Exception:

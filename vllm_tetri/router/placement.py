@@ -363,8 +363,12 @@ class Placer:
         """Look at the cluster again if the snapshot is old, or a model's first instance may have
         just joined."""
         if model not in self._state.table.by_model or self._seen_mode is not self.mode:
-            self._fresh_until_s = -inf
+            self.renew()
         self.table(now)
+
+    def renew(self) -> None:
+        """Look at the cluster again for the next decision: what instances may get has changed."""
+        self._fresh_until_s = -inf
 
     def table(self, now: float) -> ClusterTable:
         """Return the cluster as it is now, or was a moment ago."""

@@ -253,6 +253,11 @@ class GlobalScheduler:
         """An instance has left the cluster."""
         self.upstream.http.fail_requests(instance, "it has left the cluster")
 
+    def on_ending(self) -> None:
+        """Instances drain or flip: their outputs move at once."""
+        self.placer.renew()
+        self.table.changed.set()
+
     def on_flip(self, instance: InstanceId, flip: Flip) -> None:
         """A flip of an instance has ended."""
         self.metrics.record_flip(instance, flip)

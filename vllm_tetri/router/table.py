@@ -181,21 +181,22 @@ class Entry:
             waiting.set_result(message)
 
     def _count(self) -> None:
-        if self._counted_at != self.worker:
-            self._table.move(self, self._counted_at, self.worker)
-            self._counted_at = self.worker
+        before, self._counted_at = self._counted_at, self.worker
+        self._table.move(self, before, self.worker)
 
 
 class RequestTable:
     """Every request of one router that is in flight, by id. Owned by the event loop.
 
-    `workers` and `clients` count the requests of every instance and client that has any.
+    `workers` and `clients` count the requests of every instance and client that has any. What
+    happens to requests of instances that are `leaving` sets `changed`.
     """
 
     def __init__(self, router: str = "") -> None:
         self.router = router
         self.workers: Counter[InstanceId] = Counter()
         self.clients: Counter[str] = Counter()
+        self.leaving, self.changed = frozenset[InstanceId](), asyncio.Event()
         self._entries: dict[RequestId, Entry] = {}
         self._clients_at: defaultdict[InstanceId, Counter[str]] = defaultdict(Counter)
 
@@ -237,8 +238,12 @@ class RequestTable:
             self.clients[entry.client] -= 1
 
     def move(self, entry: Entry, before: InstanceId, after: InstanceId) -> None:
-        """Count a request at another instance; called by entries."""
+        """Count a request at another instance, or where it was; called by entries."""
         if self._entries.get(entry.id) is not entry:
+            return
+        if not self.leaving.isdisjoint((before, after)):
+            self.changed.set()
+        if before == after:
             return
         for instance, change in ((before, -1), (after, 1)):
             if not instance:
