@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,7 +26,15 @@ import pandas as pd
 
 from examples.benchmarks import client, pace
 from examples.benchmarks.client import Reply, Request, Target, random_prompt
-from examples.benchmarks.cluster import Site, System, add_site, conditions, our_cluster, parse
+from examples.benchmarks.cluster import (
+    Site,
+    System,
+    add_site,
+    conditions,
+    get_json,
+    our_cluster,
+    parse,
+)
 from examples.benchmarks.compare import ROOT
 from examples.benchmarks.faults import Promise
 from examples.benchmarks.figures import Results, figures
@@ -42,6 +50,7 @@ LONG, SHORT = (300, 450), (8, 30)  # output tokens
 PROMPT = (50, 400)
 MOST_TAIL = 0.7  # of the completion times' 99th percentile where outputs stay
 MOST_DRAIN_S = 0.1  # at the median, beyond a move
+SKEW_S = 0.002  # between the clocks of a router and its client, by their first tokens
 _turns = count()
 
 
@@ -92,6 +101,22 @@ def moved(url: str) -> dict[str, float]:
     return {"moves": total, "move_s": means["whole"], "gap_s": means["gap"]}
 
 
+def pauses(url: str, replies: Sequence[Reply]) -> list[tuple[float, float]]:
+    """Return of each move by how much the gap in its stream was longer than the stream's usual one,
+    and that one, in seconds."""
+    found = []
+    for each in replies:
+        row = get_json(f"{url}/tetri/v1/requests/{each.headers.get('x-request-id')}")
+        marks = [mark["s"] for mark in row.get("timeline", ()) if mark["event"] == "answering"]
+        gaps = np.array(each.gaps_us or [0]) / 1e6
+        event_s = row.get("ttft_s", 0.0) + np.array([*accumulate(gaps)])
+        usual_s = float(np.median(gaps))
+        for at_s in marks[1:]:  # the first event from another instance comes a moment later
+            place = min(int(np.searchsorted(event_s, at_s - SKEW_S)), len(gaps) - 1)
+            found.append((float(gaps[place]) - usual_s, usual_s))
+    return found
+
+
 async def flips(
     url: str, playing: asyncio.Task[list[Reply]], options: argparse.Namespace
 ) -> list[float]:
@@ -120,10 +145,16 @@ async def play(
         replace(each, ttft_s=each.ttft_s * factor, jct_s=each.jct_s * factor) for each in raw
     ]
     cell = {**figures(replies), **await asyncio.to_thread(moved, url)}
+    if found := await asyncio.to_thread(pauses, url, raw):
+        beyond, usual_s = (np.array(each) for each in zip(*found, strict=True))
+        cell |= {"paused_ms": [round(1e3 * each, 2) for each in beyond]}
+        cell |= {"gap_p50_ms": 1e3 * float(np.median(usual_s))}
+        for name, part in {"p50": 0.5, "p99": 0.99}.items():
+            cell[f"pause_{name}_steps"] = float(np.quantile(beyond / usual_s, part))
     cell["jct_p99_s"] = float(np.quantile([each.jct_s for each in replies if not each.error], 0.99))
     if drains:
         cell |= {"flips": len(drains), "drain_p50_s": float(np.median(drains))}
-        cell["drain_most_s"] = max(drains)
+        cell |= {"drain_p99_s": float(np.quantile(drains, 0.99)), "drains_s": drains}
     return cell
 
 
@@ -171,7 +202,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("moves.jsonl"), help="result file")
     options, site = parse(parser)
     shown = ["completed", "jct_mean_ms", "jct_p99_s", "moves", "move_s", "gap_s"]
-    shown += ["flips", "drain_p50_s", "drain_most_s"]
+    shown += ["flips", "drain_p50_s", "drain_p99_s"]
+    shown += ["gap_p50_ms", "pause_p50_steps", "pause_p99_steps"]
     rates, seconds = options.request_rates, options.seconds
     about = conditions(site, scale=options.scale, rates=rates, seconds=seconds)
     head = {"by": ["load", "system"], "metrics": shown, "conditions": about}

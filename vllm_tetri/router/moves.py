@@ -351,7 +351,9 @@ class Moves:
         now = time.monotonic()
         table = self._placer.table(now)
         reasons = why_leave(table)
-        self._table.leaving = frozenset(name for name in reasons if reasons[name] in LEAVES.values())
+        self._table.leaving = frozenset(
+            name for name in reasons if reasons[name] in LEAVES.values()
+        )
         for name in self._table.leaving:
             if not self._table.num_reaching(name):  # it need not wait for the next period's poll
                 self._monitor.send(name, Poll(table.view.router, table.view.seq, in_flight=0))
