@@ -109,7 +109,7 @@ def pauses(url: str, replies: Sequence[Reply]) -> list[tuple[float, float]]:
         row = get_json(f"{url}/tetri/v1/requests/{each.headers.get('x-request-id')}")
         marks = [mark["s"] for mark in row.get("timeline", ()) if mark["event"] == "answering"]
         gaps = np.array(each.gaps_us or [0]) / 1e6
-        event_s = row.get("ttft_s", 0.0) + np.array([*accumulate(gaps)])
+        event_s = (row.get("ttft_s") or 0.0) + np.array([*accumulate(gaps)])
         usual_s = float(np.median(gaps))
         for at_s in marks[1:]:  # the first event from another instance comes a moment later
             place = min(int(np.searchsorted(event_s, at_s - SKEW_S)), len(gaps) - 1)
@@ -144,7 +144,7 @@ async def play(
     replies = [
         replace(each, ttft_s=each.ttft_s * factor, jct_s=each.jct_s * factor) for each in raw
     ]
-    cell = {**figures(replies), **await asyncio.to_thread(moved, url)}
+    cell: dict[str, Any] = {**figures(replies), **await asyncio.to_thread(moved, url)}
     if found := await asyncio.to_thread(pauses, url, raw):
         beyond, usual_s = (np.array(each) for each in zip(*found, strict=True))
         cell |= {"paused_ms": [round(1e3 * each, 2) for each in beyond]}
