@@ -195,6 +195,16 @@ async def test_the_output_goes_on_if_the_instance_dies_that_had_it() -> None:
         assert len(both.b.calls) == 1  # nothing was sent again
 
 
+async def test_the_output_stays_if_the_other_instance_is_to_leave() -> None:
+    async with stage() as both:
+        asking = asyncio.create_task(stream_of(both.made, COMPLETION))
+        transfer = await both.moving()
+        assert (await both.made.order("instances/b/drain", {}))[0] == 202
+        await eventually(lambda: both.a.cancelled == both.b.cancelled == [transfer])
+        both.goes_on.set()
+        is_whole(*await asking, COMPLETION)
+
+
 async def test_an_instance_that_refuses_keeps_the_output() -> None:
     async with stage() as both:
         asking = asyncio.create_task(stream_of(both.made, COMPLETION))

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -284,6 +284,11 @@ class Mover:
         if move.task is not None and move.task is not asyncio.current_task():
             move.task.cancel()
 
+    def avoid(self, leaving: Set[InstanceId]) -> None:
+        """Let an output stay that is on its way to an instance which others leave."""
+        if self._move is not None and self._move.target.id in leaving:
+            self._end(self._move, "failed")
+
     def _forget(self, move: _Move) -> None:
         self._move = None
         if move.timer is not None:
@@ -342,21 +347,21 @@ class Moves:
         return True
 
     def _forget_ended(self) -> None:
-        left = [(name, both) for name, both in self._under_way.items() if both[0].is_moving]
-        self._under_way = dict(left)
+        left = self._under_way.items()
+        self._under_way = {name: both for name, both in left if both[0].is_moving}
 
     def _look(self) -> None:
         if not (len(self._table) or self._table.leaving):
             return
-        now = time.monotonic()
-        table = self._placer.table(now)
+        table = self._placer.table(now := time.monotonic())
         reasons = why_leave(table)
-        self._table.leaving = frozenset(
-            name for name in reasons if reasons[name] in LEAVES.values()
-        )
-        for name in self._table.leaving:
+        leaving = {name for name, reason in reasons.items() if reason in LEAVES.values()}
+        self._table.leaving = leaving
+        for name in leaving:
             if not self._table.num_reaching(name):  # it need not wait for the next period's poll
                 self._monitor.send(name, Poll(table.view.router, table.view.seq, in_flight=0))
+        for moving, _ in self._under_way.values():
+            moving.avoid(leaving)
         self._forget_ended()
         on_way = Counter(source for _, source in self._under_way.values())
         views = {each.info.id: each for each in table.view.instances}
@@ -368,9 +373,8 @@ class Moves:
                 for mover in movers.values()
                 if mover is not None and (output := mover.movable(usual, now)) is not None
             ]
-            for order in choose_moves(
-                one, reason, outputs, table, on_way[name], any_role=self.any_role
-            ):
+            any_role, num_on_way = self.any_role, on_way[name]
+            for order in choose_moves(one, reason, outputs, table, num_on_way, any_role=any_role):
                 if (mover := movers[order.request]) is not None:
                     self._begin(mover, name, views[order.target].info, order.reason)
 
