@@ -171,7 +171,7 @@ class MoveSide:
         send_s = OPENING_S + most_tokens * self._fit.token_s * len(choices)
         steps = ceil(send_s / max(self._scheduler.clock.step_s, 1e-4))
         steps = min(max(LEAST_STEPS, steps), MOST_STEPS)
-        if any(each.max_tokens - each.num_output_tokens <= 2 * steps for each in choices):
+        if any(each.max_tokens - each.num_output_tokens <= steps + 2 for each in choices):
             return "it is about to end"
         deadline = time.monotonic() + self._timeout_s
         kv_tokens = [each.num_computed_tokens + steps for each in choices]
