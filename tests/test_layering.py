@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "sim": (VALUES | {"plugins", "policy"}, {"numpy", "rich"}),
     "admin": (VALUES | {"router.auth"}, {"rich"}),
     "top": ({"admin"}, {"rich"}),
+    "regret": (VALUES | {"admin", "policy", "sim"}, {"numpy"}),
     "logs": (VALUES, set()),
     "bench": (VALUES | {"launch.guard", "launch.machine"}, {"rich"}),
     "bench_transfer": (VALUES | {"transport"}, {"numpy", "rich"}),

@@ -66,6 +66,8 @@ COMMANDS = (
             _SERVE_OPTIONS),
     Command("sim", "Measure", "vllm_tetri.sim.command", "simulate a cluster of any size",
             "sim --mode split whole --prefill 1 --decode 1 --kind mixed --rate 1"),
+    Command("regret", "Measure", "vllm_tetri.regret",
+            "say what the last requests of a router would have cost otherwise", "regret"),
     Command("secret", "Set up", "vllm_tetri.cli:secret",
             "make the secret that the processes of a cluster share", "secret cluster.secret"),
     Command("completion", "Set up", "vllm_tetri.cli:completion",

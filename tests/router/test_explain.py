@@ -101,11 +101,22 @@ async def test_a_router_explains_what_it_serves_and_served() -> None:
         instance: FakeInstance = made[found["decode"]]
         instance.agent.publish(Served(f"cmpl-{name}-0-1a2b", queue_s=0.5))
 
-        def told() -> bool:
+        def kept() -> Ended:
             row = made.scheduler.history.get(RequestId(name))
-            return row is not None and [each for each, _ in row.served] == [found["decode"]]
+            assert row is not None
+            return row
 
-        await eventually(told)
+        await eventually(lambda: [each for each, _ in kept().served] == [found["decode"]])
+        assert (await made.get("/tetri/v1/history"))["requests"] == []  # no lengths are known
+        first: FakeInstance = made[found["prefill"]]
+        first.agent.publish(Served(f"cmpl-{name}-0-1a2b", cached_tokens=1))
+        instance.agent.publish(Served(f"cmpl-{name}-0-1a2b", 0.5, output_tokens=9))
+        await eventually(lambda: len(kept().served) == 3)
+        told = await made.get("/tetri/v1/history")
+        assert [each["role"] for each in told["instances"]] == ["prefill", "decode"]
+        assert told["instances"][0]["load"]["cost"].keys() >= {"base_s", "confidence"}
+        (shown,) = told["requests"]
+        assert (shown["route"], shown["output_tokens"], shown["cached_tokens"]) == ("split", 9, 1)
         async with made.client.get(f"{made.url}/tetri/v1/requests/unknown") as response:
             assert response.status == 404
             assert "'unknown'" in (await response.json())["error"]["message"]

@@ -20,7 +20,7 @@ from vllm_tetri.messages import FlipRole
 from vllm_tetri.router.adapters import LOAD, UNLOAD
 from vllm_tetri.router.auth import Keys, Limits
 from vllm_tetri.router.errors import Refusal
-from vllm_tetri.router.explain import explain
+from vllm_tetri.router.explain import explain, replayable
 from vllm_tetri.router.live import LiveView, page, plain_cluster
 from vllm_tetri.router.merged import Merged
 from vllm_tetri.router.metrics import targets
@@ -142,6 +142,7 @@ def build_app(
         web.post("/tetri/v1/instances/{id}/flip", routes.flip),
         web.get("/tetri/v1/cache", routes.cache),
         web.get("/tetri/v1/targets", routes.targets),
+        web.get("/tetri/v1/history", routes.history),
         web.get("/tetri/v1/requests", routes.requests),
         web.get("/tetri/v1/requests/{id}", routes.explain),
         web.post("/tetri/v1/requests/{id}/move", routes.move),
@@ -290,6 +291,20 @@ class _Routes:
 
     async def explain(self, request: web.Request) -> web.Response:
         return _json(explain(self._scheduler.look_up(RequestId(request.match_info["id"]))))
+
+    async def history(self, _: web.Request) -> web.Response:
+        views = self._scheduler.monitor.view().instances
+        rows = [
+            {
+                "id": each.info.id,
+                "role": each.info.role,
+                "block_size": each.info.block_size,
+                "load": each.load,
+            }
+            for each in views
+        ]
+        found = replayable(self._scheduler.history)
+        return _json({"mode": self._scheduler.placer.mode, "instances": rows, "requests": found})
 
     async def move(self, request: web.Request) -> web.Response:
         name = RequestId(request.match_info["id"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vllm_tetri.messages import Served
@@ -132,3 +132,26 @@ def explain(row: Ended) -> dict[str, Any]:
             for instance, each in row.served
         ],
     }
+
+
+def replayable(rows: Iterable[Ended]) -> list[dict[str, Any]]:
+    """Return what a simulation needs of each request that was answered and whose lengths are known;
+    `front_s` is the time outside engines before the first token."""
+    found = []
+    for row in rows:
+        if row.outcome == "ok" and row.first_byte_s and row.prompt_tokens and row.output_tokens:
+            shown, first = explain(row), dict(row.served).get(row.prefill)
+            outside = [each for each in shown["parts"] if each["what"] in ("router", "http")]
+            kept = (
+                "route", "prompt_tokens", "output_tokens", "predicted", "prefill", "decode",
+                "ttft_s", "jct_s",
+            )  # fmt: skip
+            found.append(
+                {
+                    **{name: shown[name] for name in kept},
+                    "arrival_s": row.arrival_s,
+                    "cached_tokens": first.cached_tokens if first is not None else 0,
+                    "front_s": sum(each["before_first_token_s"] for each in outside),
+                }
+            )
+    return found

@@ -1,0 +1,167 @@
+"""`vllm-tetri regret`: what the last requests of a router would have cost served otherwise.
+
+The requests that a router remembers are simulated as they arrived, on its instances with the step
+costs that these have learnt, in every mode and with other chunk sizes. A way of serving costs the
+geometric mean of its mean TTFT and its mean JCT; regret is the part by which the router's own way,
+simulated, costs more than the best. How far that simulation is from what was measured says how
+much to believe of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from vllm_tetri.admin import Row, add_url, call
+from vllm_tetri.errors import ConfigError
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE
+from vllm_tetri.sim.cluster import run as simulate
+from vllm_tetri.sim.command import add_options, empty_table, show
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, InstanceConfig
+from vllm_tetri.sim.figures import figures
+from vllm_tetri.sim.workload import RequestSpec, above_0
+from vllm_tetri.types import InstanceId, Mode, Prediction, Role, StepCoefficients
+
+_LEAST_REQUESTS = 20
+_CHUNKS = {"": 1.0, ", half the chunk": 0.5, ", twice the chunk": 2.0}
+_TIMES = ("ttft_mean_s", "ttft_p99_s", "jct_mean_s", "jct_p99_s")
+_MOST_ERROR = 0.25  # of a simulation that is believed
+
+Figures = dict[str, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `regret`."""
+    parser.add_argument("--requests", type=int, metavar="N", help="only the N that ended last")
+    add_options(parser, "results", json=None)
+    add_url(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the last requests cost, and what they would have cost otherwise."""
+    above_0(requests=options.requests)
+    history = call(options.url, "/tetri/v1/history")
+    history["requests"] = history["requests"][-(options.requests or 0) :]
+    shown = compare(history)
+    table = empty_table(
+        ("", "TTFT\nmean", "TTFT\np99", "JCT\nmean", "JCT\np99", "split", "regret"),
+        title=f"{len(history['requests'])} requests that ended at {options.url}",
+        caption="times in ms; all but the first row are simulated",
+    )
+    for row in shown["systems"]:
+        times = [f"{row[name] * 1e3:.0f}" for name in _TIMES]
+        regret = f"{row['regret']:+.1%}" if "regret" in row else ""
+        table.add_row(row["system"], *times, f"{row['split']:.0%}", regret)
+    show(options.json, shown, table, verdict(shown))
+    return 0
+
+
+def compare(history: Row) -> dict[str, Any]:
+    """Simulate what `GET /tetri/v1/history` returned; raises ConfigError if that is too little."""
+    requests = history["requests"]
+    if len(requests) < _LEAST_REQUESTS:
+        raise ConfigError(
+            f"{len(requests)} requests ended well there of which the router knows all lengths; "
+            f"{_LEAST_REQUESTS} are needed"
+        )
+    first_s = min(each["arrival_s"] for each in requests)
+    specs = [
+        RequestSpec(
+            number,
+            each["arrival_s"] - first_s,
+            max(1, each["prompt_tokens"] - each["cached_tokens"]),
+            max(1, each["output_tokens"]),
+            Prediction((float(each["predicted"]),)) if each["predicted"] else None,
+        )
+        for number, each in enumerate(requests)
+    ]
+    front_s = float(np.median([each["front_s"] for each in requests]))
+    usual = _cluster(history["instances"], front_s)
+    own = {"system": f"measured, {history['mode']}", **_measured(requests)}
+    modes = list(Mode) if len(usual.instances) > 1 else [Mode.WHOLE]
+    rows: list[dict[str, Any]] = []
+    for mode in sorted(modes, key=lambda mode: mode != history["mode"]):
+        for words, factor in _CHUNKS.items():
+            outcome = simulate(replace(_chunked(usual, factor), mode=mode.value), specs)
+            found = figures(outcome.served, NO_OBJECTIVE, outcome.refused)
+            kept = {name: found[name] for name in (*_TIMES, "split")}
+            rows.append({"system": f"{mode.value}{words}", **kept})
+    least = min(map(_cost, rows))
+    for row in rows:
+        row["regret"] = _cost(row) / least - 1
+    errors = {name: rows[0][name] / own[name] - 1 for name in ("ttft_mean_s", "jct_mean_s")}
+    return {"systems": [own, *rows], "regret": rows[0]["regret"], "errors": errors}
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """Return the regret in words, and how far the simulation is from what was measured."""
+    rows, errors = found["systems"][1:], found["errors"]
+    best = min(rows, key=lambda row: row["regret"])
+    words = f"regret: {found['regret']:.1%}"
+    words += "; no other way would have cost less" if best is rows[0] else (
+        f"; {best['system']} would have cost least"
+    )  # fmt: skip
+    words += (
+        f"\nsimulated, {rows[0]['system']} is {errors['ttft_mean_s']:+.0%} from its measured mean "
+        f"TTFT and {errors['jct_mean_s']:+.0%} from its mean JCT"
+    )
+    if max(map(abs, errors.values())) > _MOST_ERROR:
+        words += ": too far for the regret to be believed"
+    return words
+
+
+def _cost(row: Figures) -> float:
+    return sqrt(row["ttft_mean_s"] * row["jct_mean_s"])
+
+
+def _measured(requests: Sequence[Row]) -> Figures:
+    ttft, jct = (np.array([each[name] for each in requests]) for name in ("ttft_s", "jct_s"))
+    return {
+        "ttft_mean_s": float(ttft.mean()),
+        "ttft_p99_s": float(np.quantile(ttft, 0.99)),
+        "jct_mean_s": float(jct.mean()),
+        "jct_p99_s": float(np.quantile(jct, 0.99)),
+        "split": sum(each["route"] == "split" for each in requests) / len(requests),
+    }
+
+
+def _cluster(rows: Sequence[Row], front_s: float) -> ClusterConfig:
+    """Return instances as they are now; raises ConfigError if one has not learnt its step costs."""
+    instances = []
+    for row in rows:
+        load = row["load"]
+        cost = StepCoefficients(**load["cost"])
+        if not cost.confidence:
+            raise ConfigError(f"{row['id']} does not know its step costs yet; serve requests first")
+        engine = EngineConfig(
+            cost, load["blocks_total"], row["block_size"], chunk_tokens=load["chunk_tokens"],
+            front_s=front_s,
+        )  # fmt: skip
+        instances.append(InstanceConfig(InstanceId(row["id"]), Role(row["role"]), engine))
+    sent = [row["load"] for row in rows if row["load"]["handover_s"]]
+    usual = ClusterConfig(tuple(instances))
+    if not sent:
+        return usual
+    base_s, token_s = (
+        float(np.median([load[name] for load in sent]))
+        for name in ("handover_s", "handover_token_s")
+    )
+    return replace(usual, handover_base_s=base_s, handover_token_s=token_s)
+
+
+def _chunked(config: ClusterConfig, factor: float) -> ClusterConfig:
+    """Return a cluster whose chunks are larger by a factor."""
+    return replace(
+        config,
+        instances=tuple(
+            replace(each, engine=replace(each.engine, chunk_tokens=max(
+                1, round(factor * each.engine.chunk_tokens)
+            )))
+            for each in config.instances
+        ),
+    )  # fmt: skip
