@@ -110,6 +110,7 @@ async def test_a_router_explains_what_it_serves_and_served() -> None:
         assert (await made.get("/tetri/v1/history"))["requests"] == []  # no lengths are known
         first: FakeInstance = made[found["prefill"]]
         first.agent.publish(Served(f"cmpl-{name}-0-1a2b", cached_tokens=1))
+        await eventually(lambda: len(kept().served) == 2)
         instance.agent.publish(Served(f"cmpl-{name}-0-1a2b", 0.5, output_tokens=9))
         await eventually(lambda: len(kept().served) == 3)
         told = await made.get("/tetri/v1/history")

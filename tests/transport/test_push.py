@@ -321,7 +321,9 @@ def test_memory_that_cannot_be_opened_is_left_to_the_next_link(
     names = map(str, count())
 
     def goes() -> bool:  # a retry at once may still meet the link that failed
-        again = out.send(into, name := next(names), [1, 2])
+        again = out.open(into, name := next(names), 2)
+        out.write(again, 0, [1, 2])
+        again.finish()
         if ended(again) is not TransferState.DONE:
             return False
         assert again.link == "dma"
