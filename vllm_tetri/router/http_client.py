@@ -45,10 +45,10 @@ class HttpResponse:
     ) -> None:
         self._connection: _Connection | None = connection
         self._error: HttpError | None = None
-        self._body = asyncio.StreamReader(_MAX_UNREAD_BYTES)
-        self._peeked = b""
-        self._body.set_transport(transport)
-        self.feed = self._body.feed_data
+        self._transport = transport
+        self._unread, self._num_peeked = bytearray(), 0
+        self._take: Callable[[bytes], bool] | None = None
+        self._waiter: asyncio.Future[bool] | None = None  # of its reader
         self.status, self.headers = status, headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         self.content_type = kind if _MEDIA_TYPE.fullmatch(kind) else "application/octet-stream"
@@ -56,24 +56,28 @@ class HttpResponse:
     async def read_some(self) -> bytes:
         """Return the bytes since the last call, at least one; empty at the end. Raises
         `ConnectionLost` if the rest will not come."""
-        if self._peeked:
-            some, self._peeked = self._peeked, b""
-            return some
-        return await self._read_more()
+        if not self._unread:
+            await self._wait_for_more()
+        return self._pop()
 
-    async def _read_more(self) -> bytes:
-        if self._connection is not None:
-            self._connection.begin_reading()
-        some = await self._body.read(_MAX_BODY_BYTES)
-        if not some and self._error is not None:
-            raise self._error
-        return some
+    async def pour(self, take: Callable[[bytes], bool]) -> bool:
+        """Call `take` with bytes at once as they come, without a task, until it returns False;
+        returns whether it did, or the response has ended. Raises what `take` raises, and
+        `ConnectionLost` if the rest will not come."""
+        if self._unread and not take(self._pop()):
+            return True
+        self._take = take
+        try:
+            return await self._wait_for_more()
+        finally:
+            self._take = None
 
     async def peek(self) -> bytes:
         """Wait for more bytes and return all unread ones, which stay unread; empty at the end."""
-        more = await self._read_more()
-        self._peeked += more
-        return self._peeked if more else b""
+        if len(self._unread) == self._num_peeked:
+            await self._wait_for_more()
+        is_more, self._num_peeked = len(self._unread) > self._num_peeked, len(self._unread)
+        return bytes(self._unread) if is_more else b""
 
     async def read(self) -> bytes:
         """Return all unread bytes; raises `ConnectionLost` if some will not come, or there are
@@ -91,10 +95,47 @@ class HttpResponse:
         if self._connection is not None:
             self._connection.drop(ConnectionLost("closed"))
 
+    def feed(self, data: bytes) -> None:
+        """Take a part of the body."""
+        waiter = self._waiter
+        is_waiting = waiter is not None and not waiter.done()  # else it may be cancelled
+        if waiter is not None and is_waiting and self._take is not None:
+            try:
+                if not self._take(data):
+                    waiter.set_result(True)
+            except Exception as error:
+                waiter.set_exception(error)
+            return
+        self._unread += data
+        if len(self._unread) > 2 * _MAX_UNREAD_BYTES:
+            self._transport.pause_reading()
+        if waiter is not None and is_waiting:
+            waiter.set_result(True)
+
     def end(self, error: HttpError | None = None) -> None:
         """Mark the end of the response, or the error that ended it."""
         self._connection, self._error = None, error
-        self._body.feed_eof()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(False)
+
+    def _pop(self) -> bytes:
+        some, self._num_peeked = bytes(self._unread), 0
+        self._unread.clear()
+        return some
+
+    async def _wait_for_more(self) -> bool:
+        """Wait until there are more bytes, or `take` wants none; returns False at the end."""
+        is_more = False
+        if self._connection is not None:
+            self._connection.resume_reading()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                is_more = await self._waiter
+            finally:
+                self._waiter = None
+        if not is_more and self._error is not None:
+            raise self._error
+        return is_more
 
 
 class HttpClient:
@@ -209,6 +250,7 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._num_responses = 0
         self._num_bytes = 0  # since the request
+        self._parts: list[bytes] = []  # of the body, from one read
         self._sent_s = self._received_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.was_closed_idle = False
@@ -219,10 +261,11 @@ class _Connection(asyncio.Protocol):
         is_silent = self._response is not None and self._received_s <= since_s
         return is_silent or self._head is not None or self.deadline is not None
 
-    def begin_reading(self) -> None:
-        """Count silence from now on if reading was paused until now."""
+    def resume_reading(self) -> None:
+        """Read on, and count silence from now on, if reading was paused until now."""
         if self.transport is not None and not self.transport.is_reading():
             self._received_s = self._loop.time()
+            self.transport.resume_reading()
 
     async def request(
         self, message: tuple[bytes, bytes], label: str, may_migrate: Callable[[], bool]
@@ -248,6 +291,7 @@ class _Connection(asyncio.Protocol):
 
     def drop(self, error: HttpError) -> None:
         """Close the connection and fail its request. Idempotent."""
+        self._deliver()
         self._set_timer(None)
         deadline, self.deadline = self.deadline, None
         if deadline is not None and not deadline.expired():
@@ -283,6 +327,7 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.drop(ConnectionLost(f"the response is not HTTP: {error}"))
+        self._deliver()
         if self._head is not None and self._num_bytes > _MAX_HEAD_BYTES:
             self.drop(ConnectionLost(f"the head of the response exceeds {_MAX_HEAD_BYTES} bytes"))
 
@@ -320,14 +365,21 @@ class _Connection(asyncio.Protocol):
             head.set_result(self._response)
 
     def on_body(self, body: bytes) -> None:
-        if self._response is not None:
-            self._response.feed(body)
+        self._parts.append(body)
+
+    def _deliver(self) -> None:
+        """Hand over the parts of the body that came in one read as one."""
+        if parts := self._parts:
+            self._parts = []
+            if self._response is not None:
+                self._response.feed(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def on_message_complete(self) -> None:
         if self._response is not None:
             self._end_response(is_reusable=self._parser.should_keep_alive())
 
     def _end_response(self, *, is_reusable: bool) -> None:
+        self._deliver()
         response, self._response = self._response, None
         assert response is not None
         self._num_responses += 1

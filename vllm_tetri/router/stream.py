@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from copy import deepcopy
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import (
@@ -63,7 +63,9 @@ class Output:
         self._upstream, self._placer = scheduler.upstream, scheduler.placer
         self._metrics = scheduler.metrics
         self._response: web.StreamResponse | None = None
+        self._is_chunked = True
         self._is_whole = True  # what was sent ends with a whole event
+        self._is_resumed = True  # the client has got something of the instance that writes now
         self._record: StreamRecord | None = None
         self._broken: tuple[InstanceFailed, float] | None = None  # and when that was noticed
         self._moved_s: float | None = None  # when the last event of before a move came
@@ -189,8 +191,8 @@ class Output:
     async def _send_first(self, events: bytes) -> None:
         await asyncio.sleep(0)  # the decode request is sent before it
         self._entry.record_events(1)
-        stream = await self._begin()
-        await stream.write(events)
+        await self._begin()
+        self._write(events)
 
     def num_received(self) -> int:
         """Return how many tokens the client has received."""
@@ -254,25 +256,19 @@ class Output:
             chunk = await self._upstream.first_chunk(instance, response)
             if is_resumed:
                 self._record = self._begin_with(instance, response)
-            record, entry = self._record, self._entry
+            self._is_resumed, record = is_resumed, self._record
             stream = await self._begin(response)
-            while chunk:
-                events = record.feed(chunk) if record is not None else chunk
-                if events:
-                    if not is_resumed:
-                        is_resumed = True
-                        entry.begin_output()
-                        self._record_resumed()
-                    entry.record_events(events.count(b"\n\n"))
-                    self._is_whole = events.endswith(b"\n\n")
-                    await stream.write(events)
+            goes_on = bool(chunk)
+            self._pass_on(chunk)
+            while goes_on:
                 if record is not None and record.error:
                     if record.is_aborted:
                         raise InstanceFailed(instance.id, "its engine aborted the request")
                     if not await self._upstream.is_alive(instance):
                         raise InstanceFailed(instance.id, "its engine crashed")
-                    await stream.write(record.take_error())  # of the request: the client's
-                chunk = await response.read_some()
+                    self._write(record.take_error())  # of the request: the client's
+                await self._http.writer.drain()
+                goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
                 raise InstanceFailed(instance.id, "its stream ended too early")
             await stream.write_eof()
@@ -285,6 +281,28 @@ class Output:
             (metrics.first_tokens if is_first else metrics.streams_broken).labels("mismatch").inc()
             message = f"instance {instance.id} does not continue the output: {error}"
             raise Refusal(502, message) from error
+
+    def _pass_on(self, chunk: bytes) -> bool:
+        """Write what the client gets of some bytes of an instance. Returns False if it reads too
+        slowly, or an error is left in the record: the request's task sees to these."""
+        record = self._record
+        events = chunk if record is None else record.feed(chunk)
+        if events:
+            if not self._is_resumed:
+                self._is_resumed = True
+                self._entry.begin_output()
+                self._record_resumed()
+            self._entry.record_events(events.count(b"\n\n"))
+            self._is_whole = events.endswith(b"\n\n")
+            self._write(events)
+        return not (self._http.protocol.writing_paused or (record is not None and record.error))
+
+    def _write(self, events: bytes) -> None:
+        """Write a part of the response without waiting: aiohttp's writer has sent its head."""
+        transport = self._http.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
 
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""
@@ -334,6 +352,9 @@ class Output:
             self._response.headers["Content-Type"] = content_type
             self._response.headers["Cache-Control"] = "no-cache"
             self._entry.has_output = True
+            self._is_chunked = self._http.version >= HttpVersion11
+            if self._is_chunked:
+                self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
         return self._response
 
