@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from vllm_tetri.router.scheduler import RouterConfig
 
 STOP_S = 5.0  # after Ctrl-C
+# New objects after which Python looks for cycles: requests make few, and a look takes milliseconds.
+_YOUNG_OBJECTS = 20_000
 _OTHER_FILES = 256
 
 _log = logging.getLogger(__name__)
@@ -206,6 +209,8 @@ def run(options: argparse.Namespace) -> int:
         async with listening(app, limits, address, tls) as listener:
             scheme = "http" if tls is None else "https"
             instances = scheduler.monitor.address
+            gc.freeze()
+            gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
             _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
             listener.stop_s = await stop
             _log.info("stopping: requests in flight have %g s to end", listener.stop_s)

@@ -225,7 +225,7 @@ class StreamRecord:
         if not self._has_prompt:
             self._has_prompt = _DATA in data
             data = _PROMPT_IDS.sub(_NO_PROMPT_IDS, data)
-        return _EMPTY_EVENT.sub(b"", data) if _EMPTY_DELTA in data else data
+        return _EMPTY_EVENT.sub(b"", data) if self._is_chat and _EMPTY_DELTA in data else data
 
     def _decode_kept(self) -> None:
         kept, self._kept = bytes(self._kept), bytearray()

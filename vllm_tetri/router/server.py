@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from email.utils import formatdate
+from functools import lru_cache, partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import LineTooLong
 
 from vllm_tetri.logs import LimitLog
@@ -219,6 +220,72 @@ class Connection(web.RequestHandler):
         # Failures of the router are logged where they happen. This is about bytes that clients
         # sent, which could fill a disk.
         _log.debug(*args, **kw)
+
+
+class StreamedResponse(web.StreamResponse):
+    """A response that is written piece by piece and without waiting, to the transport itself:
+    aiohttp's writer takes a task and a system call more. The head goes out with the first piece.
+    """
+
+    def __init__(self, request: web.Request, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(status=status, headers=headers)
+        self._client, self._is_chunked = request.protocol, request.version >= HttpVersion11
+        self._keeps_alive = self._is_chunked and request.keep_alive
+        self._head, self._is_over = b"", False
+
+    @property
+    def keep_alive(self) -> bool:
+        """Return whether the connection may be used again."""
+        return self._keeps_alive and super().keep_alive is None
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the client has left so much unread that the writer should `drain`."""
+        return self._client.writing_paused
+
+    async def begin(self, request: web.Request) -> None:
+        """Make the head, with what the application adds to every response."""
+        await request.app.on_response_prepare.send(request, self)
+        self.headers.setdefault("Date", _date(int(asyncio.get_running_loop().time())))
+        if self._is_chunked:
+            self.headers["Transfer-Encoding"] = "chunked"
+        if not self._keeps_alive:
+            self.headers["Connection"] = "close"
+        version, fields = request.version, self.headers.items()
+        lines = [f"HTTP/{version.major}.{version.minor} {self.status} {self.reason}"]
+        lines += [f"{name}: {value}" for name, value in fields]
+        self._head = "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
+
+    def send(self, piece: bytes) -> None:
+        """Write a piece of the body. Raises `ConnectionResetError`: the client has left."""
+        if piece and not self._is_over:
+            if self._is_chunked:
+                piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+            self._write(piece)
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Do nothing; aiohttp calls this when the request was served."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """End the response. Idempotent."""
+        if not self._is_over:
+            self.send(data)
+            self._write(b"0\r\n\r\n" if self._is_chunked else b"")
+            self._is_over = True
+
+    def _write(self, data: bytes) -> None:
+        transport = self._client.transport
+        if transport is None:
+            raise ConnectionResetError
+        if self._head:
+            data, self._head = self._head + data, b""
+        transport.write(data)
+
+
+@lru_cache(maxsize=1)
+def _date(_: int) -> str:
+    """Return the date of a second of the event loop's clock."""
+    return formatdate(usegmt=True)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from copy import deepcopy
 
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import (
@@ -31,6 +31,7 @@ from vllm_tetri.router.resume import (
     StreamRecord,
 )
 from vllm_tetri.router.retry import Scheduler
+from vllm_tetri.router.server import StreamedResponse
 from vllm_tetri.router.table import Entry
 from vllm_tetri.types import InstanceInfo
 
@@ -62,8 +63,7 @@ class Output:
         self._request, self._entry, self._http = request, entry, http
         self._upstream, self._placer = scheduler.upstream, scheduler.placer
         self._metrics = scheduler.metrics
-        self._response: web.StreamResponse | None = None
-        self._is_chunked = True
+        self._response: StreamedResponse | None = None
         self._is_whole = True  # what was sent ends with a whole event
         self._is_resumed = True  # the client has got something of the instance that writes now
         self._record: StreamRecord | None = None
@@ -176,8 +176,7 @@ class Output:
 
     async def _finish(self, events: bytes) -> web.StreamResponse:
         stream = await self._begin()
-        await stream.write(events)
-        await stream.write_eof()
+        await stream.write_eof(events)
         return stream
 
     def show(self, first: FirstToken) -> None:
@@ -191,8 +190,7 @@ class Output:
     async def _send_first(self, events: bytes) -> None:
         await asyncio.sleep(0)  # the decode request is sent before it
         self._entry.record_events(1)
-        await self._begin()
-        self._write(events)
+        (await self._begin()).send(events)
 
     def num_received(self) -> int:
         """Return how many tokens the client has received."""
@@ -266,7 +264,7 @@ class Output:
                         raise InstanceFailed(instance.id, "its engine aborted the request")
                     if not await self._upstream.is_alive(instance):
                         raise InstanceFailed(instance.id, "its engine crashed")
-                    self._write(record.take_error())  # of the request: the client's
+                    stream.send(record.take_error())  # of the request: the client's
                 await self._http.writer.drain()
                 goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
@@ -285,7 +283,8 @@ class Output:
     def _pass_on(self, chunk: bytes) -> bool:
         """Write what the client gets of some bytes of an instance. Returns False if it reads too
         slowly, or an error is left in the record: the request's task sees to these."""
-        record = self._record
+        record, stream = self._record, self._response
+        assert stream is not None
         events = chunk if record is None else record.feed(chunk)
         if events:
             if not self._is_resumed:
@@ -294,15 +293,8 @@ class Output:
                 self._record_resumed()
             self._entry.record_events(events.count(b"\n\n"))
             self._is_whole = events.endswith(b"\n\n")
-            self._write(events)
-        return not (self._http.protocol.writing_paused or (record is not None and record.error))
-
-    def _write(self, events: bytes) -> None:
-        """Write a part of the response without waiting: aiohttp's writer has sent its head."""
-        transport = self._http.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError
-        transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+            stream.send(events)
+        return not (stream.is_unread or (record is not None and record.error))
 
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""
@@ -339,7 +331,7 @@ class Output:
         is_chat, hides_ids = self._request.path == CHAT, is_plain and not self._request.shows_ids
         return StreamRecord(is_chat=is_chat, hides_ids=hides_ids, is_plain=is_plain)
 
-    async def _begin(self, response: HttpResponse | None = None) -> web.StreamResponse:
+    async def _begin(self, response: HttpResponse | None = None) -> StreamedResponse:
         """Send the head of the response, unless that was done; as an instance's, if given."""
         if self._response is None:
             status, headers = 200, self._headers()
@@ -348,14 +340,11 @@ class Output:
                 status, content_type = response.status, response.headers["content-type"]
                 if self._request.rules is not None:
                     headers = headers_without(NOT_RETURNED, response.headers) | headers
-            self._response = web.StreamResponse(status=status, headers=headers)
+            self._response = StreamedResponse(self._http, status, headers)
             self._response.headers["Content-Type"] = content_type
             self._response.headers["Cache-Control"] = "no-cache"
             self._entry.has_output = True
-            self._is_chunked = self._http.version >= HttpVersion11
-            if self._is_chunked:
-                self._response.enable_chunked_encoding()
-            await self._response.prepare(self._http)
+            await self._response.begin(self._http)
         return self._response
 
     def _headers(self) -> dict[str, str]:
