@@ -260,8 +260,10 @@ class ClusterState:
         for sent in before:
             prefill = sent.prefill if self._is_new(sent.prefill, sent.at_s) else None
             decode = sent.decode if self._is_new(sent.decode, sent.decode_s) else None
+            if (prefill, decode) != (sent.prefill, sent.decode):
+                sent = sent._replace(prefill=prefill, decode=decode)
             if prefill or decode:
-                self._count(sent._replace(prefill=prefill, decode=decode))
+                self._count(sent, is_read=False)
 
     def _is_new(self, name: InstanceId | None, sent_s: float) -> bool:
         row = self.table.by_id.get(name) if name else None
@@ -284,23 +286,26 @@ class ClusterState:
         one writes its output, if that is known, and knows of it `decode_after_s` from now."""
         self._count(Sent(now, prefill, decode, need, now + decode_after_s))
 
-    def _count(self, sent: Sent) -> None:
+    def _count(self, sent: Sent, *, is_read: bool = True) -> None:
+        """Count a request. Rows that were read do not change: they are copied."""
         self._sent.append(sent)
         for name in {sent.prefill, sent.decode}:
             if name is None or name not in self.table.by_id:
                 continue
-            row = self._own(name)
+            row = self._own(name, is_read)
             if name == sent.prefill:
                 row.queued_tokens += sent.need.prompt_tokens - sent.need.cached_tokens
             if name == sent.decode:
                 row.add_decode(sent.need)
             if row.device:
-                _count_neighbours([self._own(each.id) for each in self.table.devices[row.device]])
+                near = self.table.devices[row.device]
+                _count_neighbours([self._own(each.id, is_read) for each in near])
 
-    def _own(self, name: InstanceId) -> InstanceRow:
-        """Return a new row that may be changed: those that were read do not change."""
-        found = self._changed[name] = self.row(self.table.by_id[name]).copy()
-        return found
+    def _own(self, name: InstanceId, is_read: bool) -> InstanceRow:
+        """Return a row that may be changed."""
+        if is_read or name not in self._changed:
+            self._changed[name] = self.row(self.table.by_id[name]).copy()
+        return self._changed[name]
 
 
 class Ranked:

@@ -46,9 +46,9 @@ class HttpResponse:
         self._connection: _Connection | None = connection
         self._error: HttpError | None = None
         self._transport = transport
-        self._unread, self._num_peeked = bytearray(), 0
+        self._unread = bytearray()
         self._take: Callable[[bytes], bool] | None = None
-        self._waiter: asyncio.Future[bool] | None = None  # of its reader
+        self._waiter: asyncio.Future[bool] | None = None  # of the newest reader
         self.status, self.headers = status, headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         self.content_type = kind if _MEDIA_TYPE.fullmatch(kind) else "application/octet-stream"
@@ -57,27 +57,22 @@ class HttpResponse:
         """Return the bytes since the last call, at least one; empty at the end. Raises
         `ConnectionLost` if the rest will not come."""
         if not self._unread:
-            await self._wait_for_more()
-        return self._pop()
+            await self._wait()
+        some = bytes(self._unread)
+        self._unread.clear()
+        return some
 
     async def pour(self, take: Callable[[bytes], bool]) -> bool:
-        """Call `take` with bytes at once as they come, without a task, until it returns False;
-        returns whether it did, or the response has ended. Raises what `take` raises, and
-        `ConnectionLost` if the rest will not come."""
-        if self._unread and not take(self._pop()):
+        """Call `take` with bytes as they come, without a task, until it returns False; returns
+        whether it did, or the response has ended. Raises what `take` raises, and `ConnectionLost`
+        if the rest will not come."""
+        if self._unread and not take(await self.read_some()):
             return True
-        self._take = take
-        try:
-            return await self._wait_for_more()
-        finally:
-            self._take = None
+        return await self._wait(take)
 
-    async def peek(self) -> bytes:
-        """Wait for more bytes and return all unread ones, which stay unread; empty at the end."""
-        if len(self._unread) == self._num_peeked:
-            await self._wait_for_more()
-        is_more, self._num_peeked = len(self._unread) > self._num_peeked, len(self._unread)
-        return bytes(self._unread) if is_more else b""
+    def put_back(self, data: bytes) -> None:
+        """Let the next reader begin with bytes that were read."""
+        self._unread[:0] = data
 
     async def read(self) -> bytes:
         """Return all unread bytes; raises `ConnectionLost` if some will not come, or there are
@@ -97,20 +92,20 @@ class HttpResponse:
 
     def feed(self, data: bytes) -> None:
         """Take a part of the body."""
-        waiter = self._waiter
-        is_waiting = waiter is not None and not waiter.done()  # else it may be cancelled
-        if waiter is not None and is_waiting and self._take is not None:
+        waiter, take = self._waiter, self._take
+        if waiter is None or waiter.done():  # it may be cancelled
+            self._unread += data
+            if len(self._unread) > 2 * _MAX_UNREAD_BYTES:
+                self._transport.pause_reading()
+        elif take is None:
+            self._unread += data
+            waiter.set_result(True)
+        else:
             try:
-                if not self._take(data):
+                if not take(data):
                     waiter.set_result(True)
             except Exception as error:
                 waiter.set_exception(error)
-            return
-        self._unread += data
-        if len(self._unread) > 2 * _MAX_UNREAD_BYTES:
-            self._transport.pause_reading()
-        if waiter is not None and is_waiting:
-            waiter.set_result(True)
 
     def end(self, error: HttpError | None = None) -> None:
         """Mark the end of the response, or the error that ended it."""
@@ -118,21 +113,13 @@ class HttpResponse:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(False)
 
-    def _pop(self) -> bytes:
-        some, self._num_peeked = bytes(self._unread), 0
-        self._unread.clear()
-        return some
-
-    async def _wait_for_more(self) -> bool:
-        """Wait until there are more bytes, or `take` wants none; returns False at the end."""
+    async def _wait(self, take: Callable[[bytes], bool] | None = None) -> bool:
+        """Wait until bytes come, or until `take` wants no more; returns False at the end."""
         is_more = False
         if self._connection is not None:
             self._connection.resume_reading()
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                is_more = await self._waiter
-            finally:
-                self._waiter = None
+            self._take, self._waiter = take, asyncio.get_running_loop().create_future()
+            is_more = await self._waiter
         if not is_more and self._error is not None:
             raise self._error
         return is_more
@@ -251,7 +238,7 @@ class _Connection(asyncio.Protocol):
         self._num_responses = 0
         self._num_bytes = 0  # since the request
         self._parts: list[bytes] = []  # of the body, from one read
-        self._sent_s = self._received_s = 0.0
+        self._sent_s = self._received_s = self._limit_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.was_closed_idle = False
 
@@ -275,7 +262,7 @@ class _Connection(asyncio.Protocol):
             raise Unreachable("closed")
         self.label, self.may_migrate, self._num_bytes = label, may_migrate, 0
         self._sent_s = self._loop.time()
-        self._set_timer(self._owner.silence_s)
+        self._set_limit(self._owner.silence_s)
         head: asyncio.Future[HttpResponse] = self._loop.create_future()
         self._head = head
         self.transport.writelines(message)
@@ -292,7 +279,8 @@ class _Connection(asyncio.Protocol):
     def drop(self, error: HttpError) -> None:
         """Close the connection and fail its request. Idempotent."""
         self._deliver()
-        self._set_timer(None)
+        if self._timer is not None:
+            self._timer.cancel()
         deadline, self.deadline = self.deadline, None
         if deadline is not None and not deadline.expired():
             self.why_dropped = str(error)
@@ -392,27 +380,28 @@ class _Connection(asyncio.Protocol):
             self.drop(ConnectionLost("closed"))
             return
         self.label, self.may_migrate = "", bool
-        self._set_timer(_IDLE_S)
+        self._set_limit(_IDLE_S)
         self._owner.idle[self.url].append(self)
 
-    def _set_timer(self, limit_s: float | None) -> None:
-        if self._timer is not None:
+    def _set_limit(self, limit_s: float) -> None:
+        """Bound the silence from now on. A timer that is due earlier looks at the bound then."""
+        self._received_s, self._limit_s = self._loop.time(), limit_s
+        if self._timer is not None and self._timer.when() > self._received_s + limit_s:
             self._timer.cancel()
             self._timer = None
-        if limit_s is not None:
-            self._received_s = self._loop.time()
-            self._timer = self._loop.call_later(limit_s, self._check_time, limit_s)
+        if self._timer is None:
+            self._timer = self._loop.call_later(limit_s, self._check_time)
 
-    def _check_time(self, limit_s: float) -> None:
+    def _check_time(self) -> None:
         now = self._loop.time()
         if self.transport is not None and not self.transport.is_reading():
             self._received_s = now
         since_s = max(self._received_s, self._owner.progress_s.get(self.label, 0.0))
-        rest_s = since_s + limit_s - now
+        rest_s = since_s + self._limit_s - now
         if rest_s <= 0:
-            self.drop(Silent(f"no byte for {limit_s:g} s"))
+            self.drop(Silent(f"no byte for {self._limit_s:g} s"))
         else:
-            self._timer = self._loop.call_later(rest_s, self._check_time, limit_s)
+            self._timer = self._loop.call_later(rest_s, self._check_time)
 
 
 @lru_cache(maxsize=4096)

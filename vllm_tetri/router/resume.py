@@ -224,7 +224,7 @@ class StreamRecord:
         data = _IDS.sub(_NO_IDS, data)
         if not self._has_prompt:
             self._has_prompt = _DATA in data
-            data = _PROMPT_IDS.sub(_NO_PROMPT_IDS, data)
+            data = _PROMPT_IDS.sub(_NO_PROMPT_IDS, data, count=1)
         return _EMPTY_EVENT.sub(b"", data) if self._is_chat and _EMPTY_DELTA in data else data
 
     def _decode_kept(self) -> None:

@@ -238,11 +238,6 @@ class StreamedResponse(web.StreamResponse):
         """Return whether the connection may be used again."""
         return self._keeps_alive and super().keep_alive is None
 
-    @property
-    def is_unread(self) -> bool:
-        """Whether the client has left so much unread that the writer should `drain`."""
-        return self._client.writing_paused
-
     async def begin(self, request: web.Request) -> None:
         """Make the head, with what the application adds to every response."""
         await request.app.on_response_prepare.send(request, self)

@@ -294,7 +294,8 @@ class Output:
             self._entry.record_events(events.count(b"\n\n"))
             self._is_whole = events.endswith(b"\n\n")
             stream.send(events)
-        return not (stream.is_unread or (record is not None and record.error))
+        is_full = self._http.protocol.writing_paused
+        return not (is_full or (record is not None and record.error))
 
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""

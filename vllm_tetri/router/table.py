@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import time
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
 from itertools import islice
@@ -137,7 +137,7 @@ class Entry:
 
     def new_transfer(self) -> TransferId:
         """Name a KV transfer as no other."""
-        return TransferId(prefix_of(self._table.router) + uuid.uuid4().hex)
+        return TransferId(prefix_of(self._table.router) + os.urandom(16).hex())
 
     def hand_over(self, decode: InstanceId) -> None:
         """A decode instance has or gets the KV of the prompt."""
@@ -224,7 +224,7 @@ class RequestTable:
         """
         request = RequestId(wanted_id)
         if not request or request in self._entries:
-            request = RequestId(uuid.uuid4().hex)
+            request = RequestId(os.urandom(16).hex())
         entry = Entry(request, self, now=now, client=client)
         if is_counted:
             self._entries[request] = entry
