@@ -26,12 +26,11 @@ from vllm_tetri.router.merged import Merged
 from vllm_tetri.router.metrics import targets
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.router.server import CLIENT, BodyReader
+from vllm_tetri.router.server import CLIENT, CORS, BodyReader
 from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, Mode, RequestId, Role
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
 
-_CORS = web.RequestKey("cors", dict[str, str])  # headers for pages of other origins
 _PREFLIGHT = "Access-Control-Request-Method"
 _PERMISSION = {
     "object": "model_permission",
@@ -325,7 +324,7 @@ class _Routes:
 
 
 async def _add_cors(request: web.Request, response: web.StreamResponse) -> None:
-    for name, value in request.get(_CORS, {}).items():
+    for name, value in request.get(CORS, {}).items():
         response.headers.setdefault(name, value)  # proxied responses have them
 
 
@@ -345,7 +344,7 @@ def _guard(keys: Keys, bodies: BodyReader, merged: Merged, preflight: Handler) -
                 raise Refusal(401, words, kind="invalid_api_key")
             request[CLIENT] = client
             if origin:
-                request[_CORS] = await merged.cors(origin)
+                request[CORS] = await merged.cors(origin)
             bodies.check_announced(request)
             return await handler(request)
         except Refusal as refusal:

@@ -11,13 +11,14 @@ import re
 import ssl
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 import httptools
 
 from vllm_tetri.router.errors import ConnectionLost, GivenUp, HttpError, Silent, Unreachable
+from vllm_tetri.router.request import head_of, parts_of
 
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
@@ -36,16 +37,9 @@ class HttpResponse:
     Names of headers and the media type are in lower case; of repeated headers the last counts.
     """
 
-    def __init__(
-        self,
-        connection: _Connection,
-        transport: asyncio.Transport,
-        status: int,
-        headers: dict[str, str],
-    ) -> None:
+    def __init__(self, connection: _Connection, status: int, headers: dict[str, str]) -> None:
         self._connection: _Connection | None = connection
         self._error: HttpError | None = None
-        self._transport = transport
         self._unread = bytearray()
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[bool] | None = None  # of the newest reader
@@ -90,22 +84,21 @@ class HttpResponse:
         if self._connection is not None:
             self._connection.drop(ConnectionLost("closed"))
 
-    def feed(self, data: bytes) -> None:
-        """Take a part of the body."""
+    def feed(self, data: bytes) -> bool:
+        """Take a part of the body; returns False if too much of it is unread."""
         waiter, take = self._waiter, self._take
-        if waiter is None or waiter.done():  # it may be cancelled
+        is_awaited = waiter is not None and not waiter.done()  # it may be cancelled
+        if waiter is None or not is_awaited or take is None:
             self._unread += data
-            if len(self._unread) > 2 * _MAX_UNREAD_BYTES:
-                self._transport.pause_reading()
-        elif take is None:
-            self._unread += data
-            waiter.set_result(True)
-        else:
-            try:
-                if not take(data):
-                    waiter.set_result(True)
-            except Exception as error:
-                waiter.set_exception(error)
+            if waiter is not None and is_awaited:
+                waiter.set_result(True)
+            return is_awaited or len(self._unread) <= 2 * _MAX_UNREAD_BYTES
+        try:
+            if not take(data):
+                waiter.set_result(True)
+        except Exception as error:
+            waiter.set_exception(error)
+        return True
 
     def end(self, error: HttpError | None = None) -> None:
         """Mark the end of the response, or the error that ended it."""
@@ -156,7 +149,11 @@ class HttpClient:
         `ConnectionLost`: the connection ended before a response came.
         """
         parts, port = parts_of(url)
-        message = (_head_of(parts, method, path, body, headers), body)
+        headers = {"Host": parts.netloc.rpartition("@")[2], **headers}
+        if body or method != "GET":
+            headers["Content-Length"] = str(len(body))
+        first = f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1"
+        message = (head_of(first, headers), body)
         if idle := self.idle.get(url):
             connection = idle.pop()
             try:
@@ -346,7 +343,7 @@ class _Connection(asyncio.Protocol):
         if status < 200 or head is None or self.transport is None:
             return  # 100: the final one follows
         self._head = None
-        self._response = HttpResponse(self, self.transport, status, self._headers)
+        self._response = HttpResponse(self, status, self._headers)
         if head.done():
             self.drop(ConnectionLost("the request was cancelled"))
         else:
@@ -359,8 +356,10 @@ class _Connection(asyncio.Protocol):
         """Hand over the parts of the body that came in one read as one."""
         if parts := self._parts:
             self._parts = []
-            if self._response is not None:
-                self._response.feed(parts[0] if len(parts) == 1 else b"".join(parts))
+            part = parts[0] if len(parts) == 1 else b"".join(parts)
+            is_wanted = self._response is None or self._response.feed(part)
+            if not is_wanted and self.transport is not None:
+                self.transport.pause_reading()
 
     def on_message_complete(self) -> None:
         if self._response is not None:
@@ -402,32 +401,3 @@ class _Connection(asyncio.Protocol):
             self.drop(Silent(f"no byte for {self._limit_s:g} s"))
         else:
             self._timer = self._loop.call_later(rest_s, self._check_time)
-
-
-@lru_cache(maxsize=4096)
-def parts_of(url: str) -> tuple[SplitResult, int]:
-    """Return the parts of a URL, and its port."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError as error:
-        raise Unreachable(f"{url!r} is not a URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Unreachable(f"{url!r} is not an HTTP URL")
-    return parts, port
-
-
-def _head_of(
-    url: SplitResult, method: str, path: str, body: bytes, headers: Mapping[str, str]
-) -> bytes:
-    lines = [
-        f"{method} {url.path.rstrip('/')}{path} HTTP/1.1",
-        f"Host: {url.netloc.rpartition('@')[2]}",
-    ]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
-    if body or method != "GET":
-        lines.append(f"Content-Length: {len(body)}")
-    head = "\r\n".join(lines)
-    if head.count("\n") != len(lines) - 1 or head.count("\r") != len(lines) - 1:
-        raise ValueError("a header contains a line break")
-    return head.encode("utf-8", "surrogateescape") + b"\r\n\r\n"

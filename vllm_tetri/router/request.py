@@ -1,17 +1,18 @@
-"""Requests of clients, parsed, and the bodies that instances get for them."""
+"""Requests of clients, parsed, and the bodies that instances get for them; heads of messages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, TypeGuard, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from vllm_tetri.handover import FIELD, Fetch, Handover, to_params
-from vllm_tetri.router.errors import JSON_ERRORS, Refusal
+from vllm_tetri.router.errors import JSON_ERRORS, Refusal, Unreachable
 from vllm_tetri.router.prefixes import Start, starts_of
 from vllm_tetri.types import InstanceInfo
 
@@ -311,3 +312,25 @@ def headers_without(dropped: frozenset[str], headers: Mapping[str, str]) -> dict
     named = headers.get("connection", "").lower().replace(" ", "").split(",")
     gone = dropped.union(named)
     return {name: value for name, value in headers.items() if name.lower() not in gone}
+
+
+@lru_cache(maxsize=4096)
+def parts_of(url: str) -> tuple[SplitResult, int]:
+    """Return the parts of a URL, and its port."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise Unreachable(f"{url!r} is not a URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Unreachable(f"{url!r} is not an HTTP URL")
+    return parts, port
+
+
+def head_of(first: str, headers: Mapping[str, str]) -> bytes:
+    """Render the head of an HTTP message; ValueError for a line break in a header."""
+    lines = [first, *[f"{name}: {value}" for name, value in headers.items()]]
+    head = "\r\n".join([*lines, "", ""])
+    if not head.count("\n") == head.count("\r") == len(lines) + 1:
+        raise ValueError("a header contains a line break")
+    return head.encode("utf-8", "surrogateescape")

@@ -24,6 +24,7 @@ from aiohttp.http_exceptions import LineTooLong
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.request import head_of
 
 _CHECK_S = 1.0  # accuracy of the deadlines of connections, at most
 _HANDSHAKE_S = 10.0
@@ -31,8 +32,9 @@ _LINGER_S = 2.0  # how long a refused body is still read, so that the response a
 _BACKLOG = 1024
 _TOO_MANY_HEADERS = "Too many headers received"  # aiohttp's words
 
-# What a request knows: the name of its client, and how much of its body is held.
+# What a request knows: the name of its client, headers, and how much of its body is held.
 CLIENT = web.RequestKey("client", str)
+CORS = web.RequestKey("cors", dict[str, str])  # headers for pages of other origins
 _HELD_BYTES = web.RequestKey("held_bytes", int)
 _log = logging.getLogger(__name__)
 
@@ -223,40 +225,42 @@ class Connection(web.RequestHandler):
 
 
 class StreamedResponse(web.StreamResponse):
-    """A response that is written piece by piece and without waiting, to the transport itself:
-    aiohttp's writer takes a task and a system call more. The head goes out with the first piece.
-    """
+    """A response written piece by piece to the transport itself, without waiting: aiohttp's writer
+    takes a task and a system call more. The head goes out with the first piece."""
 
     def __init__(self, request: web.Request, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(status=status, headers=headers)
-        self._client, self._is_chunked = request.protocol, request.version >= HttpVersion11
+        self._client, version = request.protocol, request.version
+        self._is_chunked, self._is_over = version >= HttpVersion11, False
         self._keeps_alive = self._is_chunked and request.keep_alive
-        self._head, self._is_over = b"", False
+        for name, value in request.get(CORS, {}).items():
+            self.headers.setdefault(name, value)  # proxied responses have them
+        self.headers.setdefault("Date", _date(int(asyncio.get_running_loop().time())))
+        if self._is_chunked:
+            self.headers["Transfer-Encoding"] = "chunked"
+        if not self._keeps_alive:
+            self.headers["Connection"] = "close"
+        first = f"HTTP/{version.major}.{version.minor} {status} {self.reason}"
+        self._head = head_of(first, self.headers)
 
     @property
     def keep_alive(self) -> bool:
         """Return whether the connection may be used again."""
         return self._keeps_alive and super().keep_alive is None
 
-    async def begin(self, request: web.Request) -> None:
-        """Make the head, with what the application adds to every response."""
-        await request.app.on_response_prepare.send(request, self)
-        self.headers.setdefault("Date", _date(int(asyncio.get_running_loop().time())))
-        if self._is_chunked:
-            self.headers["Transfer-Encoding"] = "chunked"
-        if not self._keeps_alive:
-            self.headers["Connection"] = "close"
-        version, fields = request.version, self.headers.items()
-        lines = [f"HTTP/{version.major}.{version.minor} {self.status} {self.reason}"]
-        lines += [f"{name}: {value}" for name, value in fields]
-        self._head = "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
-
-    def send(self, piece: bytes) -> None:
+    def send(self, piece: bytes, *, is_last: bool = False) -> None:
         """Write a piece of the body. Raises `ConnectionResetError`: the client has left."""
-        if piece and not self._is_over:
-            if self._is_chunked:
-                piece = b"%x\r\n%b\r\n" % (len(piece), piece)
-            self._write(piece)
+        transport = self._client.transport
+        if transport is None:
+            raise ConnectionResetError
+        if piece and self._is_chunked:
+            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+        if is_last and self._is_chunked:
+            piece += b"0\r\n\r\n"
+        if self._head:
+            piece, self._head = self._head + piece, b""
+        transport.write(piece)
+        self._is_over = is_last
 
     async def prepare(self, request: web.BaseRequest) -> None:
         """Do nothing; aiohttp calls this when the request was served."""
@@ -264,17 +268,7 @@ class StreamedResponse(web.StreamResponse):
     async def write_eof(self, data: bytes = b"") -> None:
         """End the response. Idempotent."""
         if not self._is_over:
-            self.send(data)
-            self._write(b"0\r\n\r\n" if self._is_chunked else b"")
-            self._is_over = True
-
-    def _write(self, data: bytes) -> None:
-        transport = self._client.transport
-        if transport is None:
-            raise ConnectionResetError
-        if self._head:
-            data, self._head = self._head + data, b""
-        transport.write(data)
+            self.send(data, is_last=True)
 
 
 @lru_cache(maxsize=1)

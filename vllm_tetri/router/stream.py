@@ -123,22 +123,19 @@ class Output:
         return self.respond(response, body)
 
     async def _head_of(self, sending: Awaitable[HttpResponse]) -> HttpResponse:
-        first, self._unsent = self._unsent, b""
-        if not first:
-            return await sending
-        # The decode request is sent first, but the token does not wait for its response.
-        showing = asyncio.create_task(self._send_first(first))
-        response = None
+        if self._unsent:  # after the decode request, but not after its response
+            asyncio.get_running_loop().call_soon(self._send_first)
         try:
-            response = await sending
+            return await sending
         finally:
-            try:
-                await showing
-            except BaseException:
-                if response is not None:
-                    response.close()
-                raise
-        return response
+            self._send_first()
+
+    def _send_first(self) -> None:
+        events, self._unsent = self._unsent, b""
+        if events:
+            self._entry.record_events(1)
+            with suppress(ConnectionResetError):  # it will be noticed
+                self._begin().send(events)
 
     def _judge_proxied(
         self, instance: InstanceInfo, response: HttpResponse, body: bytes
@@ -175,8 +172,8 @@ class Output:
         return await self._finish(refusal.event() if self._is_whole else b"\n\n" + refusal.event())
 
     async def _finish(self, events: bytes) -> web.StreamResponse:
-        stream = await self._begin()
-        await stream.write_eof(events)
+        stream = self._begin()
+        stream.send(events, is_last=True)
         return stream
 
     def show(self, first: FirstToken) -> None:
@@ -186,11 +183,6 @@ class Output:
         self._entry.has_output = True
         self._record = self._new_record()
         self._record.begin_with(first, created)
-
-    async def _send_first(self, events: bytes) -> None:
-        await asyncio.sleep(0)  # the decode request is sent before it
-        self._entry.record_events(1)
-        (await self._begin()).send(events)
 
     def num_received(self) -> int:
         """Return how many tokens the client has received."""
@@ -255,7 +247,7 @@ class Output:
             if is_resumed:
                 self._record = self._begin_with(instance, response)
             self._is_resumed, record = is_resumed, self._record
-            stream = await self._begin(response)
+            stream = self._begin(response)
             goes_on = bool(chunk)
             self._pass_on(chunk)
             while goes_on:
@@ -269,7 +261,7 @@ class Output:
                 goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
                 raise InstanceFailed(instance.id, "its stream ended too early")
-            await stream.write_eof()
+            stream.send(b"", is_last=True)
             return stream
         except (HttpError, ContinuationFailed) as error:
             lost = "connection lost: " if isinstance(error, HttpError) else ""
@@ -332,7 +324,7 @@ class Output:
         is_chat, hides_ids = self._request.path == CHAT, is_plain and not self._request.shows_ids
         return StreamRecord(is_chat=is_chat, hides_ids=hides_ids, is_plain=is_plain)
 
-    async def _begin(self, response: HttpResponse | None = None) -> StreamedResponse:
+    def _begin(self, response: HttpResponse | None = None) -> StreamedResponse:
         """Send the head of the response, unless that was done; as an instance's, if given."""
         if self._response is None:
             status, headers = 200, self._headers()
@@ -341,11 +333,9 @@ class Output:
                 status, content_type = response.status, response.headers["content-type"]
                 if self._request.rules is not None:
                     headers = headers_without(NOT_RETURNED, response.headers) | headers
+            headers |= {"content-type": content_type, "cache-control": "no-cache"}
             self._response = StreamedResponse(self._http, status, headers)
-            self._response.headers["Content-Type"] = content_type
-            self._response.headers["Cache-Control"] = "no-cache"
             self._entry.has_output = True
-            await self._response.begin(self._http)
         return self._response
 
     def _headers(self) -> dict[str, str]:
