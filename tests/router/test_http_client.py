@@ -92,6 +92,37 @@ async def test_chunks_come_as_they_are_sent() -> None:
         assert server.num_connections == 1
 
 
+async def test_bytes_are_poured_as_they_come_until_no_more_are_wanted() -> None:
+    go_on, taken = asyncio.Event(), list[bytes]()
+
+    async def serve(_: bytes, __: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+        for letter in (b"a", b"b", b"c", b"de"):
+            await go_on.wait()
+            go_on.clear()
+            writer.write(letter)
+
+    def take(some: bytes) -> bool:
+        taken.append(some)
+        go_on.set()
+        if some == b"de":
+            raise ValueError("enough")
+        return some != b"b"
+
+    async with serving(serve) as server, wires() as client, asyncio.timeout(SILENCE_S):
+        answer = await client.send(server.url, "POST", "/", b"", {})
+        go_on.set()
+        assert await answer.pour(take)
+        assert taken == [b"a", b"b"]
+        assert await answer.read_some() == b"c"  # which was not taken
+        answer.put_back(b"c")
+        go_on.set()
+        with pytest.raises(ValueError, match="enough"):
+            await answer.pour(take)
+        assert taken == [b"a", b"b", b"c", b"de"]
+        assert not await answer.pour(take)  # that was all
+
+
 async def test_a_connection_that_was_closed_while_idle_is_exchanged() -> None:
     async def serve(request: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if server.num_connections == 1 and len(server.requests) == 2:

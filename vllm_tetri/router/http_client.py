@@ -32,10 +32,8 @@ _tls_context = cache(ssl.create_default_context)
 
 
 class HttpResponse:
-    """An instance's response to one request; to be closed.
-
-    Names of headers and the media type are in lower case; of repeated headers the last counts.
-    """
+    """An instance's response to one request; to be closed. Names of headers and the media type are
+    in lower case; of repeated headers the last counts."""
 
     def __init__(self, connection: _Connection, status: int, headers: dict[str, str]) -> None:
         self._connection: _Connection | None = connection
@@ -57,9 +55,8 @@ class HttpResponse:
         return some
 
     async def pour(self, take: Callable[[bytes], bool]) -> bool:
-        """Call `take` with bytes as they come, without a task, until it returns False; returns
-        whether it did, or the response has ended. Raises what `take` raises, and `ConnectionLost`
-        if the rest will not come."""
+        """Call `take` with bytes at once as they come until it returns False; returns whether it
+        did. Raises what it raises, and `ConnectionLost` if the rest will not come."""
         if self._unread and not take(await self.read_some()):
             return True
         return await self._wait(take)
