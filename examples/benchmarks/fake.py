@@ -60,7 +60,7 @@ class Fake:
             kv_endpoint="127.0.0.1:1", identity={"model": MODEL}, max_model_len=1 << 20,
             block_size=16, pid=os.getpid(), version="0",
         )  # fmt: skip
-        self._agent = Agent((control,), info, self, period_s=PERIOD_S)
+        self._agent = Agent(tuple(control.split(",")), info, self, period_s=PERIOD_S)
         self._agent.start()
         return url
 
@@ -306,7 +306,9 @@ async def _serve(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("--aggregated", required=True, help="control address of its router")
-    arguments.add_argument("--split", required=True, help="control address of the pair's router")
+    arguments.add_argument(
+        "--aggregated", required=True, help="control addresses of routers, with commas"
+    )
+    arguments.add_argument("--split", required=True, help="those of the pair's routers")
     arguments.add_argument("--input-len", type=int, required=True)
     uvloop.run(_serve(arguments.parse_args()))

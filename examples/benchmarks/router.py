@@ -197,11 +197,14 @@ def events_of(streams: Sequence[Stream]) -> int:
 
 
 @contextmanager
-def systems(folder: Path, routers: set[int], others: set[int], input_len: int) -> Iterator[Any]:
-    """Run fake instances and every router that is installed; yield the systems to ask."""
-    controls = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+def systems(
+    folder: Path, routers: set[int], others: set[int], input_len: int, before: Path | None = None
+) -> Iterator[Any]:
+    """Run fake instances, every router that is installed, and ours of another checkout; yield the
+    systems to ask."""
+    controls = [f"tcp://127.0.0.1:{free_port()}" for _ in range(4 if before else 2)]
     command = [sys.executable, "-m", "examples.benchmarks.fake", "--input-len", str(input_len)]
-    command += ["--aggregated", controls[0], "--split", controls[1]]
+    command += ["--aggregated", ",".join(controls[::2]), "--split", ",".join(controls[1::2])]
     with ExitStack() as stack:
         fakes = subprocess.Popen(
             command,
@@ -217,7 +220,7 @@ def systems(folder: Path, routers: set[int], others: set[int], input_len: int) -
             System("aggregated", "direct", urls["aggregated"]),
             System("pair", "direct", urls["prefill"], urls["decode"]),
         ]
-        for shape, name, words in commands(urls, controls):
+        for shape, name, words in commands(urls, controls, before):
             port = free_port()
             log = folder / f"{name}-{shape}.log"
             process = stack.enter_context(
@@ -229,11 +232,16 @@ def systems(folder: Path, routers: set[int], others: set[int], input_len: int) -
         yield found
 
 
-def commands(urls: dict[str, str], controls: list[str]) -> Iterator[tuple[str, str, list[str]]]:
+def commands(
+    urls: dict[str, str], controls: list[str], before: Path | None
+) -> Iterator[tuple[str, str, list[str]]]:
     """Return shape, name and command of every router."""
-    for shape, control in zip(("aggregated", "pair"), controls, strict=True):
-        words = [*TETRI, "router", "--control", control]
-        yield shape, "ours", [*words, "--mode", "split", "--silent-after", "10"]
+    for number, control in enumerate(controls):
+        shape, name, where = ("aggregated", "pair")[number % 2], "ours", list[str]()
+        if number >= 2:
+            name, where = "before", ["env", "-C", str(before), f"PYTHONPATH={before}"]
+        words = [*where, *TETRI, "router", "--control", control]
+        yield shape, name, [*words, "--mode", "split", "--silent-after", "10"]
     pair = ["--vllm-pd-disaggregation", "--prefill", urls["prefill"], "--decode", urls["decode"]]
     for shape, workers in (("aggregated", ["--worker-urls", urls["aggregated"]]), ("pair", pair)):
         words = [VLLM_ROUTER, *workers, "--policy", "round_robin", "--log-level", "error"]
@@ -296,6 +304,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=500, help="tokens of the prompt; 500")
     parser.add_argument("--repeats", type=int, default=5, help="turns of every system; 5")
     parser.add_argument("--pages", type=int, default=0, help="open pages, also measured; 0")
+    parser.add_argument("--before", type=Path, help="another checkout to measure beside this one")
     parser.add_argument("--seed", type=int, default=0, help="of orders and pauses; 0")
     parser.add_argument("--folder", type=Path, default=Path("bench"), help="for logs; bench")
     parser.add_argument("--output", type=Path, default=Path("router.jsonl"), help="result file")
@@ -312,7 +321,7 @@ def main() -> None:
         "conditions": conditions(site, num_prompts=options.num_prompts),
     }
     results = Results(options.output, head)
-    with systems(options.folder, routers, others, options.input_len) as found:
+    with systems(options.folder, routers, others, options.input_len, options.before) as found:
         os.sched_setaffinity(0, others)
         for repeat in range(options.repeats):
             cells: list[dict[str, Any]] = []
