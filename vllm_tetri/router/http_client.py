@@ -24,7 +24,7 @@ _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
 # Reading pauses above twice this, so that a slow client slows its instance down.
 _MAX_UNREAD_BYTES = 1 << 17
-_MAX_HEAD_BYTES = 1 << 16
+_MAX_AT_ONCE_BYTES = _MAX_HEAD_BYTES = 1 << 16
 _MAX_BODY_BYTES = 1 << 29  # of a response that is read whole, as embeddings
 _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
@@ -91,7 +91,7 @@ class HttpResponse:
                 waiter.set_result(True)
             return is_awaited or len(self._unread) <= 2 * _MAX_UNREAD_BYTES
         try:
-            if not take(data):
+            if not take(data) or len(data) > _MAX_AT_ONCE_BYTES:  # others have their turn
                 waiter.set_result(True)
         except Exception as error:
             waiter.set_exception(error)
