@@ -38,7 +38,7 @@ class HttpResponse:
     def __init__(self, connection: _Connection, status: int, headers: dict[str, str]) -> None:
         self._connection: _Connection | None = connection
         self._error: HttpError | None = None
-        self._unread = bytearray()
+        self._unread, self._num_peeked = bytearray(), 0
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[bool] | None = None  # of the newest reader
         self.status, self.headers = status, headers
@@ -50,7 +50,7 @@ class HttpResponse:
         `ConnectionLost` if the rest will not come."""
         if not self._unread:
             await self._wait()
-        some = bytes(self._unread)
+        some, self._num_peeked = bytes(self._unread), 0
         self._unread.clear()
         return some
 
@@ -61,9 +61,11 @@ class HttpResponse:
             return True
         return await self._wait(take)
 
-    def put_back(self, data: bytes) -> None:
-        """Let the next reader begin with bytes that were read."""
-        self._unread[:0] = data
+    async def peek(self) -> bytes:
+        """Wait for more bytes and return all unread ones, which stay unread; empty at the end."""
+        is_more = len(self._unread) > self._num_peeked or await self._wait()
+        self._num_peeked = len(self._unread)
+        return bytes(self._unread) if is_more else b""
 
     async def read(self) -> bytes:
         """Return all unread bytes; raises `ConnectionLost` if some will not come, or there are
@@ -149,8 +151,7 @@ class HttpClient:
         headers = {"Host": parts.netloc.rpartition("@")[2], **headers}
         if body or method != "GET":
             headers["Content-Length"] = str(len(body))
-        first = f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1"
-        message = (head_of(first, headers), body)
+        message = (head_of(f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", headers), body)
         if idle := self.idle.get(url):
             connection = idle.pop()
             try:
@@ -353,8 +354,7 @@ class _Connection(asyncio.Protocol):
         """Hand over the parts of the body that came in one read as one."""
         if parts := self._parts:
             self._parts = []
-            part = parts[0] if len(parts) == 1 else b"".join(parts)
-            is_wanted = self._response is None or self._response.feed(part)
+            is_wanted = self._response is None or self._response.feed(b"".join(parts))
             if not is_wanted and self.transport is not None:
                 self.transport.pause_reading()
 

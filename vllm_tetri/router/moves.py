@@ -206,13 +206,10 @@ class Mover:
         # to have them all.
         num_prior = message.kv_tokens[0] + 1 - len(message.prompt_token_ids)
         num_due = num_prior if self._request.wants_logprobs else 0
-        seen = b""
-        while more := await response.read_some():
-            seen += more
+        while seen := await response.peek():
             while num_due > self._output.num_received():
                 await asyncio.sleep(_CAUGHT_UP_S)
             if self._output.is_continued_by(seen):
-                response.put_back(seen)
                 return
         raise InstanceFailed(target.id, "its stream ended too early")
 
