@@ -101,7 +101,9 @@ class _Said:
 
     def add(self, field: str, text: str | None) -> None:
         if text:
-            self.texts[field] = self.texts.get(field, "") + text
+            said = self.texts.pop(field, "")  # the only reference: Python appends in place
+            said += text
+            self.texts[field] = said
 
     def strip(self, field: str, holder: dict[str, Any], key: str) -> None:
         """Remove from a delta's field what is due of it. Raises `ContinuationMismatch`."""
