@@ -273,6 +273,7 @@ class Served(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     queue_s: Seconds = 0.0
     compute_s: Seconds = 0.0
     output_s: Seconds = 0.0
+    prompt_tokens: NumTokens = 0
     cached_tokens: NumTokens = 0  # of the prompt, in the prefix cache or received
     output_tokens: NumTokens = 0
     preemptions: NumTokens = 0

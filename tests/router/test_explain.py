@@ -9,7 +9,7 @@ from vllm_tetri.admin import explain_text
 from vllm_tetri.messages import Served
 from vllm_tetri.policy.route import Event
 from vllm_tetri.router import history
-from vllm_tetri.router.explain import explain, parts
+from vllm_tetri.router.explain import explain, parts, replayable
 from vllm_tetri.router.history import Ended
 from vllm_tetri.router.table import Mark, Trace
 from vllm_tetri.types import InstanceId, RequestId, Role
@@ -82,6 +82,15 @@ def test_an_answer_that_is_not_streamed_has_its_output_before_the_first_byte() -
     row = ended(marks, generated=0, first_byte_s=101.44, served=[(P, told)])
     assert sums(row)[("output", "p")] == pytest.approx(1.01)
     assert sums(row)[("http", "p")] == pytest.approx(0.14)
+
+
+def test_an_instance_tells_the_length_of_a_prompt_that_no_other_took_over() -> None:
+    told = Served("cmpl-r", prompt_tokens=7, output_tokens=3)
+    marks = [Mark(Event.WHOLE_SENT, P, 100.0), Mark(Event.ANSWERING, P, 100.4)]
+    row = ended(marks, route="whole", prompt_tokens=None)
+    assert replayable([row, row._replace(served=[(D, told)])]) == []
+    (found,) = replayable([row._replace(served=[(P, told)])])
+    assert (found["prompt_tokens"], found["output_tokens"]) == (7, 3)
 
 
 def test_a_request_that_was_sent_nowhere() -> None:

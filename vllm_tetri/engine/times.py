@@ -60,6 +60,7 @@ class RequestTimes:
             queue_s=begun_s - times.added_s,
             compute_s=first_s - begun_s,
             output_s=now - first_s,
+            prompt_tokens=request.num_prompt_tokens,
             cached_tokens=times.cached_tokens,
             output_tokens=request.num_output_tokens,
             preemptions=request.num_preemptions,

@@ -139,18 +139,20 @@ def replayable(rows: Iterable[Ended]) -> list[dict[str, Any]]:
     `front_s` is the time outside engines before the first token."""
     found = []
     for row in rows:
-        if row.outcome == "ok" and row.first_byte_s and row.prompt_tokens and row.output_tokens:
-            shown, first = explain(row), dict(row.served).get(row.prefill)
+        first = dict(row.served).get(row.prefill, Served(row.id))
+        prompt_tokens = row.prompt_tokens or first.prompt_tokens
+        if row.outcome == "ok" and row.first_byte_s and prompt_tokens and row.output_tokens:
+            shown = explain(row)
             outside = [each for each in shown["parts"] if each["what"] in ("router", "http")]
             kept = (
-                "route", "prompt_tokens", "output_tokens", "predicted", "prefill", "decode",
-                "ttft_s", "jct_s",
+                "route", "output_tokens", "predicted", "prefill", "decode", "ttft_s", "jct_s",
             )  # fmt: skip
             found.append(
                 {
                     **{name: shown[name] for name in kept},
                     "arrival_s": row.arrival_s,
-                    "cached_tokens": first.cached_tokens if first is not None else 0,
+                    "prompt_tokens": prompt_tokens,
+                    "cached_tokens": first.cached_tokens,
                     "front_s": sum(each["before_first_token_s"] for each in outside),
                 }
             )
