@@ -66,16 +66,16 @@ PACKAGE = ROOT / "vllm_tetri"
 # command; the table of papers 4,600 words, a page, 120 of tests; FastServe's queue 130; orders of
 # moves at once 40, and 50 of tests. Events that go to a client's transport at once added 97.
 FOLDERS = {
-    "vllm_tetri": 31_235,
+    "vllm_tetri": 31_238,
     "vllm_tetri/policy": 4_019,
     "vllm_tetri/control": 1_321,
     "vllm_tetri/transport": 2_208,
     "vllm_tetri/engine": 6_765,
-    "vllm_tetri/router": 7_529,
+    "vllm_tetri/router": 7_530,
     "vllm_tetri/predictor": 472,
-    "vllm_tetri/launch": 2_007,
+    "vllm_tetri/launch": 2_008,
     "vllm_tetri/sim": 3_454,
-    "examples/benchmarks": 6_733,
+    "examples/benchmarks": 6_738,
     "examples/predictor": 1_820,
     "csrc": 8_000,
     "tests": 48_565,

@@ -91,9 +91,9 @@ def compare(history: Row) -> dict[str, Any]:
             found = figures(outcome.served, NO_OBJECTIVE, outcome.refused)
             kept = {name: found[name] for name in (*_TIMES, "split")}
             rows.append({"system": f"{mode.value}{words}", **kept})
-    least = min(map(_cost, rows))
+    least = min(map(cost, rows))
     for row in rows:
-        row["regret"] = _cost(row) / least - 1
+        row["regret"] = cost(row) / least - 1
     errors = {name: rows[0][name] / own[name] - 1 for name in ("ttft_mean_s", "jct_mean_s")}
     return {"systems": [own, *rows], "regret": rows[0]["regret"], "errors": errors}
 
@@ -115,7 +115,8 @@ def verdict(found: dict[str, Any]) -> str:
     return words
 
 
-def _cost(row: Figures) -> float:
+def cost(row: Figures) -> float:
+    """Return what a way of serving costs."""
     return sqrt(row["ttft_mean_s"] * row["jct_mean_s"])
 
 
@@ -135,11 +136,11 @@ def _cluster(rows: Sequence[Row], front_s: float) -> ClusterConfig:
     instances = []
     for row in rows:
         load = row["load"]
-        cost = StepCoefficients(**load["cost"])
-        if not cost.confidence:
+        step = StepCoefficients(**load["cost"])
+        if not step.confidence:
             raise ConfigError(f"{row['id']} does not know its step costs yet; serve requests first")
         engine = EngineConfig(
-            cost, load["blocks_total"], row["block_size"], chunk_tokens=load["chunk_tokens"],
+            step, load["blocks_total"], row["block_size"], chunk_tokens=load["chunk_tokens"],
             front_s=front_s,
         )  # fmt: skip
         instances.append(InstanceConfig(InstanceId(row["id"]), Role(row["role"]), engine))

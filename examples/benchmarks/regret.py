@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from math import sqrt
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import Any
 
 from examples.benchmarks import client
 from examples.benchmarks.classes import CLASSES, schedule, warm_up
@@ -28,7 +28,7 @@ from examples.benchmarks.cluster import (
     serving,
 )
 from examples.benchmarks.figures import Results
-from vllm_tetri.regret import compare, verdict
+from vllm_tetri.regret import Figures, compare, cost, verdict
 
 MODES = ("adaptive", "whole", "split")
 METRICS = [
@@ -41,7 +41,7 @@ def measure(
     asked: Client, target: Target, name: str, options: argparse.Namespace, results: Results
 ) -> None:
     """Play one class in every mode."""
-    found, simulated = {}, {}
+    found, simulated = dict[str, Figures](), dict[str, Any]()
     for number, mode in enumerate(MODES):
         post_json(f"{target.url}/tetri/v1/mode", {"mode": mode})
         rng = Random(f"{options.seed} {name} {mode}")
@@ -52,21 +52,26 @@ def measure(
         replies = asked.play(target, requests)
         if errors := [each.error for each in replies if each.error]:
             raise RuntimeError(f"{name}, {mode}: {len(errors)} failed, the first with: {errors[0]}")
-        found[mode] = fmean(each.ttft_s for each in replies), fmean(each.jct_s for each in replies)
+        found[mode] = {
+            "ttft_mean_s": fmean(each.ttft_s for each in replies),
+            "jct_mean_s": fmean(each.jct_s for each in replies),
+        }
         if number == 0:
             history = get_json(f"{target.url}/tetri/v1/history")
             history["requests"] = history["requests"][-options.num_prompts :]
             shown = compare(history)
             print(name, verdict(shown), sep="\n", flush=True)
-            for row in shown["systems"][1:]:
-                simulated[row["system"]] = row["ttft_mean_s"], row["jct_mean_s"]
+            simulated = {row["system"]: row for row in shown["systems"]}
     for mode in MODES:
+        both = found, simulated
         regrets = [
-            100 * (sqrt(each[mode][0] * each[mode][1]) / least - 1)
-            for each in (found, simulated)
-            for least in [min(sqrt(each[one][0] * each[one][1]) for one in MODES)]
+            100 * (cost(each[mode]) / min(cost(each[one]) for one in MODES) - 1) for each in both
         ]
-        times_ms = [round(1e3 * each, 2) for each in (*found[mode], *simulated[mode])]
+        times_ms = [
+            round(1e3 * each[mode][name], 2)
+            for each in both
+            for name in ("ttft_mean_s", "jct_mean_s")
+        ]
         figures = [*times_ms, *(round(each, 2) for each in regrets)]
         results.add(name=name, mode=mode, **dict(zip(METRICS, figures, strict=True)))
 

@@ -40,7 +40,7 @@ class RouterSide(Protocol):
     def on_cache(self, report: CacheReport) -> bool: ...  # False: one is missing
     def on_cut_off(self, instance: InstanceId) -> None: ...  # it left before it had finished
     def on_flip(self, instance: InstanceId, flip: Flip) -> None: ...  # done or rolled back
-    def on_ending(self) -> None: ...  # instances drain or flip, or one goes on to
+    def on_ending(self) -> None: ...  # an instance drains or flips, or is still at it
     def num_reaching(self, instance: InstanceId) -> int: ...  # requests it has or may still get
 
 

@@ -324,6 +324,7 @@ def claim(port: int) -> Iterator[bool]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
+    """A port that is free at this moment; see `free_ports`."""
     return free_ports(1, host)[0]
 
 

@@ -26,7 +26,7 @@ from vllm_tetri.router.merged import Merged
 from vllm_tetri.router.metrics import targets
 from vllm_tetri.router.request import CHAT, COMPLETIONS, ProxyRules, decode_order, parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
-from vllm_tetri.router.server import CLIENT, CORS, BodyReader
+from vllm_tetri.router.server import CLIENT, CORS, BodyReader, permit_origin
 from vllm_tetri.types import FLIP_DEADLINE_S, InstanceId, InstanceState, Mode, RequestId, Role
 
 Deadline = Annotated[float, msgspec.Meta(ge=0, le=86_400.0)] | None
@@ -302,7 +302,7 @@ class _Routes:
             }
             for each in views
         ]
-        found = replayable(self._scheduler.history)
+        found = replayable(self._scheduler.history.since(0.0))
         return _json({"mode": self._scheduler.placer.mode, "instances": rows, "requests": found})
 
     async def move(self, request: web.Request) -> web.Response:
@@ -324,8 +324,7 @@ class _Routes:
 
 
 async def _add_cors(request: web.Request, response: web.StreamResponse) -> None:
-    for name, value in request.get(CORS, {}).items():
-        response.headers.setdefault(name, value)  # proxied responses have them
+    permit_origin(request, response)
 
 
 def _guard(keys: Keys, bodies: BodyReader, merged: Merged, preflight: Handler) -> Middleware:

@@ -26,6 +26,10 @@ class Part(NamedTuple):
     begin_s: float
     end_s: float
 
+    def before_s(self, until_s: float) -> float:
+        """Return how much of it is before a time."""
+        return min(self.end_s, max(self.begin_s, until_s)) - self.begin_s
+
 
 def parts(row: Ended) -> list[Part]:
     """Divide the time of a request."""
@@ -102,8 +106,7 @@ def explain(row: Ended) -> dict[str, Any]:
     ttft_s = None if row.first_byte_s is None else row.first_byte_s - row.arrival_s
     shown = []
     for each in parts(row):
-        cut_s = each.end_s if ttft_s is None else min(each.end_s, max(each.begin_s, ttft_s))
-        before_s = cut_s - each.begin_s
+        before_s = each.before_s(jct_s if ttft_s is None else ttft_s)
         shown.append(
             {
                 "what": each.what,
@@ -142,18 +145,17 @@ def replayable(rows: Iterable[Ended]) -> list[dict[str, Any]]:
         first = dict(row.served).get(row.prefill, Served(row.id))
         prompt_tokens = row.prompt_tokens or first.prompt_tokens
         if row.outcome == "ok" and row.first_byte_s and prompt_tokens and row.output_tokens:
-            shown = explain(row)
-            outside = [each for each in shown["parts"] if each["what"] in ("router", "http")]
-            kept = (
-                "route", "output_tokens", "predicted", "prefill", "decode", "ttft_s", "jct_s",
-            )  # fmt: skip
+            ttft_s = row.first_byte_s - row.arrival_s
+            outside = [each for each in parts(row) if each.what in ("router", "http")]
+            kept = ("route", "output_tokens", "predicted", "prefill", "decode", "arrival_s")
             found.append(
                 {
-                    **{name: shown[name] for name in kept},
-                    "arrival_s": row.arrival_s,
+                    **{name: getattr(row, name) for name in kept},
+                    "ttft_s": ttft_s,
+                    "jct_s": row.ended_s - row.arrival_s,
                     "prompt_tokens": prompt_tokens,
                     "cached_tokens": first.cached_tokens,
-                    "front_s": sum(each["before_first_token_s"] for each in outside),
+                    "front_s": sum(each.before_s(ttft_s) for each in outside),
                 }
             )
     return found

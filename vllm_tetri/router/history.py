@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -73,10 +72,6 @@ class History:
             entry.generated, entry.prompt_tokens, entry.predicted, entry.prefill, entry.decode,
             entry.reason, entry.expected_s, self._error_s, entry.marks, entry.served,
         )  # fmt: skip
-
-    def __iter__(self) -> Iterator[Ended]:
-        """Iterate over what is kept, the newest last."""
-        return iter(self._rows)
 
     def get(self, request: RequestId) -> Ended | None:
         """Return a request that ended, if it is kept."""

@@ -22,9 +22,9 @@ from vllm_tetri.router.request import head_of, parts_of
 
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
-# Reading pauses above twice this, so that a slow client slows its instance down.
-_MAX_UNREAD_BYTES = 1 << 17
-_MAX_AT_ONCE_BYTES = _MAX_HEAD_BYTES = 1 << 16
+_MAX_UNREAD_BYTES = 1 << 17  # above twice this reading pauses: a slow client slows its instance
+_MAX_HEAD_BYTES = 1 << 16
+_MAX_AT_ONCE_BYTES = 1 << 16  # poured out before other streams have their turn
 _MAX_BODY_BYTES = 1 << 29  # of a response that is read whole, as embeddings
 _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
@@ -93,7 +93,7 @@ class HttpResponse:
                 waiter.set_result(True)
             return is_awaited or len(self._unread) <= 2 * _MAX_UNREAD_BYTES
         try:
-            if not take(data) or len(data) > _MAX_AT_ONCE_BYTES:  # others have their turn
+            if not take(data) or len(data) > _MAX_AT_ONCE_BYTES:
                 waiter.set_result(True)
         except Exception as error:
             waiter.set_exception(error)

@@ -224,6 +224,12 @@ class Connection(web.RequestHandler):
         _log.debug(*args, **kw)
 
 
+def permit_origin(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the headers for pages of other origins; proxied responses have them."""
+    for name, value in request.get(CORS, {}).items():
+        response.headers.setdefault(name, value)
+
+
 class StreamedResponse(web.StreamResponse):
     """A response written piece by piece to the transport itself, without waiting: aiohttp's writer
     takes a task and a system call more. The head goes out with the first piece."""
@@ -233,8 +239,7 @@ class StreamedResponse(web.StreamResponse):
         self._client, version = request.protocol, request.version
         self._is_chunked, self._is_over = version >= HttpVersion11, False
         self._keeps_alive = self._is_chunked and request.keep_alive
-        for name, value in request.get(CORS, {}).items():
-            self.headers.setdefault(name, value)  # proxied responses have them
+        permit_origin(request, self)
         self.headers.setdefault("Date", _date(int(asyncio.get_running_loop().time())))
         if self._is_chunked:
             self.headers["Transfer-Encoding"] = "chunked"
