@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -172,6 +173,21 @@ async def test_streams_that_break_without_a_death_move_twice_and_no_more() -> No
         assert await metric(made, 'tetri_streams_broken_total{outcome="failed"}') == 1
         assert await metric(made, "tetri_poison_requests_total") == 0
         assert raw.count(b'"text"') == 6  # each of them went on
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_node_with_many_instances_may_die(path: str) -> None:
+    """Each of them fails the stream once, and the request is not to blame."""
+    both = [FakeInstance(name, Role.BOTH) for name in "abcde"]
+    for index, each in enumerate(both):
+        each.load = replace(each.load, queued_prefill_tokens=10_000 * index)
+        each.handler = writer(2 if index == 0 else None)
+    async with cluster(*both, mode=Mode.WHOLE) as made:
+        for name in "bcd":
+            await made[name].stop_http()
+        raw, headers = await stream_of(made, path)
+        is_whole(raw, headers, path)
+        assert [len(each.calls) for each in both] == [1, 0, 0, 0, 1]
 
 
 async def test_an_instance_that_goes_on_otherwise_is_an_error() -> None:

@@ -109,8 +109,8 @@ class NoCapacity(Refusal):
 
 class InstanceFailed(Exception):
     """An instance did not respond properly; another one may. The client gets `status` if none
-    does. `is_final`: a retry would only make it wait longer. `had_it`: the instance may have begun
-    with the request, and crashed because of it. `internal`: its message with status 500."""
+    does. `is_final`: a retry would only make it wait longer. `is_suspect`: the request may be why.
+    `internal`: its message with status 500."""
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class InstanceFailed(Exception):
         *,
         status: int = 502,
         is_final: bool = False,
-        had_it: bool = True,
+        is_suspect: bool = True,
         internal: str = "",
     ) -> None:
         super().__init__(f"instance {instance}: {reason}")
         self.instance, self.status, self.internal = instance, status, internal
-        self.is_final, self.had_it = is_final, had_it
+        self.is_final, self.is_suspect = is_final, is_suspect
 
 
 class InstanceAtLimit(Exception):

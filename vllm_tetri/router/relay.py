@@ -244,7 +244,8 @@ class Relay:
         entry.hand_over(prefilled.decode)
         instance = self._scheduler.info(prefilled.decode)
         if instance is None:
-            raise InstanceFailed(prefilled.decode, "has the KV but is not in use", status=503)
+            why = "has the KV but is not in use"
+            raise InstanceFailed(prefilled.decode, why, status=503, is_suspect=False)
         prior = None if self._request.has_choices else prefilled.prior_output
         params = DecodeParams(
             prefilled.transfer,
@@ -324,10 +325,8 @@ class Relay:
     ) -> web.StreamResponse:
         """Without a hand-over the prefill instance continues: its prefix cache has the prompt."""
         self.route = "fallback"
-        prefilled, no_transfer = first.prefilled, TransferId("")
-        params = DecodeParams(
-            no_transfer, prefilled.digest, prefilled.prior_output, prefilled.predicted
-        )
+        prefilled, prior = first.prefilled, first.prefilled.prior_output
+        params = DecodeParams(TransferId(""), prefilled.digest, prior, prefilled.predicted)
         self._show_first(first, instance)
         body = self._request.decode_body(params, prefilled.prompt_token_ids, instance)
         return await self._aggregated(instance, None, body)
@@ -358,7 +357,7 @@ class Relay:
         if response.status == 404 and await self._lacks_adapter(instance):
             response.close()
             words = f"the adapter {request.model!r} is not loaded there"
-            raise InstanceFailed(instance.id, words, status=404, had_it=False)
+            raise InstanceFailed(instance.id, words, status=404, is_suspect=False)
         if USAGE_HEADER in response.headers:
             request.wants_usage = request.wants_usage_each = True
         return response

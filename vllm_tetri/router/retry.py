@@ -22,7 +22,8 @@ from vllm_tetri.router.table import Entry
 from vllm_tetri.router.upstream import Liveness, Upstream
 from vllm_tetri.types import InstanceId, InstanceInfo, TransferId
 
-# Retries after failures, mid-stream ones included; instances at their limits do not count.
+# Retries after failures, mid-stream ones included. Instances at their limits do not count, nor does
+# the first failure of an instance that the request is not to blame for: a node has many.
 MAX_RETRIES = 2
 # No retry later than this after the first failure, or the first since there was progress.
 RETRY_S = 30.0
@@ -149,6 +150,7 @@ class Attempts:
         self._failure: InstanceFailed | None = None
         self._give_up_s = 0.0
         self._generated = -1
+        self._excused: set[InstanceId] = set()
         self.num_failures = 0
 
     @property
@@ -186,12 +188,15 @@ class Attempts:
         self.num_failures += 1
         instance = self.sent_to.get(error.instance)
         self._failed[error.instance] = instance.pid if instance else 0, time.monotonic()
-        if instance is not None and error.had_it:
+        if not error.is_suspect:
+            self._excused.add(error.instance)
+        elif instance is not None:
             self._poison.record_failure(self._request, instance)
         if (refusal := await self._poison.refusal(self._request)) is not None:
             self._record_failed()
             raise refusal
-        if error.is_final or self.num_failures > MAX_RETRIES or self.are_over:
+        num_counted = self.num_failures - len(self._excused)
+        if error.is_final or num_counted > MAX_RETRIES or self.are_over:
             raise self.refusal()
         if not self._entry.has_output:
             self._metrics.retries.inc()

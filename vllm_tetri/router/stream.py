@@ -39,6 +39,8 @@ EVENT_STREAM = "text/event-stream"
 # Statuses of proxied responses after which another instance is tried. 501 is final: the model
 # cannot do it.
 _SERVER_ERRORS = frozenset({500, 502, 503, 504})
+# An engine says so when it ends in order, never when it crashes.
+_ABORTED = "its engine aborted the request"
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +120,7 @@ class Output:
             words = body[:200].decode(errors="replace")
             raise InstanceFailed(instance.id, f"HTTP {response.status} {words}")
         if ABORTED in body:
-            raise InstanceFailed(instance.id, "its engine aborted the request")
+            raise InstanceFailed(instance.id, _ABORTED, is_suspect=False)
         self._entry.begin_output()
         return self.respond(response, body)
 
@@ -253,7 +255,7 @@ class Output:
             while goes_on:
                 if record is not None and record.error:
                     if record.is_aborted:
-                        raise InstanceFailed(instance.id, "its engine aborted the request")
+                        raise InstanceFailed(instance.id, _ABORTED, is_suspect=False)
                     if not await self._upstream.is_alive(instance):
                         raise InstanceFailed(instance.id, "its engine crashed")
                     stream.send(record.take_error())  # of the request: the client's

@@ -190,7 +190,7 @@ class Upstream:
                 reason = f"computed nothing and sent no byte within {self.http.silence_s:g} s"
                 return InstanceFailed(instance.id, reason, status=504, is_final=True)
             case Unreachable():
-                return InstanceFailed(instance.id, str(error), status=503, had_it=False)
+                return InstanceFailed(instance.id, str(error), status=503, is_suspect=False)
             case GivenUp():
                 return InstanceFailed(instance.id, str(error), status=503)
         return InstanceFailed(instance.id, f"connection lost: {error}")
