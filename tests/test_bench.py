@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.needed import needed
-from vllm_tetri import bench, bench_transfer
+from vllm_tetri import bench
 from vllm_tetri.errors import UnsupportedError
 
 
@@ -121,16 +119,3 @@ def test_the_progress_of_a_load_is_that_of_its_bar(
     options = parser.parse_args(["model", "--num-prompts", "4"])
     assert bench.send_load(options, "http://127.0.0.1:1", tmp_path, "ours", tell) == {}
     assert set(told) <= {0, 2}
-
-
-@pytest.mark.slow
-def test_bench_transfer_moves_pages_by_every_way(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    needed("nixl")
-    options = argparse.Namespace(total_mib=4, repeats=1, streams=1, json=tmp_path / "rows.json")
-    assert bench_transfer.run(options) == 0
-    assert "memcpy" in capsys.readouterr().out
-    first, *_ = json.loads(options.json.read_text())["rows"]
-    assert first["page_bytes"] == 16384
-    assert first["nixl"] > 0

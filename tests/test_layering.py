@@ -68,7 +68,6 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "regret": (VALUES | {"admin", "policy", "sim"}, {"numpy"}),
     "logs": (VALUES, set()),
     "bench": (VALUES | {"launch.guard", "launch.machine"}, {"rich"}),
-    "bench_transfer": (VALUES | {"transport"}, {"numpy", "rich"}),
     "cli": (VALUES | {"__init__", "security"}, {"shtab"}),
 }
 

@@ -12,8 +12,9 @@ from random import Random
 
 import pytest
 
-from examples.benchmarks import compare, flip, pace
+from examples.benchmarks import compare, flip, pace, transfer
 from examples.benchmarks.router import System, Turn
+from tests.needed import needed
 from vllm_tetri.launch.machine import free_port
 
 
@@ -135,3 +136,17 @@ def test_thousands_of_requests_wait_in_little_memory(tmp_path: Path) -> None:
     ]
     for row in rows:
         assert row["bytes_each"] < 100_000 + 4 * row["body_bytes"]
+
+
+@pytest.mark.slow
+def test_transfer_moves_pages_by_every_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed("nixl")
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["", "--total-mib=4", "--repeats=1", f"--json={path}"])
+    transfer.main()
+    assert "memcpy" in capsys.readouterr().out
+    first, *_ = json.loads(path.read_text())["rows"]
+    assert first["page_bytes"] == 16384
+    assert first["nixl"] > 0

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tests.gpu.accelerator import Cuda, Host, accelerator, copies_of
-from tests.gpu.reuse import bench_transfer
+from tests.gpu.reuse import transfers
 from vllm_tetri.transport.blocks import DeviceMover, pieces
 from vllm_tetri.transport.device import Copies, places_of
 from vllm_tetri.transport.native import Arena, Sender, TransferState, open_receiver
@@ -356,7 +356,7 @@ def bandwidth(device: str, folder: Path) -> dict[str, Any]:
     rows["mover"] = {"gather": gather_rate(gear, segment, stream)}
     segment.close()
     gear.close()
-    found = {"GB/s": rows, "between processes": bench_transfer(folder, is_small=device == "cpu")}
+    found = {"GB/s": rows, "between processes": transfers(folder, is_small=device == "cpu")}
     for name in ends if device == "cuda" and gear.has_batches else ():
         share = rows[name]["2048 KiB pieces"] / rows[name]["one copy"]
         assert share > 0.3, f"{name}: batched copies of 2 MiB reach {share:.0%} of one large copy"

@@ -41,11 +41,11 @@ def run_pytest(folder: Path, *words: str, **environment: str) -> dict[str, Any]:
     return {"passed": int(passed[1]), "summary": last.strip("= ")}
 
 
-def bench_transfer(folder: Path, *, is_small: bool) -> Any:
-    """Rows of `vllm-tetri bench transfer`."""
+def transfers(folder: Path, *, is_small: bool) -> Any:
+    """Rows of `examples.benchmarks.transfer`."""
     size = ("--total-mib", "4", "--repeats", "1") if is_small else ("--repeats", "5")
     result = folder / "transfer.json"
-    run(folder, "transfer", "vllm_tetri.cli", "bench", "transfer", *size, "--json", str(result))
+    run(folder, "transfer", "examples.benchmarks.transfer", *size, "--json", str(result))
     return json.loads(result.read_text())["rows"]
 
 

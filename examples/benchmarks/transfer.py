@@ -1,8 +1,8 @@
-"""`vllm-tetri bench transfer`: how fast KV blocks move, compared with what the machine can do.
+"""How fast KV blocks move between two processes, compared with what the machine can do.
 
 Every way of moving the same bytes takes its turn within each repeat, so that a disturbance hits
-all of them; figures are medians. Sender and receiver are two processes. NIXL takes part where it is
-installed; UCX_TLS=tcp in the environment keeps it from shared memory.
+all of them; figures are medians. NIXL takes part where it is installed; UCX_TLS=tcp in the
+environment keeps it from shared memory.
 """
 
 from __future__ import annotations
@@ -46,33 +46,34 @@ _UNDER_WAY = (TransferState.OPENING, TransferState.SENDING)
 Ways = dict[str, Callable[[int], None]]  # each moves a number of blocks
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of this benchmark."""
+def main() -> None:
+    """Measure every way with pages of every size; print, and write the rows where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--total-mib", type=int, default=64, help="MiB in one transfer; 64")
     parser.add_argument("--repeats", type=int, default=9, help="turns of every way; 9")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure and print; return 0 when everything could be measured."""
+    options = parser.parse_args()
     total_bytes = options.total_mib << 20
     if total_bytes < NUM_LAYERS * PAGE_BYTES[-1] or options.repeats < 1:
-        raise TransferError("--total-mib must be at least 4 and --repeats at least 1")
-    rows, names, errors = [], map(str, count()), Console(stderr=True)
-    with receiver(_receive_tetri, total_bytes) as (endpoint, port):
-        for page_bytes in track(
-            PAGE_BYTES, "sizes of pages", console=errors, transient=True,
-            disable=not errors.is_terminal,
-        ):  # fmt: skip
-            pages = Pages(page_bytes, total_bytes)
-            with ExitStack() as stack:
-                ways = _ways(pages, stack, partial(_push, names, endpoint), port)
-                row = measure(ways, pages, options.repeats)
-            rows.append({"page_bytes": page_bytes, "bytes": pages.data.nbytes, **row})
+        parser.error("--total-mib must be at least 4 and --repeats at least 1")
+    rows = measure_all(total_bytes, options.repeats)
     _print(Console(), rows)
     if options.json is not None:
         options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
-    return 0
+
+
+def measure_all(total_bytes: int, repeats: int) -> list[dict[str, Any]]:
+    """Return a row for each size of pages."""
+    rows, names, console = [], map(str, count()), Console(stderr=True)
+    hidden = not console.is_terminal
+    with receiver(_receive_tetri, total_bytes) as (endpoint, port):
+        for size in track(PAGE_BYTES, "pages", console=console, transient=True, disable=hidden):
+            pages = Pages(size, total_bytes)
+            with ExitStack() as stack:
+                ways = _ways(pages, stack, partial(_push, names, endpoint), port)
+                row = measure(ways, pages, repeats)
+            rows.append({"page_bytes": size, "bytes": pages.data.nbytes, **row})
+    return rows
 
 
 class Pages:
@@ -245,3 +246,7 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
         throughput.add_row(page, *(f"{value:.2f}" for value in values))
         latency.add_row(page, *(f"{row[f'{name}, one block'] * 1e6:.0f}" for name in names))
     console.print(throughput, latency)
+
+
+if __name__ == "__main__":
+    main()
