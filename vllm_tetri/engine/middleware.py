@@ -11,6 +11,7 @@ request once.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import multiprocessing
 import os
@@ -149,6 +150,8 @@ def drain_on_sigterm(server: Any, drain_s: float) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, on_sigterm)
     loop.add_signal_handler(RANK_DRAINED, on_rank_drained)
+    # The loop takes its handlers along; a process that ends already keeps its status.
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 
 
 def _engines() -> list[int]:
