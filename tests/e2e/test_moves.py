@@ -7,9 +7,12 @@ import asyncio
 import json
 import re
 import signal
+import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from examples.benchmarks.faults import send
 from tests.e2e.client import order, until
 from tests.e2e.cluster import Cluster, Stock, answers, post, running
 from tests.e2e.compare import ask_raw, difference, merged
-from tests.e2e.moving import move_on, outcomes
+from tests.e2e.moving import Persistent, members, move_on, outcomes
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -148,6 +151,42 @@ async def test_an_instance_dies_while_outputs_move(
     assert_equal(RESUMABLE, await asking, expected)
     moving.cancel()
     await until(lambda: cluster.are_ready(3), "all are ready again", 120)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2_400)
+async def test_both_sides_and_the_router_die_while_outputs_move(
+    tiny_llama: Path, tmp_path: Path, expected: dict[int, Any]
+) -> None:
+    """Of 200 SIGKILLs no output is wrong or lost, but for streams of a router that dies, which
+    clients ask for again."""
+    roles = ("--prefill", "1", "--decode", "3")
+    with running(Cluster(tiny_llama, tmp_path, roles=roles, serve=SERVE)) as cluster:
+        theirs = [expected[BODIES.index(body)] for body in RESUMABLE]
+        clients = Persistent(cluster.url, RESUMABLE, theirs)
+        tasks = [asyncio.create_task(clients.run()) for _ in range(6)]
+        decodes = cycle([f"decode-{at}" for at in range(3)])
+        killed = Counter[str]()
+        while killed.total() < 200:
+            await until(lambda: answers(f"{cluster.url}/health"), "the router is back")
+            moving = asyncio.create_task(move_on(cluster.url, 3))
+            await until(lambda: outcomes(cluster)["moved"] > 1, "some have moved")
+            is_whole = await asyncio.to_thread(cluster.are_ready, 4)
+            name = next(decodes) if is_whole else "router"
+            if name == "router":
+                clients.router_died_s.append(time.monotonic())
+            send(members(cluster)[name], signal.SIGKILL)
+            killed[name] += 1
+            moving.cancel()
+            await asyncio.gather(moving, return_exceptions=True)
+            assert not any(task.done() for task in tasks), clients.lost
+        clients.is_over = True
+        await asyncio.gather(*tasks)
+        print(f"\n{killed}, {clients.found}")
+        assert (clients.wrong, clients.lost) == ([], [])
+        assert min(killed.values()) > 5
+        await until(lambda: cluster.are_ready(4), "all are ready again", 120)
+        cluster.audit()
 
 
 async def test_what_cannot_move_is_refused_once(cluster: Cluster) -> None:
