@@ -50,6 +50,7 @@ LONG, SHORT = (300, 450), (8, 30)  # output tokens
 PROMPT = (50, 400)
 MOST_TAIL = 0.7  # of the completion times' 99th percentile where outputs stay
 MOST_DRAIN_S = 0.1  # at p99, beyond a move
+MOST_PAUSE = 2.0  # of a stream's usual gaps, beyond one, at p99
 SKEW_S = 0.002  # between the clocks of a router and its client, by their first tokens
 _turns = count()
 
@@ -147,7 +148,7 @@ async def play(
     cell: dict[str, Any] = {**figures(replies), **await asyncio.to_thread(moved, url)}
     if found := await asyncio.to_thread(pauses, url, raw):
         beyond, usual_s = (np.array(each) for each in zip(*found, strict=True))
-        cell |= {"paused_ms": [round(1e3 * each, 2) for each in beyond]}
+        cell |= {"paused_gaps": [round(float(each), 3) for each in beyond / usual_s]}
         cell |= {"gap_p50_ms": 1e3 * float(np.median(usual_s))}
         for name, part in {"p50": 0.5, "p99": 0.99}.items():
             cell[f"pause_{name}_steps"] = float(np.quantile(beyond / usual_s, part))
@@ -176,6 +177,10 @@ def promises(cells: Sequence[Mapping[str, Any]]) -> list[Promise]:
         found = f"{np.mean(drains):.2f} s, a move {move_s:.2f} s"
         text = f"p99 of drains is at most {MOST_DRAIN_S:g} s and a move"
         kept.append(Promise(text, bool(np.mean(drains) <= MOST_DRAIN_S + move_s), found))
+    if paused := [gaps for each in cells for gaps in each.get("paused_gaps", ())]:
+        most = float(np.quantile(paused, 0.99))
+        text = f"p99 of pauses is at most {MOST_PAUSE:g} usual gaps beyond one"
+        kept.append(Promise(text, most <= MOST_PAUSE, f"{most:.2f}, of {len(paused)} moves"))
     lost, asked = (sum(each[key] for each in cells) for key in ("failed", "completed"))
     return [*kept, Promise("no request is lost", not lost, f"{lost:g} of {lost + asked:g}")]
 

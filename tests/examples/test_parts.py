@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from examples.benchmarks import compare, flip, pace, transfer
+from examples.benchmarks import compare, flip, moves, pace, transfer
 from examples.benchmarks.router import System, Turn
 from tests.needed import needed
 from vllm_tetri.launch.machine import free_port
@@ -84,6 +84,24 @@ def test_a_slow_commit_or_a_lost_request_breaks_the_verdict_of_flips(
     kept = [each.is_kept for each in flip.promises(cells)]
 
     assert len(kept) == 3
+    assert kept.count(False) == broken
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "gaps", "tail_s", "failed", "broken"),
+    [(0.3, 1.9, 6.0, 0, 0), (0.4, 1.9, 6.0, 0, 1), (0.3, 2.1, 8.0, 0, 2), (0.4, 2.1, 8.0, 1, 4)],
+)
+def test_slow_drains_pauses_and_tails_break_the_verdict_of_moves(
+    drain_s: float, gaps: float, tail_s: float, failed: int, broken: int
+) -> None:
+    both = {"completed": 9.0, "failed": float(failed)}
+    cells = [
+        {"load": "flips", "system": "moves", "drain_p99_s": drain_s, "move_s": 0.25, **both},
+        {"load": "skew", "system": "moves", "jct_p99_s": tail_s, "paused_gaps": [gaps], **both},
+        {"load": "skew", "system": "stays", "jct_p99_s": 10.0, **both},
+    ]
+    kept = [each.is_kept for each in moves.promises(cells)]
+    assert len(kept) == 4
     assert kept.count(False) == broken
 
 
