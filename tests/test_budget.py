@@ -70,12 +70,12 @@ PACKAGE = ROOT / "vllm_tetri"
 # SIGTERM to a process that ends added 3; kills of both sides of moves and of the router, 91 of
 # tests; a verdict on pauses of moves 5, and 19 of tests.
 FOLDERS = {
-    "vllm_tetri": 30_997,
+    "vllm_tetri": 31_000,
     "vllm_tetri/policy": 4_019,
     "vllm_tetri/control": 1_321,
     "vllm_tetri/transport": 2_208,
     "vllm_tetri/engine": 6_768,
-    "vllm_tetri/router": 7_536,
+    "vllm_tetri/router": 7_539,
     "vllm_tetri/predictor": 472,
     "vllm_tetri/launch": 2_008,
     "vllm_tetri/sim": 3_454,

@@ -254,10 +254,13 @@ class StreamedResponse(web.StreamResponse):
         return self._keeps_alive and super().keep_alive is None
 
     def send(self, piece: bytes, *, is_last: bool = False) -> None:
-        """Write a piece of the body. Raises `ConnectionResetError`: the client has left."""
+        """Write a piece of the body, unless it is over. Raises `ConnectionResetError`: the client
+        has left."""
         transport = self._client.transport
         if transport is None:
             raise ConnectionResetError
+        if self._is_over:
+            return
         if piece and self._is_chunked:
             piece = b"%x\r\n%b\r\n" % (len(piece), piece)
         if is_last and self._is_chunked:

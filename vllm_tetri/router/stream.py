@@ -263,7 +263,7 @@ class Output:
                 goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
                 raise InstanceFailed(instance.id, "its stream ended too early")
-            stream.send(b"", is_last=True)
+            await stream.write_eof()
             return stream
         except (HttpError, ContinuationFailed) as error:
             lost = "connection lost: " if isinstance(error, HttpError) else ""
@@ -287,7 +287,7 @@ class Output:
                 self._record_resumed()
             self._entry.record_events(events.count(b"\n\n"))
             self._is_whole = events.endswith(b"\n\n")
-            stream.send(events)
+            stream.send(events, is_last=record is not None and record.is_complete)
         is_full = self._http.protocol.writing_paused
         return not (is_full or (record is not None and record.error))
 
