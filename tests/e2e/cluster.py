@@ -239,13 +239,26 @@ class ByHand(Cluster):
         self.control, port = f"tcp://127.0.0.1:{free_port()}", free_port()
         self.url = f"http://127.0.0.1:{port}"
         words = [*self.command, port_option, str(port), "--control", self.control, *options]
-        Process.__init__(self, ["vllm_tetri.cli", *words], folder / f"{words[0]}.log")
+        self.arguments = ["vllm_tetri.cli", *words]
+        Process.__init__(self, self.arguments, folder / f"{words[0]}.log")
 
     def ready(self) -> None:
         self.wait_for(lambda: answers(f"{self.url}/tetri/v1/instances"), "the router")
 
     def start(self, name: str, role: str, model: Path, *serve: str) -> None:
         self.parts[name] = by_hand(self.folder, name, role, model, self.control, *serve)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to an instance or the router, and to what they have started."""
+        part = self.parts.get(name, self)
+        for each in part.tree():
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        part.child.wait()
+
+    def restart(self) -> None:
+        """Start the router again."""
+        Process.__init__(self, self.arguments, self.log)
 
     def wait(self, *names: str) -> None:
         for name in names:

@@ -9,12 +9,9 @@ import urllib.request
 from collections import Counter
 from itertools import count
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
-import psutil
 
-from examples.benchmarks import faults
 from tests.e2e.cluster import Cluster
 from tests.e2e.compare import ask_raw, difference, merged
 
@@ -41,13 +38,6 @@ async def move_on(url: str, count: int = 2) -> None:
                     async with session.post(path, json={"to": f"decode-{other}"}) as response:
                         assert response.status in (202, 404, 409)
             await asyncio.sleep(0.05)
-
-
-def members(cluster: Cluster) -> dict[str, list[psutil.Process]]:
-    """The processes of every instance and of the router, by name."""
-    port = urlsplit(cluster.url).port
-    assert port is not None
-    return faults.members(psutil.Process(cluster.child.pid), {port: "router"})
 
 
 class Persistent:
