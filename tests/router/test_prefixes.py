@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import Any
 
 import pytest
 
 from vllm_tetri.policy.residency import Chain
+from vllm_tetri.router import prefixes
 from vllm_tetri.router.prefixes import PrefixIndex, Start, starts_of
 from vllm_tetri.types import InstanceId
 
@@ -111,3 +113,19 @@ def test_reports_of_unknown_requests_teach_nothing() -> None:
     known = index.find(starts)
     assert known is not None
     assert known.common_tokens == 0
+
+
+def test_what_was_used_least_recently_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_MAX_NAMES", 110)
+    index, asked = PrefixIndex(), [chat(user(text)) for text in "abcd"]
+    for starts in asked[:2]:
+        learn(index, starts, chain(50), 640)
+    assert index.find(asked[0]) is not None
+    learn(index, asked[2], chain(50), 640)
+    assert [index.find(each) is None for each in asked] == [False, True, False, True]
+    index.expect("r2", asked[3])
+    later_s = time.monotonic() + 901
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    index.expect("r3", asked[0])
+    index.learn(P, "chatcmpl-r2", chain(50), 640)
+    assert index.find(asked[3]) is None

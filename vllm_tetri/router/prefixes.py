@@ -8,8 +8,10 @@ tokens are the same is an estimate, good enough for a price; what is sent is dec
 
 from __future__ import annotations
 
+import time
 from array import array
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -17,7 +19,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
-from cachetools import LRUCache, TTLCache
 
 from vllm_tetri.handover import find_named
 from vllm_tetri.policy.residency import Chain
@@ -67,49 +68,56 @@ class PrefixIndex:
     the event loop."""
 
     def __init__(self) -> None:
-        self._learnt: LRUCache[bytes, _Learnt] = LRUCache(
-            _MAX_NAMES, getsizeof=lambda each: each.share
-        )
-        self._pending: TTLCache[str, list[Start]] = TTLCache(_MAX_PENDING, _PENDING_S)
+        self._learnt = OrderedDict[bytes, _Learnt]()  # the least recently used one first
+        self._num_names = 0
+        self._pending = OrderedDict[str, tuple[float, list[Start]]]()  # and when they are old
 
     def expect(self, entry: str, starts: list[Start]) -> None:
         """Keep the starts of a request that was sent to an instance, until its chain comes."""
         if starts:
-            self._pending[entry] = starts
+            now, pending = time.monotonic(), self._pending
+            pending[entry] = now + _PENDING_S, starts
+            while len(pending) > _MAX_PENDING or next(iter(pending.values()))[0] < now:
+                pending.popitem(last=False)
 
     def learn(self, instance: InstanceId, vllm_name: str, chain: Chain, prompt_tokens: int) -> None:
         """Record the chain that an instance reports for a request that ended there."""
-        starts = find_named(vllm_name, self._pending)
+        _, starts = find_named(vllm_name, self._pending) or (0.0, [])
         if not starts:
             return
         num_bytes, share = starts[-1].num_bytes, 1 + len(chain.names) // len(starts)
         for start in starts:
             is_end = start is starts[-1]
             tokens = prompt_tokens * start.num_bytes // num_bytes
-            known = self._learnt.get(start.digest)
+            known = self._learnt.pop(start.digest, None)
             if known is not None and known.is_end and not is_end and start.answer_bytes:
                 is_end, tokens = True, known.tokens  # as when it was the whole prompt
             before = known.holders if known is not None else ()
+            self._num_names += share - (known.share if known is not None else 0)
             others = tuple(each for each in before if each != instance)[: _MAX_HOLDERS - 1]
             self._learnt[start.digest] = _Learnt(
                 chain, tokens, is_end, num_bytes / prompt_tokens, (instance, *others), share
             )
+        while self._num_names > _MAX_NAMES:
+            self._num_names -= self._learnt.popitem(last=False)[1].share
 
     def find(self, starts: list[Start]) -> Known | None:
         """Return what is known of a prompt by the longest start that was seen; None if nothing."""
-        count = bisect_left(starts, True, key=lambda start: start.digest not in self._learnt)
-        learnt: _Learnt | None = self._learnt.get(starts[count - 1].digest) if count else None
-        if learnt is None:
+        known = self._learnt
+        count = bisect_left(starts, True, key=lambda start: start.digest not in known)
+        if count == 0:
             return None
-        start, chain, tokens = starts[count - 1], learnt.chain, learnt.tokens
+        start = starts[count - 1]
+        known.move_to_end(start.digest)
+        chain, tokens, is_end, bytes_per_token, holders, _ = known[start.digest]
         seen_bytes = start.num_bytes
-        if learnt.is_end and start.answer_bytes:
+        if is_end and start.answer_bytes:
             # The output was computed there, too, and most likely it is what follows here.
-            tokens += round(start.answer_bytes / learnt.bytes_per_token)
+            tokens += round(start.answer_bytes / bytes_per_token)
             seen_bytes += start.answer_bytes
-        rest = max(0, starts[-1].num_bytes - seen_bytes) / learnt.bytes_per_token
+        rest = max(0, starts[-1].num_bytes - seen_bytes) / bytes_per_token
         common = min(tokens, len(chain.names) * chain.block_tokens)
-        return Known(chain, common, tokens + round(rest), learnt.holders)
+        return Known(chain, common, tokens + round(rest), holders)
 
 
 def starts_of(body: dict[str, Any], *, is_chat: bool) -> list[Start]:
