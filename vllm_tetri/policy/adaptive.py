@@ -100,7 +100,7 @@ def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float 
         return 0.0
     new_tokens = prompt_tokens - cached_tokens
     steps = new_tokens / row.chunk_tokens
-    present = min(1.0, row.left_tokens / max(1.0, steps)) if row.decodes else 1.0
+    present = min(1.0, row.left_tokens / (steps if steps > 1 else 1.0)) if row.decodes else 1.0
     waiting = row.decodes * present + row.others
     return waiting * new_tokens * token_s(row, prompt_tokens, cached_tokens)
 
@@ -241,9 +241,9 @@ def price_route(
     )
     return PricedRoute(
         prefill.id, decode.id, first_s, each_s, cost_s, reason,
-        waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
-        shares=decode.decodes > 0 or decode.prompt_share > 0,
-        confidence=min(prefill.cost.confidence, decode.cost.confidence),
+        prefill.queued_tokens > 0 or prefill.decodes > 0,
+        decode.decodes > 0 or decode.prompt_share > 0,
+        min(prefill.cost.confidence, decode.cost.confidence),
     )  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def _decode_cost(
     row: InstanceRow, need: Need, objective: Objective = NO_OBJECTIVE
 ) -> tuple[float, float, float]:
     """Return an output's time per token, its cost, and how much of that is waiting for room."""
-    tokens = max(1.0, need.output_tokens)
+    tokens = need.output_tokens if need.output_tokens > 1 else 1.0
     each_s = tpot_s(row, need.prompt_tokens + tokens / 2)
     cost_s = tokens * each_s + decode_harm_s(row, need)
     if each_s > objective.tpot_s:

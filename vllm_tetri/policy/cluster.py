@@ -54,6 +54,14 @@ class Need(NamedTuple):
 class InstanceRow:
     """A ready instance: its last report, and in a `ClusterState` what was sent to it since."""
 
+    __slots__ = (
+        "alone", "arena_tokens", "base_blocks", "block_size", "busy_others", "chunk_tokens", "cost",
+        "decodes", "device", "free_bytes", "free_tokens", "heavy", "id", "key", "kv_endpoint",
+        "left_tokens", "light", "num_requests", "others", "prompt_share", "queued_tokens",
+        "remaining_tokens", "reported_s", "request_s", "role", "sent_tokens", "step_s", "view",
+    )  # fmt: skip
+    _values = attrgetter(*__slots__)
+
     def __init__(
         self, view: InstanceView, cost: StepCoefficients, key: int, share: float, now: float
     ) -> None:
@@ -79,19 +87,12 @@ class InstanceRow:
         self.free_bytes = load.arena_total_bytes - load.arena_used_bytes
         self.sent_tokens = 0.0  # prompt and output of requests that its report does not show yet
         self.others = self.busy_others = 0  # on its device: decodes, and instances with work
-        context = load.context_tokens / max(1, self.decodes)
+        decodes = max(1, self.decodes)
+        self.left_tokens = load.remaining_tokens / decodes  # mean output that a decode has left
+        self.free_tokens: float = self.block_size * self.base_blocks  # KV for which it has blocks
+        context = load.context_tokens / decodes
         self.request_s = cost.request_s + context * cost.token_s  # a decode of usual context
         self.step_s = cost.base_s + self.decodes * self.request_s  # without prompts
-
-    @property
-    def left_tokens(self) -> float:
-        """Mean output that a decode there has left."""
-        return self.remaining_tokens / max(1, self.decodes)
-
-    @property
-    def free_tokens(self) -> float:
-        """KV for which its pool has blocks."""
-        return self.block_size * self.base_blocks - self.sent_tokens
 
     @property
     def free_blocks(self) -> int:
@@ -106,7 +107,13 @@ class InstanceRow:
     def copy(self) -> InstanceRow:
         """Return a row that can be changed; as `copy.copy`, in a tenth of its time."""
         row = InstanceRow.__new__(InstanceRow)
-        row.__dict__.update(self.__dict__)
+        (
+            row.alone, row.arena_tokens, row.base_blocks, row.block_size, row.busy_others,
+            row.chunk_tokens, row.cost, row.decodes, row.device, row.free_bytes, row.free_tokens,
+            row.heavy, row.id, row.key, row.kv_endpoint, row.left_tokens, row.light,
+            row.num_requests, row.others, row.prompt_share, row.queued_tokens, row.remaining_tokens,
+            row.reported_s, row.request_s, row.role, row.sent_tokens, row.step_s, row.view,
+        ) = self._values(self)  # fmt: skip
         return row
 
     def add_decode(self, need: Need) -> None:
@@ -116,7 +123,9 @@ class InstanceRow:
         self.decodes += 1
         self.step_s += self.request_s
         self.remaining_tokens += need.output_tokens
+        self.left_tokens = self.remaining_tokens / max(1, self.decodes)
         self.sent_tokens += need.total_tokens
+        self.free_tokens = self.block_size * self.base_blocks - self.sent_tokens
         self.free_bytes -= need.num_bytes
 
 
@@ -303,9 +312,10 @@ class ClusterState:
 
     def _own(self, name: InstanceId, is_read: bool) -> InstanceRow:
         """Return a row that may be changed."""
-        if is_read or name not in self._changed:
-            self._changed[name] = self.row(self.table.by_id[name]).copy()
-        return self._changed[name]
+        row = self._changed.get(name)
+        if row is None or is_read:
+            row = self._changed[name] = (row or self.table.by_id[name]).copy()
+        return row
 
 
 class Ranked:
@@ -326,10 +336,11 @@ class Ranked:
 
     def least(self, count: int, taken: Collection[InstanceId] = ()) -> list[InstanceRow]:
         """Return the cheapest that are not `taken`, the first of equals first."""
-        order, found, at = self._order, list[InstanceRow](), 0
+        order, row_of, at = self._order, self._state.row, 0
+        found: list[InstanceRow] = []
         while at < len(order) and len(found) < count:
             _, number, before = order[at]
-            row = self._state.row(before)
+            row = row_of(before)
             if row is not before:
                 del order[at]
                 insort(order, (self._cost(row), number, row), at)

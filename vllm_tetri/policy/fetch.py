@@ -9,6 +9,8 @@ prefix is copied to where a queue is shorter, and hot prefixes lie at several in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,6 +38,9 @@ class FetchPlan(NamedTuple):
         return max(_LEAST_WAIT_S, _PATIENCE * self.seconds)
 
 
+_Offer = tuple[int, float, float, InstanceRow]
+
+
 class Prefix:
     """The prompt of one request, of which instances hold tokens in their prefix caches (`cached`):
     what an instance need not compute of it. `holders` are those it may be fetched from, with a row
@@ -49,31 +54,17 @@ class Prefix:
     ) -> None:
         self.cached, self._prompt_tokens = cached, prompt_tokens
         self._plans: dict[InstanceId, FetchPlan | None] = {}
-        # What may be fetched: tokens, the time for none and for each of them, and from where. One
-        # that is slower to fetch than as many or more tokens of its kind is none.
-        self._offers: list[tuple[int, float, float, InstanceRow]] = []
-        offers = [
-            (self._held(row), fetch_s(row, 0), row.view.load.handover_token_s, row)
-            for row in holders
-            if row.kv_endpoint and not row.alone
-        ]
-        offers.sort(key=lambda offer: (-offer[0], offer[1]))
-        for offer in offers[:_MAX_HOLDERS]:
-            _, none_s, each_s, row = offer
-            for _, other_s, other_each_s, other in self._offers:
-                if other_s <= none_s and other_each_s <= each_s and other.key == row.key:
-                    break
-            else:
-                self._offers.append(offer)
-        self._most_tokens = self._offers[0][0] if self._offers else 0
+        self._holders = [row for row in holders if row.kv_endpoint and not row.alone]
+        self._most_tokens = max(map(self._held, self._holders), default=0)
 
     def _held(self, row: InstanceRow) -> int:
         """Return how many tokens it holds, the last one aside, which is always computed."""
-        return min(self.cached.get(row.id, 0), self._prompt_tokens - 1)
+        held, most = self.cached.get(row.id, 0), self._prompt_tokens - 1
+        return held if held < most else most
 
     def reach(self, row: InstanceRow) -> float:
         """Return how many tokens an instance need not compute: those that it holds, and what a
-        fetch is worth to it."""
+        fetch is worth to it, which is always less than all that it fetches."""
         here = self.cached.get(row.id, 0)
         plan = self.plan(row) if here < self._most_tokens else None
         return here if plan is None else here + plan.worth_tokens
@@ -81,17 +72,35 @@ class Prefix:
     def plan(self, row: InstanceRow) -> FetchPlan | None:
         """Return what an instance fetches before it computes the prompt; None if computing all
         that it lacks is not surely dearer."""
-        if not self._offers:
-            return None
         if row.id not in self._plans:
-            is_able = bool(row.kv_endpoint) and not row.alone
-            self._plans[row.id] = self._best_plan(row) if is_able else None
+            here = self._held(row)
+            is_able = here < self._most_tokens and row.kv_endpoint and not row.alone
+            self._plans[row.id] = self._best_plan(row, here) if is_able else None
         return self._plans[row.id]
 
-    def _best_plan(self, row: InstanceRow) -> FetchPlan | None:
+    @cached_property
+    def _offers(self) -> list[_Offer]:
+        """What may be fetched: minus the tokens, the time for none and for each of them, and from
+        where. One that is slower to fetch than as many or more tokens of its kind is none."""
+        found: list[_Offer] = []
+        offers = [
+            (-self._held(row), fetch_s(row, 0), row.view.load.handover_token_s, row)
+            for row in self._holders
+        ]
+        for offer in sorted(offers, key=itemgetter(0, 1))[:_MAX_HOLDERS]:
+            _, none_s, each_s, row = offer
+            for _, other_s, other_each_s, other in found:
+                if other_s <= none_s and other_each_s <= each_s and other.key == row.key:
+                    break
+            else:
+                found.append(offer)
+        return found
+
+    def _best_plan(self, row: InstanceRow, here: int) -> FetchPlan | None:
         best: FetchPlan | None = None
-        here, prompt_tokens, compute_s = self._held(row), self._prompt_tokens, 0.0
-        for there, none_s, each_s, holder in self._offers:
+        prompt_tokens, compute_s = self._prompt_tokens, 0.0
+        for minus_there, none_s, each_s, holder in self._offers:
+            there = -minus_there
             num_tokens = there - here
             if num_tokens <= 0 or holder.key != row.key:
                 continue

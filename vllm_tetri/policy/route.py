@@ -86,8 +86,8 @@ def choose_route(
     where it would disturb what they do; those that exchange KV with none serve all that is not
     split. Of the `candidates`, `excluded` ones already failed this request, `refused` ones just had
     no capacity for it, and those `at_limit` have as many requests in flight as they may. `reach`
-    tells how many tokens of the prompt one need not compute, fetched ones included; only the one
-    with the shortest queue is asked."""
+    tells how many tokens of the prompt one need not compute, fetched ones included, always fewer
+    than the holder has; only the one with the shortest queue is asked, and where that matters."""
     candidates = candidates.without(excluded)
     splits = may_split and bool(candidates.prefills.by_id)
     kind = candidates.prefills if splits else candidates.wholes
@@ -100,11 +100,14 @@ def choose_route(
         return AllAtLimit(tuple(kind.by_id), who)
     best = able[0]
     if cached:
-        saved = cached.get(best.id, 0) if reach is None else reach(best)
-        least_tokens = best.queued_tokens - saved
+        queued_tokens, most = best.queued_tokens, max(cached.values())
+        least_tokens: float = queued_tokens - cached.get(best.id, 0)
         for row in kind.named(cached, taken):
-            if row.queued_tokens - cached[row.id] < least_tokens:
-                best, least_tokens = row, row.queued_tokens - cached[row.id]
+            left_tokens = row.queued_tokens - cached[row.id]
+            if reach and queued_tokens - most < left_tokens < least_tokens:
+                least_tokens = min(least_tokens, queued_tokens - reach(able[0]))
+            if left_tokens < least_tokens:
+                best, least_tokens = row, left_tokens
     words = f"{best.queued_tokens} tokens queued"
     words += f", {cached[best.id]} cached" if cached.get(best.id) else ""
     if not splits:

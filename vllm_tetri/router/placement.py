@@ -221,16 +221,17 @@ class Placer:
             return self._found
         rows = table.by_model.get(request.model, ())
         names = [row.id for row in rows] if len(rows) <= _MAX_ASKED else known.holders
-        held, cached, holders = dict[InstanceId, int](), dict[InstanceId, int](), []
+        held: dict[InstanceId, int] = {}
+        cached: dict[InstanceId, int] = {}
+        holders, model, common = [], request.model, known.common_tokens
         for name in names:
             if found := self._residency.held_tokens(name, known.chain):
-                held[name], cached[name] = found, min(found, known.common_tokens)
+                held[name], cached[name] = found, found if found < common else common
                 row = table.by_id.get(name)
                 # Of an adapter, block hashes have only the name.
-                if request.may_fetch and row and request.model not in row.view.info.adapters:
+                if request.may_fetch and row and model not in row.view.info.adapters:
                     holders.append(self._state.row(row))
-        prefix = Prefix(known.prompt_tokens, cached, holders)
-        self._found = Lookup(known, held, cached, prefix, size, {})
+        self._found = Lookup(known, held, cached, Prefix(tokens, cached, holders), size, {})
         return self._found
 
     def plan_fetch(self, instance: InstanceId, request: ApiRequest) -> FetchPlan | None:
@@ -264,10 +265,8 @@ class Placer:
         if instance not in found.sizes:
             plan = self.plan_fetch(instance, request)
             cached_tokens = found.cached.get(instance, 0) if plan is None else plan.tokens
-            prompt_tokens, output_tokens = found.size.prompt_tokens, found.size.output_tokens
-            cached_tokens = min(cached_tokens, prompt_tokens - 1)
-            size = Need(prompt_tokens, output_tokens, cached_tokens=cached_tokens)
-            found.sizes[instance] = size
+            cached_tokens = min(cached_tokens, found.size.prompt_tokens - 1)
+            found.sizes[instance] = Need(*found.size[:4], cached_tokens)
         return found.sizes[instance]
 
     def refuse_late(self, request: ApiRequest) -> None:
@@ -351,13 +350,13 @@ class Placer:
 
     def _size_of(self, request: ApiRequest, prompt_tokens: int) -> Need:
         tokens, rows = self._output_tokens, self._state.table.by_model.get(request.model)
-        if request.max_tokens is not None:
-            bound = request.max_tokens
-            tokens = bound if request.ignores_eos else min(tokens, bound)
-        if rows:
-            tokens = min(tokens, rows[0].view.info.max_model_len)
-        prompt_tokens = max(1, prompt_tokens)  # a body may be empty, a prompt is not
-        return Need(prompt_tokens, tokens * min(request.num_choices, _MAX_CHOICES))
+        bound, num = request.max_tokens, request.num_choices
+        if bound is not None and (bound < tokens or request.ignores_eos):
+            tokens = bound
+        if rows and (most := rows[0].view.info.max_model_len) < tokens:
+            tokens = most
+        prompt_tokens = prompt_tokens if prompt_tokens > 1 else 1  # a body may be empty
+        return Need(prompt_tokens, tokens * (num if num < _MAX_CHOICES else _MAX_CHOICES))
 
     def _renew(self, now: float, model: str) -> None:
         """Look at the cluster again if the snapshot is old, or a model's first instance may have
