@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tetri.policy.order import LEVEL_TOKENS, ORDERS, SRTF_BOUND
+from vllm_tetri.policy.order import LEVEL_TOKENS, ORDERS, SRTF_BOUND, Prompt
 from vllm_tetri.policy.queue import PromptQueue
 
 POLICIES = list(ORDERS)
@@ -56,6 +57,12 @@ class Engine:
             self.queue.discard(name)
             if name in self.started:
                 self.started.remove(name)
+
+    def preempt(self, name: str) -> None:
+        if name in self.started:
+            self.started.remove(name)
+            request = Waiting(name, self.left[name], 0)
+            self.queue.put_back(request, is_lost=True)
 
     def step(self) -> None:
         shares: dict[str, int] = {}
@@ -199,6 +206,26 @@ def test_an_aborted_prompt_is_gone_wherever_it_was() -> None:
     assert list(queue) == []
 
 
+class Sorting(PromptQueue[Any]):
+    """A queue that asks for every key and sorts everything before every step."""
+
+    def order_waiting(self, *, is_chunk_open: bool = False) -> None:
+        super().order_waiting(is_chunk_open=is_chunk_open)
+        for entry in chain(self._scheduled, self.started.values()):
+            entry.key = self.order.key(entry)
+        if self.order.is_preemptive:
+            self._scheduled.sort(key=self.order.key)
+
+    def _plan(self, chunk_tokens: int, waiting: Iterator[Prompt]) -> dict[str, int]:
+        shares = dict.fromkeys(self.started, 0)
+        for entry in sorted([*self.started.values(), *waiting], key=self.order.key):
+            tokens = min(entry.remaining_tokens, max(0, chunk_tokens))
+            chunk_tokens -= tokens
+            if entry.id in shares:
+                shares[entry.id] = tokens
+        return shares
+
+
 # -- properties -----------------------------------------------------------------
 
 arrivals = st.lists(
@@ -268,6 +295,33 @@ def test_the_bound_holds_when_others_are_aborted(
     for name, done in engine.done_at.items():
         waited = done - engine.came_at[name]
         assert waited <= SRTF_BOUND * engine.fcfs_tokens[name] + (batch + 2) * chunk
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 400), st.integers(0, 1)), max_size=40),
+    st.integers(1, 20),
+    st.integers(1, 64),
+    st.dictionaries(st.integers(0, 40), st.sampled_from(["abort", "preempt"])),
+)
+def test_steps_are_those_of_a_queue_that_sorts_everything(
+    policy: str,
+    coming: Sequence[tuple[int, int, int]],
+    batch: int,
+    chunk: int,
+    events: dict[int, str],
+) -> None:
+    engines = Engine(policy, batch, chunk), Engine(policy, batch, chunk)
+    engines[1].queue.__class__ = Sorting
+    for engine in engines:
+        for index, (pause, tokens, priority) in enumerate(coming):
+            for _ in range(pause):
+                engine.step()
+            engine.add(str(index), tokens, priority)
+            if index in events:
+                getattr(engine, events[index])(str(index // 2))
+        engine.run()
+    assert engines[0].steps == engines[1].steps
 
 
 @given(arrivals, st.integers(1, 20), st.integers(1, 64))

@@ -191,7 +191,7 @@ class Predictions:
         its tokens by request, which `num_computed_tokens` does not count yet."""
         if (head := self._head) is None:
             return []
-        here = [requests[each] for each in head.unread if each in scheduled]
+        here = [requests[each] for each in scheduled if each in head.unread]
         left = {each.request_id: each.num_prompt_tokens - each.num_computed_tokens for each in here}
         return [each for each, tokens in left.items() if head.wants(each, tokens - scheduled[each])]
 

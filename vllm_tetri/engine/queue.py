@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Protocol
 
 from vllm_tetri.engine.chunk_size import is_dummy
@@ -26,6 +26,12 @@ class Transfers(Protocol):
 
     def goes_first(self, request: Request) -> bool: ...
     def is_fetching(self, request_id: str) -> bool: ...
+
+
+def may_run(request: Request) -> bool:
+    """Whether an ordered prompt may start: its grammar, if any, is compiled."""
+    asked = request.structured_output_request
+    return asked is None or asked.grammar is not None
 
 
 class PrefillQueue(RequestQueue):
@@ -115,14 +121,6 @@ class PrefillQueue(RequestQueue):
                 self.lane.add(self.held_back.pop(name))
             if len(waiting) < len(self) or not any(map(holds, waiting)):
                 return
-
-    def unable(self) -> set[str]:
-        """Return ordered prompts that cannot start yet: their grammar is being compiled."""
-        return {
-            request.request_id
-            for request in islice(self.lane, self.lane.sched_batch)
-            if (asked := request.structured_output_request) is not None and asked.grammar is None
-        }
 
     def _lane(self) -> deque[Request] | None:
         """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""

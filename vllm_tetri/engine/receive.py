@@ -149,7 +149,8 @@ class ReceiveSide:
 
     def take_outputs(self) -> list[tuple[str, PriorOutput]]:
         """Return first tokens that arrived after their request, by request id, each once."""
-        self._drain_notes()
+        if self._entries:
+            self._drain_notes()
         found = []
         for entry in self._entries.values():
             if entry.awaits_output and entry.params.transfer in self.outputs:

@@ -41,7 +41,7 @@ from vllm_tetri.engine.executor import CalmExecutor
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.middleware import CountsOnce
 from vllm_tetri.engine.pacing import StepClock, decodes_first, due_tokens, share_in_order
-from vllm_tetri.engine.queue import PrefillQueue
+from vllm_tetri.engine.queue import PrefillQueue, may_run
 from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.transfers import end_requests
 from vllm_tetri.handover import DecodeParams
@@ -317,7 +317,7 @@ class TetriScheduler(Scheduler):
             chunk_tokens,
             free_blocks=free_blocks if len(self.running) < self.max_num_active_reqs else 0,
             was_refused=self.gate.was_shut,
-            unable=queue.unable(),
+            may_run=may_run,
         )
 
     def _reserve_prefill_lookahead(

@@ -40,13 +40,14 @@ class Prompt:
     fcfs_tokens: int  # tokens until it would be done under first come first served
     computed_before_tokens: int  # what the instance had computed when it came
     is_due: bool = False  # whether nothing that came later may go before it any more
+    key: tuple[float, ...] = ()  # by its order, as it is now
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
     """An order of prompts: the smallest key goes first. If it is preemptive, prompts are ordered
     again at every chunk border, started ones included, which may pause these; its key must then
-    put prompts with `is_due` first."""
+    put prompts with `is_due` first. A key is asked for when a prompt has changed, and kept."""
 
     key: Callable[[Prompt], tuple[float, ...]]
     is_preemptive: bool = False

@@ -7,7 +7,7 @@ started prompts follow each other is told in `policy.order`.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -16,6 +16,7 @@ from vllm_tetri.policy.lengths import RequestView
 from vllm_tetri.policy.order import SRTF_BOUND, Order, Prompt
 
 R = TypeVar("R", bound=RequestView)
+_key = attrgetter("key")
 
 
 class PromptQueue(Generic[R]):
@@ -96,8 +97,7 @@ class PromptQueue(Generic[R]):
             # Nothing has overtaken it in the raw queue.
             due_tokens = self._computed_tokens + (SRTF_BOUND - 1) * entry.fcfs_tokens
             self._next_check_tokens = min(self._next_check_tokens, due_tokens)
-        if batch:
-            self._scheduled = sorted([*self._scheduled, *batch], key=self.order.key)
+            insort(self._scheduled, entry, key=_key)
 
     def head(self) -> R:
         """Return the next prompt; there must be one."""
@@ -130,7 +130,7 @@ class PromptQueue(Generic[R]):
             self._set_remaining(entry, self._remaining_tokens(request))
             self._next_check_tokens = 0
         if self.order.is_preemptive:
-            insort(self._scheduled, entry, key=self.order.key)
+            insort(self._scheduled, entry, key=_key)
         else:
             self._scheduled.insert(0, entry)
 
@@ -150,6 +150,7 @@ class PromptQueue(Generic[R]):
     def _set_remaining(self, entry: Prompt, remaining_tokens: int) -> None:
         self.unfinished_tokens += remaining_tokens - entry.remaining_tokens
         entry.remaining_tokens = remaining_tokens
+        entry.key = self.order.key(entry)
 
     # -- shortest remaining first -------------------------------------------------
 
@@ -159,10 +160,10 @@ class PromptQueue(Generic[R]):
         *,
         free_blocks: int,
         was_refused: bool = False,
-        unable: Collection[str] = (),
+        may_run: Callable[[R], bool] = lambda request: True,
     ) -> dict[str, int]:
         """Share out the prompt tokens of a step under a preemptive order: return tokens per started
-        prompt, 0 to pause it; the rest is for those that wait and are not `unable` to start. Paused
+        prompt, 0 to pause it; the rest is for those that wait, if they `may_run`. Paused
         prompts keep their blocks, so new ones leave them enough of `free_blocks` (0 if the engine
         may run no other request) to be finished. If the gate refused a request in the last step
         (`was_refused`), it most likely does so again."""
@@ -171,23 +172,20 @@ class PromptQueue(Generic[R]):
         self.order_waiting()
         if self._computed_tokens >= self._next_check_tokens:
             self._check_due(chunk_tokens)
-        shares = self._plan(
-            chunk_tokens, [each for each in self._scheduled if each.id not in unable]
-        )
-        if self._waiting and (was_refused or not self.may_start()):
-            shares = self._plan(chunk_tokens, [])
-        return shares
+        able = (each for each in [*self._scheduled] if may_run(self._waiting[each.id]))
+        may_start = not was_refused and self.may_start()
+        return self._plan(chunk_tokens, able if may_start else iter(()))
 
-    def _plan(self, chunk_tokens: int, waiting: list[Prompt]) -> dict[str, int]:
+    def _plan(self, chunk_tokens: int, waiting: Iterator[Prompt]) -> dict[str, int]:
         """Share out a chunk among started prompts and those of `waiting` that go before them."""
         shares = dict.fromkeys(self.started, 0)
-        started = sorted(self.started.values(), key=self.order.key, reverse=True)
-        passed = 0  # of those that wait
+        started = sorted(self.started.values(), key=_key, reverse=True)
+        first = next(waiting, None) if started else None
         while chunk_tokens > 0 and started:
-            entry, is_next = started[-1], passed < len(waiting)
-            if is_next and self.order.key(waiting[passed]) < self.order.key(entry):
-                chunk_tokens -= waiting[passed].remaining_tokens
-                passed += 1
+            entry = started[-1]
+            if first is not None and first.key < entry.key:
+                chunk_tokens -= first.remaining_tokens
+                first = next(waiting, None)
             else:
                 shares[entry.id] = min(entry.remaining_tokens, chunk_tokens)
                 chunk_tokens -= shares[entry.id]
@@ -209,9 +207,11 @@ class PromptQueue(Generic[R]):
             since_tokens = self._computed_tokens - entry.computed_before_tokens
             overtaken_tokens = since_tokens - (entry.fcfs_tokens - left_tokens)
             allowed_tokens = (SRTF_BOUND - 1) * entry.fcfs_tokens + self.sched_batch * chunk_tokens
-            entry.is_due = overtaken_tokens >= allowed_tokens
+            if entry.is_due != (overtaken_tokens >= allowed_tokens):
+                entry.is_due = not entry.is_due
+                entry.key = self.order.key(entry)
             if not entry.is_due:
                 slack_tokens = min(slack_tokens, allowed_tokens - overtaken_tokens)
-        self._scheduled.sort(key=self.order.key)
+        self._scheduled.sort(key=_key)
         # A step overtakes no prompt by more than it computes.
         self._next_check_tokens = self._computed_tokens + slack_tokens
