@@ -72,18 +72,18 @@ PACKAGE = ROOT / "vllm_tetri"
 # offers priced when asked for, no cachetools) added 30, and 19 of tests, 14 words.
 FOLDERS = {
     "vllm_tetri": 31_030,
-    "vllm_tetri/policy": 4_042,
+    "vllm_tetri/policy": 4_043,
     "vllm_tetri/control": 1_321,
     "vllm_tetri/transport": 2_208,
-    "vllm_tetri/engine": 6_768,
+    "vllm_tetri/engine": 6_767,
     "vllm_tetri/router": 7_546,
     "vllm_tetri/predictor": 472,
     "vllm_tetri/launch": 2_008,
     "vllm_tetri/sim": 3_454,
-    "examples/benchmarks": 6_995,
+    "examples/benchmarks": 7_152,
     "examples/predictor": 1_820,
     "csrc": 7_914,
-    "tests": 48_722,
+    "tests": 48_777,
 }
 MODULES = {"vllm_tetri/router": 29, "vllm_tetri/engine": 27, "vllm_tetri/policy": 20}
 FILE_LINES = 400
@@ -94,6 +94,7 @@ COMMANDS = 16
 COMMANDS_IN_HELP = 15
 DOC_PAGES = 17
 DOC_WORDS = 30_365  # tables of models, links, layers, caches and conversations have 900
+DOC_WORDS = 30_453  # tables of models, links, layers, caches and conversations have 900
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}

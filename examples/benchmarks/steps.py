@@ -132,7 +132,11 @@ def main() -> None:
     options.output.unlink(missing_ok=True)
     site = Site("none", tuple(sorted(os.sched_getaffinity(0))), Path())
     asked = {name: getattr(options, name) for name in ("queued", "steps", "chunk", "repeats")}
-    kinds = {"median": np.median, "p99": lambda values: np.quantile(values, 0.99), "mean": np.mean}
+    kinds: dict[str, Any] = {
+        "median": np.median,
+        "p99": lambda values: np.quantile(values, 0.99),
+        "mean": np.mean,
+    }
     names = [f"{what}_{kind}_us" for what in ("schedule", "update") for kind in kinds]
     by, given = ["order", "batch", "system"], conditions(site, **asked)
     head = {"by": by, "metrics": [*names, "prompts"], "conditions": given}
