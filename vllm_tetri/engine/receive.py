@@ -149,8 +149,7 @@ class ReceiveSide:
 
     def take_outputs(self) -> list[tuple[str, PriorOutput]]:
         """Return first tokens that arrived after their request, by request id, each once."""
-        if self._entries:
-            self._drain_notes()
+        self._drain_notes()
         found = []
         for entry in self._entries.values():
             if entry.awaits_output and entry.params.transfer in self.outputs:
