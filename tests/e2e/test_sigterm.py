@@ -57,9 +57,10 @@ async def test_instances_restart_one_after_the_other_under_load(
 ) -> None:
     cluster, expected = started
     async with load(cluster.url, BODIES, expected, len(BODIES)) as clients:
-        for name in ("decode-0", "decode-1"):
-            await clients.until_served(name)
-            await until(partial(_decodes, cluster, name), f"{name} decodes")
+        for name in ("decode-0", "decode-1", "prefill-0"):
+            if name != "prefill-0":
+                await clients.until_served(name)
+                await until(partial(_decodes, cluster, name), f"{name} decodes")
             guard, server = cluster.processes(name)[:2]
             begin_s = time.monotonic()
             (guard if name == "decode-0" else server).send_signal(signal.SIGTERM)
@@ -67,7 +68,8 @@ async def test_instances_restart_one_after_the_other_under_load(
             await asyncio.to_thread(server.wait, DRAIN_S + 5)
             print(f"\n{name} is gone after {time.monotonic() - begin_s:.1f} s")
             await until(lambda: cluster.are_ready(3), f"{name} is back", 180)
-    print(f"{len(clients.all)} requests")
+    pauses = [each.pause_s for each in clients.all]
+    print(f"{len(pauses)} requests, longest pause {max(pauses):.2f} s")
     assert (clients.wrong, clients.failed) == ([], [])
     text = await asyncio.to_thread(metrics, cluster.url)
     assert set(re.findall(r"tetri_streams_broken_total{[^}]*} ([\d.]+)", text)) == {"0.0"}
