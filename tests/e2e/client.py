@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ class Answer:
         mine = (self.status, self.token_ids, self.text, self.finish_reason, self.usage)
         theirs = (other.status, other.token_ids, other.text, other.finish_reason, other.usage)
         return mine == theirs
+
+    def unlike(self, other: Answer) -> str:
+        """What differs from another one, in a few words."""
+        names = ("status", "text", "finish_reason", "usage", "token_ids")
+        found = [name for name in names if getattr(self, name) != getattr(other, name)]
+        pairs = zip(self.token_ids, other.token_ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        tokens = f"{same} tokens the same of {len(self.token_ids)} and {len(other.token_ids)}"
+        return f"{', '.join(found)} differ, {tokens}, ended {self.is_complete}, {self.usage}"
 
     async def read(self, response: aiohttp.ClientResponse, *, is_streamed: bool) -> None:
         self.status, self.headers = response.status, dict(response.headers)
@@ -239,7 +248,7 @@ class Load:
             else:
                 is_right = answer.is_complete and answer.same_as(expected)
             if not is_right:
-                self.wrong.append(f"{answer} != {expected}")
+                self.wrong.append(f"{answer.unlike(expected)}: {answer}")
 
     def end(self) -> None:
         """Ask for nothing more; what was asked for is still waited for."""
