@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from examples.benchmarks.faults import send
 from vllm_tetri.launch.machine import free_port
 
 START_S = 240.0
@@ -251,9 +252,7 @@ class ByHand(Cluster):
     def kill(self, name: str) -> None:
         """SIGKILL to an instance or the router, and to what they have started."""
         part = self.parts.get(name, self)
-        for each in part.tree():
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+        send(part.tree(), signal.SIGKILL)
         part.child.wait()
 
     def restart(self) -> None:

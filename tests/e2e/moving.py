@@ -40,6 +40,10 @@ async def move_on(url: str, count: int = 2) -> None:
             await asyncio.sleep(0.05)
 
 
+def kind_of(body: dict[str, Any]) -> str:
+    return "chat" if "messages" in body else "completion"
+
+
 class Persistent:
     """Clients that ask for bodies in turn, and again for what the death of the router cut."""
 
@@ -63,7 +67,7 @@ class Persistent:
     async def _ask(self, at: int, body: Any) -> str:
         begin_s, problem = time.monotonic(), ""
         try:
-            reply = await ask_raw(self._url, "chat" if "messages" in body else "completion", body)
+            reply = await ask_raw(self._url, kind_of(body), body)
             if reply.status == 200 and b'"error"' not in reply.raw:
                 differs = difference(merged(reply), self._expected[at])
                 self.wrong += [(body, differs)] if differs else []

@@ -22,7 +22,7 @@ from examples.benchmarks.faults import send
 from tests.e2e.client import order, until
 from tests.e2e.cluster import ByHand, Cluster, Stock, answers, post, running
 from tests.e2e.compare import ask_raw, difference, merged
-from tests.e2e.moving import Persistent, move_on, outcomes
+from tests.e2e.moving import Persistent, kind_of, move_on, outcomes
 from tests.e2e.prompts import STREAM, chat, completion
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -75,10 +75,6 @@ BODIES += [
 # What another instance continues that has nothing of it: one choice of text, or a whole response.
 RESUMABLE = [body for body in BODIES if not body.get("stream") or not {"n", "tools"} & body.keys()]
 SERVE = ("--tetri-decode-policy", "greedy")
-
-
-def kind_of(body: dict[str, Any]) -> str:
-    return "chat" if "messages" in body else "completion"
 
 
 async def replies(url: str, bodies: list[Any]) -> list[Any]:
@@ -158,8 +154,7 @@ async def test_an_instance_dies_while_outputs_move(
 async def test_both_sides_and_the_router_die_while_outputs_move(
     tiny_llama: Path, tmp_path: Path, expected: dict[int, Any]
 ) -> None:
-    """Of 200 SIGKILLs no output is wrong or lost, but for streams of a router that dies, which
-    clients ask for again."""
+    """Outputs survive 200 SIGKILLs; clients ask again for streams of a router that dies."""
     decodes = [f"decode-{at}" for at in range(3)]
     with running(ByHand(tmp_path)) as cluster:
         for name in ("prefill-0", *decodes):
