@@ -170,6 +170,28 @@ async def test_weights_of_8_bits_compute_kv_that_is_handed_over(tmp_path: Path) 
         await assert_split(cluster, expected, "decode-0")
 
 
+async def test_a_phase_has_weights_of_8_bits_if_an_operator_vouches_for_both_checkpoints(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TETRI_WEIGHTS", "tiny-llama in any precision")
+    with running(ByHand(tmp_path)) as cluster:
+        cluster.start("exact", "prefill", tiny_llama)
+        cluster.start("w8a8", "decode", quantized_model(tmp_path / "w8a8"))
+        cluster.wait("exact", "w8a8")
+        urls = {name: row["url"] for name, row in cluster.instances().items()}
+        await split_once(cluster)
+        unlike = []
+        for body in BODIES:
+            answer = await ask(cluster.url, body)
+            assert (answer.headers["x-tetri-prefill"], answer.decode) == ("exact", "w8a8")
+            one, other = [await ask(urls[name], body) for name in ("exact", "w8a8")]
+            assert answer.token_ids[0] == one.token_ids[0]
+            assert len(answer.token_ids) == len(other.token_ids)
+            unlike.append(not other.same_as(one))
+        assert any(unlike)
+        assert cluster.instances()["exact"]["kv_bytes_sent"] > 0
+
+
 def order(url: str, body: Any = None) -> None:
     """One of vLLM's orders for developers, which need no valid JSON in their responses."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -147,6 +147,17 @@ def test_a_revision_keeps_instances_apart_that_are_alike(
     assert mine["revision"] == ""
 
 
+def test_checkpoints_of_one_model_are_alike_where_an_operator_vouches_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TETRI_WEIGHTS", "tiny")
+    mine = described(tmp_path / "a")
+    quantized = {**OTHERS["model by quantization"], **OTHERS["weights"]}
+    assert described(tmp_path / "b", **quantized) == mine
+    assert mine["weights"] == "tiny"
+    assert described(tmp_path / "c", dtype="float32") != mine
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "model": {"hf_overrides": {"rms_norm_eps": 0.5}},
     "model by quantization": {"hf_overrides": {"quantization_config": {

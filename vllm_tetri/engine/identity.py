@@ -66,24 +66,24 @@ def identity_of(
     shards: Shards,
 ) -> dict[str, str]:
     """Return every property that changes the bytes of a block or the names of the model: two
-    instances must agree on all of them before blocks are transferred.
-
-    The KV layout of vLLM's CPU backend is packed for the instruction set, so that is a property,
-    too. Pages are those of a model that is not spread, where heads can be told apart; else the
-    number of workers is a property. Options of LoRA are none: a layer adds what an adapter
-    contributes to the tokens of that adapter's requests only. `TETRI_REVISION` is for the rest.
+    instances must agree on all of them before blocks are transferred. The KV layout of vLLM's CPU
+    backend is packed for the instruction set, which is a property, too. Pages are those of a model
+    that is not spread, where heads can be told apart; else the number of workers is a property.
+    Options of LoRA are none: adapters act on tokens of their requests alone. `TETRI_REVISION` is
+    for the rest; `TETRI_WEIGHTS` names weights, if the operator vouches for several checkpoints.
     """
     pages = dict.fromkeys(_page_words(each, shards) for each in tensors)
     size = {} if shards.num_heads else {"tensor_parallel": str(shards.num_ranks)}
-    model, on_cpu = vllm_config.model_config, tensors[0].device.type == "cpu"
-    isa = torch.backends.cpu.get_cpu_capability() if on_cpu else ""
+    model, device = vllm_config.model_config, tensors[0].device.type
+    vouched = os.environ.get("TETRI_WEIGHTS", "")
+    isa = torch.backends.cpu.get_cpu_capability() if device == "cpu" else ""
     return {
         "protocol": KV_PROTOCOL,
         "vllm": vllm.__version__,
         "revision": os.environ.get("TETRI_REVISION", ""),
         "served_model_names": " ".join(sorted(served_names(vllm_config))),
-        "model": _configuration_of(model),
-        "weights": weights_of(vllm_config),
+        "model": vouched or _configuration_of(model),
+        "weights": vouched or weights_of(vllm_config),
         "drafts": _drafts_of(vllm_config),
         "media": _media_of(vllm_config),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -92,7 +92,7 @@ def identity_of(
         "kv_pages": "; ".join(pages),
         "attention": " ".join(sorted(_backends(vllm_config))),
         "layout": str(kv_cache_config.kv_cache_layout),
-        "device": tensors[0].device.type,
+        "device": device,
         "isa": isa.replace(" ", ""),
         **size,
     }
@@ -242,8 +242,7 @@ def weights_of(vllm_config: VllmConfig) -> str:
     if vllm_config.load_config.load_format == "dummy":
         return "dummy"  # vLLM makes them by a fixed seed
     folder = _folder_of(vllm_config)
-    digest = checkpoint_digest(folder) if folder is not None else ""
-    return digest or checkpoint_name(vllm_config)
+    return (checkpoint_digest(folder) if folder else "") or checkpoint_name(vllm_config)
 
 
 def checkpoint_name(vllm_config: VllmConfig) -> str:
