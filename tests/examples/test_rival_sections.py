@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from examples.benchmarks.rivals.adrenaline import Attended, attended, divided, slower
-from examples.benchmarks.rivals.engines import Unchunked
+from examples.benchmarks.rivals.engines import Unchunked, UnchunkedInstance
 from examples.benchmarks.rivals.modes import MooncakeMode
 from examples.benchmarks.rivals.pipelines import Group
 from examples.benchmarks.rivals.rejection import RejectingMode, Rule
@@ -31,8 +32,9 @@ from tests.sim.builders import (
 )
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.sim.cluster import Outcome, run, simulate
+from vllm_tetri.sim.cluster import ENGINES, Outcome, run, simulate
 from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
+from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId, Role
 
@@ -238,12 +240,14 @@ def test_a_prompt_of_splitwise_preempts_no_decode_that_has_aged() -> None:
         assert (served[2].ttft_s < 8) == (ageing_s == 60.0)
 
 
-def test_of_splitwises_decodes_the_youngest_is_preempted_not_the_one_that_came_back() -> None:
-    """The older one of two loses its blocks to nothing, though it rejoined the batch last."""
-    specs = [spec(0, 30, 60), spec(1, 30, 60, 0.1)]
-    specs += [spec(2 + number, 50, 2, 50 + 8.0 * number) for number in range(2)]
-    served = simulate(aged(1e9), specs)
-    assert [each.preemptions for each in served[:2]] == [0, 2]
+@pytest.mark.parametrize(("ageing_s", "expected"), [(1e9, [0, 1, 1]), (inf, [0, 2, 0])])
+def test_of_splitwises_decodes_the_youngest_is_preempted_not_the_one_that_came_back(
+    ageing_s: float, expected: list[int]
+) -> None:
+    """The third takes the blocks of the second, which comes back when the first has ended."""
+    specs = [spec(0, 30, 60), spec(1, 30, 60, 0.1), spec(2, 50, 60, 50.0), spec(3, 50, 2, 85.0)]
+    served = simulate(aged(ageing_s), specs)
+    assert [each.preemptions for each in served[:3]] == expected
 
 
 @FEW
@@ -251,14 +255,25 @@ def test_of_splitwises_decodes_the_youngest_is_preempted_not_the_one_that_came_b
 def test_splitwise_preempts_for_prompts_within_both_bounds(
     drawn: Drawn, ageing_s: float, most: int
 ) -> None:
-    """Memory is enough for what is decoded; only prompts preempt."""
-    specs = [spec(number, *each) for number, each in enumerate(drawn)]
-    config = one(
-        "least-in-flight",
-        kind=Unchunked(most_preemptions=most, ageing_s=ageing_s),
-        kv_blocks=600, order="fcfs", admission="greedy",
-    )  # fmt: skip
-    assert all(each.preemptions <= most for each in simulate(config, specs))
+    losers: list[SimRequest] = []
+
+    class Watched(UnchunkedInstance):
+        def _make_room(self, now: float) -> None:
+            before = {each: each.preemptions for each in self.batch}
+            super()._make_room(now)
+            for each, number in before.items():
+                if each.preemptions > number:
+                    assert each.preemptions == number + 1 <= most
+                    assert now - each.first_token_s < ageing_s
+                    losers.append(each)
+
+    config = aged(ageing_s, most)
+    engine_ = replace(config.instances[0].engine, kv_blocks=25, chunk_tokens=400)
+    place = replace(config.instances[0], engine=engine_)
+    with patch.dict(ENGINES, {Unchunked: Watched}):
+        served = simulate(replace(config, instances=(place,)), drawn_specs(drawn))
+    assert len(served) == len(drawn)
+    event(f"preempted {min(2, len(losers))}")
 
 
 # -- Mooncake, section 5.1 -----------------------------------------------------------------
