@@ -26,7 +26,7 @@ from vllm_tetri.types import Role
 
 PART, BANDWIDTH_PART = 0.2, 0.6  # guesses: a fifth of the cores reads with more than a fifth
 LAYER_S = 1e-5  # a message there and back, without its bytes: a guess
-MEMORY_PART = 0.8  # of a prefill instance's KV pool, for decodes
+MEMORY_PART = 0.5  # of a prefill instance's KV pool, for decodes
 
 
 @dataclass(frozen=True)

@@ -159,10 +159,10 @@ class MooncakeMode(PairedMode):
             return Late("no decode instance has room for its KV", _RETRY_S)
         decode = min(able, key=lambda row: tpot_s(row, tokens))
         prefills = [row for row in self.rows if row.role is not Role.DECODE] or self.rows
-        prefill = min(prefills, key=lambda row: ttft_s(row, tokens))
+        prefill = min(prefills, key=lambda row: self.first_s(row, tokens))
         if self._is_inline(decode, tokens):
             prefill = decode
-        first_s = ttft_s(prefill, tokens)
+        first_s = self.first_s(prefill, tokens)
         route = PricedRoute(
             prefill.id,
             decode.id,
@@ -180,6 +180,10 @@ class MooncakeMode(PairedMode):
     def has_room(self, decode: InstanceRow, tokens: int) -> bool:
         """Whether an instance may be chosen to decode a prompt of so many tokens."""
         return tokens <= decode.free_tokens or not decode.decodes
+
+    def first_s(self, prefill: InstanceRow, tokens: int) -> float:
+        """Return the time to the first token of a prompt of so many tokens."""
+        return ttft_s(prefill, tokens)
 
     def pace_s(self, decode: InstanceRow, tokens: int, first_s: float) -> float:
         """Return the time per token by which an output is refused whose first one comes then."""

@@ -14,7 +14,8 @@ differ in the pace at which they look on arrival:
 - `Rule.OUTLIVED`, ours: the same, but an output goes as often as those did that were decoded for
   as long; where lengths differ, most that have lasted for the mean last on.
 
-Counts are exact; times are learnt from outputs that have ended.
+Counts are exact; times are learnt from outputs that have ended, and the time to the first token is
+that of all prompts that were sent to the instance before, computed one after the other.
 """
 
 from __future__ import annotations
@@ -38,16 +39,15 @@ from vllm_tetri.types import InstanceId, Role
 class Rule(Enum):
     """The pace that counts on arrival."""
 
-    LATER = auto()
-    NOW = auto()
-    FORECAST = auto()
-    OUTLIVED = auto()
+    LATER, NOW, FORECAST, OUTLIVED = auto(), auto(), auto(), auto()
 
 
 @dataclass(slots=True)
 class _Output:
+    prefill: InstanceId
     decode: InstanceId
-    is_split: bool
+    prompt_tokens: int
+    sent_s: float
     first_s: float  # when its prompt is computed; expected, while `is_decoded` is false
     is_decoded: bool = False
 
@@ -62,30 +62,25 @@ class RejectingMode(MooncakeMode):
         self._rule = rule
         self._num_decode = sum(each.role is not Role.PREFILL for each in config.instances)
         self._outputs: dict[int, _Output] = {}
+        self._engines = {each.id: each.engine for each in config.instances}
+        self._done_s: dict[InstanceId, float] = {}  # when the newest prompt was computed there
         self._durations: list[float] = []  # of outputs that have ended, sorted
         self._now = self._first_s = 0.0  # of the request that is routed
 
-    @property
-    def usual_s(self) -> float:
-        """The time that an output is decoded; infinite before one has ended."""
-        return fmean(self._durations) if self._durations else inf
-
     def forecast(self, at_s: float, now: float) -> float:
         """Return the outputs that each instance is expected to decode at a time to come."""
-        usual_s, num = self.usual_s, 0.0
+
+        def outliving(seconds: float) -> float:  # one more takes for ever
+            return len(self._durations) - bisect_right(self._durations, seconds) + 1
+
+        usual_s, num = fmean(self._durations) if self._durations else inf, 0.0
         for each in self._outputs.values():
             first_s = each.first_s if each.is_decoded else max(now, each.first_s)
-            if first_s > at_s:
-                continue
-            if self._rule is Rule.OUTLIVED:
-                num += self._outliving(at_s - first_s) / self._outliving(now - first_s)
-            else:
-                num += at_s < first_s + usual_s
+            if first_s <= at_s and self._rule is Rule.OUTLIVED:
+                num += outliving(at_s - first_s) / outliving(now - first_s)
+            elif first_s <= at_s < first_s + usual_s:
+                num += 1
         return num / self._num_decode
-
-    def _outliving(self, seconds: float) -> float:
-        """Return how many outputs took longer; one more takes for ever."""
-        return len(self._durations) - bisect_right(self._durations, seconds) + 1
 
     def decoded(self, name: InstanceId) -> int:
         """Return the outputs that an instance decodes now."""
@@ -94,42 +89,60 @@ class RejectingMode(MooncakeMode):
     def has_room(self, decode: InstanceRow, tokens: int) -> bool:
         return True  # room is taken to be enough: only the pace counts
 
+    def first_s(self, prefill: InstanceRow, tokens: int) -> float:
+        name = prefill.id
+        if prefill.role is not Role.PREFILL:
+            return super().first_s(prefill, tokens)
+        here = [each for each in self._outputs.values() if each.prefill == name]
+        queue = [each for each in here if not each.is_decoded]
+        ready_s = max(self._done_s.get(name, 0.0), queue[0].sent_s) if queue else self._now
+        ready_s += sum(self._prompt_s(name, each.prompt_tokens) for each in queue)
+        return max(0.0, ready_s - self._now) + self._prompt_s(name, tokens)
+
+    def _prompt_s(self, prefill: InstanceId, tokens: int) -> float:
+        cost, most = self._engines[prefill].cost, self._engines[prefill].chunk_tokens
+        chunks = [(start, min(most, tokens - start)) for start in range(0, tokens, most)]
+        return sum(cost.step_s(0, 0, num, start + (num - 1) / 2) for start, num in chunks)
+
     def pace_s(self, decode: InstanceRow, tokens: int, first_s: float) -> float:
         self._first_s = first_s
         if self._rule is Rule.LATER:
             return 0.0
-        is_now = self._rule is Rule.NOW
-        others = self.decoded(decode.id) if is_now else self.forecast(first_s, self._now)
-        return _pace_s(decode, others, tokens)
+        if self._rule is Rule.NOW:
+            return _pace_s(decode, self.decoded(decode.id), tokens)
+        return _pace_s(decode, self.forecast(first_s, self._now), tokens)
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
         self._now = now
         route = super().route(table, spec, now)
         if not isinstance(route, Late):
-            is_split = isinstance(route, Split)
-            decode = self._decodes[spec.id] if isinstance(route, Split) else route.instance
-            self._outputs[spec.id] = _Output(decode, is_split, self._first_s)
+            prefill = route.prefill if isinstance(route, Split) else route.instance
+            decode = self._decodes.get(spec.id, prefill)
+            tokens, first_s = spec.prompt_tokens, self._first_s
+            self._outputs[spec.id] = _Output(prefill, decode, tokens, now, first_s)
         return route
 
     def prefilled(self, spec: RequestSpec, now: float) -> Late | None:
         output = self._outputs[spec.id]
         row = self._state.row(self._state.table.by_id[output.decode])
-        others = self.decoded(output.decode)
-        route = PricedRoute(
-            row.id, row.id, 0.0, _pace_s(row, others, spec.prompt_tokens), 0.0, "",
-            shares=others > 0, confidence=row.cost.confidence,
-        )  # fmt: skip
-        late = expected_late(route, self.objective, row.left_tokens) if output.is_split else None
-        if late is not None:
-            del self._outputs[spec.id], self._decodes[spec.id]
-        output.is_decoded, output.first_s = True, now
+        others, known = self.decoded(row.id), row.cost.confidence
+        pace_s = _pace_s(row, others, spec.prompt_tokens)
+        route = PricedRoute(row.id, row.id, 0.0, pace_s, 0.0, "", False, others > 0, known)
+        self._done_s[output.prefill] = now
+        late = expected_late(route, self.objective, row.left_tokens)
+        if late is None or output.prefill == output.decode:
+            output.is_decoded, output.first_s = True, now
+            return None
+        del self._outputs[spec.id], self._decodes[spec.id]
         return late
 
     def ended(self, spec: RequestSpec, now: float) -> None:
         super().ended(spec, now)
         output = self._outputs.pop(spec.id)
-        if output.is_decoded:  # else its first token was the last one
+        if output.is_decoded:
             insort(self._durations, now - output.first_s)
+        else:  # its first token was the last one
+            self._done_s[output.prefill] = now
 
 
 def _pace_s(row: InstanceRow, others: float, tokens: int) -> float:
