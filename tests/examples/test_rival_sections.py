@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -17,6 +18,7 @@ from examples.benchmarks.rivals.engines import Unchunked, UnchunkedInstance
 from examples.benchmarks.rivals.modes import MooncakeMode
 from examples.benchmarks.rivals.pipelines import Group
 from examples.benchmarks.rivals.rejection import RejectingMode, Rule
+from examples.benchmarks.rivals.studies import STUDIES, Refusing, cell, swing
 from examples.benchmarks.rivals.tgi import Tgi
 from tests.sim.builders import (
     COST,
@@ -33,7 +35,7 @@ from tests.sim.builders import (
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import ENGINES, Outcome, run, simulate
-from vllm_tetri.sim.config import ClusterConfig, InstanceConfig
+from vllm_tetri.sim.config import ClusterConfig, InstanceConfig, make_instances
 from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId, Role
@@ -312,3 +314,34 @@ def test_a_group_is_no_quicker_than_its_nodes_and_its_link(
             between_s = prompt_s(64) / nodes, 64 * pass_token_s * (nodes - 1) / nodes
             num = each.spec.prompt_tokens // 64
             assert each.ttft_s >= num * max(between_s) - 1e-9
+
+
+# -- the studies -------------------------------------------------------------------------------
+
+
+def test_what_swings_is_counted_every_half_second() -> None:
+    """Of four requests three begin in the time that counts: 1.1 s to a first token, 2.2 s more."""
+    specs = [spec(number, 10, 3, 100.0 * number) for number in range(5)]
+    found = swing(run(one("least-in-flight"), specs), specs)
+    assert found["waiting_mean"] == pytest.approx(3 * 3 / 600)
+    assert found["decoded_mean"] == pytest.approx(3 * 4 / 600)
+    part = 12 / 600
+    assert found["decoded_cv"] == pytest.approx((part * (1 - part)) ** 0.5 / part)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_cells_of_a_study_have_names_of_their_own(name: str) -> None:
+    cells = [*STUDIES[name](0, None)]
+    names = [json.dumps(each[0], sort_keys=True) for each in cells]
+    assert len(set(names)) == len(names) >= 7
+
+
+def test_ours_refuses_in_a_study_what_would_be_late() -> None:
+    known = engine(cost=replace(COST, confidence=1.0))
+    config = ClusterConfig(
+        make_instances(both=2, engine=known), partial(Refusing, objective=Objective(5.0, inf))
+    )
+    specs = [spec(number, 60, 5, 0.4 * number) for number in range(20)]
+    found = cell(config, specs, Objective(5.0, inf))
+    assert 5 < found["refused"] < 18
+    assert found["refused_late"] == found["wasted"] == 0

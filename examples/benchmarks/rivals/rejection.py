@@ -11,11 +11,9 @@ differ in the pace at which they look on arrival:
   then have come, those that are decoded for the usual time have gone, and all decode instances
   share them evenly.
 
-- `Rule.OUTLIVED`, ours: the same, but an output goes as often as those did that were decoded for
-  as long; where lengths differ, most that have lasted for the mean last on.
+- `Rule.OUTLIVED`, ours: the same, but outputs go as often as those did that had lasted as long.
 
-Counts are exact; times are learnt from outputs that have ended, and the time to the first token is
-that of all prompts that were sent to the instance before, computed one after the other.
+Counts are exact; times are learnt from outputs that have ended. Prompts are computed one by one.
 """
 
 from __future__ import annotations
