@@ -35,6 +35,7 @@ class RefusedRequest(NamedTuple):
 
     spec: RequestSpec
     reason: str
+    computed_tokens: int = 0  # of its prompt, in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +231,22 @@ class _Simulation:
             self._send(request, now, is_last=False)
 
     def prefilled(self, request: SimRequest, now: float) -> bool:
-        if request.waiting is None:
-            self._mode.prefilled(request.spec, now)
-        if request.is_split and request.decode is None:
+        late = None if request.waiting is not None else self._mode.prefilled(request.spec, now)
+        if late is not None and request.is_split:
+            self._give_up(request, late, now)
+        elif request.is_split and request.decode is None:
             self._dispatch(request, now, may_wait=False)  # it hands over what is granted at once
         elif request.is_split and request.is_granted:
             self._hand_over(request, now)
         return request.is_split
+
+    def _give_up(self, request: SimRequest, late: Late, now: float) -> None:
+        """Refuse a request whose prompt is computed."""
+        if request.decode is not None:
+            self._receiver(request.decode).drop(request, now)
+        self._instances[request.prefill].release(request, now)
+        self._refused.append(RefusedRequest(request.spec, late.reason, request.spec.prompt_tokens))
+        self._done(now)
 
     def granted(self, request: SimRequest, now: float) -> None:
         if request.num_output_tokens:

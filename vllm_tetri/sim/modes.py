@@ -10,12 +10,12 @@ from operator import itemgetter
 from random import Random
 
 from vllm_tetri.plugins import load_policy
-from vllm_tetri.policy.adaptive import PriceCandidates, price_route
+from vllm_tetri.policy.adaptive import NO_OBJECTIVE, PriceCandidates, price_route
 from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.fetch import FetchPlan, Prefix
 from vllm_tetri.policy.lengths import Lengths
-from vllm_tetri.policy.overload import Late
+from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.policy.residency import Chain, Residency
 from vllm_tetri.policy.route import Route, RouteCandidates, Split, Whole, choose_route
 from vllm_tetri.sim.config import MODEL, ClusterConfig
@@ -70,8 +70,10 @@ class SimMode(ABC):
         """
         return None
 
-    def prefilled(self, spec: RequestSpec, now: float) -> None:  # noqa: B027
-        """A request has its first token, and further ones to come."""
+    def prefilled(self, spec: RequestSpec, now: float) -> Late | None:
+        """A request has its first token, and further ones to come. One that another instance is to
+        decode may still be refused; then nothing further is told of it."""
+        return None
 
     def ended(self, spec: RequestSpec, now: float) -> None:  # noqa: B027
         """A request that was not refused has its last token."""
@@ -145,7 +147,7 @@ class SplitMode(SimMode):
         for each in self._dispatchers.values():
             each.forget(str(spec.id))
 
-    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
         rows = table.by_model[MODEL]
         if self._routes is None or table is not self._state.table:
             self._state.observe(table)
@@ -162,12 +164,13 @@ class AdaptiveMode(SplitMode):
     """Prices candidates, as `router.placement`: aggregated or split for every request."""
 
     is_anywhere = may_split = True
+    objective, refuses_late = NO_OBJECTIVE, False
 
     def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
         self._candidates: PriceCandidates | None = None
 
-    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route:
+    def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
         expected = table.usual_tokens() or self._lengths.outlook(None, 0)[0]
         if self._candidates is None or table is not self._state.table:
             self._state.observe(table)
@@ -180,9 +183,11 @@ class AdaptiveMode(SplitMode):
         prefix = self.look_up(spec, table.by_model[MODEL])
         priced = price_route(
             self._candidates, need, may_split=self.may_split, cached=prefix.cached,
-            reach=prefix.reach,
+            reach=prefix.reach, objective=self.objective,
         )  # fmt: skip
         assert priced is not None, "there is an instance"
+        if self.refuses_late and (late := expected_late(priced, self.objective, expected)):
+            return late
         need = self.need(spec, priced.prefill, expected)
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)

@@ -6,12 +6,15 @@
   longest request that there may be, so few are in a step and none is preempted.
 - `PromptsFirst` (vLLM of 2023): a step computes whole prompts or decodes, prompts first.
 - `Unchunked` (DistServe, Splitwise): KV is handed over, prompts are computed whole and before
-  decodes. Where both meet, a prompt without blocks takes those of the newest decodes.
+  decodes. Where both meet, a prompt without blocks takes those of the newest decodes, but not of
+  any that has aged (Splitwise, section IV-B).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+from operator import attrgetter
 from typing import ClassVar
 
 from vllm_tetri.errors import ConfigError
@@ -24,7 +27,6 @@ from vllm_tetri.sim.request import SimRequest
 from vllm_tetri.sim.workload import above_0
 
 USUAL_WINDOW_TOKENS = 2048
-_MOST_PREEMPTIONS = 2  # of one request, for prompts
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,11 @@ class PromptsFirst(EngineKind):
 @dataclass(frozen=True)
 class Unchunked(EngineKind):
     """Whole prompts that fit into the configuration's `chunk_tokens` together, or a longer one
-    alone, before decodes."""
+    alone, before decodes. For prompts a request is preempted no more often than that, nor once it
+    was decoded for `ageing_s`."""
 
+    most_preemptions: int = 2
+    ageing_s: float = inf
     has_prefix_cache: ClassVar[bool] = False
 
 
@@ -186,19 +191,23 @@ class UnchunkedInstance(TetriInstance):
             left_tokens -= tokens
 
     def _make_room(self, now: float) -> None:
-        """Preempt the newest decodes if that is enough for the next prompt. A request is not
-        preempted more than twice for prompts."""
+        """Preempt the newest decodes if that is enough for the next prompt."""
         if not self.queue or not self.has_place():
             return
+        kind = self.engine.kind
+        assert isinstance(kind, Unchunked)
         missing = self.blocks(self.queue.head().target_tokens) - self.free_blocks
         self.batch.settle()
-        losers = list(self.batch)
-        num = 0
-        while missing > 0 and losers and losers[-1].preemptions < _MOST_PREEMPTIONS:
-            missing -= self.blocks(losers.pop().num_computed_tokens)
-            num += 1
+        young = [each for each in self.batch if now - each.first_token_s < kind.ageing_s]
+        if kind.ageing_s < inf:  # priority grows with age, whatever was preempted before
+            young.sort(key=attrgetter("first_token_s"))
+        losers = []
+        while missing > 0 and young and young[-1].preemptions < kind.most_preemptions:
+            losers.append(young.pop())
+            missing -= self.blocks(losers[-1].num_computed_tokens)
         if missing <= 0:
-            for _ in range(num):
+            for request in losers:
+                self.batch.put_last(request)
                 self.preempt_newest(now)
 
 

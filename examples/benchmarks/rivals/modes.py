@@ -148,36 +148,49 @@ class MooncakeMode(PairedMode):
 
     def __init__(self, config: ClusterConfig, objective: Objective = NO_OBJECTIVE) -> None:
         super().__init__(config)
-        self._objective = objective
+        self.objective = objective
 
     def route(self, table: ClusterTable, spec: RequestSpec, now: float) -> Route | Late:
         priced = self.look(table, spec)
         tokens = spec.prompt_tokens
         decodes = [row for row in self.rows if row.role is not Role.PREFILL] or self.rows
-        able = [row for row in decodes if tokens <= row.free_tokens or not row.decodes]
+        able = [row for row in decodes if self.has_room(row, tokens)]
         if not able:
             return Late("no decode instance has room for its KV", _RETRY_S)
         decode = min(able, key=lambda row: tpot_s(row, tokens))
         prefills = [row for row in self.rows if row.role is not Role.DECODE] or self.rows
-        prefill = min(prefills, key=lambda row: ttft_s(row, tokens))
+        prefill = min(prefills, key=lambda row: self.first_s(row, tokens))
         if self._is_inline(decode, tokens):
             prefill = decode
+        first_s = self.first_s(prefill, tokens)
         route = PricedRoute(
             prefill.id,
             decode.id,
-            ttft_s=ttft_s(prefill, tokens),
-            tpot_s=tpot_s(decode, tokens),
+            ttft_s=first_s,
+            tpot_s=self.pace_s(decode, tokens, now + first_s),
             cost_s=0.0,
             reason="",
             waits=prefill.queued_tokens > 0 or prefill.decodes > 0,
             shares=decode.decodes > 0 or decode.prompt_share > 0,
             confidence=min(prefill.cost.confidence, decode.cost.confidence),
         )
-        late = expected_late(route, self._objective, priced.output_tokens)
+        late = expected_late(route, self.objective, priced.output_tokens)
         return late or self.send(prefill, decode, priced, spec, now)
+
+    def has_room(self, decode: InstanceRow, tokens: int) -> bool:
+        """Whether an instance may be chosen to decode a prompt of so many tokens."""
+        return tokens <= decode.free_tokens or not decode.decodes
+
+    def first_s(self, prefill: InstanceRow, tokens: int) -> float:
+        """Return the time to the first token of a prompt of so many tokens."""
+        return ttft_s(prefill, tokens)
+
+    def pace_s(self, decode: InstanceRow, tokens: int, first_s: float) -> float:
+        """Return the time per token by which an output is refused whose first one comes then."""
+        return tpot_s(decode, tokens)
 
     def _is_inline(self, row: InstanceRow, tokens: int) -> bool:
         """Whether a prompt disturbs the decodes there little enough to stay with them."""
         step_s = row.cost.base_s + row.decodes * row.request_s + tokens * token_s(row, tokens)
         is_one_chunk = row.queued_tokens + tokens <= row.chunk_tokens
-        return is_one_chunk and step_s <= self._objective.tpot_s
+        return is_one_chunk and step_s <= self.objective.tpot_s

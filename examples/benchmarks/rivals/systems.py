@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import NamedTuple
 
+from examples.benchmarks.rivals.adrenaline import attended, synchronised
 from examples.benchmarks.rivals.engines import (
     USUAL_WINDOW_TOKENS,
     Orca,
@@ -17,23 +18,29 @@ from examples.benchmarks.rivals.engines import (
 )
 from examples.benchmarks.rivals.fastserve import FastServe
 from examples.benchmarks.rivals.modes import MooncakeMode, SplitwiseMode
+from examples.benchmarks.rivals.pipelines import Group
+from examples.benchmarks.rivals.rejection import RejectingMode, Rule
+from examples.benchmarks.rivals.tgi import Tgi
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.cluster import InstanceRow, Need
 from vllm_tetri.policy.dispatch import DecodeCandidates
 from vllm_tetri.policy.lengths import End
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, EngineKind, Stock, make_instances
+from vllm_tetri.sim.cost.hardware import GPUS, MODELS
+from vllm_tetri.sim.links import LINKS
 from vllm_tetri.types import Role
 
 SARATHI_BUDGET_TOKENS = 512  # Sarathi-Serve's under a strict SLO, section 5
 SPLITWISE_BATCH_TOKENS = 2048
+SPLITWISE_AGEING_S = 5.0  # the paper names no number
 # Mooncake: chunks of more than 1000 tokens saturate the device. Those of its decode instances
 # are for prompts that disturb no decode; the paper names no number.
 MOONCAKE_CHUNK_TOKENS, MOONCAKE_INLINE_TOKENS = 1024, 128
 # TetriInfer, section 5.2.2: right predictions with buckets of 200 tokens, and by how much longer
 # prompts take beside the predictor.
 PAPER_ACCURACY, PAPER_PREDICTOR_COST = 0.749, 1.1
-_USUAL = EngineConfig()
+_USUAL, _WHOLE_PROMPTS = EngineConfig(), Unchunked()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +104,10 @@ def _replicas(parts: Parts, kind: EngineKind) -> ClusterConfig:
     )
 
 
-def _unchunked(parts: Parts, chunk_tokens: int) -> EngineConfig:
+def _unchunked(parts: Parts, chunk_tokens: int, kind: Unchunked = _WHOLE_PROMPTS) -> EngineConfig:
     return replace(
         parts.engine,
-        kind=Unchunked(),
+        kind=kind,
         chunk_tokens=chunk_tokens,
         order="fcfs",
         admission="greedy",
@@ -117,12 +124,15 @@ def _distserve(parts: Parts) -> ClusterConfig:
     )
 
 
-def _splitwise(parts: Parts) -> ClusterConfig:
-    engine = _unchunked(parts, SPLITWISE_BATCH_TOKENS)
+def splitwise(parts: Parts, kind: Unchunked = _WHOLE_PROMPTS) -> ClusterConfig:
+    """Build Splitwise, with these bounds of preemption."""
+    engine = _unchunked(parts, SPLITWISE_BATCH_TOKENS, kind)
     return ClusterConfig(make_instances(*parts.divided(), engine=engine), SplitwiseMode, parts.seed)
 
 
-def _mooncake(parts: Parts) -> ClusterConfig:
+def mooncake(parts: Parts, rule: Rule | None = None, nodes: int = 1) -> ClusterConfig:
+    """Build Mooncake with one of its rules of refusing, or the one that counts what was sent, and
+    groups of prefill instances that compute prompts together."""
     engine = replace(
         parts.engine,
         chunk_tokens=MOONCAKE_CHUNK_TOKENS,
@@ -131,12 +141,32 @@ def _mooncake(parts: Parts) -> ClusterConfig:
         tbt_slo_s=None,
     )
     inline = replace(engine, chunk_tokens=MOONCAKE_INLINE_TOKENS)
+    prefill, decode = parts.divided()
+    if nodes > 1:
+        prefill //= nodes
+        group = Group(nodes, (engine.kv_token_bytes or 0) / LINKS["roce"])
+        engine = replace(engine, kind=group)
     instances = tuple(
         replace(place, engine=inline) if place.role is Role.DECODE else place
-        for place in make_instances(*parts.divided(), engine=engine)
+        for place in make_instances(prefill, decode, engine=engine)
     )
+    mode: Callable[[ClusterConfig], MooncakeMode]
     mode = partial(MooncakeMode, objective=parts.objective)
+    if rule is not None:
+        mode = partial(RejectingMode, rule=rule, objective=parts.objective)
     return ClusterConfig(instances, mode, parts.seed)
+
+
+def _pipelined(parts: Parts) -> ClusterConfig:
+    return mooncake(parts, nodes=parts.divided()[0])
+
+
+def adrenaline(parts: Parts, model: str = "llama-2-13b", gpu: str = "a100-80g") -> ClusterConfig:
+    """Build DistServe with executors of attention on its prefill instances; the model and the
+    device tell what messages cost."""
+    plain = _distserve(parts)
+    places = attended(plain.instances, *synchronised(MODELS[model], GPUS[gpu]))
+    return replace(plain, instances=places)
 
 
 def _tetri(parts: Parts) -> ClusterConfig:
@@ -213,15 +243,39 @@ SYSTEMS: dict[str, System] = {
         "steps of the highest levels of a feedback queue, whole prompts",
         lambda parts: _replicas(parts, FastServe()),
     ),
+    "tgi": System(
+        "prompts enter by the ratio of waiting to decoded ones (TGI)",
+        lambda parts: _replicas(parts, Tgi()),
+    ),
     "distserve": System("prefill instances with whole prompts, decode instances", _distserve),
-    "splitwise": System("the same, and a mixed pool for what is too much", _splitwise),
-    "mooncake": System("refuses late requests, short prompts on decode instances", _mooncake),
+    "splitwise": System("the same, and a mixed pool for what is too much", splitwise),
+    "splitwise-aged": System(
+        "the same, decodes that have aged are not preempted",
+        lambda parts: splitwise(parts, Unchunked(ageing_s=SPLITWISE_AGEING_S)),
+    ),
+    "adrenaline": System("distserve, prefill devices share the attention of decodes", adrenaline),
+    "mooncake": System("refuses late requests, short prompts on decode instances", mooncake),
+    "mooncake-later": System(
+        "the same, the pace is looked at after the prompt",
+        lambda parts: mooncake(parts, Rule.LATER),
+    ),
+    "mooncake-now": System(
+        "the same, and on arrival that of now", lambda parts: mooncake(parts, Rule.NOW)
+    ),
+    "mooncake-forecast": System(
+        "the same, and on arrival that at the prompt's end",
+        lambda parts: mooncake(parts, Rule.FORECAST),
+    ),
+    "mooncake-pipeline": System("chunks on all prefill instances in turn", _pipelined),
     "tetri": System("TetriInfer: chunks, shortest first, expected output lengths", _tetri),
     "tetri-paper": System("the same with the settings of its paper", _paper),
     "adaptive": System("split or aggregated, the one with the lower cost", _adaptive),
     "whole": System("one instance per request, the one with the lowest delay", _mode("whole")),
 }
-WITH_ROLES = ("distserve", "splitwise", "mooncake", "tetri", "tetri-paper")
+WITH_ROLES = (
+    "distserve", "splitwise", "splitwise-aged", "adrenaline", "mooncake", "mooncake-later",
+    "mooncake-now", "mooncake-forecast", "mooncake-pipeline", "tetri", "tetri-paper",
+)  # fmt: skip
 
 
 def system_of(name: str, parts: Parts) -> ClusterConfig:
