@@ -94,6 +94,7 @@ class _Search:
     def __init__(self, question: Question, tell: Tell) -> None:
         self._question, self._tell = question, tell
         self._skipped: list[str] = []
+        self._known: dict[Layout, Found] = {}
 
     def plan(self) -> Plan:
         question = self._question
@@ -299,7 +300,9 @@ class _Search:
     # -- simulations -------------------------------------------------------------------
 
     def _measured(self, layout: Layout, guess: float) -> Found:
-        """Search the goodput of a layout."""
+        """Search the goodput of a layout, once."""
+        if layout in self._known:
+            return self._known[layout]
         names = " and ".join(each.name for each in layout.profiles)
         self._tell(f"{names}: {layout.name}, {layout.tokens} tokens a step")
         question, config = self._question, config_of(self._question, layout)
@@ -315,5 +318,7 @@ class _Search:
                 specs = [replace(spec, output_tokens=1) for spec in specs]
             return score(config, specs, question.slo)
 
-        found = highest_rate(scored, guess, question.attainment)
-        return Found(layout, *found, question.devices or layout.num_devices)
+        rate, beyond = highest_rate(scored, guess, question.attainment)
+        found = Found(layout, rate, beyond, question.devices or layout.num_devices)
+        self._known[layout] = found
+        return found
