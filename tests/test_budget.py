@@ -71,11 +71,14 @@ PACKAGE = ROOT / "vllm_tetri"
 # tests; a verdict on pauses of moves 5, and 19 of tests. Cheaper placements (rows with slots,
 # offers priced when asked for, no cachetools) added 30, and 19 of tests; times of steps 157 to the
 # benchmarks, and 56 of tests of keys that are kept; words of these 90. What differs
-# in an output added 10 to the tests; weights in two precisions 33, and 45 words. Sections of papers as rivals (rules of refusing, executors of attention, a ratio,
-# ageing, pipelines) and the command that runs them added 767 to the benchmarks, a refusal after the
-# prompt 15 to the simulator, 347 of tests, a table of 290 words.
+# in an output added 10 to the tests; weights in two precisions 33, and 45 words. Sections of papers
+# as rivals (rules of refusing, executors of attention, a ratio, ageing, pipelines) and the command
+# that runs them added 767 to the benchmarks, a refusal after the prompt 15 to the simulator, 347 of
+# tests, a table of 290 words. Plans with a profile of each
+# role, nodes, and what is to be least added 171 to the simulator, stages of a pipeline 197 to the
+# benchmarks, tests of both 182, their words and figures 392.
 FOLDERS = {
-    "vllm_tetri": 31_043,
+    "vllm_tetri": 31_214,
     "vllm_tetri/policy": 4_043,
     "vllm_tetri/control": 1_321,
     "vllm_tetri/transport": 2_208,
@@ -83,11 +86,11 @@ FOLDERS = {
     "vllm_tetri/router": 7_546,
     "vllm_tetri/predictor": 472,
     "vllm_tetri/launch": 2_008,
-    "vllm_tetri/sim": 3_469,
-    "examples/benchmarks": 7_919,
+    "vllm_tetri/sim": 3_640,
+    "examples/benchmarks": 8_116,
     "examples/predictor": 1_820,
     "csrc": 7_914,
-    "tests": 49_171,
+    "tests": 49_353,
 }
 MODULES = {"vllm_tetri/router": 29, "vllm_tetri/engine": 27, "vllm_tetri/policy": 20}
 FILE_LINES = 400
@@ -97,8 +100,7 @@ SERVE_OPTIONS = 26
 COMMANDS = 16
 COMMANDS_IN_HELP = 15
 DOC_PAGES = 17
-
-DOC_WORDS = 30_761  # tables of models, links, layers, caches and conversations have 900
+DOC_WORDS = 31_155  # tables of models, links, layers, caches and conversations have 900
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}

@@ -24,7 +24,7 @@ from vllm_tetri.policy.admission import ENTRY_ORDERS
 from vllm_tetri.sim.cluster import run as simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, Stock, make_instances, of_profile
 from vllm_tetri.sim.cost.hardware import GPUS, MODELS
-from vllm_tetri.sim.cost.profiles import NAMES_OF_ROOFLINES, PROFILES, profile
+from vllm_tetri.sim.cost.profiles import NAMES_OF_ROOFLINES, PROFILES, Least, profile
 from vllm_tetri.sim.figures import figures
 from vllm_tetri.sim.links import LINKS, link
 from vllm_tetri.sim.modes import MODES
@@ -100,11 +100,16 @@ _OPTIONS = {
     "send": _option("WHEN", "when KV is sent: with each chunk of a prompt, or after all of it",
                     choices=("chunk", "request")),
     "model": _option("NAME", f"one of {', '.join(MODELS)}, or a folder with a config.json"),
-    "gpu": _option("NAME", f"kind of GPU: {', '.join(GPUS)}"),
+    "gpu": _option("NAME", f"kinds of GPUs that an instance may be of: {', '.join(GPUS)}",
+                   nargs="+"),
     "parallel": _option("N", "GPUs of an instance, tensor parallel (default: 1, 2, 4 and 8 where "
                         "the model fits)", nargs="+"),
     "gpus": _option("N", "number of GPUs (default: 8, unless --rate is given)"),
-    "price": _option("X", "price of a GPU hour; adds the price of tokens"),
+    "price": _option("X", "price of a GPU hour, or one for each --gpu; adds the price of tokens",
+                     nargs="+"),
+    "least": _option("WHAT", "what to take as little of as possible", choices=[*Least]),
+    "node": _option("N", "GPUs of a node, which KV does not leave; say by --link how fast it is "
+                    "there (default: KV goes between any instances)"),
     "attainment": _option("SHARE", "share of requests that must keep both SLOs"),
     "kind": _option("KIND", "light or heavy prompts (l, h) with light or heavy outputs",
                     choices=KINDS),

@@ -289,13 +289,13 @@ def _keeps(
 def _sustains(count: int, config: ClusterConfig, rate: float, seed: int, accuracy: float) -> Score:
     """All or nothing: p99 of the time between tokens, and the median scheduling delay, from the
     arrival to the first step (Sarathi-Serve, section 5.1, strict SLO of table 3)."""
-    served = simulate(config, _conversations(count, rate, seed, accuracy))
+    served = simulate(config, conversations(count, rate, seed, accuracy))
     is_slow = gap_quantiles(served, (0.99,))[0] > 0.1
     is_late = median(each.begun_s - each.spec.arrival_s for each in served) > 2.0
     return Score(float(not (is_slow or is_late)), float(is_late), float(is_slow))
 
 
-def _conversations(count: int, rate: float, seed: int, accuracy: float) -> list[RequestSpec]:
+def conversations(count: int, rate: float, seed: int, accuracy: float) -> list[RequestSpec]:
     """Sarathi-Serve's table 2: log-normal lengths through its medians and 90th percentiles."""
     rng = Random(f"long {seed}")
     lengths: list[tuple[int, int]] = []

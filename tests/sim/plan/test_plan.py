@@ -15,11 +15,12 @@ import pytest
 from vllm_tetri import cli
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.sim.cost.profiles import Profile
+from vllm_tetri.sim.cost.hardware import gpu
+from vllm_tetri.sim.cost.profiles import Least, Profile
 from vllm_tetri.sim.plan.command import plain, recommendation
 from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate
 from vllm_tetri.sim.plan.search import config_of, plan
-from vllm_tetri.sim.plan.values import Layout, Plan, Question, System
+from vllm_tetri.sim.plan.values import Found, Layout, Plan, Question, System
 from vllm_tetri.types import StepCoefficients
 
 # Prompts disturb decodes a lot: 64 tokens take as long as ten steps.
@@ -31,7 +32,7 @@ TIGHT, LOOSE = Objective(0.6, 0.025), Objective(0.3, 0.12)
 
 
 def made(cost: StepCoefficients, **changes: Any) -> Profile:
-    return replace(Profile("test", cost, "made up", is_estimate=False), **changes)
+    return replace(Profile("test", cost, "made up", is_estimate=False, price=2.0), **changes)
 
 
 def question(cost: StepCoefficients, slo: Objective, **changes: Any) -> Question:
@@ -39,7 +40,6 @@ def question(cost: StepCoefficients, slo: Objective, **changes: Any) -> Question
         "profiles": (made(cost),),
         "demand": Demand("lphd", ((100, 20),), least_requests=60),
         "slo": slo,
-        "price": 2.0,
         "devices": 3,
     }
     return Question(**{**usual, **changes})
@@ -190,7 +190,8 @@ def test_a_price_is_per_gpu_and_token(touchy: Plan) -> None:
     assert row["price_per_hour"] == 6.0
     tokens_an_hour = touchy.recommended.rate * 20 * 3600
     assert row["price_per_million_output_tokens"] == pytest.approx(6e6 / tokens_an_hour)
-    free = replace(touchy, question=replace(touchy.question, price=None))
+    layout = replace(touchy.recommended.layout, profile=made(TOUCHY, price=None))
+    free = replace(touchy, found=(replace(touchy.recommended, layout=layout),))
     assert "price_per_hour" not in plain(free)["recommended"]
 
 
@@ -201,6 +202,106 @@ def test_links_count_where_kv_bytes_are_known() -> None:
     assert config_of(linked, layout).link == 1e9
     unknown = replace(layout, profile=made(CALM))
     assert config_of(linked, unknown).link is None
+
+
+# -- other profiles by role, and nodes -----------------------------------------------------------
+
+# As TOUCHY, but with dearer decodes: a step of seven takes as long as the SLO.
+BUSY = replace(TOUCHY, request_s=2e-3)
+# The first computes prompts fast, the second one decodes as well and costs a fifth.
+QUICK = made(BUSY, name="quick", gpu=gpu("h100"), price=5.0, kv_token_bytes=1000)
+CHEAP = made(
+    replace(BUSY, prompt_s=0.0055), name="cheap", gpu=gpu("a100"), price=1.0, kv_token_bytes=1000
+)  # fmt: skip
+MIXED = Layout(System.SPLIT, QUICK, 2, 3, 0, 512, CHEAP, nodes=2)
+
+
+def test_what_a_layout_takes_is_the_sum_over_its_instances() -> None:
+    assert MIXED.name == "2 x split 2P+3D"
+    assert dict(MIXED.profiles) == {QUICK: 4, CHEAP: 6}
+    # TDP: 4 of 700 W, 6 of 400 W. Servers of 8 and 6 units hold eight.
+    totals = {Least.GPUS: 10, Least.PRICE: 26.0, Least.POWER: 5200, Least.SPACE: 4 + 4.5}
+    assert {each: MIXED.total(each) for each in Least} == totals
+
+    wide = replace(MIXED, profile=replace(QUICK, num_devices=2))
+    assert wide.num_devices == 14
+    assert wide.total(Least.PRICE) == 46.0
+    assert replace(MIXED, profile=made(TOUCHY, price=None)).total(Least.POWER) == 6 * 400
+
+
+def test_idle_gpus_count_as_those_in_use() -> None:
+    found = Found(MIXED, 30.0, Score(1.0, 0.0, 0.0), devices=15)
+
+    assert found.total(Least.GPUS) == 15
+    assert found.total(Least.PRICE) == pytest.approx(26.0 * 15 / 10)
+    assert found.per_device == 2.0
+
+
+def test_a_role_has_the_steps_and_memory_of_its_profile() -> None:
+    wide = replace(CHEAP, kv_tokens=3200)
+
+    config = config_of(question(TOUCHY, TIGHT), replace(MIXED, decode_profile=wide))
+
+    engines = {str(each.id): each.engine for each in config.instances}
+    assert len(engines) == 5  # of one node
+    assert engines["prefill-1"].cost == QUICK.cost
+    assert engines["decode-2"].cost == wide.cost
+    assert engines["decode-2"].pool_tokens == 3200
+    assert engines["prefill-0"].pool_tokens != 3200
+
+
+@pytest.mark.slow
+def test_each_role_gets_the_profile_that_suits_it_for_the_least_price() -> None:
+    slo = Objective(0.35, TIGHT.tpot_s)
+    asked = question(BUSY, slo, profiles=(QUICK, CHEAP), devices=None, rate=6.0)
+
+    found = plan(replace(asked, least=Least.PRICE))
+
+    # Prompts take 0.17 and 0.56 s, decodes as long on both.
+    best = found.best.layout
+    assert (best.profile, best.decode_profile) == (QUICK, CHEAP)
+    assert not best.is_aggregated
+    totals = [each.total(Least.PRICE) for each in found.found]
+    assert totals == sorted(totals)
+    assert all(each.rate >= 6 * 0.97 for each in found.found)
+    alike = [each for each in found.found if each.layout.profiles.keys() == {QUICK}]
+    assert all(each.total(Least.PRICE) > totals[0] for each in alike)
+
+
+def test_nodes_serve_as_many_times_what_one_serves() -> None:
+    one = Found(replace(MIXED, nodes=1), 3.0, Score(0.5, 0.5, 0.0), devices=5)
+
+    assert one.on_nodes(3, None) == replace(
+        one, layout=replace(MIXED, nodes=3), rate=9.0, devices=15
+    )
+    assert one.on_nodes(3, 17).devices == 17
+    assert one.on_nodes(1, None) == one
+
+
+@pytest.mark.slow
+def test_kv_stays_on_nodes_that_are_as_full_as_they_can_be() -> None:
+    several = plan(question(BUSY, TIGHT, devices=7, node=3))
+
+    (single,) = several.singles
+    by_system = {each.layout.system: each for each in reversed(several.found)}
+    split = by_system[System.SPLIT]
+    assert split.layout.name == "2 x split 2P+1D"
+    assert split.rate <= 2 * 1.2 * min(2 * single.prefill.rate, single.decode.rate)
+    assert split.devices == 7  # one of them idle
+    assert by_system[System.ADAPTIVE].layout.nodes == 2
+    assert by_system[System.STOCK].layout.nodes == 1
+    assert by_system[System.STOCK].layout.both == 7
+
+
+@pytest.mark.slow
+def test_for_a_rate_as_many_nodes_as_serve_it() -> None:
+    several = plan(question(BUSY, TIGHT, devices=None, rate=20.0, node=3))
+
+    best = next(each for each in several.found if not each.layout.is_aggregated)
+    assert best.layout.nodes > 1
+    assert best.rate >= 20 * 0.97
+    assert best.layout.num_devices <= 3 * best.layout.nodes
+    assert (best.layout.nodes - 1) * best.rate / best.layout.nodes < 20
 
 
 # -- the command -----------------------------------------------------------------------------
@@ -274,6 +375,9 @@ def test_the_command_speaks_json_and_names_estimates(
         [*SLOS, "--profile", "smollm2-1core", "--link", "wet string"],
         [*SLOS, "--profile", "smollm2-1core", "--price", "0"],
         [*SLOS, "--profile", "smollm2-1core", "--requests", "0"],
+        [*SLOS, "--profile", "smollm2-1core", "--node", "0"],
+        [*SLOS, "--profile", "smollm2-1core", "--least", "power"],
+        [*SLOS, "--model", "llama-3-8b", "--gpu", "h100", "--price", "2", "1"],
         [*SLOS, "--profile", "smollm2-1core", "--attainment", "2"],
         ["--ttft-slo", "0", "--tpot-slo", "1", "--profile", "smollm2-1core"],
         ["--ttft-slo", "1", "--tpot-slo", "0.001", "--profile", "smollm2-1core"],

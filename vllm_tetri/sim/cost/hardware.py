@@ -80,6 +80,10 @@ class Gpu:
     bandwidth: float  # bytes of its memory per second
     memory_bytes: int
     link: float  # bytes per second to the others of its instance, in one direction
+    watts: (
+        float  # TDP: what the vendor allows it to draw at most, not what serving was seen to draw
+    )
+    rack_units: float  # an eighth of the vendor's server with eight of them
 
 
 # From their published configurations.
@@ -93,12 +97,13 @@ MODELS = {each.name: each for each in (
     Model("qwen2.5-32b", 64, 5120, 40, 8, 128, 27648, 3, 152064),
     Model("smollm2-135m", 30, 576, 9, 3, 64, 1536, 3, 49152, is_tied=True),
 )}  # fmt: skip
-# NVIDIA's data sheets, SXM variants, which count both directions of NVLink.
+# NVIDIA's data sheets, SXM variants, which count both directions of NVLink; DGX-1, DGX A100, H100
+# and H200 for the space.
 GPUS = {each.name: each for each in (
-    Gpu("v100-32g", 125e12, 0.9e12, 32 * _GIB, 300e9 / 2),
-    Gpu("a100-80g", 312e12, 2.039e12, 80 * _GIB, 600e9 / 2),
-    Gpu("h100-80g", 989e12, 3.35e12, 80 * _GIB, 900e9 / 2),
-    Gpu("h200", 989e12, 4.8e12, 141 * _GIB, 900e9 / 2),
+    Gpu("v100-32g", 125e12, 0.9e12, 32 * _GIB, 300e9 / 2, 300, 3 / 8),
+    Gpu("a100-80g", 312e12, 2.039e12, 80 * _GIB, 600e9 / 2, 400, 6 / 8),
+    Gpu("h100-80g", 989e12, 3.35e12, 80 * _GIB, 900e9 / 2, 700, 8 / 8),
+    Gpu("h200", 989e12, 4.8e12, 141 * _GIB, 900e9 / 2, 700, 8 / 8),
 )}  # fmt: skip
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.sim.cost.hardware import GPUS, MODELS, gpu, kv_tokens, model, roofline
+from vllm_tetri.sim.cost.hardware import GPUS, MODELS, Gpu, gpu, kv_tokens, model, roofline
 from vllm_tetri.sim.cost.step_cost import StepCost
 from vllm_tetri.types import StepCoefficients
 
@@ -32,6 +33,34 @@ class Profile:
     # From a request's arrival until its instance has it, and back with the first token: HTTP,
     # tokenizing, a router.
     front_s: float = 0.0
+    gpu: Gpu | None = None  # its kind of GPU, if that is one of the data sheets
+    price: float | None = None  # of a GPU hour, if known
+
+
+class Least(StrEnum):
+    """What is to be as little as possible; its value is an option's."""
+
+    GPUS = "gpus"
+    PRICE = "price"
+    POWER = "power"
+    SPACE = "space"
+
+    @property
+    def unit(self) -> str:
+        """One of it."""
+        names = {Least.PRICE: "unit of price", Least.POWER: "watt", Least.SPACE: "rack unit"}
+        return names.get(self, "GPU")
+
+    def of(self, profile: Profile) -> float:
+        """What an instance of the profile takes; 0 if that is not known."""
+        device = profile.gpu
+        per_gpu = {
+            Least.GPUS: 1.0,
+            Least.PRICE: profile.price or 0.0,
+            Least.POWER: device.watts if device else 0.0,
+            Least.SPACE: device.rack_units if device else 0.0,
+        }
+        return per_gpu[self] * profile.num_devices
 
 
 _MEASURED = "measured: SmolLM2 135M in bfloat16 on cores of a Xeon"
@@ -94,6 +123,7 @@ def roofline_profile(model_name: str, gpu_name: str, parallel: int = 1) -> Profi
         num_devices=parallel,
         kv_tokens=kv_tokens(what, device, parallel),
         kv_token_bytes=what.kv_token_bytes,
+        gpu=device,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +13,11 @@ from rich.table import Table
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.command import REQUIRED, add_options, empty_table, objective_of, show
-from vllm_tetri.sim.cost.profiles import Profile, profile, roofline_profile
+from vllm_tetri.sim.cost.profiles import Least, Profile, profile, roofline_profile
 from vllm_tetri.sim.links import link
 from vllm_tetri.sim.plan.goodput import Demand
 from vllm_tetri.sim.plan.search import plan
-from vllm_tetri.sim.plan.values import Found, Plan, Question, System
+from vllm_tetri.sim.plan.values import Found, Layout, Plan, Question, System
 from vllm_tetri.sim.workload import above_0, read_lengths
 
 _DEVICES = 8
@@ -24,7 +25,7 @@ _PARALLEL = (1, 2, 4, 8)
 # Facts in the table: key in JSON, title, and how it is written.
 _SHOWN = {
     "layout": ("layout", ""),
-    "devices_per_instance": ("GPUs\neach", ""),
+    "gpus_each": ("GPUs\neach", ""),
     "devices": ("GPUs", ""),
     "tokens_per_step": ("tokens\na step", ""),
     "goodput": ("goodput\nrequests/s", ".3g"),
@@ -32,6 +33,8 @@ _SHOWN = {
     "output_tokens_per_s": ("output\ntokens/s", ".0f"),
     "price_per_hour": ("price\nan hour", ".2f"),
     "price_per_million_output_tokens": ("a million\noutput tokens", ".3g"),
+    "watts": ("watts\n(TDP)", ".0f"),
+    "rack_units": ("rack\nunits", ".3g"),
 }
 
 
@@ -40,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser, "model and GPUs",
         model=None, gpu=None, parallel=None, profile=None, gpus=None, rate=None, price=None,
-        link="roce",
+        least=Least.GPUS, node=None, link="roce",
     )  # fmt: skip
     add_options(parser, "requests", kind="mixed", trace=None, requests=1000, accuracy=1.0, seed=0)
     add_options(
@@ -54,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with console.status("planning") if console.is_terminal else nullcontext() as status:
         found = plan(question, status.update if status is not None else lambda _: None)
-    what = options.profile or f"{options.model} on {options.gpu}"
+    what = options.profile or f"{options.model} on {' and '.join(options.gpu)}"
     requests = options.kind if options.trace is None else options.trace.name
     slo = found.question.slo
     title = (
@@ -70,7 +73,7 @@ def _question(options: argparse.Namespace) -> Question:
     devices = _DEVICES if options.gpus is None and options.rate is None else options.gpus
     if None not in (devices, options.rate):
         raise ConfigError("give either how many GPUs there are, or the rate to serve")
-    above_0(GPUs=devices, rate=options.rate, price=options.price, requests=options.requests)
+    above_0(GPUs=devices, rate=options.rate, requests=options.requests, node=options.node)
     if not 0 < options.attainment <= 1:
         raise ConfigError(f"an attainment of {options.attainment:g}: must be above 0, at most 1")
     return Question(
@@ -81,25 +84,35 @@ def _question(options: argparse.Namespace) -> Question:
         link=link(options.link),
         devices=devices,
         rate=options.rate,
-        price=options.price,
+        least=Least(options.least),
+        node=options.node,
     )
 
 
 def _profiles(options: argparse.Namespace) -> tuple[Profile, ...]:
-    """One per tensor parallel degree; those of --parallel must fit, others may be left out."""
+    """One per kind of GPU and tensor parallel degree; those of --parallel must fit, others may be
+    left out."""
+    prices = options.price or [None]
+    for price in prices:
+        above_0(price=price)
     if options.profile is not None:
         if options.model or options.gpu or options.parallel:
             raise ConfigError("--profile names model and GPUs already; leave the others out")
-        return (profile(options.profile),)
+        return (replace(profile(options.profile), price=prices[0]),)
     if not (options.model and options.gpu):
         raise ConfigError("give --model and --gpu, or --profile")
+    kinds = list(dict.fromkeys(options.gpu))
+    if len(prices) not in (1, len(kinds)):
+        raise ConfigError(f"{len(prices)} prices of {len(kinds)} kinds of GPUs")
     fitting = []
-    for each in dict.fromkeys(options.parallel or _PARALLEL):
-        try:
-            fitting.append(roofline_profile(options.model, options.gpu, each))
-        except ConfigError:
-            if options.parallel or (each == _PARALLEL[-1] and not fitting):
-                raise
+    for kind, price in zip(kinds, prices * (len(kinds) // len(prices)), strict=True):
+        for each in dict.fromkeys(options.parallel or _PARALLEL):
+            try:
+                known = roofline_profile(options.model, kind, each)
+                fitting.append(replace(known, price=price))
+            except ConfigError:
+                if options.parallel or (each == _PARALLEL[-1] and not fitting):
+                    raise
     return tuple(fitting)
 
 
@@ -112,20 +125,35 @@ def _facts(plan: Plan, found: Found) -> dict[str, Any]:
         "layout": layout.name,
         "system": layout.system.value,
         "profile": layout.profile.name,
+        "decode_profile": (layout.decode_profile or layout.profile).name,
         "prefill": layout.prefill,
         "decode": layout.decode,
         "both": layout.both,
-        "devices_per_instance": layout.profile.num_devices,
+        "nodes": layout.nodes,
+        "gpus_each": _gpus_each(plan, layout),
         "devices": found.devices,
         "tokens_per_step": layout.tokens,
         "goodput": found.rate,
         "goodput_per_device": found.per_device,
         "output_tokens_per_s": tokens_per_s,
     }
-    if plan.question.price is not None:
-        facts["price_per_hour"] = per_hour = plan.question.price * found.devices
+    totals = {each: found.total(each) for each in Least}
+    if per_hour := totals[Least.PRICE]:
+        facts["price_per_hour"] = per_hour
         facts["price_per_million_output_tokens"] = per_hour / 3600 / tokens_per_s * 1e6
+    if totals[Least.POWER]:
+        facts |= {"watts": totals[Least.POWER], "rack_units": totals[Least.SPACE]}
     return facts
+
+
+def _gpus_each(plan: Plan, layout: Layout) -> str:
+    """Name the GPUs of an instance, by role where they differ."""
+    kinds = {each.gpu for each in plan.question.profiles}
+    return "+".join(
+        f"{each.num_devices} {each.gpu.name}" if each.gpu and len(kinds) > 1
+        else str(each.num_devices)
+        for each in layout.profiles
+    )  # fmt: skip
 
 
 def plain(plan: Plan) -> dict[str, Any]:
@@ -150,7 +178,9 @@ def plain(plan: Plan) -> dict[str, Any]:
 def table(plan: Plan) -> Table:
     """Return all layouts, the best one first."""
     rows = [_facts(plan, each) for each in plan.found]
-    shown = {key: each for key, each in _SHOWN.items() if key in rows[0]}
+    # TDPs are shown to those who ask for them.
+    hidden = {"watts", "rack_units"} if plan.question.least is Least.GPUS else set()
+    shown = {key: each for key, each in _SHOWN.items() if key in rows[0].keys() - hidden}
     made = empty_table(title for title, _ in shown.values())
     for facts in rows:
         made.add_row(*(format(facts[key], form) for key, (_, form) in shown.items()))
@@ -163,6 +193,8 @@ def recommendation(plan: Plan) -> list[str]:
     costs = f"the step costs come from: {profile.source}"
     if profile.is_estimate:
         costs = "the step costs are an estimate, measured nowhere: measure before you rely on it"
+    if plan.question.least is Least.POWER:
+        costs += "; watts are the vendor's TDP, not what serving was seen to draw"
     limit = (
         f"Why not more: beyond its goodput, in {plan.best.layout.name}, {beyond.ttft_missed:.0%} "
         f"wait more than {slo.ttft_s:g} s for a first token, and {beyond.tpot_missed:.0%} get "
@@ -186,9 +218,9 @@ def _advice(plan: Plan) -> str:
         lead = "Take instances that do both and hand over where it helps"
     words = "a budget" if layout.system is System.STOCK else "chunks"
     return (
-        f"{lead}: {layout.name}, tensor parallel {layout.profile.num_devices}, {words} of "
+        f"{lead}: {layout.name}, tensor parallel {_gpus_each(plan, layout)}, {words} of "
         f"{layout.tokens} tokens: {found.rate:.3g} requests/s on {found.devices} GPUs, "
-        f"{found.per_device:.3g} per GPU."
+        f"{plan.per_unit(found):.3g} per {plan.question.least.unit}."
     )
 
 
@@ -200,7 +232,7 @@ def _margin(plan: Plan) -> str:
     other = "does not" if rival.layout.is_aggregated else "does"
     verdict = "" if plan.recommended is best else ": too little for the effort of handing over"
     return (
-        f"Margin of {best.layout.name} on {best.devices} GPUs: {plan.margin:+.0%} per GPU compared "
-        f"with the best layout that {other} hand over, {rival.layout.name} on {rival.devices}"
-        f"{verdict}."
+        f"Margin of {best.layout.name} on {best.devices} GPUs: {plan.margin:+.0%} per "
+        f"{plan.question.least.unit} compared with the best layout that {other} hand over, "
+        f"{rival.layout.name} on {rival.devices}{verdict}."
     )

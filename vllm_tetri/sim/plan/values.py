@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from vllm_tetri.policy.adaptive import Objective
-from vllm_tetri.sim.cost.profiles import Profile
+from vllm_tetri.sim.cost.profiles import Least, Profile
 from vllm_tetri.sim.plan.goodput import Demand, Score
 
 _WORTH = 0.05  # by which handing over must be better: more than goodputs scatter
@@ -24,21 +25,35 @@ class System(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Instances of each role with one profile; `tokens` is the most prompt tokens of a step: the
-    chunk, or the budget of stock vLLM, which decodes share. A role alone serves its part of the
-    requests: prompts whose first token is the last, or decodes of prompts that cost nothing."""
+    """Instances of each role; `tokens` is the most prompt tokens of a step: the chunk, or the
+    budget of stock vLLM, which decodes share. A role alone serves its part of the requests: prompts
+    whose first token is the last, or decodes of prompts that cost nothing. With `nodes`, each has
+    these instances, and KV stays within it."""
 
     system: System
-    profile: Profile
+    profile: Profile  # of all instances, but decode instances may have another one
     prefill: int
     decode: int
     both: int
     tokens: int
+    decode_profile: Profile | None = None
+    nodes: int = 1
+
+    @property
+    def profiles(self) -> Counter[Profile]:
+        """The number of instances of every profile."""
+        counts = Counter({self.profile: self.nodes * (self.prefill + self.both)})
+        counts[self.decode_profile or self.profile] += self.nodes * self.decode
+        return +counts
 
     @property
     def num_devices(self) -> int:
         """GPUs of all instances."""
-        return (self.prefill + self.decode + self.both) * self.profile.num_devices
+        return sum(count * each.num_devices for each, count in self.profiles.items())
+
+    def total(self, what: Least) -> float:
+        """GPUs, their price an hour, watts or rack units."""
+        return sum(count * what.of(each) for each, count in self.profiles.items())
 
     @property
     def is_aggregated(self) -> bool:
@@ -50,21 +65,22 @@ class Layout:
         """The system and its instances, as `split 3P+1D`."""
         counts = {"P": self.prefill, "D": self.decode, "B": self.both}
         shown = "+".join(f"{count}{letter}" for letter, count in counts.items() if count)
-        return f"{self.system} {shown}"
+        return f"{f'{self.nodes} x ' if self.nodes > 1 else ''}{self.system} {shown}"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is to be planned; either devices or rate are given."""
 
-    profiles: tuple[Profile, ...]  # one per tensor parallel degree that may be used
+    profiles: tuple[Profile, ...]  # one per kind of GPU and tensor parallel degree
     demand: Demand
     slo: Objective
     attainment: float = 0.9  # share of requests that must keep both SLOs
     link: float | None = None  # bytes per second; None for the simulator's own hand-over times
     devices: int | None = None  # number of GPUs; None to find how many are needed
     rate: float | None = None  # requests per second; None for as many as possible
-    price: float | None = None  # of a GPU hour, if known
+    least: Least = Least.GPUS
+    node: int | None = None  # GPUs of a node that KV does not leave; None if it goes anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +98,15 @@ class Found:
         """Goodput per GPU."""
         return self.rate / self.devices
 
+    def total(self, what: Least) -> float:
+        """What all GPUs take; those that no instance has, as much as those that one has."""
+        return self.layout.total(what) * self.devices / self.layout.num_devices
+
+    def on_nodes(self, nodes: int, devices: int | None) -> Found:
+        """Return this, found on one node, on so many: requests go to one of them by chance."""
+        layout = replace(self.layout, nodes=nodes)
+        return Found(layout, nodes * self.rate, self.beyond, devices or layout.num_devices)
+
 
 @dataclass(frozen=True, slots=True)
 class Single:
@@ -93,12 +118,6 @@ class Single:
     decode: Found
     stock: Found
     whole: Found
-
-    @property
-    def split_rate(self) -> float:
-        """Rate per instance of prefill and decode instances in the best ratio."""
-        rates = self.prefill.rate, self.decode.rate
-        return 1 / sum(1 / rate for rate in rates) if all(rates) else 0.0
 
     @property
     def whole_rate(self) -> float:
@@ -117,7 +136,7 @@ class Plan:
 
     @property
     def best(self) -> Found:
-        """The layout that serves most, or with fewest GPUs."""
+        """The layout that serves most per unit, or with fewest units."""
         return self.found[0]
 
     @property
@@ -126,15 +145,20 @@ class Plan:
         kind = self.best.layout.is_aggregated
         return next((each for each in self.found if each.layout.is_aggregated is not kind), None)
 
+    def per_unit(self, found: Found) -> float:
+        """Goodput per GPU, or per unit of what is to be least."""
+        return found.rate / found.total(self.question.least)
+
     @property
     def margin(self) -> float:
-        """By how much more the best layout serves per GPU than its rival, as a part; for a given
-        rate, how many more GPUs the rival takes, if it does."""
+        """By how much more the best layout serves per unit than its rival, as a part; for a given
+        rate, how much more the rival takes, if it does."""
         if self.rival is None:
             return math.inf
-        if self.question.rate is not None and self.rival.devices > self.best.devices:
-            return self.rival.devices / self.best.devices - 1
-        return self.best.per_device / self.rival.per_device - 1
+        best, rival = (each.total(self.question.least) for each in (self.best, self.rival))
+        if self.question.rate is not None and rival > best:
+            return rival / best - 1
+        return self.per_unit(self.best) / self.per_unit(self.rival) - 1
 
     @property
     def is_clear(self) -> bool:
