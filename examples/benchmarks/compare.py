@@ -152,7 +152,7 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
     budgets = {f"stock {tokens}": _budget(tokens) for tokens in (32, 64, 128, 256, 512, 1024)}
     two = {"stock": Variant(), "stock 256": _budget(256)}
     little = ("--num-gpu-blocks-override", str(interference.LITTLE_KV * max(options.batches)))
-    beside = two | {"ours": Variant((), WHOLE), "stock, little KV": Variant(little, only="5")}
+    beside = two | {"ours": Variant((), WHOLE), "little KV": Variant(little, only="5")}
     blocks = ("--block-size", str(interference.BLOCK_TOKENS))
     return {
         "order": Experiment(two | {each: _order(each) for each in POLICIES}, prompts(1)),

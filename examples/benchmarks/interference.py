@@ -3,8 +3,9 @@
 Light prompts have 18 tokens and heavy ones 512. Every load of a figure is compared with its first
 one, which has nothing beside what is watched, on the same server and in the same round:
 
-    3b      first token of a light prompt that comes right after heavy prompts. The paper: more
-            than ten times longer
+    3a, 3b  first token of a light prompt that comes right after light (3a) or heavy prompts (3b).
+            The paper: 2 and 8 times longer with 7 and 63 light ones, more than 10 with heavy ones
+    3c      first token of a heavy prompt after light ones. The paper: 3 times longer
     4a, 4b  time per token of a light decode while light (4a) or heavy prompts (4b) are computed.
             The paper: five times longer beside one heavy prompt
     4c, 4d  first token of a light (4c) or a heavy prompt (4d) beside light decodes. The paper: up
@@ -20,6 +21,7 @@ under way then is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from random import Random
@@ -44,10 +46,15 @@ METRICS = ["probe_ms", "slowdown", "longest_ms", "tokens_per_s", "throughput", "
 def loads(rng: Random, batches: Sequence[int]) -> dict[str, list[Request]]:
     """Make every load, the plain one of a figure first."""
     found: dict[str, list[Request]] = {}
-    for count in (0, 1, 4, 16):
-        probe = Request(0.002, random_prompt(LIGHT, rng), 2)
-        heavy = [Request(0.0, random_prompt(HEAVY, rng), 2) for _ in range(count)]
-        found[f"3b: light prompt, {count} heavy prompts"] = [probe, *heavy]
+    for figure, watched, kind, counts in (
+        ("3a", "light", "light", (0, 7, 63)),
+        ("3b", "light", "heavy", (0, 1, 4, 16)),
+        ("3c", "heavy", "light", (0, 63)),
+    ):
+        for count in counts:
+            probe = Request(0.002, random_prompt(PROMPTS[watched], rng), 2)
+            others = (Request(0.0, random_prompt(PROMPTS[kind], rng), 2) for _ in range(count))
+            found[f"{figure}: {watched} prompt, {count} {kind} prompts"] = [probe, *others]
     for figure, kind, counts in (("4a", "light", (0, 1, 7, 63)), ("4b", "heavy", (0, 1, 4))):
         for count in counts:
             name = f"{figure}: light decode, {count} {kind} prompts"
@@ -98,17 +105,18 @@ def _token_times(reply: Reply) -> list[float]:
 
 def gaps_beside(watched: Reply, others: Sequence[Reply]) -> list[list[float]]:
     """Seconds between tokens of a decode while others wait for their first token, a list per burst:
-    those that came at the same time. A gap counts if it began after they came and most of it was
-    before the last of their first tokens."""
+    those that came at the same time. The step that was under way then is left out, unless it is the
+    only one; a gap counts if most of it was before the last of their first tokens."""
     ends: dict[float, float] = {}
     for each in others:
         came = next((at for at in ends if abs(at - each.due_s) < 1e-3), each.due_s)
         ends[came] = max(ends.get(came, 0.0), each.due_s + each.ttft_s)
-    steps = list(pairwise(_token_times(watched)))
-    return [
-        [end - begin for begin, end in steps if begin > came + 1e-3 and (begin + end) / 2 < last]
-        for came, last in ends.items()
-    ]
+    steps, found = list(pairwise(_token_times(watched))), []
+    for came, last in ends.items():
+        later = [(begin, end) for begin, end in steps if end > came]
+        inside = [each for each in later if sum(each) / 2 < last] or later[:1]
+        found.append([end - begin for begin, end in inside[1:] or inside])
+    return found
 
 
 def _of_first_token(requests: Sequence[Request], replies: Sequence[Reply]) -> dict[str, float]:
@@ -119,6 +127,8 @@ def _of_decode(requests: Sequence[Request], replies: Sequence[Reply]) -> dict[st
     bursts = [each for each in gaps_beside(replies[0], replies[1:]) if each]
     if len(replies) == 1:
         bursts = [[1e-6 * gap for gap in replies[0].gaps_us[BURSTS[0] :]]]
+    if not bursts:  # the decode had ended before
+        return {"probe_ms": math.nan}
     return {
         "probe_ms": 1e3 * fmean(gap for burst in bursts for gap in burst),
         "longest_ms": 1e3 * fmean(map(max, bursts)),
@@ -144,7 +154,8 @@ def _of_batch(requests: Sequence[Request], replies: Sequence[Reply]) -> dict[str
 
 Figures = Callable[[Sequence[Request], Sequence[Reply]], dict[str, float]]
 _FIGURES: dict[str, Figures] = {
-    "3b": _of_first_token, "4a": _of_decode, "4b": _of_decode, "4c": _of_prompt, "4d": _of_prompt,
+    "3a": _of_first_token, "3b": _of_first_token, "3c": _of_first_token,
+    "4a": _of_decode, "4b": _of_decode, "4c": _of_prompt, "4d": _of_prompt,
     "5,": _of_batch,
 }  # fmt: skip
 
