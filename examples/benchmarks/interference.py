@@ -39,6 +39,17 @@ LIGHT_DECODE, HEAVY_DECODE, HALF_WAY = 60, 513, 256
 BLOCK_TOKENS = 32  # the least of vLLM on CPUs
 # A heavy decode has 9 blocks when light ones come, and 17 at its end.
 LITTLE_KV = 5  # blocks per request of the largest batch
+PAPER = {  # how many times longer, by how a load's name begins
+    "3a: light prompt, 7": "2",
+    "3a: light prompt, 63": "8",
+    "3b: light prompt, 16": "> 10, number not stated",
+    "3c: heavy prompt, 63": "3, number not stated",
+    "4b: light decode, 1 ": "5",
+    "4c: light prompt, 7 ": "1: rises beyond 7",
+    "4c: light prompt, 127": "up to 2.5",
+    "4d: heavy prompt, 127": "up to 2.5",
+    "5, batch of 128: half": "1.23",
+}
 WARM_UP = "4b: light decode, 1 heavy prompts"
 METRICS = ["probe_ms", "slowdown", "longest_ms", "tokens_per_s", "throughput", "preemptions"]
 

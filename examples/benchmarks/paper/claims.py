@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from examples.benchmarks.paper.opt13b import PROFILE, STATEMENTS
-from examples.benchmarks.report import PAPER_STATES, RESULTS, load, markdown, table
+from examples.benchmarks.report import INTERFERENCE, PAPER_STATES, RESULTS, load, markdown, table
 from vllm_tetri.sim.cost.profiles import profile
 
 NONE = "–"
@@ -57,6 +57,8 @@ CONDITIONS = {
     "e5": "real engines that keep the pace of a modelled device (tables.json.gz)",
     "e6": "4 decode instances, real engines that keep the pace of a modelled device "
     "(tables.json.gz)",
+    "e7": "medians over rounds on one stock engine, two Xeon cores that other programs used, too, "
+    "as ratios within a round (interference-tiny.jsonl.gz, interference-smollm2.jsonl.gz)",
     "e8": "SmolLM2 in bfloat16 on one Xeon core, the smallest step with 90 % of the best tokens/s "
     "(saturation.json.gz)",
     "e9": "real engines on two cores, tiny model, without draining (flip.jsonl.gz)",
@@ -175,16 +177,13 @@ def _exposed_ms(push: str) -> str:
     return ", ".join(f"{link}: {np.median(each):.1f} ms" for link, each in found.items())
 
 
-INTERFERENCE = {"tiny model": "interference-tiny", "SmolLM2": "interference-smollm2"}
-
-
 @cache
 def _interference_cells(name: str) -> pd.DataFrame:
     return load(RESULTS / f"{name}.jsonl.gz")[1]
 
 
 def slowdown(begin: str, end: str = "", system: str = "stock", metric: str = "slowdown") -> str:
-    """Return means over rounds of the last load of `compare interference` with such a name."""
+    """Return medians over rounds of the last load of `compare interference` with such a name."""
     found = []
     for words, name in INTERFERENCE.items():
         cells = _interference_cells(name)
@@ -192,8 +191,8 @@ def slowdown(begin: str, end: str = "", system: str = "stock", metric: str = "sl
         cells = cells[is_of & (cells["system"] == system)]
         if len(cells):
             last = cells["load"].iloc[-1]
-            mean = cells[cells["load"] == last][metric].mean()
-            found.append(f"{words} {mean:.2f} ({last.partition(': ')[2] if not end else last})")
+            middle = cells[cells["load"] == last][metric].median()
+            found.append(f"{words} {middle:.2f} ({last if end else last.partition(': ')[2]})")
     return ", ".join(found) or NONE
 
 
