@@ -6,13 +6,14 @@ one, which has nothing beside what is watched, on the same server and in the sam
     3a, 3b  first token of a light prompt that comes right after light (3a) or heavy prompts (3b).
             The paper: 2 and 8 times longer with 7 and 63 light ones, more than 10 with heavy ones
     3c      first token of a heavy prompt after light ones. The paper: 3 times longer
-    4a, 4b  time per token of a light decode while light (4a) or heavy prompts (4b) are computed.
-            The paper: five times longer beside one heavy prompt
+    4a, 4b  time per token of a light decode while light (4a) or heavy prompts (4b) are computed,
+            and the longest of each time. The paper: five times longer beside one heavy prompt
     4c, 4d  first token of a light (4c) or a heavy prompt (4d) beside light decodes. The paper: up
             to 2.5 times longer, from more than seven decodes on
     5       time per token of light decodes (60 tokens) in a batch that is light, or half heavy
             (513 tokens, of which 256 have come). The paper, at a batch of 128: 1.23 times longer,
-            0.84 of the throughput
+            0.84 of the throughput. Tokens a second are those while all light ones run, if they
+            ever do
 
 When something is due follows from tokens that have come, so it does not depend on the engine's
 speed. A prompt of figures 4a and 4b comes with a token of the watched decode, so the step that is
@@ -51,7 +52,7 @@ PAPER = {  # how many times longer, by how a load's name begins
     "5, batch of 128: half": "1.23",
 }
 WARM_UP = "4b: light decode, 1 heavy prompts"
-METRICS = ["probe_ms", "slowdown", "longest_ms", "tokens_per_s", "throughput", "preemptions"]
+METRICS = ["probe_ms", "slowdown", "longest", "tokens_per_s", "throughput", "preemptions"]
 
 
 def loads(rng: Random, batches: Sequence[int]) -> dict[str, list[Request]]:
@@ -117,7 +118,7 @@ def _token_times(reply: Reply) -> list[float]:
 def gaps_beside(watched: Reply, others: Sequence[Reply]) -> list[list[float]]:
     """Seconds between tokens of a decode while others wait for their first token, a list per burst:
     those that came at the same time. The step that was under way then is left out, unless it is the
-    only one; a gap counts if most of it was before the last of their first tokens."""
+    only one; of the last one most must have been before the last of their first tokens."""
     ends: dict[float, float] = {}
     for each in others:
         came = next((at for at in ends if abs(at - each.due_s) < 1e-3), each.due_s)
@@ -135,11 +136,11 @@ def _of_first_token(requests: Sequence[Request], replies: Sequence[Reply]) -> di
 
 
 def _of_decode(requests: Sequence[Request], replies: Sequence[Reply]) -> dict[str, float]:
-    bursts = [each for each in gaps_beside(replies[0], replies[1:]) if each]
     if len(replies) == 1:
-        bursts = [[1e-6 * gap for gap in replies[0].gaps_us[BURSTS[0] :]]]
+        return {"probe_ms": 1e-3 * fmean(replies[0].gaps_us[BURSTS[0] :])}
+    bursts = [each for each in gaps_beside(replies[0], replies[1:]) if each]
     if not bursts:  # the decode had ended before
-        return {"probe_ms": math.nan}
+        return {"probe_ms": math.nan, "longest_ms": math.nan}
     return {
         "probe_ms": 1e3 * fmean(gap for burst in bursts for gap in burst),
         "longest_ms": 1e3 * fmean(map(max, bursts)),
@@ -154,13 +155,11 @@ def _of_batch(requests: Sequence[Request], replies: Sequence[Reply]) -> dict[str
     light = [each for each in replies if each.num_tokens == LIGHT_DECODE]
     times = [_token_times(each) for each in replies]
     watched = [_token_times(each) for each in light]
-    begin, end = min(each[0] for each in watched), max(each[-1] for each in watched)
+    begin, end = max(each[0] for each in watched), min(each[-1] for each in watched)
+    if begin >= end:  # they did not all run at the same time: memory was too little
+        begin, end = min(each[0] for each in watched), max(each[-1] for each in watched)
     came = sum(begin < at <= end for each in times for at in each)
-    return {
-        "probe_ms": 1e3 * fmean(map(tpot_s, light)),
-        "longest_ms": 1e3 * max(tpot_s(each) for each in light),
-        "tokens_per_s": came / (end - begin),
-    }
+    return {"probe_ms": 1e3 * fmean(map(tpot_s, light)), "tokens_per_s": came / (end - begin)}
 
 
 Figures = Callable[[Sequence[Request], Sequence[Reply]], dict[str, float]]
@@ -177,14 +176,17 @@ def figures_of(load: str, requests: Sequence[Request], replies: Sequence[Reply])
 
 
 def compare(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add to cells of one round how many times more than the plain load of their figure they have:
-    time (`slowdown`), and tokens a second where these are counted (`throughput`)."""
+    """Add to cells of one round how many times more they have than the plain load of their figure:
+    time (`slowdown`), the longest gap of a burst (`longest`), tokens a second (`throughput`)."""
     plain: dict[str, Mapping[str, Any]] = {}
     found = []
     for cell in cells:
         first = plain.setdefault(cell["load"].partition(":")[0], cell)
-        more = {"slowdown": cell["probe_ms"] / first["probe_ms"]}
-        if "tokens_per_s" in cell:
-            more["throughput"] = cell["tokens_per_s"] / first["tokens_per_s"]
+        parts = {"slowdown": "probe_ms", "longest": "longest_ms", "throughput": "tokens_per_s"}
+        more = {
+            name: cell[metric] / first["probe_ms" if name == "longest" else metric]
+            for name, metric in parts.items()
+            if metric in cell
+        }
         found.append({**cell, **more})
     return found

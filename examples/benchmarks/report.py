@@ -346,12 +346,14 @@ def beside_others() -> str:
             if len(rounds) == (rounds["slowdown"] == 1.0).sum():
                 continue  # what the others are compared with
             stated = (each for begin, each in interference.PAPER.items() if name.startswith(begin))
-            name = name if system == "stock" else f"{name}, {system}"
-            row = found.setdefault(
-                name, {"watched, beside": name, "paper": next(stated, "–")}
-                | dict.fromkeys(INTERFERENCE, "–"),
-            )  # fmt: skip
-            row[title] = _spread(rounds["slowdown"])
+            row = {"watched, beside": name, "paper": next(stated, "–")}
+            if system != "stock":
+                row = {"watched, beside": f"{name}, {system}", "paper": "–"}
+            row = found.setdefault(row["watched, beside"], row | dict.fromkeys(INTERFERENCE, "–"))
+            more = [each for each in ("longest", "throughput") if each in rounds]
+            medians = {each: rounds[each].median() for each in more}
+            parts = [f"{each} {number(value)}" for each, value in medians.items() if value > 0]
+            row[title] = "; ".join([_spread(rounds["slowdown"]), *parts])
     return markdown(sorted(found.values(), key=lambda row: _place(str(row["watched, beside"]))))
 
 

@@ -60,23 +60,26 @@ def test_only_steps_that_prompts_share_count_as_beside_them() -> None:
     (burst,) = interference.gaps_beside(watched, others)
     assert burst == pytest.approx([0.05])
     # Too short for a step of its own: the one under way had it.
-    assert interference.gaps_beside(watched, [reply(1.0205, [1.024])]) == [[pytest.approx(0.01)]]
-    apart = [*others, reply(1.0801, [1.10])]
-    assert [len(each) for each in interference.gaps_beside(watched, apart)] == [1, 1]
+    (burst,) = interference.gaps_beside(watched, [reply(1.0205, [1.024])])
+    assert burst == pytest.approx([0.01])
+    bursts = interference.gaps_beside(watched, [*others, reply(1.0801, [1.10])])
+    assert [len(each) for each in bursts] == [1, 1]
 
 
 def test_a_decode_beside_prompts_is_slower_by_its_steps_with_them() -> None:
-    name = "4b: light decode, 1 heavy prompts"
+    plain, name = "4b: light decode, 0 heavy prompts", "4b: light decode, 1 heavy prompts"
     times = [0.0]
     for step in range(95):
-        times.append(times[-1] + (0.06 if step in (25, 49, 73) else 0.02))
+        times.append(times[-1] + {25: 0.06, 49: 0.10}.get(step, 0.02))
     prompts = [reply(times[24] + 1e-4, [times[26]]), reply(times[48] + 1e-4, [times[50]])]
-    found = interference.figures_of(name, LOADS[name], [reply(0.0, times), *prompts])
-    alone = interference.figures_of(
-        name, LOADS[name][:1], [reply(0.0, [0.02 * i for i in range(96)])]
-    )
-    assert found["probe_ms"] == pytest.approx(60, abs=0.1)
-    assert alone["probe_ms"] == pytest.approx(20, abs=0.1)
+    alone = [reply(0.0, [0.02 * place for place in range(96)])]
+    cells = [
+        {"load": each, **interference.figures_of(each, LOADS[each], replies)}
+        for each, replies in ((plain, alone), (name, [reply(0.0, times), *prompts]))
+    ]
+    _, beside = interference.compare(cells)
+    assert beside["slowdown"] == pytest.approx(4, abs=0.01)
+    assert beside["longest"] == pytest.approx(4, abs=0.01)  # each burst had one step only
 
 
 def test_of_a_batch_only_light_decodes_are_watched_and_all_tokens_count() -> None:
