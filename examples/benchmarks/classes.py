@@ -6,13 +6,16 @@ time is a number per second at fixed rates; goodput would be the highest rate th
 in every repeat, systems come in random order; each is started, warmed up, asked every class in
 random order, and ended. Lengths and times of requests depend on class, rate and repeat, never on
 the system. Results are lines of one file; an interrupted run goes on where it stopped.
+
+Lengths are drawn from the ranges below, and tokens at random. With `--sharegpt FILE` requests are
+pairs of that data set: five classes by the paper's thresholds.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
@@ -22,10 +25,11 @@ from typing import Any
 
 import psutil
 
-from examples.benchmarks import client
+from examples.benchmarks import client, sharegpt
 from examples.benchmarks.client import Client, Reply, Request, Target
 from examples.benchmarks.cluster import (
     SYSTEMS,
+    WINDOW_TOKENS,
     Site,
     add_site,
     conditions,
@@ -62,30 +66,39 @@ REST_S = 1.0
 ROLES = ("prefill", "decode")
 
 
-def draw(name: str, rng: Random) -> tuple[int, int]:
-    """Draw the lengths of prompt and output of one request of a class."""
+Draw = Callable[[str, Random], tuple[list[int], int]]
+"""Token ids of a prompt and the number of output tokens of one request of a class."""
+
+
+def draw(name: str, rng: Random) -> tuple[list[int], int]:
+    """Draw lengths from the ranges of a class, and tokens at random."""
     (least, most), output = PLAIN[rng.choice(list(PLAIN)) if name == "mixed" else name]
-    return round(least * (most / least) ** rng.random()), rng.randint(*output)
+    prompt_tokens = round(least * (most / least) ** rng.random())
+    output_tokens = rng.randint(*output)
+    return client.random_prompt(prompt_tokens, rng), output_tokens
 
 
-def schedule(name: str, count: int, rate_per_s: float, seed: str) -> list[Request]:
+def schedule(
+    name: str, count: int, rate_per_s: float, seed: str, draw: Draw = draw
+) -> list[Request]:
     """Draw requests with Poisson arrivals; a rate of 0 makes all due at once."""
     rng, at_s, requests = Random(seed), 0.0, []
     for _ in range(count):
         at_s += rng.expovariate(rate_per_s) if rate_per_s else 0.0
-        prompt_tokens, output_tokens = draw(name, rng)
-        requests.append(Request(at_s, client.random_prompt(prompt_tokens, rng), output_tokens))
+        requests.append(Request(at_s, *draw(name, rng)))
     return requests
 
 
-def measure_stock(asked: Client, target: Target, classes: Sequence[str], seed: int) -> Any:
+def measure_stock(asked: Client, target: Target, options: argparse.Namespace) -> Any:
     """Return the latencies of one request at a time, and requests per second of each class when
     all come at once."""
-    requests = schedule("hphd", LONE, 0.0, f"{seed} lone")
+    seed = options.seed
+    requests = schedule("hphd", LONE, 0.0, f"{seed} lone", options.draw)
     lone = [asked.play(target, [each])[0] for each in requests]
     at_once = {}
-    for name in classes:
-        replies = asked.play(target, schedule(name, AT_ONCE, 0.0, f"{seed} at once {name}"))
+    for name in options.classes:
+        requests = schedule(name, AT_ONCE, 0.0, f"{seed} at once {name}", options.draw)
+        replies = asked.play(target, requests)
         _require(replies, f"all {name} at once")
         at_once[name] = round(AT_ONCE / max(each.jct_s for each in replies), 4)
     return {
@@ -149,7 +162,7 @@ def measure_load(
     name, rate, stock = key["name"], key["rate"], results.head["stock"]
     rate_per_s = RATES[rate] * stock["at_once_per_s"][name]
     seed = f"{options.seed} {name} {rate} {key['repeat']}"
-    requests = schedule(name, options.num_prompts, rate_per_s, seed)
+    requests = schedule(name, options.num_prompts, rate_per_s, seed, options.draw)
     cell = measure_cell(asked, target, requests, stock)
     results.add(**key, rate_per_s=round(rate_per_s, 4), **cell)
     shown = {each: round(cell.get(each, 0)) for each in ("completed", "ttft_mean_ms")}
@@ -218,16 +231,24 @@ def main() -> None:
             default=list(default or ("stock", "stock-256", "split", "both")),
             help=f"NAME,NAME of {', '.join(known)}",
         )
+    from_file = "draw requests from a data set in ShareGPT's format: .json, .jsonl, .gz, .tar.gz"
+    parser.add_argument("--sharegpt", type=Path, metavar="FILE", help=from_file)
     parser.add_argument("--num-prompts", type=int, default=48, help="requests in a cell; 48")
     turns = "run all systems at the same time, in turns, instead of one after the other"
     parser.add_argument("--in-turns", action="store_true", help=turns)
     parser.add_argument("--repeats", type=int, default=3, help="with other requests each; 3")
     parser.add_argument("--output", type=Path, default=Path("classes.jsonl"), help="result file")
     options, site = parse(parser)
+    facts: dict[str, Any] = {"num_prompts": options.num_prompts, "in_turns": options.in_turns}
+    options.draw = draw
+    if options.sharegpt:
+        tokenize = sharegpt.tokenizer(site.model)
+        options.draw = sharegpt.read(options.sharegpt, tokenize, WINDOW_TOKENS)
+        facts["sharegpt"] = {"file": options.sharegpt.name, "pairs": options.draw.facts()}
     head = {
         "by": ["name", "rate", "system"],
         "metrics": METRICS,
-        "conditions": conditions(site, num_prompts=options.num_prompts, in_turns=options.in_turns),
+        "conditions": conditions(site, **facts),
     }
     results = Results(options.output, head)
     known = results.head.get("stock", {}).get("at_once_per_s", {})
@@ -235,7 +256,7 @@ def main() -> None:
         with serving("stock", site) as url, client.client(site.cores) as asked:
             target = Target(url, site.name, QUIET_S)
             _require(asked.play(target, schedule("mixed", WARM_UP, 0.0, "warm")), "warming up")
-            results.head["stock"] = measure_stock(asked, target, options.classes, options.seed)
+            results.head["stock"] = measure_stock(asked, target, options)
         results.rewrite()
     if options.in_turns:
         measure_in_turns(site, options, results)

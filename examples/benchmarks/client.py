@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -37,6 +37,8 @@ _STREAM_END = b"\r\n0\r\n\r\n"
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _TAIL_BYTES = 2048
 _SHOWN = 300
+# When so many tokens of a request have come; requests that are due then wait for it.
+_Marks = dict[int, asyncio.Future[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,14 @@ class Request:
     """A greedy completion and when it is due.
 
     Attributes:
-        at_s: Seconds after the start.
+        at_s: Seconds after the start, or after what `after` waits for.
         prompt: Token ids, or the text of a chat's only message.
         output_tokens: Exactly this many must come.
         stream: Whether tokens come one by one.
         extra: Further fields of the body.
         headers: Further headers.
+        after: Place of another request of the schedule, and how many of its tokens must have come,
+            unless it has ended before.
     """
 
     at_s: float
@@ -58,6 +62,7 @@ class Request:
     stream: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    after: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class Reply:
         text, token_ids: What was generated, where the caller keeps it.
         headers: Headers of the response, names in lower case.
         error: Why it failed; empty if it was served.
+        due_s: When it was due, in seconds after the start of the schedule.
     """
 
     status: int = 0
@@ -83,6 +89,7 @@ class Reply:
     token_ids: Sequence[int] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
+    due_s: float = 0.0
 
     @property
     def is_refused(self) -> bool:
@@ -109,10 +116,13 @@ async def play(target: Target, requests: Sequence[Request]) -> list[Reply]:
     """Send every request when it is due and wait for all; replies in the order of requests."""
     raw = [_http(target, each) for each in requests]
     pulse = _Pulse(target.quiet_s)
+    marks: list[_Marks] = [{} for _ in requests]
+    for place, tokens in (each.after for each in requests if each.after):
+        marks[place].setdefault(tokens, asyncio.get_running_loop().create_future())
     start = time.monotonic() + _LEAD_S
     tasks = [
-        asyncio.create_task(_send(target, each, body, start + each.at_s, pulse))
-        for each, body in zip(requests, raw, strict=True)
+        asyncio.create_task(_send_when_due(target, place, requests, body, start, pulse, marks))
+        for place, body in enumerate(raw)
     ]
     pending = set(tasks)
     while pending and (left_s := pulse.left_s()) > 0:
@@ -133,15 +143,41 @@ def _given_up(outcome: BaseException, quiet: Reply) -> Reply:
 async def send(target: Target, request: Request) -> Reply:
     """Send one request now."""
     raw = _http(target, request)
-    return await _send(target, request, raw, time.monotonic(), _Pulse(target.quiet_s))
+    return await _send(target, request, raw, time.monotonic(), _Pulse(target.quiet_s), {})
 
 
-async def _send(target: Target, each: Request, raw: bytes, due: float, pulse: _Pulse) -> Reply:
+async def _send_when_due(
+    target: Target,
+    place: int,
+    requests: Sequence[Request],
+    raw: bytes,
+    start: float,
+    pulse: _Pulse,
+    marks: Sequence[_Marks],
+) -> Reply:
+    each = requests[place]
+    begun = start
+    if each.after:
+        other, tokens = each.after
+        begun = await asyncio.shield(marks[other][tokens])
+    due = begun + each.at_s
     await asyncio.sleep(due - time.monotonic())
+    own = dict(marks[place])
+    try:
+        reply = await _send(target, each, raw, due, pulse, own)
+    finally:
+        for mark in own.values():
+            mark.set_result(time.monotonic())
+    return replace(reply, due_s=round(due - start, 5))
+
+
+async def _send(
+    target: Target, each: Request, raw: bytes, due: float, pulse: _Pulse, marks: _Marks
+) -> Reply:
     pulse.begin()
     keeps, stream, error = target.keep_outputs or not each.stream, Stream(pulse), ""
     try:
-        stream = await Stream.open(target.url, pulse, keep_body=keeps)
+        stream = await Stream.open(target.url, pulse, keep_body=keeps, marks=marks)
         await stream.exchange(raw)
     except OSError as failure:
         error = f"{type(failure).__name__}: {failure}"
@@ -183,17 +219,25 @@ class Stream(asyncio.Protocol):
         num_reads: How many reads they came in.
     """
 
-    def __init__(self, pulse: _Pulse, *, keep_body: bool = False) -> None:
+    def __init__(
+        self, pulse: _Pulse, *, keep_body: bool = False, marks: _Marks | None = None
+    ) -> None:
         self.event_s: list[float] = []
         self.num_reads = 0
         self._pulse = pulse
+        self._marks = {} if marks is None else marks
         self._keep_body = keep_body
         self._transport: asyncio.Transport | None = None
         self._begin()
 
     @classmethod
     async def open(
-        cls, url: str, pulse: _Pulse | None = None, *, keep_body: bool = False
+        cls,
+        url: str,
+        pulse: _Pulse | None = None,
+        *,
+        keep_body: bool = False,
+        marks: _Marks | None = None,
     ) -> Stream:
         """Connect.
 
@@ -203,7 +247,7 @@ class Stream(asyncio.Protocol):
         address, loop = urlsplit(url), asyncio.get_running_loop()
         host, port = address.hostname or "127.0.0.1", address.port or 80
         context = _trusting_all() if address.scheme == "https" else None
-        stream = cls(pulse or _Pulse(math.inf), keep_body=keep_body)
+        stream = cls(pulse or _Pulse(math.inf), keep_body=keep_body, marks=marks)
         await loop.create_connection(lambda: stream, host, port, ssl=context)
         return stream
 
@@ -279,6 +323,8 @@ class Stream(asyncio.Protocol):
         if count := text.count(_EVENT, max(0, len(self._tail) - len(_EVENT) + 1)):
             self.event_s += [now] * count
             self.num_reads += 1
+            for tokens in [each for each in self._marks if each <= len(self.event_s)]:
+                self._marks.pop(tokens).set_result(now)
             if _ERROR in text:
                 self._fail(text[text.index(_ERROR) :][:_SHOWN].decode("latin-1"))
         self._tail = text[-_TAIL_BYTES:]

@@ -2,8 +2,8 @@
 
     order         order of waiting prompts (paper, Figure 16): mean TTFT of a full queue
     saturation    prompt tokens per second by tokens of a step
-    interference  a light prompt with heavy ones at the same time (paper, Figure 3). Figures 4 and
-                  5, with decodes, are not measured: they follow from fitted step costs
+    interference  prompts and decodes in one batch (paper, Figures 3 to 5), with enough and with too
+                  little KV memory: see interference.py
     tbt           a bound on the time between tokens, against fixed token budgets
     chunks        prompt tokens of a prefill step, split
     loads         KV that may be loaded within a decode step, split
@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+import re
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from examples.benchmarks import client, pace
+from examples.benchmarks import client, interference, pace
 from examples.benchmarks.client import Client, Request, Target, random_prompt
 from examples.benchmarks.cluster import (
     Site,
@@ -44,15 +47,21 @@ ROOT = Path(__file__).parents[2]
 POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128", "mlfq 16")
 WHOLE = ("--mode", "whole", "--both", "1")
 LATENCIES = ["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"]
+_PREEMPTIONS = re.compile(rb"^vllm:num_preemptions_total(?:\{.*\})? ([0-9.e+]+)", re.MULTILINE)
 PREDICTORS = ("histogram", "head", "parallel", "sequential")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Options of one server; without options of `up` it is stock vLLM."""
+    """Options of one server; without options of `up` it is stock vLLM.
+
+    Attributes:
+        only: How the names of the loads that it gets begin.
+    """
 
     serve: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
+    only: str = ""
 
 
 Loads = Callable[[argparse.Namespace, Random], dict[str, list[Request]]]
@@ -60,11 +69,16 @@ Loads = Callable[[argparse.Namespace, Random], dict[str, list[Request]]]
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Named variants, and the requests that each gets, by name."""
+    """Named variants, and the requests that each gets, by name.
+
+    Attributes:
+        in_rounds: Loads are played `--rounds` times, in random order, and compared in each round.
+    """
 
     variants: dict[str, Variant]
     loads: Loads
     is_paced: bool = False
+    in_rounds: bool = False
     metrics: list[str] = field(default_factory=lambda: ["ttft_mean_ms", "jct_mean_ms", "total_s"])
 
 
@@ -88,15 +102,9 @@ def equal_prompts(options: argparse.Namespace, rng: Random) -> dict[str, list[Re
     return {"512": [Request(0.0, random_prompt(512, rng), 1) for _ in range(options.num_prompts)]}
 
 
-def probe_with_others(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
-    """Make one light prompt that comes right after heavy ones."""
-    return {
-        f"{count} heavy": [
-            Request(0.002, random_prompt(18, rng), 2),
-            *(Request(0.0, random_prompt(512, rng), 2) for _ in range(count)),
-        ]
-        for count in (0, 1, 4, 16)
-    }
+def beside_others(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+    """Make prompts and decodes beside others (Figures 3 to 5)."""
+    return interference.loads(rng, options.batches)
 
 
 def mixed_stream(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
@@ -143,11 +151,17 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
     oracle = (known, options.predictor or "oracle")
     budgets = {f"stock {tokens}": _budget(tokens) for tokens in (32, 64, 128, 256, 512, 1024)}
     two = {"stock": Variant(), "stock 256": _budget(256)}
+    little = ("--num-gpu-blocks-override", str(interference.LITTLE_KV * max(options.batches)))
+    beside = two | {"ours": Variant((), WHOLE), "little KV": Variant(little, only="5")}
+    blocks = ("--block-size", str(interference.BLOCK_TOKENS))
     return {
         "order": Experiment(two | {each: _order(each) for each in POLICIES}, prompts(1)),
         "saturation": Experiment(budgets, equal_prompts, metrics=["prompt_tokens_per_s"]),
         "interference": Experiment(
-            two | {"ours": Variant((), WHOLE)}, probe_with_others, metrics=["probe_ttft_ms"]
+            {name: replace(each, serve=(*each.serve, *blocks)) for name, each in beside.items()},
+            beside_others,
+            in_rounds=True,
+            metrics=interference.METRICS,
         ),
         "tbt": Experiment(
             two
@@ -202,15 +216,24 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
 
 
 def measure(
-    asked: Client, target: Target, requests: Sequence[Request], late: Path | None, scale: float
+    asked: Client,
+    target: Target,
+    late: Path | None,
+    scale: float,
+    requests: Sequence[Request],
+    watched: str = "",
 ) -> dict[str, Any]:
-    """Play one load; times of paced engines are those of the modelled device."""
+    """Play one load; times of paced engines are those of the modelled device.
+
+    Args:
+        watched: Name of a load of interference; others have none.
+    """
     before = preemptions(target.url)
     replies = asked.play(target, requests)
     errors = [each.error for each in replies if each.error]
     if errors:
         raise RuntimeError(f"{len(errors)} requests failed, the first with: {errors[0]}")
-    took_s = max(each.at_s + reply.jct_s for each, reply in zip(requests, replies, strict=True))
+    took_s = max(each.due_s + each.jct_s for each in replies)
     cell = {name: value / scale for name, value in figures(replies).items() if "_ms" in name}
     return {
         **cell,
@@ -219,19 +242,22 @@ def measure(
         "probe_ttft_ms": 1e3 * replies[0].ttft_s,
         "preemptions": preemptions(target.url) - before,
         **({"late_ms": 1e3 * pace.worst_s(late) / scale} if late else {}),
+        **(interference.figures_of(watched, requests, replies) if watched else {}),
     }
 
 
 def preemptions(url: str) -> int:
-    """Return how often instances of ours have preempted a request; 0 for stock."""
-    rows = get_json(f"{url}/tetri/v1/instances").get("instances", ())
-    return sum(row["preemptions"] for row in rows)
+    """Return how often instances have preempted a request."""
+    if rows := get_json(f"{url}/tetri/v1/instances").get("instances", ()):
+        return sum(row["preemptions"] for row in rows)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+        return int(sum(map(float, _PREEMPTIONS.findall(response.read()))))
 
 
 def run_variant(
     name: str, experiment: Experiment, site: Site, options: argparse.Namespace, repeat: int
-) -> list[dict[str, Any]]:
-    """Start one server and return a cell per load."""
+) -> Iterator[dict[str, Any]]:
+    """Start one server and yield a cell per load, and per round."""
     variant, late, scale = experiment.variants[name], None, 1.0
     if experiment.is_paced:
         late, scale = site.folder / "late", options.scale
@@ -240,7 +266,6 @@ def run_variant(
         environment = {**site.environment, "PYTHONPATH": str(ROOT)}
         site = replace(site, serve=(*paced, *site.serve), environment=environment)
     system = System(1, variant.serve)
-    loads = experiment.loads(options, Random(f"{options.seed} {repeat}"))
     up = [*variant.up]
     if experiment.is_paced:
         up += ["--placement", "shared-cores"]
@@ -250,17 +275,46 @@ def run_variant(
         if variant.up
         else stock(site, label, system, site.cores)
     )
-    cells = []
+    key = {"system": name, "repeat": repeat}
     with started as found, client.client(site.cores) as asked:
         url = found if isinstance(found, str) else str(found["url"])
-        target = Target(url, site.name)
-        warm = next(iter(loads.values()))[:8]
-        measure(asked, target, warm, late, scale)
+        play = partial(measure, asked, Target(url, site.name), late, scale)
+        if experiment.in_rounds:
+            yield from play_rounds(play, experiment, options, variant.only, key)
+            return
+        loads = experiment.loads(options, Random(f"{options.seed} {repeat}"))
+        play(next(iter(loads.values()))[:8])
         for load, requests in loads.items():
-            cell = measure(asked, target, requests, late, scale)
-            cells.append({"load": load, "system": name, "repeat": repeat, **cell})
-            print({key: str(value)[:8] for key, value in cells[-1].items()}, flush=True)
-    return cells
+            yield shown({"load": load, **key, **play(requests)})
+
+
+def play_rounds(
+    play: Callable[..., dict[str, Any]],
+    experiment: Experiment,
+    options: argparse.Namespace,
+    only: str,
+    key: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Play the loads that were asked for, in random order in every round, and compare them."""
+    chosen = tuple(options.loads.split(","))
+    for turn in range(-1, options.rounds):
+        rng = Random(f"{options.seed} {key['repeat']} {turn}")
+        loads = experiment.loads(options, rng)
+        if turn < 0:
+            play(loads[interference.WARM_UP])
+            continue
+        names = [each for each in loads if each.startswith(only) and each.startswith(chosen)]
+        cells = {
+            load: shown({"load": load, **key, "round": turn, **play(loads[load], load)})
+            for load in rng.sample(names, len(names))
+        }
+        yield from interference.compare([cells[load] for load in names])
+
+
+def shown(cell: dict[str, Any]) -> dict[str, Any]:
+    """Print a cell and return it."""
+    print({key: str(value)[:40] for key, value in cell.items()}, flush=True)
+    return cell
 
 
 def main() -> None:
@@ -277,6 +331,15 @@ def main() -> None:
     parser.add_argument("--dispatch", default="power-of-two,power-of-two-ratio", help="policies")
     parser.add_argument("--kv-tokens", type=int, default=8192, help="KV memory, if paced; 8192")
     parser.add_argument("--scale", type=float, default=0.25, help="of modelled step times; 0.25")
+    beside = "of interference: "
+    parser.add_argument("--rounds", type=int, default=3, help=f"{beside}per server; 3")
+    parser.add_argument("--loads", default="", help=f"{beside}3b,4a: those that begin so; all")
+    parser.add_argument(
+        "--batches",
+        type=lambda text: [int(each) for each in text.split(",")],
+        default=[16, 64, 128],
+        help=f"{beside}of figure 5; 16,64,128",
+    )
     parser.add_argument("--output", type=Path, help="result file; EXPERIMENT.jsonl")
     options, site = parse(parser)
     experiment = experiments(options)[options.experiment]

@@ -11,6 +11,7 @@ import argparse
 import gzip
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -20,6 +21,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
+from examples.benchmarks import interference
 from examples.benchmarks.figures import interval
 from examples.predictor.head import scores
 from examples.predictor.worth import PREDICTORS
@@ -64,6 +66,9 @@ CONVERSATIONS = {
     "adaptive-3": "adaptive, 3 `both`",
 }
 MEANS = ("first_ttft_ms", "later_ttft_ms", "jct_ms", "cached", "kv_bytes_sent", "fetched_tokens")
+
+
+INTERFERENCE = {"tiny model": "interference-tiny", "SmolLM2, 6 layers": "interference-smollm2"}
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
@@ -331,6 +336,38 @@ def conversations(file: str = "turns.jsonl.gz") -> str:
     return markdown(rows)
 
 
+def beside_others() -> str:
+    """How many times longer something takes beside others than alone, by model: medians over
+    rounds, and the least and the most."""
+    found: dict[str, dict[str, str]] = {}
+    for title, name in INTERFERENCE.items():
+        _, cells = load(RESULTS / f"{name}.jsonl.gz")
+        for (name, system), rounds in cells.groupby(["load", "system"], sort=False):
+            if len(rounds) == (rounds["slowdown"] == 1.0).sum():
+                continue  # what the others are compared with
+            stated = (each for begin, each in interference.PAPER.items() if name.startswith(begin))
+            row = {"watched, beside": name, "paper": next(stated, "–")}
+            if system != "stock":
+                row = {"watched, beside": f"{name}, {system}", "paper": "–"}
+            row = found.setdefault(row["watched, beside"], row | dict.fromkeys(INTERFERENCE, "–"))
+            more = [each for each in ("longest", "throughput") if each in rounds]
+            medians = {each: rounds[each].median() for each in more}
+            parts = [f"{each} {number(value)}" for each, value in medians.items() if value > 0]
+            row[title] = "; ".join([_spread(rounds["slowdown"]), *parts])
+    return markdown(sorted(found.values(), key=lambda row: _place(str(row["watched, beside"]))))
+
+
+def _spread(values: pd.Series) -> str:
+    middle = number(values.median())
+    most = f" ({number(values.min())} to {number(values.max())})" if len(values) > 1 else ""
+    return middle + most
+
+
+def _place(name: str) -> tuple[str, list[int], str]:
+    """Sort loads by figure, then by their numbers."""
+    return name[:2], [int(each) for each in re.findall(r"\d+", name[2:])], name
+
+
 DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Five classes on two cores": ("benchmarks.md", five_classes),
     "Adaptive over two instances": ("benchmarks.md", two_instances),
@@ -339,6 +376,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "KV transport": ("benchmarks.md", transfers),
     "Conversations": ("benchmarks.md", conversations),
     "Conversations, SmolLM2": ("benchmarks.md", partial(conversations, "turns-smollm2.jsonl.gz")),
+    "Prompts and decodes beside others": ("benchmarks.md", beside_others),
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
     "Prefix caches of a cluster": ("benchmarks.md", caches),
     "The papers' experiments": ("simulator.md", paper_classes),

@@ -98,6 +98,36 @@ async def test_requests_are_sent_when_due_whatever_the_others_do() -> None:
     assert 0.05 < order[1] - order[0] < 0.3
 
 
+async def test_a_request_is_due_when_so_many_tokens_of_another_one_have_come() -> None:
+    turns = iter(range(2))
+
+    async def respond(write: Write) -> None:
+        is_first = next(turns) == 0
+        await write(HEAD + event("a"))
+        await asyncio.sleep(0.2 if is_first else 0.0)
+        await write(event("b"))
+        await asyncio.sleep(0.1 if is_first else 0.0)
+        await write(event("", usage=2) + END)
+
+    late = Request(0.05, [10, 11], 2, after=(1, 2))
+    async with serving(respond) as target:
+        second, first = await play(target, [late, request(2)])
+    assert [first.error, second.error] == ["", ""]
+    assert first.due_s == 0.0
+    came_s = first.ttft_s + 1e-6 * first.gaps_us[0]
+    assert second.due_s == pytest.approx(came_s + 0.05, abs=1e-3)
+    assert second.ttft_s < 0.2  # counts from then
+
+
+async def test_a_request_does_not_wait_for_tokens_that_will_not_come() -> None:
+    async def respond(write: Write) -> None:
+        await write(HEAD + event("a") + event("", usage=1) + END)
+
+    async with serving(respond) as target:
+        _, second = await play(target, [request(1), Request(0.0, [10], 1, after=(0, 9))])
+    assert second.error == ""
+
+
 async def test_an_event_split_over_reads_is_counted_once() -> None:
     data = HEAD + event("a") + event("b") + event("", usage=2) + END
 

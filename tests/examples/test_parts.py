@@ -40,7 +40,7 @@ def test_options_of_a_paced_engine_carry_its_pace(tmp_path: Path) -> None:
 
 OPTIONS = argparse.Namespace(
     num_prompts=4, request_rate=2.0, predictor=None, dispatch="power-of-two", phase=10.0,
-    request_rates=[1.0, 1.0], scale=0.5,
+    request_rates=[1.0, 1.0], scale=0.5, batches=[4, 16],
 )  # fmt: skip
 
 
