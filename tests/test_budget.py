@@ -103,7 +103,7 @@ COMMANDS = 16
 COMMANDS_IN_HELP = 15
 DOC_PAGES = 17
 
-DOC_WORDS = 31_935  # tables of models, links, layers, caches and conversations have 900
+DOC_WORDS = 31_926  # tables of models, links, layers, caches and conversations have 900
 ARCHITECTURE_WORDS = 900
 
 SUFFIXES = {".py", ".pyi", ".cc", ".h"}
