@@ -89,7 +89,7 @@ FOLDERS = {
     "vllm_tetri/predictor": 472,
     "vllm_tetri/launch": 2_008,
     "vllm_tetri/sim": 3_640,
-    "examples/benchmarks": 9_009,
+    "examples/benchmarks": 9_017,
     "examples/predictor": 1_820,
     "csrc": 7_914,
     "tests": 49_629,

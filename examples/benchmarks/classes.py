@@ -203,7 +203,8 @@ def measure_in_turns(site: Site, options: argparse.Namespace, results: Results) 
     share their instances."""
     with ExitStack() as stack, client.client(site.cores) as asked:
         targets: dict[tuple[str, ...], Target] = {}
-        layouts = {name: SYSTEMS[name].up[2:] or (name,) for name in options.systems}
+        systems = {name: SYSTEMS[name] for name in options.systems}
+        layouts = {name: (*each.up[2:], *each.serve) or (name,) for name, each in systems.items()}
         for name, layout in layouts.items():
             if layout not in targets:
                 url = stack.enter_context(serving(name, site))

@@ -53,6 +53,7 @@ class System:
 
 
 VLLM_ROUTER = str(Path(sys.executable).with_name("vllm-router"))  # of the extra `bench`
+_1P2D = "--mode", "split", "--prefill", "1", "--decode", "2"
 SYSTEMS = {
     "stock": System(),
     "stock-128": System(serve=("--max-num-batched-tokens", "128")),
@@ -68,6 +69,12 @@ SYSTEMS = {
     "both-slo": System(up=("--mode", "adaptive", "--both", "1", "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
     "adaptive-1p1d": System(2, up=("--mode", "adaptive", "--prefill", "1", "--decode", "1")),
+    "split-1p2d": System(3, up=_1P2D),
+    # As TetriInfer's paper has it, and with right predictions of lengths (section 5.2.3).
+    "paper": System(3, up=_1P2D, serve=("--tetri-preset", "paper")),
+    "paper-oracle": System(
+        3, up=_1P2D, serve=("--tetri-preset", "paper", "--tetri-predictor", "oracle")
+    ),
     "split-2p1d": System(3, up=("--mode", "split", "--prefill", "2", "--decode", "1")),
     # As it was before instances told what they have cached: nothing is found again.
     "split-2p1d-uncached": System(
