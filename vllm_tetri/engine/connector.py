@@ -94,6 +94,10 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         teach_v1_runner()
         tensors, alone = list(kv_caches.values()), self._alone
+        if self._vllm_config.device_config.device_type == "cpu":
+            # vLLM's attention in bfloat16 uses AMX, for which the kernel has to be asked. A matrix
+            # product of many tokens does; without one before, the process ends (patches/0004).
+            torch.cpu._init_amx()
         group = get_tp_group()
         if self._tetri.predictor == HEAD and group.rank_in_group == 0:
             self._states = StateReader()
