@@ -62,7 +62,9 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     if name != "router":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        (folder / f"{name}.below").write_text(str(child.pid))
+        whole = folder / f"{name}.below.part"
+        whole.write_text(str(child.pid))
+        whole.rename(folder / f"{name}.below")  # never seen half written
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
