@@ -90,7 +90,7 @@ FOLDERS = {
     "vllm_tetri/predictor": 472,
     "vllm_tetri/launch": 2_008,
     "vllm_tetri/sim": 3_640,
-    "examples/benchmarks": 9_017,
+    "examples/benchmarks": 9_020,
     "examples/predictor": 1_820,
     "csrc": 7_914,
     "tests": 49_658,

@@ -32,7 +32,6 @@ WINDOW_TOKENS = 2048
 START_S = 900.0
 # Sharing cores with anything else is ten times slower where threads spin while they wait.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-_NIXL_READ = re.compile(rb"^vllm:nixl_bytes_transferred_count(?:\{.*\})? ([0-9.e+]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +279,17 @@ def _nixl_pair(site: Site, system: System) -> Iterator[str]:
         words = ["--vllm-pd-disaggregation", "--prefill", urls[0], "--decode", urls[1]]
         words += ["--policy", system.policy]
         url = stack.enter_context(vllm_router(site, words, lambda url: _completes(url, site)))
-        with urllib.request.urlopen(f"{urls[1]}/metrics", timeout=5) as response:
-            read = _NIXL_READ.findall(response.read())
-        if not any(float(each) > 0 for each in read):
+        if not metric(urls[1], "vllm:nixl_bytes_transferred_count"):
             raise RuntimeError("nixl: the decode instance computed the prompt instead of reading")
         yield url
+
+
+def metric(url: str, name: str) -> float:
+    """Return the sum of a server's Prometheus metric over its labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    found = re.findall(rf"^{name}(?:\{{.*\}})? ([0-9.e+]+)", text, re.MULTILINE)
+    return sum(map(float, found))
 
 
 def get_json(url: str, key: str = "") -> dict[str, Any]:

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +35,7 @@ from examples.benchmarks.cluster import (
     add_site,
     conditions,
     get_json,
+    metric,
     our_cluster,
     parse,
     stock,
@@ -47,7 +46,6 @@ ROOT = Path(__file__).parents[2]
 POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128", "mlfq 16")
 WHOLE = ("--mode", "whole", "--both", "1")
 LATENCIES = ["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"]
-_PREEMPTIONS = re.compile(rb"^vllm:num_preemptions_total(?:\{.*\})? ([0-9.e+]+)", re.MULTILINE)
 PREDICTORS = ("histogram", "head", "parallel", "sequential")
 
 
@@ -250,8 +248,7 @@ def preemptions(url: str) -> int:
     """Return how often instances have preempted a request."""
     if rows := get_json(f"{url}/tetri/v1/instances").get("instances", ()):
         return sum(row["preemptions"] for row in rows)
-    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
-        return int(sum(map(float, _PREEMPTIONS.findall(response.read()))))
+    return int(metric(url, "vllm:num_preemptions_total"))
 
 
 def run_variant(

@@ -19,8 +19,9 @@ from random import Random
 from typing import Any
 
 from examples.benchmarks.client import TOKEN_IDS
+from vllm_tetri.policy.lengths import HEAVY_TOKENS
 
-HEAVY_PROMPT, HEAVY_OUTPUT = 512, 128  # more than these
+HEAVY_PROMPT = 512  # tokens: more than these
 _USERS, _MODELS = {"human", "user"}, {"gpt", "chatgpt", "assistant", "bing", "bard"}
 
 Tokenize = Callable[[str], list[int]]
@@ -29,7 +30,7 @@ Tokenize = Callable[[str], list[int]]
 def class_of(prompt_tokens: int, output_tokens: int) -> str:
     """Return the class of a request by its lengths."""
     prompt = "hp" if prompt_tokens > HEAVY_PROMPT else "lp"
-    return prompt + ("hd" if output_tokens > HEAVY_OUTPUT else "ld")
+    return prompt + ("hd" if output_tokens > HEAVY_TOKENS else "ld")
 
 
 def conversations(path: Path) -> Iterator[dict[str, Any]]:

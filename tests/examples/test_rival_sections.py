@@ -320,7 +320,7 @@ def test_a_group_is_no_quicker_than_its_nodes_and_its_link(
 
 
 def test_what_swings_is_counted_every_half_second() -> None:
-    """Of four requests three begin in the time that counts: 1.1 s to a first token, 2.2 s more."""
+    """Three of four requests begin in the time that counts: 1.1 s to a first token, 2.2 s more."""
     specs = [spec(number, 10, 3, 100.0 * number) for number in range(5)]
     found = swing(run(one("least-in-flight"), specs), specs)
     assert found["waiting_mean"] == pytest.approx(3 * 3 / 600)
