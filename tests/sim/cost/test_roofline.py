@@ -64,6 +64,22 @@ def test_a_gpu_may_be_called_by_its_beginning() -> None:
             gpu(name)
 
 
+def test_a_cap_of_power_slows_prompts_and_leaves_decodes() -> None:
+    capped = gpu("h100@350")
+    assert (capped.name, capped.watts) == ("h100-80g@350", 350)
+    whole, slow = roofline(LLAMA, H100, 1), roofline(LLAMA, capped, 1)
+    prompt, decodes = (0, 0, 2048, 1024), (16, 16 * 1024, 0, 0)
+    assert slow.step_s(*prompt) == pytest.approx(whole.step_s(*prompt) * 2 ** (1 / 3), rel=0.05)
+    assert slow.step_s(*decodes) == pytest.approx(whole.step_s(*decodes), rel=0.02)
+    assert gpu("h100@700").flops == H100.flops
+
+
+@pytest.mark.parametrize("cap", ["", "174", "701", "half", "-400", "1e3"])
+def test_a_cap_beyond_the_device_is_refused_with_its_bounds(cap: str) -> None:
+    with pytest.raises(ConfigError, match="whole number of watts, 175 to 700 of this one"):
+        gpu(f"h100@{cap}")
+
+
 # -- config.json -----------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ devices of an instance.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_tetri.errors import ConfigError
@@ -108,12 +108,25 @@ GPUS = {each.name: each for each in (
 
 
 def gpu(name: str) -> Gpu:
-    """Return a device by its name, or by the beginning of exactly one: `h100`; raises ConfigError
-    if there is none."""
-    found = [each for each in GPUS.values() if name and each.name.startswith(name.lower())]
+    """Return a device by its name, or by the beginning of exactly one: `h100`, `h100@350` with its
+    power capped at so many watts (Splitwise, section IV-D); raises ConfigError if there is none.
+
+    A cap is estimated to lower the clock, and so the arithmetic, by the cube root of the power,
+    and to leave the memory as fast as it is.
+    """
+    start, is_capped, cap = name.lower().partition("@")
+    found = [each for each in GPUS.values() if start and each.name.startswith(start)]
     if len(found) != 1:
         raise ConfigError(f"no GPU {name!r}; there are {', '.join(GPUS)}")
-    return found[0]
+    (whole,) = found
+    if not is_capped:
+        return whole
+    if not cap.isdecimal() or not whole.watts / 4 <= int(cap) <= whole.watts:
+        bounds = f"{whole.watts / 4:g} to {whole.watts:g}"
+        raise ConfigError(f"GPU {name!r}: a cap is a whole number of watts, {bounds} of this one")
+    share = int(cap) / whole.watts
+    flops = whole.flops * share ** (1 / 3)
+    return replace(whole, name=f"{whole.name}@{cap}", flops=flops, watts=int(cap))
 
 
 def model(name: str) -> Model:
