@@ -417,6 +417,11 @@ def _whole_s(many: list[InstanceView], name: str, ask: Need, objective: Objectiv
     cost_s += 20 * max(0, ttft_s - objective.ttft_s) + 20 * tokens * max(
         0, tpot_s - objective.tpot_s
     )
+    if site.decodes and objective.tpot_s < inf:
+        step_s = site.step_s * (1 + site.busy_others) / (1 - site.prompt_share)
+        pause_s = ask.prompt_tokens * adaptive.token_s(site, ask.prompt_tokens)
+        late_s = step_s + pause_s / max(1, 2 * site.left_tokens) - objective.tpot_s
+        cost_s += 20 * max(0, late_s) * 2 * site.remaining_tokens
     missing_tokens = max(0, ask.prompt_tokens + tokens - site.free_tokens)
     used_tokens = max(1, site.block_size * site.view.load.blocks_total - site.free_tokens)
     steps = max(

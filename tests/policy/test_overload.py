@@ -296,6 +296,9 @@ def late(
         ({"tpot_s": 9, "shares": False}, False),
         ({"ttft_s": 9, "tpot_s": 9, "waits": False}, True),
         ({"ttft_s": 9, "tpot_s": 9, "shares": False}, True),
+        # It is in time itself, but its prompt makes others late.
+        ({"others_tpot_s": 0.06}, False),
+        ({"others_tpot_s": 0.065}, True),
         # A guess refuses none.
         ({"ttft_s": 9, "confidence": 0.2}, False),
         ({"ttft_s": 9, "confidence": 0.8}, True),
@@ -316,6 +319,9 @@ def test_it_may_come_again_when_the_work_before_it_is_done() -> None:
     assert late(ttft_s=4.5) == late(ttft_s=4.5, tpot_s=9) == first_token
     pace = Late("100 ms a token expected, promised 50 ms", 10)
     assert late(tpot_s=0.1, answer_tokens=200) == pace  # half of it is written by then
+    others = late(tpot_s=0.02, others_tpot_s=0.1)
+    assert others is not None
+    assert others.reason.startswith("100 ms a token of outputs that its prompt interrupts")
 
 
 @pytest.mark.parametrize(("ttft_s", "wait_s"), [(1.26, 1), (2.5, 2), (1e6, 60)])

@@ -70,6 +70,7 @@ class PricedRoute(NamedTuple):
     waits: bool = True  # whether its first token waits for other requests
     shares: bool = True  # whether its output shares steps with other requests
     confidence: float = 1.0  # how well the steps of both instances are known
+    others_tpot_s: float = 0.0  # of outputs that pause for its prompt; 0 without an objective
 
     @property
     def is_split(self) -> bool:
@@ -103,6 +104,16 @@ def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float 
     present = min(1.0, row.left_tokens / (steps if steps > 1 else 1.0)) if row.decodes else 1.0
     waiting = row.decodes * present + row.others
     return waiting * new_tokens * token_s(row, prompt_tokens, cached_tokens)
+
+
+def paused_tpot_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:
+    """Return the time per token of the outputs that are decoded there, if they pause for a prompt;
+    0 if there are none. On average half of an output is written."""
+    if not row.decodes:
+        return 0.0
+    pause_s = (prompt_tokens - cached_tokens) * token_s(row, prompt_tokens, cached_tokens)
+    step_s = row.step_s * (1 + row.busy_others) / (1 - row.prompt_share)
+    return step_s + pause_s / max(1.0, 2 * row.left_tokens)
 
 
 def tpot_s(row: InstanceRow, context_tokens: float) -> float:
@@ -214,11 +225,12 @@ def price_route(
     # proportion to what they would be at best.
     (least_s, _), (each_s, _, _) = min(firsts.values()), min(outputs.values())
     weight = _weight(least_s, each_s * need.output_tokens)
-    costs = {}
-    for row, (first_s, found) in firsts.items():
-        costs[row] = weight * first_s + prefill_harm_s(row, tokens, found)
-        if first_s > objective.ttft_s:
-            costs[row] += _LATE_WEIGHT * (first_s - objective.ttft_s)
+    costs = {
+        row: weight * first_s
+        + prefill_harm_s(row, tokens, found)
+        + _late_cost(row, tokens, first_s, found, objective)
+        for row, (first_s, found) in firsts.items()
+    }
     cost_s, one = inf, wholes[0]
     for row, (_, output_s, room_s) in outputs.items():
         # On one instance the first token waits for room, too; on two it does not.
@@ -244,6 +256,7 @@ def price_route(
         prefill.queued_tokens > 0 or prefill.decodes > 0,
         decode.decodes > 0 or decode.prompt_share > 0,
         min(prefill.cost.confidence, decode.cost.confidence),
+        paused_tpot_s(prefill, tokens, found) if objective.tpot_s < inf else 0.0,
     )  # fmt: skip
 
 
@@ -262,6 +275,18 @@ def _firsts(
             found = found if found < prompt_tokens else prompt_tokens - 1
             firsts[row] = ttft_s(row, prompt_tokens, found), found
     return firsts
+
+
+def _late_cost(
+    row: InstanceRow, tokens: int, first_s: float, found: float, objective: Objective
+) -> float:
+    """Return what a first token after its objective costs, and a pace beyond it of the outputs that
+    pause for the prompt."""
+    cost_s = _LATE_WEIGHT * (first_s - objective.ttft_s) if first_s > objective.ttft_s else 0.0
+    if objective.tpot_s < inf:
+        late_s = max(0.0, paused_tpot_s(row, tokens, found) - objective.tpot_s)
+        cost_s += _LATE_WEIGHT * late_s * 2 * row.remaining_tokens
+    return cost_s
 
 
 def _weight(first_s: float, output_s: float) -> float:

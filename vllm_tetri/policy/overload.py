@@ -9,7 +9,8 @@
   limit; with n clients that want all they can get each has 4 / (1 + 4 n) of it, and
   1 / (1 + 4 n) stays free for the next one.
 - *Early rejection* (Mooncake). A request that is expected to miss its objective takes time from
-  others in vain. It is refused on arrival, unless it would miss it on an idle cluster too.
+  others in vain, and one whose prompt makes others miss theirs wastes what they were given. Both
+  are refused on arrival, unless a request would miss its own on an idle cluster too.
 - *Retry-After* follows from the load report of an instance and the speed of its past prompts.
 """
 
@@ -174,9 +175,12 @@ def expected_late(route: PricedRoute, objective: Objective, output_tokens: float
     if route.waits and route.ttft_s > _TOLERANCE * objective.ttft_s:
         reason = f"first token expected in {route.ttft_s:.2g} s, promised {objective.ttft_s:g} s"
         return Late(reason, whole_seconds(route.ttft_s - objective.ttft_s))
-    if route.shares and route.tpot_s > _TOLERANCE * objective.tpot_s:
-        expected_ms, promised_ms = route.tpot_s * 1e3, objective.tpot_s * 1e3
-        reason = f"{expected_ms:.3g} ms a token expected, promised {promised_ms:g} ms"
+    own_s = route.tpot_s if route.shares else 0.0
+    pace_s = max(own_s, route.others_tpot_s)
+    if pace_s > _TOLERANCE * objective.tpot_s:
+        expected_ms, promised_ms = pace_s * 1e3, objective.tpot_s * 1e3
+        beside = "" if pace_s == own_s else " of outputs that its prompt interrupts"
+        reason = f"{expected_ms:.3g} ms a token{beside} expected, promised {promised_ms:g} ms"
         # Outputs are half written on average.
         return Late(reason, whole_seconds(route.tpot_s * output_tokens / 2))
     return None
