@@ -33,7 +33,8 @@ def history(mode: str, kind: str = "hpld", rate: float = 1.5) -> dict[str, Any]:
     return {
         "mode": mode,
         "instances": [
-            {"id": f"{role}-0", "role": role, "block_size": 16, "load": load} for role in roles
+            {"id": f"{role}-0", "role": role, "block_size": 16, "sizes_chunks": False, "load": load}
+            for role in roles
         ],
         "requests": [
             {
@@ -112,9 +113,9 @@ def test_the_command_prints_a_row_for_each_way(
     assert cli.main(["regret", "--url", router, "--requests", "30"]) == 0
     shown = capsys.readouterr().out
     assert "30 requests that ended at" in shown
-    assert "adaptive, half the chunk" in shown
+    assert "adaptive, chunks by cost" in shown
     assert "regret: " in shown
     assert cli.main(["regret", "--url", router, "--json", "-"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["systems"]) == 10
+    assert len(json.loads(capsys.readouterr().out)["systems"]) == 13
     assert cli.main(["regret", "--url", router, "--requests", "0"]) == 2
     assert "requests: 0 must be above 0" in capsys.readouterr().err

@@ -42,6 +42,7 @@ DRAIN_S = 25.0
 PRESETS: dict[str, dict[str, Any]] = {
     "none": {},
     "paper": {
+        "chunk_size": 512,
         "pad": "on",
         "push": "request",
         "dispatch_policy": "power-of-two-ratio",
@@ -125,8 +126,9 @@ class TetriConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     # One step.
     chunk_size: Annotated[Positive | Literal["auto"], _option(
-        "prompt tokens per step (paper section 3.3.3), or auto: measured at start",
-        "TOKENS|auto", "auto, with --tetri-tbt-slo 2048; on CPU 256")] = 512
+        "prompt tokens per step (paper section 3.3.3), or auto, by what steps take while serving: "
+        "alone as many as saturate the device, beside decodes as many as are worth their pause",
+        "TOKENS|auto")] = "auto"
     tbt_slo_s: Annotated[Seconds | None, _option(
         "target for the longest time between two output tokens; it limits the prompt tokens "
         "that share a step with decodes", default="no target")] = None

@@ -28,7 +28,7 @@ from vllm_tetri.sim.workload import RequestSpec, above_0
 from vllm_tetri.types import InstanceId, Mode, Prediction, Role, StepCoefficients
 
 _LEAST_REQUESTS = 20
-_CHUNKS = {"": 1.0, ", half the chunk": 0.5, ", twice the chunk": 2.0}
+_CHUNKS = 256, 512, 1024  # that are compared, in tokens
 _TIMES = ("ttft_mean_s", "ttft_p99_s", "jct_mean_s", "jct_p99_s")
 _MOST_ERROR = 0.25  # of a simulation that is believed
 
@@ -86,8 +86,8 @@ def compare(history: Row) -> dict[str, Any]:
     modes = list(Mode) if len(usual.instances) > 1 else [Mode.WHOLE]
     rows: list[dict[str, Any]] = []
     for mode in sorted(modes, key=lambda mode: mode != history["mode"]):
-        for words, factor in _CHUNKS.items():
-            outcome = simulate(replace(_chunked(usual, factor), mode=mode.value), specs)
+        for words, config in _ways(usual).items():
+            outcome = simulate(replace(config, mode=mode.value), specs)
             found = figures(outcome.served, NO_OBJECTIVE, outcome.refused)
             kept = {name: found[name] for name in (*_TIMES, "split")}
             rows.append({"system": f"{mode.value}{words}", **kept})
@@ -141,7 +141,7 @@ def _cluster(rows: Sequence[Row], front_s: float) -> ClusterConfig:
             raise ConfigError(f"{row['id']} does not know its step costs yet; serve requests first")
         engine = EngineConfig(
             step, load["blocks_total"], row["block_size"], chunk_tokens=load["chunk_tokens"],
-            front_s=front_s,
+            has_sized_chunks=row["sizes_chunks"], front_s=front_s,
         )  # fmt: skip
         instances.append(InstanceConfig(InstanceId(row["id"]), Role(row["role"]), engine))
     sent = [row["load"] for row in rows if row["load"]["handover_s"]]
@@ -155,14 +155,19 @@ def _cluster(rows: Sequence[Row], front_s: float) -> ClusterConfig:
     return replace(usual, handover_base_s=base_s, handover_token_s=token_s)
 
 
-def _chunked(config: ClusterConfig, factor: float) -> ClusterConfig:
-    """Return a cluster whose chunks are larger by a factor."""
-    return replace(
-        config,
-        instances=tuple(
-            replace(each, engine=replace(each.engine, chunk_tokens=max(
-                1, round(factor * each.engine.chunk_tokens)
-            )))
-            for each in config.instances
-        ),
-    )  # fmt: skip
+def _ways(usual: ClusterConfig) -> dict[str, ClusterConfig]:
+    """Return the cluster as it is, and with other chunks in all instances."""
+    ways = {"": usual}
+    changes: dict[str, dict[str, Any]]
+    changes = {f", chunks of {tokens}": {"chunk_tokens": tokens} for tokens in _CHUNKS}
+    changes[", chunks by cost"] = {"has_sized_chunks": True}
+    for words, change in changes.items():
+        engines = [
+            replace(each.engine, **{"has_sized_chunks": False, **change})
+            for each in usual.instances
+        ]
+        if engines != [each.engine for each in usual.instances]:
+            places = zip(usual.instances, engines, strict=True)
+            instances = tuple(replace(place, engine=engine) for place, engine in places)
+            ways[words] = replace(usual, instances=instances)
+    return ways

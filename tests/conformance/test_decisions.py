@@ -1,7 +1,8 @@
 """A simulated instance computes in every step what vLLM's scheduler with this package does.
 
-The real one is played without a model in virtual time: every step takes a second. Answers end
-where the script says, by a token that stops them, so that no scheduler knows their lengths before.
+The real one is played without a model in virtual time, knows what its steps cost, and learns
+nothing else. Answers end where the script says, by a token that stops them, so that no scheduler
+knows their lengths before.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from vllm.v1.request import Request
 
 from tests.engine.harness import Engine
 from tests.sim.builders import steps
+from vllm_tetri.engine import pacing
 from vllm_tetri.engine import scheduler as engine_scheduler
+from vllm_tetri.engine.pacing import work_of
 from vllm_tetri.handover import DecodeParams
+from vllm_tetri.policy.step_cost import StepFit
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, InstanceConfig
 from vllm_tetri.sim.workload import GRANULARITY_TOKENS, RequestSpec
 from vllm_tetri.types import InstanceId, Prediction, Role, StepCoefficients, TransferId
@@ -50,7 +54,8 @@ class Played(Engine):
             Role.BOTH,
             num_blocks=engine.kv_blocks + 1,  # one is vLLM's null block
             args=args,
-            chunk_size=engine.chunk_tokens,
+            chunk_size="auto" if engine.has_sized_chunks else engine.chunk_tokens,
+            tbt_slo_s=engine.tbt_slo_s,
             prefill_policy=engine.order,
             sched_batch=engine.sched_batch,
             decode_policy=engine.admission,
@@ -73,7 +78,7 @@ class Played(Engine):
             output, results = self.begin()
             if output.total_num_scheduled_tokens:
                 found.append({int(name): num for name, num in output.num_scheduled_tokens.items()})
-                clock.now += 1.0
+                clock.now += self.scheduler.clock.fit.cost.step_s(*work_of(output, 0.0)[1:])
             self.update(output, results)
         return found
 
@@ -87,10 +92,8 @@ class Played(Engine):
 def assert_same(
     specs: Sequence[RequestSpec], folder: Path, patch: pytest.MonkeyPatch, **changes: Any
 ) -> None:
-    engine = EngineConfig(
-        cost=StepCoefficients(base_s=1.0),
-        **{"kv_blocks": 200, "chunk_tokens": 64, "max_requests": 64, **changes},
-    )
+    usual = {"cost": StepCoefficients(base_s=1.0), "chunk_tokens": 64, "most_tokens": WINDOW_TOKENS}
+    engine = EngineConfig(**{"kv_blocks": 200, "max_requests": 64, **usual, **changes})
     one = InstanceConfig(InstanceId("one"), Role.BOTH, engine)
     simulated = [
         dict(step.prompts) | dict.fromkeys(step.decodes, 1)
@@ -100,7 +103,11 @@ def assert_same(
     patch.setattr(engine_scheduler, "time", clock)
     patch.setattr(engine_scheduler, "ARRIVAL_WAIT_S", 0.0)
     patch.setenv("TETRI_CACHE", str(folder / "cache"))
+    patch.setattr(pacing, "VARIED_EVERY", 1 << 30)  # there is nothing to learn
+    for name in ("learn", "refresh"):
+        patch.setattr(StepFit, name, lambda *_: None)
     played = Played(folder, engine, specs)
+    played.scheduler.clock.fit.cost = engine.cost
     try:
         assert played.play(clock) == simulated
     finally:
@@ -119,6 +126,19 @@ def test_prompts_in_chunks(order: str, tmp_path: Path, monkeypatch: pytest.Monke
         spec(4, 2.5, 10, 1), spec(5, 2.6, 128, 3), spec(6, 2.7, 65, 30), spec(7, 4.5, 15, 12),
     ]  # fmt: skip
     assert_same(specs, tmp_path, monkeypatch, order=order, sched_batch=4)
+
+
+@pytest.mark.parametrize("slo_s", [None, 1.503])
+@pytest.mark.parametrize("order", ["fcfs", "srtf"])
+def test_chunks_by_what_steps_cost(
+    order: str, slo_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = StepCoefficients(base_s=0.3, request_s=0.02, prompt_s=0.01)
+    specs = [spec(number, 0.1 + 0.7 * number, 40 + 61 * number % 300, 30) for number in range(12)]
+    assert_same(
+        specs, tmp_path, monkeypatch,
+        order=order, cost=cost, has_sized_chunks=True, tbt_slo_s=slo_s, kv_blocks=400,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("admission", ["greedy", "reserve-dynamic"])

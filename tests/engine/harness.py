@@ -78,7 +78,7 @@ def vllm_config(
 
     Args:
         args: For vLLM, instead of those here.
-        options: For us.
+        options: For us. Chunks are of 512 tokens unless they say otherwise.
     """
     (folder / "config.json").write_text(json.dumps(LLAMA))
     usual = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "max_num_seqs": 64}
@@ -110,7 +110,10 @@ def copied_config(folder: Path, role: Role, args: dict[str, Any] | None, **optio
 
 def transfer_config(role: Role, **options: Any) -> Any:
     """Return our part of a config: nothing listens at its address, so no cluster sees it."""
-    own = {"instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",)}
+    own = {
+        "instance": f"{role}-x", "url": "http://127.0.0.1:1", "control": ("tcp://127.0.0.1:1",),
+        "chunk_size": 512,
+    }  # fmt: skip
     return roles.kv_transfer_config(TetriConfig(role=role, **{**own, **options}), ["harness"])
 
 

@@ -1,89 +1,80 @@
-"""`--tetri-chunk-size auto` on vLLM's own scheduler, with an imagined device."""
+"""Sizes of chunks on vLLM's own scheduler, with an imagined device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mode
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.engine.harness import Engine
-from vllm_tetri.engine import chunk_size
-from vllm_tetri.engine.chunk_size import fitting_chunk, is_dummy
+from vllm_tetri.engine.chunk_size import fitting_chunk
 from vllm_tetri.types import Role
 
 
 class Device(Engine):
-    """An engine whose steps take 5 ms and 0.6 ms a token, `slower` times; no other time passes,
-    none in a step without tokens."""
+    """An engine whose steps take 5 ms, 0.6 ms a prompt token and 0.1 ms a decode; no other time
+    passes."""
 
     now = 1000.0
-    slower = 1.0
 
     def _forward(self, output: Any) -> None:
-        self.steps.append(list(output.num_scheduled_tokens))
-        if tokens := output.total_num_scheduled_tokens:
-            self.now += self.slower * (0.005 + 0.0006 * tokens)
-
-    def probe(self) -> None:
-        self.run_until(lambda: not self.scheduler.has_requests())
+        tokens = output.total_num_scheduled_tokens
+        prompt_tokens = tokens if tokens > len(output.num_scheduled_tokens) else 0
+        self.sizes.append(tokens)
+        self.now += 0.005 + 0.0006 * prompt_tokens + 0.0001 * (tokens - prompt_tokens)
 
 
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     clock = SimpleNamespace(monotonic=lambda: device.now)
-    monkeypatch.setattr("vllm_tetri.engine.chunk_size.time", clock)
-    device = Device(tmp_path, Role.PREFILL, num_blocks=600, chunk_size="auto")
-    device.steps = []
+    monkeypatch.setattr("vllm_tetri.engine.scheduler.time", clock)
+    device = Device(tmp_path, Role.BOTH, num_blocks=600, chunk_size="auto")
+    device.sizes = []
     yield device
     device.close()
 
 
-def test_auto_keeps_the_smallest_chunk_that_saturates_the_device(device: Device) -> None:
-    assert device.scheduler.has_requests()  # so that vLLM steps at once
-    device.probe()
-    assert device.scheduler.max_num_scheduled_tokens == 128  # 94 % of the best
-    assert device.is_at_rest
+def prompts(device: Device, *lengths: int) -> None:
+    for length in lengths:
+        device.add(f"prompt of {length}", [length, *range(length - 1)], max_tokens=1)
+    device.run_until(lambda: all(f"prompt of {each}" in device.finished for each in lengths))
 
 
-def test_requests_wait_until_the_probe_is_over_and_are_then_served(device: Device) -> None:
-    device.step()
-    device.add("real", list(range(100)), max_tokens=1)
-    device.run_until(lambda: "real" in device.finished)
-    first = next(index for index, names in enumerate(device.steps) if "real" in names)
-    assert all(is_dummy(name) for names in device.steps[:first] for name in names)
-    assert device.outputs == {"real": [7]}
-    assert device.is_at_rest
+def test_chunks_alone_grow_to_where_nine_tenths_of_the_speed_are_reached(device: Device) -> None:
+    for length in range(300, 700, 20):
+        prompts(device, length)
+    device.sizes.clear()
+    prompts(device, 1000)
+    # 9 x 5 ms of prompt tokens at 0.6 ms.
+    assert mode(device.sizes) == pytest.approx(75, abs=16)
 
 
-def test_the_instance_joins_its_cluster_after_the_probe(device: Device) -> None:
-    device.step()
-    assert not device.endpoint.has_joined
-    device.probe()
-    assert device.endpoint.has_joined
+def test_prompts_of_one_length_do_not_hide_what_a_token_costs(device: Device) -> None:
+    for number in range(40):
+        device.add(f"p{number}", [number, *range(511)], max_tokens=1)
+        device.run_until(lambda name=f"p{number}": name in device.finished)
+    assert max(device.sizes[:1]) == 512
+    # Even sizes that divide all prompts are varied.
+    assert len(set(device.sizes[-40:])) > 1
+    cost = device.scheduler.clock.fit.cost
+    assert cost.base_s == pytest.approx(0.005, rel=0.3)
+    assert cost.prompt_s == pytest.approx(0.0006, rel=0.1)
 
 
-def test_a_slow_device_is_not_given_ever_longer_prompts(device: Device) -> None:
-    device.slower = 100.0
-    device.probe()
-    assert device.now - 1000.0 < chunk_size.DEADLINE_S + 100 * 0.1
-    assert device.scheduler.max_num_scheduled_tokens == 32
-    assert device.is_at_rest
-
-
-def test_a_device_that_takes_a_minute_per_step_keeps_what_was_timed(device: Device) -> None:
-    device.slower = 10_000.0
-    device.probe()
-    assert device.scheduler.max_num_scheduled_tokens == chunk_size.LEAST_TOKENS
-    assert device.is_at_rest
-
-
-def test_an_engine_can_be_closed_while_it_probes(device: Device) -> None:
-    for _ in range(3):
-        device.step()
-    assert device.scheduler.has_requests()
+def test_beside_decodes_more_prompts_get_larger_chunks(device: Device) -> None:
+    prompts(device, *range(300, 340, 7))
+    decodes = [device.add(f"d{n}", list(range(9 + n)), max_tokens=900) for n in range(8)]
+    device.run_until(lambda: all(each.num_output_tokens > 20 for each in decodes))
+    largest = []
+    for lengths in ((600,), range(500, 620, 10)):
+        device.sizes.clear()
+        prompts(device, *lengths)
+        largest.append(max(device.sizes) - 8)
+    assert 16 <= largest[0] < largest[1] <= 1024
 
 
 @pytest.mark.parametrize(("window_tokens", "lowered"), [(2048, 1024), (100, 100), (9999, 1024)])

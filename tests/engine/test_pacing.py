@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_tetri.engine.pacing import StepBudget, StepClock, work_of
+from vllm_tetri.engine.pacing import CPU_TILE_TOKENS, StepBudget, StepClock, work_of
 from vllm_tetri.policy.step_cost import GUESS, StepFit
 from vllm_tetri.types import StepCoefficients
 
@@ -101,8 +101,7 @@ def test_the_fit_learns_what_a_step_computed(clock: StepClock, learner: Learner)
     assert learner.read == [(3, 300, 5, 2.0), (2, 200, 0, 0.0)]
 
 
-MOST = 2048
-TILE = 16
+MOST, TILE = 2048, CPU_TILE_TOKENS
 COST = StepCoefficients(0.013, 0.0006, 2.9e-6, 0.0006, 3.5e-7, 1.0)
 
 
@@ -115,7 +114,7 @@ class FakeRequest:
 def budget(slo_s: float = 0.1, *, cost: StepCoefficients = COST, most: int = MOST) -> StepBudget:
     fit = StepFit()
     fit.cost = cost
-    return StepBudget(fit, slo_s, most, TILE)
+    return StepBudget(fit, None, slo_s, most)
 
 
 def decodes(count: int, context: int = 500) -> list[Any]:
@@ -131,7 +130,7 @@ def prompt_step(tokens: int, num_decodes: int, context: int) -> float:
 @pytest.mark.parametrize("context", [0, 3000])
 def test_a_step_with_decodes_stays_within_the_slo(num_decodes: int, context: int) -> None:
     running = [*decodes(num_decodes), FakeRequest(context, True)]
-    tokens = budget().tokens(running, num_decodes)
+    tokens = budget().tokens(running, num_decodes, 0)
     assert tokens % TILE == 0
     assert tokens - num_decodes >= TILE
     if tokens > num_decodes + 2 * TILE:
@@ -141,13 +140,13 @@ def test_a_step_with_decodes_stays_within_the_slo(num_decodes: int, context: int
 
 def test_a_started_prompt_gets_fewer_tokens_the_longer_it_is() -> None:
     short, long = FakeRequest(0, True), FakeRequest(3000, True)
-    tokens = [budget().tokens([*decodes(4), prompt], 4) for prompt in (long, short)]
+    tokens = [budget().tokens([*decodes(4), prompt], 4, 0) for prompt in (long, short)]
     assert tokens[0] < tokens[1]
 
 
 def test_before_the_first_step_the_prior_counts() -> None:
     young, told = budget(cost=StepCoefficients()), budget(cost=GUESS)
-    assert young.tokens(decodes(4), 4) == told.tokens(decodes(4), 4) < MOST
+    assert young.tokens(decodes(4), 4, 1) == told.tokens(decodes(4), 4, 1) < MOST
 
 
 def run(target: StepBudget, scatter: float) -> int:
@@ -155,7 +154,7 @@ def run(target: StepBudget, scatter: float) -> int:
     for index in range(300):
         seconds = COST.step_s(4, 400, 0, 0) * (1 + (scatter if index % 2 else -scatter))
         target.learn(work_of(output(decodes=4), 0.0), seconds)
-    return target.tokens(decodes(4), 4)
+    return target.tokens(decodes(4), 4, 1)
 
 
 def test_the_budget_is_smaller_when_steps_scatter() -> None:
@@ -165,7 +164,7 @@ def test_the_budget_is_smaller_when_steps_scatter() -> None:
 def test_an_slo_below_a_lone_decode_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="vllm_tetri"):
         target = budget(0.01)
-        tokens = [target.tokens(decodes(20), 20) for _ in range(2)]
+        tokens = [target.tokens(decodes(20), 20, 1) for _ in range(2)]
     (line,) = caplog.messages
     assert "0.01 " in line
     assert "0.0136" in line
@@ -173,9 +172,9 @@ def test_an_slo_below_a_lone_decode_is_named_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_drafts_take_no_tokens_from_prompts() -> None:
-    plain, drafting = (budget().tokens(decodes(16), tokens) for tokens in (16, 64))
+    plain, drafting = (budget().tokens(decodes(16), tokens, 1) for tokens in (16, 64))
     assert drafting == plain + 48
 
 
 def test_decodes_beyond_vllm_s_own_budget_are_left_to_vllm() -> None:
-    assert budget(most=64).tokens(decodes(100), 100) == 64
+    assert budget(most=64).tokens(decodes(100), 100, 1) == 64

@@ -376,14 +376,9 @@ def chunk(*arguments: str) -> int | str:
 
 
 @pytest.mark.parametrize("role", [role.value for role in Role])
-def test_the_default_chunk_is_that_of_the_device_in_every_role(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert chunk("--role", role) == roles.CPU_CHUNK_TOKENS
-    assert chunk("--role", role, "--tetri-chunk-size", "auto") == "auto"
-    monkeypatch.setattr(roles, "is_cpu", lambda: False)
+def test_chunks_are_sized_while_serving_unless_one_is_given(role: str) -> None:
     assert chunk("--role", role) == "auto"
-    assert chunk("--role", role, "--tetri-tbt-slo", "0.05") == roles.OBJECTIVE_CHUNK_TOKENS
+    assert chunk("--role", role, "--tetri-preset", "paper") == 512
     assert chunk("--role", role, "--tetri-tbt-slo", "0.05", "--tetri-chunk-size", "64") == 64
 
 

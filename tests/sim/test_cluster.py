@@ -103,7 +103,7 @@ def test_prompts_finish_in_one_step_if_the_budget_holds_them(
 def test_prompts_keep_the_tbt_slo_of_decodes() -> None:
     specs = [spec(0, 4, 30), spec(1, 64, 2, arrival_s=0.5)]
 
-    first, _ = simulate(one(tbt_slo_s=1.3, least_tokens=1), specs)
+    first, _ = simulate(one(tbt_slo_s=1.3, tile_tokens=1), specs)
     free, _ = simulate(one(), specs)
 
     assert max_itl_s(first) <= 1.3

@@ -1,12 +1,8 @@
-"""Dummy requests, and `--tetri-chunk-size auto`, which times some of them at start.
+"""How prompts of this model may be cut, and dummy requests.
 
-Dummy requests are prompts that an instance sends to itself, to time steps or to pad a chunk.
-They pass vLLM's scheduler and model runner like any other request; their outputs are removed
-before they reach the API server.
-
-The knee is the smallest chunk that reaches nine tenths of the best throughput seen (paper
-section 3.3.3). Nothing of the model runner is called: prompts of doubling sizes pass vLLM's
-scheduler and whatever executor there is, one per step, before the instance joins its cluster.
+Dummy requests are prompts that an instance sends to itself to pad a chunk. They pass vLLM's
+scheduler and model runner like any other request; their outputs are removed before they reach the
+API server.
 """
 
 from __future__ import annotations
@@ -15,8 +11,6 @@ import itertools
 import logging
 import random
 import secrets
-import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,16 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_TOKENS = 16
-KNEE_PART = 0.9
-# Every size runs this often. The first run warms up, the best of all counts: whatever else
-# runs on the machine only adds.
-_RUNS = 3
-# Doubling the chunk without gaining this much, twice, means that the curve is flat.
-_FLAT_GAIN = 0.03
-# A step that takes longer is not doubled: slow machines have to get done, too.
-_LONGEST_STEP_S = 1.5
-DEADLINE_S = 30.0
 # Clients cannot guess it, so a client's request is never taken for a dummy one.
 DUMMY_PREFIX = f"tetri-dummy-{secrets.token_hex(8)}-"
 _numbers = itertools.count()
@@ -69,13 +53,10 @@ def dummy_request(scheduler: Scheduler, num_tokens: int) -> Request:
     return Request(name, token_ids, sampling, None, block_hasher=hasher)
 
 
-def remove_dummy_outputs(outputs: dict[int, EngineCoreOutputs]) -> list[str]:
-    """Remove dummy requests from a step's outputs; return their ids."""
-    found = []
+def remove_dummy_outputs(outputs: dict[int, EngineCoreOutputs]) -> None:
+    """Remove dummy requests from a step's outputs."""
     for each in outputs.values():
-        found += [one.request_id for one in each.outputs if is_dummy(one.request_id)]
         each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
-    return found
 
 
 def fitting_chunk(chunk_tokens: int, *, batched_tokens: int, window_tokens: int) -> int:
@@ -106,13 +87,12 @@ def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig
     """Return the configuration with the longest prompt as its chunk unless vLLM `cuts_freely`: it
     would never start what has to be in one step and has more tokens than a chunk. Models that take
     or return something else than text get no dummy requests. Neither do data-parallel ranks that
-    step together (MoE): a step of one waits for all others, which may have ended their probe."""
+    step together (MoE): a step of one waits for all others."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     most = min(scheduler.max_num_batched_tokens, model.max_model_len)
     is_text = not (model.runner_type == "pooling" or model.is_multimodal_model)
     if not is_text or model.is_diffusion or vllm_config.parallel_config.data_parallel_size > 1:
-        chunk_size = most if config.chunk_size == "auto" else config.chunk_size
-        config = msgspec.structs.replace(config, chunk_size=chunk_size, pad="off")
+        config = msgspec.structs.replace(config, pad="off")
     if cuts_freely(vllm_config):
         return config
     logger.warning(
@@ -121,63 +101,3 @@ def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig
         most,
     )
     return msgspec.structs.replace(config, chunk_size=most, tbt_slo_s=None)
-
-
-class ChunkProbe:
-    """Runs dummy prompts, none longer than a step can hold. Owner: the engine thread."""
-
-    def __init__(self, scheduler: Scheduler, most_tokens: int) -> None:
-        self._scheduler = scheduler
-        self._most_tokens = most_tokens
-        self._sizes = self._prompt_sizes()
-        self._speeds: dict[int, float] = {}  # best tokens per second, by prompt tokens
-        self._running, self._tokens, self._begun_s = "", 0, 0.0
-
-    def before_step(self) -> bool:
-        """Add the next dummy prompt once the previous one has ended; False if there is none."""
-        if self._running in self._scheduler.requests:
-            return True
-        self._tokens = next(self._sizes, 0)
-        if self._tokens:
-            request = dummy_request(self._scheduler, self._tokens)
-            self._running, self._begun_s = request.request_id, time.monotonic()
-            self._scheduler.max_num_scheduled_tokens = self._tokens
-            self._scheduler.add_request(request)
-        return self._tokens > 0
-
-    def after_step(self, ended: list[str]) -> None:
-        """Take the time of a step that ended these dummy requests."""
-        if self._running in ended:
-            speed = self._tokens / (time.monotonic() - self._begun_s)
-            self._speeds[self._tokens] = max(speed, self._speeds.get(self._tokens, 0.0))
-
-    def knee(self) -> int:
-        """Return the chunk to use, by what was timed."""
-        enough = KNEE_PART * max(self._speeds.values(), default=0.0)
-        fast = [tokens for tokens, speed in self._speeds.items() if speed >= enough]
-        chunk_tokens = min(fast, default=min(LEAST_TOKENS, self._most_tokens))
-        logger.info(
-            "--tetri-chunk-size auto: %d tokens; prompt tokens/s by chunk: %s",
-            chunk_tokens, ", ".join(f"{each}: {speed:.0f}" for each, speed in self._speeds.items()),
-        )  # fmt: skip
-        return chunk_tokens
-
-    def _prompt_sizes(self) -> Iterator[int]:
-        """Yield the tokens of one prompt after the other, until enough is known."""
-        tokens, deadline = min(LEAST_TOKENS, self._most_tokens), time.monotonic() + DEADLINE_S
-        logger.info(
-            "--tetri-chunk-size auto: timing prompts of up to %d tokens; takes a few seconds, "
-            "at most %.0f. The instance joins its cluster afterwards.",
-            self._most_tokens, DEADLINE_S,
-        )  # fmt: skip
-        while True:
-            for _ in range(_RUNS):
-                if time.monotonic() > deadline:
-                    return
-                yield tokens
-            speeds = list(self._speeds.values())[-3:]
-            is_flat = len(speeds) == 3 and max(speeds[1:]) < (1 + _FLAT_GAIN) * speeds[0]
-            is_long = tokens / self._speeds[tokens] > _LONGEST_STEP_S
-            if is_flat or is_long or tokens >= self._most_tokens:
-                return
-            tokens = min(2 * tokens, self._most_tokens)

@@ -88,11 +88,11 @@ class Endpoint(LoadReader):
             state_path(model.model, name_of(config)), self.predictions.get, model.max_model_len
         )
         self.times = RequestTimes()
-        self._has_started = self.has_joined = False
+        self._has_started = False
 
     def start(self, shape: WorkerShape) -> None:
-        """Open the arena, now that the KV layout is known, and join unless the scheduler has
-        to find its chunk size first."""
+        """Open the arena, now that the KV layout is known, and join the cluster: peers and routers
+        may send work from now on."""
         config, vllm_config = self.config, self._vllm_config
         self.alone = shape.alone
         with near_device(first_gpu(vllm_config)):
@@ -135,19 +135,11 @@ class Endpoint(LoadReader):
             config.transfer_timeout_s,
         )
         self._has_started = True
-        if multiprocessing.parent_process() is not None:  # an engine process, in its main thread
-            signal.signal(signal.SIGUSR1, lambda *_: self._leave())
-            release_port(config.url)
-        if config.chunk_size != "auto":
-            self.join()
-
-    def join(self) -> None:
-        """Join the cluster: peers and routers may send work from now on. Idempotent."""
-        if self.has_joined:
-            return
-        self.has_joined = True
         self.agent.start()
-        config, info = self.config, self.info
+        if multiprocessing.parent_process() is not None:  # an engine process, in its main thread
+            signal.signal(signal.SIGUSR1, lambda *_: self.agent.leave(config.drain_s))
+            release_port(config.url)
+        info = self.info
         logger.info(
             "%s (%s) joins its cluster via %s: KV port %s, chunk %s tokens, push by %s, link %s; "
             "KV layout %s",
@@ -230,13 +222,6 @@ class Endpoint(LoadReader):
     def _arena_tokens(self, layout: KVLayout, num_bytes: int) -> int:
         return self.scheduler.blocks.most_tokens(num_bytes // layout.block_bytes)
 
-    def _leave(self) -> None:
-        """Begin to drain as the API server asks, which got SIGTERM."""
-        if self.has_joined:
-            self.agent.leave(self.config.drain_s)
-        else:
-            self.on_drained()
-
     def _describe(self, shape: WorkerShape, endpoint: str) -> InstanceInfo:
         model = self._vllm_config.model_config
         continuations, blocks = self.scheduler.continuations, self.scheduler.blocks
@@ -258,6 +243,7 @@ class Endpoint(LoadReader):
             continues_seeded=continuations.is_seeded_supported,
             reasons=bool(parser) or model.hf_config.model_type == "gpt_oss",
             arena_tokens=self._arena_tokens(shape.layout, arena_bytes),
+            sizes_chunks=self.config.chunk_size == "auto",
             device=self.config.device or device_place(first_gpu(self._vllm_config)),
             checkpoint=checkpoint_name(self._vllm_config),
             alone=self.alone,

@@ -1,8 +1,7 @@
 """How long an engine's steps take, and how many tokens the next one may have.
 
 Owner: the engine thread. `StepClock` times every step and teaches `policy.step_cost`;
-`StepBudget` asks that fit how many prompt tokens may share a step with decodes
-(Sarathi-Serve's token budget, section 4.3, chosen anew for every step).
+`StepBudget` asks `policy.step_tokens` how many tokens the next one has, by that fit.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from vllm_tetri.engine.compat import Request, SchedulerOutput, is_cpu
 from vllm_tetri.policy.step_cost import GUESS, StepFit
+from vllm_tetri.policy.step_tokens import StepSizes
 from vllm_tetri.types import StepCoefficients
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ _WARNING_CONFIDENCE = 0.5
 _GAIN = 1 / 16
 _DEVIATIONS = 2.9
 _LEAST_RATIO, _MOST_RATIO = 0.25, 4.0
+VARIED_EVERY = 8  # steps with prompts alone
 _computed_tokens = attrgetter("num_computed_tokens")
 
 
@@ -48,16 +49,13 @@ class StepClock:
     A step begins when it is scheduled. While requests run, it begins when the previous one
     ended: what the engine does between two steps is part of every gap that clients see,
     and with asynchronous scheduling a step is scheduled while the previous one runs.
-    `step_s` is the duration of the last step; `budget` keeps `tbt_slo_s` if there is one.
+    `step_s` is the duration of the last step; `budget` learns from every step, too.
     """
 
-    def __init__(self, fit: StepFit, most_tokens: int = 0, tbt_slo_s: float | None = None) -> None:
+    def __init__(self, fit: StepFit, budget: StepBudget | None = None) -> None:
         self.fit = fit
         self.step_s = 0.0
-        self.budget: StepBudget | None = None
-        if tbt_slo_s is not None:
-            tile_tokens = CPU_TILE_TOKENS if is_cpu() else TILE_TOKENS
-            self.budget = StepBudget(fit, tbt_slo_s, most_tokens, tile_tokens)
+        self.budget = budget
         self._begun: deque[StepWork] = deque()
         self._ended_s = float("-inf")
         self._is_interrupted = False
@@ -111,40 +109,54 @@ def work_of(output: SchedulerOutput, now: float) -> StepWork:
 
 
 class StepBudget:
-    """The token budget of steps with decodes, for one engine. Smoothed mean and mean deviation
-    of measured / predicted step times, as in Jacobson's estimate of round-trip times, tell how
-    far predictions may be trusted; a single outlier is bounded. `slo_s` is the longest time
-    between two tokens of an output, `most_tokens` vLLM's own budget."""
+    """The tokens of steps, for one engine. Smoothed mean and mean deviation of measured / predicted
+    step times, as in Jacobson's estimate of round-trip times, tell how far predictions may be
+    trusted; a single outlier is bounded."""
 
-    def __init__(self, fit: StepFit, slo_s: float, most_tokens: int, tile_tokens: int) -> None:
+    def __init__(
+        self, fit: StepFit, chunk_tokens: int | None, slo_s: float | None, most_tokens: int
+    ) -> None:
+        tile_tokens = CPU_TILE_TOKENS if is_cpu() else TILE_TOKENS
         self._fit = fit
-        self._slo_s = slo_s
-        self._most_tokens = most_tokens
-        self._tile_tokens = tile_tokens
+        self._sizes = StepSizes(chunk_tokens, slo_s, most_tokens, tile_tokens)
         self._mean, self._deviation = 1.0, 0.0
-        self._has_warned = False
+        self._num_alone, self._has_warned = 0, False
 
-    def tokens(self, running: Sequence[Request], decode_tokens: int) -> int:
-        """Return the most tokens of the next step, with `decode_tokens` for the running decodes.
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens of a step without decodes."""
+        return self._sizes.alone(self._cost())
 
-        The sum is a multiple of `tile_tokens`, since a device computes whole tiles
-        (Sarathi-Serve: 257 tokens instead of 256 cost it 32 %). Prompts must go on, so one
-        tile of them fits however small the limit is; only `most_tokens` is never exceeded.
-        """
+    def tokens(self, running: Sequence[Request], decode_tokens: int, num_waiting: int) -> int:
+        """Return the most tokens of the next step, with `decode_tokens` for the running decodes
+        and `num_waiting` prompts that are not started."""
         prompts = [request for request in running if request.is_prefill_chunk]
-        prompt_context = prompts[0].num_computed_tokens if prompts else 0
-        decode_context = sum(map(_computed_tokens, running)) - sum(map(_computed_tokens, prompts))
-        num_decodes = len(running) - len(prompts)
+        num_decodes, num_prompts = len(running) - len(prompts), len(prompts) + num_waiting
+        if not (decode_tokens and num_prompts):
+            return decode_tokens + (self._varied() if num_prompts else self.chunk_tokens)
         cost = self._cost()
-        # The prediction up to which 99 of 100 steps stay within the objective.
-        limit_s = self._slo_s / (self._mean + _DEVIATIONS * self._deviation)
         self._warn_once(cost)
-        left_s = limit_s - cost.step_s(num_decodes, decode_context, 0, 0)
-        prompt_tokens = _most_prompt_tokens(cost, left_s, prompt_context)
-        tile = self._tile_tokens
-        least = -(-(decode_tokens + tile) // tile) * tile
-        wanted = min(decode_tokens + prompt_tokens, self._most_tokens) // tile * tile
-        return min(max(least, wanted), self._most_tokens)
+        return self._sizes.beside(
+            cost,
+            num_decodes=num_decodes,
+            decode_tokens=decode_tokens,
+            decode_context=sum(map(_computed_tokens, running))
+            - sum(map(_computed_tokens, prompts)),
+            num_prompts=num_prompts,
+            prompt_context=prompts[0].num_computed_tokens if prompts else 0,
+            # 99 of 100 steps stay within the objective.
+            slower=self._mean + _DEVIATIONS * self._deviation,
+        )
+
+    def _varied(self) -> int:
+        """Return `chunk_tokens`, twice as many now and then if they are sized: from equal steps one
+        cannot learn what a token costs. Before the first step, all that vLLM allows."""
+        self._num_alone += 1
+        if self._sizes.chunk_tokens is None and not self._fit.cost.is_known:
+            return self._sizes.most_tokens
+        if self._sizes.chunk_tokens is None and self._num_alone % VARIED_EVERY == 0:
+            return min(2 * self.chunk_tokens, self._sizes.most_tokens)
+        return self.chunk_tokens
 
     def learn(self, step: StepWork, seconds: float) -> None:
         """Record how long a step took."""
@@ -157,26 +169,18 @@ class StepBudget:
         return self._fit.cost if self._fit.cost.is_known else GUESS
 
     def _warn_once(self, cost: StepCoefficients) -> None:
-        lone_s = cost.step_s(1, 0, 0, 0)
-        if self._has_warned or cost.confidence < _WARNING_CONFIDENCE or lone_s <= self._slo_s:
+        lone_s, slo_s = cost.step_s(1, 0, 0, 0), self._sizes.slo_s
+        if self._has_warned or slo_s is None or lone_s <= slo_s:
+            return
+        if cost.confidence < _WARNING_CONFIDENCE:
             return
         self._has_warned = True
         logger.warning(
             "--tetri-tbt-slo %g s cannot be met: a step that decodes a single request takes "
             "%.4f s on this device. Prompts now get %d tokens per step. Raise the objective, or "
             "use a faster device.",
-            self._slo_s, lone_s, self._tile_tokens,
+            slo_s, lone_s, self._sizes.tile_tokens,
         )  # fmt: skip
-
-
-def _most_prompt_tokens(cost: StepCoefficients, left_s: float, context_tokens: int) -> int:
-    """Return how many prompt tokens after `context_tokens` others fit into `left_s`: the
-    root of n · (prompt_s + (context + n / 2) · context_s) = left_s."""
-    if left_s <= 0:
-        return 0
-    linear = max(cost.prompt_s + context_tokens * cost.context_s, 1e-9)
-    root = linear * linear + 2 * cost.context_s * left_s
-    return int(2 * left_s / (linear + root**0.5))
 
 
 def decodes_first(running: list[Request]) -> list[Request]:

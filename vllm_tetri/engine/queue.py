@@ -35,13 +35,12 @@ def may_run(request: Request) -> bool:
 
 
 class PrefillQueue(RequestQueue):
-    """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; unless `is_open`
-    and the gate is, only dummy requests are scheduled; with `awaits_predictions` new prompts wait
+    """What vLLM's scheduler has as `waiting`. `lane` are the ordered prompts; while the
+    gate is shut only dummy requests are scheduled; with `awaits_predictions` new prompts wait
     for `let_in`, as they do while they fetch a prefix; `transfers` knows of that."""
 
     def __init__(self, lane: PromptQueue[Request], gate: DecodeGate, transfers: Transfers) -> None:
         self.lane, self._gate, self._transfers = lane, gate, transfers
-        self.is_open = True
         self.awaits_predictions = False
         self.first: deque[Request] = deque()
         # Prompts that wait for their prediction, or for a prefix.
@@ -98,7 +97,7 @@ class PrefillQueue(RequestQueue):
             self.remove_request(request)
 
     def __bool__(self) -> bool:
-        if not self.is_open or self._gate.is_shut:
+        if self._gate.is_shut:
             return bool(self.dummies)
         return bool(self.first or self.dummies) or self.lane.may_start()
 
@@ -124,9 +123,9 @@ class PrefillQueue(RequestQueue):
 
     def _lane(self) -> deque[Request] | None:
         """Return the next lane, None for the ordered prompts. IndexError: nothing may start."""
-        if self.is_open and self.first:
+        if self.first:
             return self.first
-        if self.is_open and self.lane.may_start():
+        if self.lane.may_start():
             return None
         if self.dummies:
             return self.dummies

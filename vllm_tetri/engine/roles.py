@@ -48,12 +48,6 @@ EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"
 CONFIG_KEY = "tetri"
 NAMES_KEY = "tetri_models"  # the names that the API server serves the model by
 
-# Where vLLM's prefill saturates on CPUs. Where it does on a GPU depends on GPU and model, so it is
-# measured there. With an objective, steps beside decodes are sized by what steps take; a chunk then
-# bounds only how long a request that comes to decode waits for the step before it. Neither has run
-# on a GPU.
-CPU_CHUNK_TOKENS, OBJECTIVE_CHUNK_TOKENS = 256, 2048
-
 # Options that a role decides. A user's own value contradicts the role.
 OWNED = ("scheduler_cls", "kv_transfer_config")
 # Options that would be served wrongly with a role, and why. What else cannot be handed over is
@@ -156,7 +150,6 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
     given.setdefault("url", f"{scheme}://{address}:{port}")
     given["secret_file"] = secret_file_of(given.get("secret_file"))
     given["drain_s"] = getattr(namespace, "shutdown_timeout", 0) or DRAIN_S
-    given.setdefault("chunk_size", _chunk_size(has_objective=given.get("tbt_slo_s") is not None))
     config = decode_config({**given, "role": role.value})
     if config.push in ("layer", "auto") and not is_cpu():
         raise ConfigError(
@@ -177,12 +170,6 @@ def config_of(namespace: argparse.Namespace, role: Role, given: dict[str, Any]) 
             f"machine, or --tetri-host {config.host} if all instances are on it"
         )
     return config
-
-
-def _chunk_size(*, has_objective: bool) -> int | str:
-    if is_cpu():
-        return CPU_CHUNK_TOKENS
-    return OBJECTIVE_CHUNK_TOKENS if has_objective else "auto"
 
 
 def _require_free_ports(config: TetriConfig, num_ranks: int) -> None:

@@ -16,7 +16,6 @@ import vllm
 
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
 from vllm_tetri.engine.chunk_size import (
-    ChunkProbe,
     cuts_freely,
     dummy_request,
     fitting_chunk,
@@ -40,7 +39,13 @@ from vllm_tetri.engine.continuation import continuations_of, pad_no_drafts, pass
 from vllm_tetri.engine.executor import CalmExecutor
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.middleware import CountsOnce
-from vllm_tetri.engine.pacing import StepClock, decodes_first, due_tokens, share_in_order
+from vllm_tetri.engine.pacing import (
+    StepBudget,
+    StepClock,
+    decodes_first,
+    due_tokens,
+    share_in_order,
+)
 from vllm_tetri.engine.queue import PrefillQueue, may_run
 from vllm_tetri.engine.residency import CacheLog
 from vllm_tetri.engine.transfers import end_requests
@@ -94,7 +99,14 @@ class TetriScheduler(Scheduler):
             draft_tokens=self.num_spec_tokens + self.num_lookahead_tokens,
             entry_weight=ENTRY_ORDERS[config.decode_order],
         )
-        self.clock = StepClock(StepFit(), self._most_tokens, config.tbt_slo_s)
+        fit, chunk_tokens = StepFit(), None
+        if config.chunk_size != "auto":
+            batched_tokens, window_tokens = self._most_tokens, self.max_model_len
+            chunk_tokens = fitting_chunk(
+                config.chunk_size, batched_tokens=batched_tokens, window_tokens=window_tokens
+            )
+        self._budget = StepBudget(fit, chunk_tokens, config.tbt_slo_s, self._most_tokens)
+        self.clock = StepClock(fit, self._budget)
         self._cuts_freely = cuts_freely(self.vllm_config)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
@@ -110,17 +122,6 @@ class TetriScheduler(Scheduler):
             self.gate,
             endpoint,
         )
-        self._probe: ChunkProbe | None = None
-        if config.chunk_size == "auto":
-            self._chunk_tokens = self._most_tokens
-            self._probe = ChunkProbe(self, min(self._most_tokens, self.max_model_len - 1))
-            self.waiting.is_open = False
-        else:
-            self._chunk_tokens = fitting_chunk(
-                config.chunk_size,
-                batched_tokens=self.scheduler_config.max_num_batched_tokens,
-                window_tokens=self.max_model_len,
-            )
         self._set_role(config.role)
         endpoint.scheduler = self
         endpoint.cache = self.kv_event_publisher = CacheLog(self, blocks)
@@ -143,7 +144,7 @@ class TetriScheduler(Scheduler):
         has_predictor = (predictions := self._endpoint.predictions).predictor is not None
         self.waiting.awaits_predictions = has_predictor and predictions.is_sequential
         self._pads = role is Role.PREFILL and self._config.pad == "on"
-        self.chunk_tokens = self.max_num_scheduled_tokens = self._chunk_tokens
+        self.chunk_tokens = self.max_num_scheduled_tokens = self._budget.chunk_tokens
 
     def _take_role(self) -> None:
         if (role := self._endpoint.take_role()) is not None:
@@ -199,13 +200,7 @@ class TetriScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._take_role()
-        if self._probe is not None and not self._probe.before_step():
-            self._chunk_tokens, self._probe = self._probe.knee(), None
-            self.waiting.is_open = True
-            self._set_role(self._config.role)
-            self._endpoint.join()
-        if self._probe is None:
-            self._prepare_step()
+        self._prepare_step()
         was_running = bool(self.running)
         output = super().schedule(throttle_prefills)
         self.continuations.prepare(output.scheduled_new_reqs, self.requests)
@@ -264,12 +259,10 @@ class TetriScheduler(Scheduler):
         return int(free_blocks) // num_growing if num_growing else _ANY_BLOCKS
 
     def _set_budget(self) -> None:
-        """Set the tokens of the step: a chunk and all decodes, or what --tetri-tbt-slo allows, and
-        those of every request whose KV is here: vLLM admits none without tokens left."""
+        """Set the tokens of the step: a chunk and all decodes, and those of every request whose KV
+        is here: vLLM admits none without tokens left."""
         decode_tokens = self._decode_tokens()
-        tokens = self._chunk_tokens + decode_tokens
-        if self.clock.budget is not None and decode_tokens:
-            tokens = self.clock.budget.tokens(self.running, decode_tokens)
+        tokens = self._budget.tokens(self.running, decode_tokens, len(self.waiting.lane))
         # vLLM lets a request in that decodes at once only with all its drafts.
         num_fetched = sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))
         num_ready = self._count_ready() * (1 + self.num_spec_tokens) + num_fetched
@@ -334,8 +327,9 @@ class TetriScheduler(Scheduler):
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _pad(self) -> None:
-        missing_tokens = self._chunk_tokens - self.waiting.lane.unfinished_tokens
-        if 0 < missing_tokens < self._chunk_tokens:
+        chunk_tokens = self._budget.chunk_tokens
+        missing_tokens = chunk_tokens - self.waiting.lane.unfinished_tokens
+        if 0 < missing_tokens < chunk_tokens:
             self._padding, self._has_padded = dummy_request(self, missing_tokens), True
             super().add_request(self._padding)  # vLLM's: a dummy request needs nothing of ours
 
@@ -365,15 +359,9 @@ class TetriScheduler(Scheduler):
             pass_on_logprobs(each.outputs)
         ended = self._endpoint.sends.refused | self._endpoint.receives.unmoved
         end_requests(self, ended, outputs)
-        if self._probe is not None:
-            self._probe.after_step(remove_dummy_outputs(outputs))
-        elif self._has_padded:
+        if self._has_padded:
             remove_dummy_outputs(outputs)
         return outputs
-
-    def has_requests(self) -> bool:
-        # While probing, the engine steps without any request.
-        return self._probe is not None or super().has_requests()
 
 
 class TetriAsyncScheduler(TetriScheduler, AsyncScheduler):

@@ -298,6 +298,7 @@ class _Routes:
                 "id": each.info.id,
                 "role": each.info.role,
                 "block_size": each.info.block_size,
+                "sizes_chunks": each.info.sizes_chunks,
                 "load": each.load,
             }
             for each in views

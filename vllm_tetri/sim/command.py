@@ -91,7 +91,7 @@ _OPTIONS = {
     "replicas": _option("N", "number of stock instances"),
     "profile": _option("NAME", f"step costs: {', '.join(PROFILES)}, {NAMES_OF_ROOFLINES}, or a "
                        "*.json file"),
-    "chunk_size": _option("TOKENS", "most prompt tokens of a step"),
+    "chunk_size": _option("TOKENS|auto", "most prompt tokens of a step; auto: by what steps cost"),
     "tbt_slo": _option("SECONDS", "longest step with decodes; prompts get what is left of it"),
     "kv_blocks": _option("N", "KV blocks of 16 tokens of each instance (default: those of the "
                          "profile, else 4096)"),
@@ -191,10 +191,18 @@ def objective_of(options: argparse.Namespace) -> Objective:
 def engine_of(options: argparse.Namespace) -> EngineConfig:
     """Return the engine that the options describe; raises ConfigError if a number is out of range,
     or there is no such profile."""
-    above_0(chunk_size=options.chunk_size, tbt_slo=options.tbt_slo, kv_blocks=options.kv_blocks)
-    usual = EngineConfig(chunk_tokens=options.chunk_size, tbt_slo_s=options.tbt_slo)
+    above_0(tbt_slo=options.tbt_slo, kv_blocks=options.kv_blocks)
+    usual = EngineConfig(tbt_slo_s=options.tbt_slo, **_chunk_of(str(options.chunk_size)))
     engine = of_profile(usual, profile(options.profile))
     return engine if options.kv_blocks is None else replace(engine, kv_blocks=options.kv_blocks)
+
+
+def _chunk_of(size: str) -> dict[str, Any]:
+    if size == "auto":
+        return {"has_sized_chunks": True}
+    if not size.isdecimal() or not int(size):
+        raise ConfigError(f"--chunk-size {size}: write a number of tokens above 0, or auto")
+    return {"chunk_tokens": int(size)}
 
 
 def _systems(options: argparse.Namespace) -> list[System]:

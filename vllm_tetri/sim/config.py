@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.lengths import End
+from vllm_tetri.policy.step_tokens import StepSizes
 from vllm_tetri.sim.cost.profiles import PROFILES, Profile
 from vllm_tetri.sim.cost.step_cost import StepCost
 from vllm_tetri.types import InstanceId, InstanceInfo, Role
@@ -44,11 +45,12 @@ class EngineConfig:
     block_size: int = 16
     arena_tokens: int = 16384  # size of the receive arena, for KV that arrives or waits
     chunk_tokens: int = 512  # most prompt tokens of a step, in addition to decodes
+    has_sized_chunks: bool = False  # by what steps cost instead, as engines do by default
     max_requests: int = 256  # in a step
     kind: EngineKind = EngineKind()
-    # Steps with decodes take no more prompt tokens than fit into this time, but at least so many.
-    tbt_slo_s: float | None = None
-    least_tokens: int = 16
+    tbt_slo_s: float | None = None  # see `policy.step_tokens.StepSizes`, as of the next two
+    most_tokens: int = 2048
+    tile_tokens: int = 16
     order: str = "sjf"  # name of a policy (docs/policies.md, `plugins`), as is `admission`
     sched_batch: int = 16  # prompts that are ordered together
     admission: str = "reserve-dynamic"
@@ -62,6 +64,12 @@ class EngineConfig:
     def pool_tokens(self) -> int:
         """Size of the KV pool in tokens."""
         return self.kv_blocks * self.block_size
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """What bounds the tokens of a step."""
+        chunk_tokens = None if self.has_sized_chunks else self.chunk_tokens
+        return StepSizes(chunk_tokens, self.tbt_slo_s, self.most_tokens, self.tile_tokens)
 
 
 def of_profile(engine: EngineConfig, known: Profile) -> EngineConfig:

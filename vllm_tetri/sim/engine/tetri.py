@@ -24,6 +24,7 @@ class TetriInstance(Instance):
     def __init__(self, config: InstanceConfig, cluster: Cluster) -> None:
         super().__init__(config, cluster)
         engine = self.engine
+        self._sizes = engine.step_sizes
         order = load_policy("order", engine.order)
         self.queue: PromptQueue[SimRequest] = PromptQueue(
             order, engine.sched_batch, engine.block_size, self._uncached_tokens
@@ -215,16 +216,20 @@ class TetriInstance(Instance):
 
     def begin_step(self, now: float) -> int:
         """Call it before anything is allocated. Returns the most prompt tokens of the step."""
-        engine, num_decodes = self.engine, len(self.batch)
-        chunk_tokens = engine.chunk_tokens
+        cost, num_decodes = linear(self.engine.cost), len(self.batch)
+        num_prompts = len(self.queue) + len(self.started)
         self._begun.clear()
-        if engine.tbt_slo_s is not None and num_decodes:
-            context = self.started[0].num_computed_tokens if self.started else 0
-            cost = linear(engine.cost)
-            left_s = engine.tbt_slo_s - cost.step_s(num_decodes, self.batch.context_tokens, 0, 0)
-            token_s = cost.prompt_s + context * cost.context_s
-            tokens = int(left_s / token_s) if token_s else chunk_tokens
-            chunk_tokens = min(chunk_tokens, max(engine.least_tokens, tokens))
+        if num_decodes and num_prompts:
+            chunk_tokens = -num_decodes + self._sizes.beside(
+                cost,
+                num_decodes=num_decodes,
+                decode_tokens=num_decodes,
+                decode_context=self.batch.context_tokens,
+                num_prompts=num_prompts,
+                prompt_context=self.started[0].num_computed_tokens if self.started else 0,
+            )
+        else:
+            chunk_tokens = self._sizes.alone(cost)
         self.gate.begin_step(
             self.growing_requests,
             now,
@@ -356,7 +361,7 @@ class TetriInstance(Instance):
             prompt_tokens_done=self.prompt_tokens_done,
             cost=linear(self.engine.cost),
             context_tokens=context_tokens,
-            chunk_tokens=self.engine.chunk_tokens,
+            chunk_tokens=self._sizes.alone(linear(self.engine.cost)),
             handover_s=config.handover_base_s,
             handover_token_s=token_s,
             usual_tokens=self.lengths.usual_tokens(),
