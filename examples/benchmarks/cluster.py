@@ -57,6 +57,7 @@ SYSTEMS = {
     "stock": System(),
     "stock-128": System(serve=("--max-num-batched-tokens", "128")),
     "stock-256": System(serve=("--max-num-batched-tokens", "256")),
+    "stock-512": System(serve=("--max-num-batched-tokens", "512")),
     # What vLLM's guide to optimization advises on a GPU: few tokens for ITL, many for throughput.
     "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
     "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
@@ -65,6 +66,9 @@ SYSTEMS = {
     "nixl": System(engines=2),
     # One instance has nothing to decide in mode adaptive, so these two are named by its role.
     "both": System(up=("--mode", "adaptive", "--both", "1")),
+    "both-256": System(
+        up=("--mode", "adaptive", "--both", "1"), serve=("--tetri-chunk-size", "256")
+    ),
     "both-slo": System(up=("--mode", "adaptive", "--both", "1", "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
     "adaptive-1p1d": System(2, up=("--mode", "adaptive", "--prefill", "1", "--decode", "1")),

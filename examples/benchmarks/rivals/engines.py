@@ -5,6 +5,8 @@
 - `Orca`: whole prompts join running decodes at every step. Every request holds blocks for the
   longest request that there may be, so few are in a step and none is preempted.
 - `PromptsFirst` (vLLM of 2023): a step computes whole prompts or decodes, prompts first.
+- `Cadence` (EcoServe; vLLM 0.33's `--prefill-schedule-interval`): beside decodes, prompts are in
+  every k-th step only.
 - `Unchunked` (DistServe, Splitwise): KV is handed over, prompts are computed whole and before
   decodes. Where both meet, a prompt without blocks takes those of the newest decodes, but not of
   any that has aged (Splitwise, section IV-B).
@@ -19,7 +21,7 @@ from typing import ClassVar
 
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.sim.cluster import ENGINES
-from vllm_tetri.sim.config import EngineKind, InstanceConfig
+from vllm_tetri.sim.config import EngineKind, InstanceConfig, Stock
 from vllm_tetri.sim.engine.instance import Cluster, Share
 from vllm_tetri.sim.engine.stock import StockInstance
 from vllm_tetri.sim.engine.tetri import TetriInstance
@@ -55,6 +57,13 @@ class PromptsFirst(EngineKind):
     most_tokens: int = 2048
     can_hand_over: ClassVar[bool] = False
     has_prefix_cache: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Cadence(Stock):
+    """Prompts in one of `interval` steps with decodes."""
+
+    interval: int = 2
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,22 @@ class StaticInstance(OrcaInstance):
         else:
             self.free_blocks += self._num_padded * window_blocks
             self._num_padded = 0
+
+
+class CadenceInstance(StockInstance):
+    """A simulated `Cadence`."""
+
+    _since = 0  # steps with decodes and without prompts
+
+    def compose(self, now: float) -> list[Share]:
+        kind = self.engine.kind
+        assert isinstance(kind, Cadence)
+        self._since += 1
+        if len(self.batch) and self._since < kind.interval:
+            self.grow(now)
+            return []
+        self._since = 0
+        return super().compose(now)
 
 
 class PromptsFirstInstance(StockInstance):
@@ -216,6 +241,7 @@ ENGINES.update(
         Static: StaticInstance,
         Orca: OrcaInstance,
         PromptsFirst: PromptsFirstInstance,
+        Cadence: CadenceInstance,
         Unchunked: UnchunkedInstance,
     }
 )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from examples.benchmarks.rivals.adrenaline import attended, synchronised
 from examples.benchmarks.rivals.engines import (
     USUAL_WINDOW_TOKENS,
+    Cadence,
     Orca,
     PromptsFirst,
     Static,
@@ -238,6 +239,10 @@ SYSTEMS: dict[str, System] = {
     "sarathi": System(
         "vLLM with 512 tokens a step (Sarathi-Serve)",
         lambda parts: _replicas(parts, Stock(SARATHI_BUDGET_TOKENS)),
+    ),
+    "cadence": System(
+        "vLLM, prompts in every fourth step beside decodes (EcoServe)",
+        lambda parts: _replicas(parts, Cadence(interval=4)),
     ),
     "fastserve": System(
         "steps of the highest levels of a feedback queue, whole prompts",
