@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.benchmarks.rivals.__main__ import main
-from examples.benchmarks.rivals.engines import Orca, PromptsFirst, Static, Unchunked
+from examples.benchmarks.rivals.engines import Cadence, Orca, PromptsFirst, Static, Unchunked
 from examples.benchmarks.rivals.fastserve import FastServe
 from examples.benchmarks.rivals.modes import MooncakeMode, SplitwiseMode
 from examples.benchmarks.rivals.systems import SYSTEMS, WITH_ROLES, Parts, system_of
@@ -131,6 +132,14 @@ def test_decodes_of_vllm_2023_wait_while_prompts_are_computed() -> None:
     assert second.ttft_s == pytest.approx(1.1 + 1.1 - 0.5)
     assert max_itl_s(first) == pytest.approx(1.1 + both_s)
     assert first.jct_s == pytest.approx(1.1 + 1.1 + both_s + last_s)
+
+
+def test_a_cadence_leaves_steps_to_decodes_alone() -> None:
+    specs = [spec(0, 10, 20), spec(1, 50, 2, arrival_s=3.0)]
+    found = steps(alone(kind=Cadence(21, interval=3)), specs)
+    parts = [(index, step.prompts) for index, step in enumerate(found) if step.prompts]
+    assert [prompts for _, prompts in parts] == [[(0, 10)], [(1, 20)], [(1, 20)], [(1, 10)]]
+    assert [after - before for (before, _), (after, _) in itertools.pairwise(parts[1:])] == [3, 3]
 
 
 def test_a_new_request_of_fastserve_interrupts_one_that_has_run_for_long() -> None:
