@@ -52,6 +52,7 @@ class System:
 
 
 VLLM_ROUTER = str(Path(sys.executable).with_name("vllm-router"))  # of the extra `bench`
+_BOTH = "--mode", "adaptive", "--both", "1"
 _1P2D = "--mode", "split", "--prefill", "1", "--decode", "2"
 SYSTEMS = {
     "stock": System(),
@@ -65,11 +66,9 @@ SYSTEMS = {
     "replicas-3-cache": System(engines=3, policy="cache_aware"),
     "nixl": System(engines=2),
     # One instance has nothing to decide in mode adaptive, so these two are named by its role.
-    "both": System(up=("--mode", "adaptive", "--both", "1")),
-    "both-256": System(
-        up=("--mode", "adaptive", "--both", "1"), serve=("--tetri-chunk-size", "256")
-    ),
-    "both-slo": System(up=("--mode", "adaptive", "--both", "1", "--refuse-late")),
+    "both": System(up=_BOTH),
+    "both-256": System(up=_BOTH, serve=("--tetri-chunk-size", "256")),
+    "both-slo": System(up=(*_BOTH, "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
     "adaptive-1p1d": System(2, up=("--mode", "adaptive", "--prefill", "1", "--decode", "1")),
     "split-1p2d": System(3, up=_1P2D),

@@ -77,7 +77,7 @@ def test_more_prompts_never_get_less(
 def test_no_other_chunk_costs_less_of_waiting_and_pauses(
     cost: StepCoefficients, num_decodes: int, num_prompts: int
 ) -> None:
-    """Of 100,000 tokens: what W prompts wait for the chunks' own costs, and what pauses cost."""
+    """The burden is what W prompts wait for the chunks' own costs, and what pauses cost."""
     fixed_s, queued_tokens = cost.step_s(num_decodes, num_decodes * 500, 0, 0), 100_000
 
     def burden_s(tokens: float) -> float:

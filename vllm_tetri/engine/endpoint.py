@@ -141,7 +141,7 @@ class Endpoint(LoadReader):
             release_port(config.url)
         info = self.info
         logger.info(
-            "%s (%s) joins its cluster via %s: KV port %s, chunk %s tokens, push by %s, link %s; "
+            "%s (%s) joins its cluster via %s: KV port %s, chunk size %s, push by %s, link %s; "
             "KV layout %s",
             info.id, info.role.value, ",".join(config.control), info.kv_endpoint,
             config.chunk_size, config.push, config.link, info.identity,

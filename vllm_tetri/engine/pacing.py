@@ -29,7 +29,7 @@ _WARNING_CONFIDENCE = 0.5
 _GAIN = 1 / 16
 _DEVIATIONS = 2.9
 _LEAST_RATIO, _MOST_RATIO = 0.25, 4.0
-VARIED_EVERY = 8  # steps with prompts alone
+VARIED_EVERY = 8  # one of so many steps without decodes has a chunk of twice the size
 _computed_tokens = attrgetter("num_computed_tokens")
 
 
@@ -130,19 +130,21 @@ class StepBudget:
     def tokens(self, running: Sequence[Request], decode_tokens: int, num_waiting: int) -> int:
         """Return the most tokens of the next step, with `decode_tokens` for the running decodes
         and `num_waiting` prompts that are not started."""
+        has_prompts = num_waiting or (running and running[-1].is_prefill_chunk)  # decodes first
+        if self._sizes.is_fixed or not has_prompts:
+            return decode_tokens + self.chunk_tokens
+        if not decode_tokens:
+            return self._varied()
         prompts = [request for request in running if request.is_prefill_chunk]
-        num_decodes, num_prompts = len(running) - len(prompts), len(prompts) + num_waiting
-        if not (decode_tokens and num_prompts):
-            return decode_tokens + (self._varied() if num_prompts else self.chunk_tokens)
         cost = self._cost()
         self._warn_once(cost)
         return self._sizes.beside(
             cost,
-            num_decodes=num_decodes,
+            num_decodes=len(running) - len(prompts),
             decode_tokens=decode_tokens,
             decode_context=sum(map(_computed_tokens, running))
             - sum(map(_computed_tokens, prompts)),
-            num_prompts=num_prompts,
+            num_prompts=len(prompts) + num_waiting,
             prompt_context=prompts[0].num_computed_tokens if prompts else 0,
             # 99 of 100 steps stay within the objective.
             slower=self._mean + _DEVIATIONS * self._deviation,
@@ -152,11 +154,13 @@ class StepBudget:
         """Return `chunk_tokens`, twice as many now and then if they are sized: from equal steps one
         cannot learn what a token costs. Before the first step, all that vLLM allows."""
         self._num_alone += 1
-        if self._sizes.chunk_tokens is None and not self._fit.cost.is_known:
-            return self._sizes.most_tokens
-        if self._sizes.chunk_tokens is None and self._num_alone % VARIED_EVERY == 0:
-            return min(2 * self.chunk_tokens, self._sizes.most_tokens)
-        return self.chunk_tokens
+        chunk_tokens, most_tokens = self.chunk_tokens, self._sizes.most_tokens
+        if self._sizes.chunk_tokens is not None:
+            return chunk_tokens
+        if not self._fit.cost.is_known:
+            return most_tokens
+        is_varied = self._num_alone % VARIED_EVERY == 0
+        return min(2 * chunk_tokens, most_tokens) if is_varied else chunk_tokens
 
     def learn(self, step: StepWork, seconds: float) -> None:
         """Record how long a step took."""

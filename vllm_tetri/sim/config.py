@@ -48,7 +48,8 @@ class EngineConfig:
     has_sized_chunks: bool = False  # by what steps cost instead, as engines do by default
     max_requests: int = 256  # in a step
     kind: EngineKind = EngineKind()
-    tbt_slo_s: float | None = None  # see `policy.step_tokens.StepSizes`, as of the next two
+    # Of steps, as in `policy.step_tokens.StepSizes`.
+    tbt_slo_s: float | None = None
     most_tokens: int = 2048
     tile_tokens: int = 16
     order: str = "sjf"  # name of a policy (docs/policies.md, `plugins`), as is `admission`
