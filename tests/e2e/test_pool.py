@@ -24,7 +24,9 @@ def body_of(messages: list[dict[str, str]]) -> dict[str, Any]:
     return {
         "model": MODEL,
         "messages": messages,
-        "max_tokens": 40,
+        # A prefill instance counts an output for half a second, whatever its decode instance
+        # reports: with shorter ones, it would find no room there and send everything.
+        "max_tokens": 200,
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,

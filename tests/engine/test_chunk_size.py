@@ -21,11 +21,14 @@ class Device(Engine):
 
     now = 1000.0
 
-    def _forward(self, output: Any) -> None:
-        tokens = output.total_num_scheduled_tokens
-        prompt_tokens = tokens if tokens > len(output.num_scheduled_tokens) else 0
-        self.sizes.append(tokens)
-        self.now += 0.005 + 0.0006 * prompt_tokens + 0.0001 * (tokens - prompt_tokens)
+    def update(self, output: Any, kv_output: Any) -> None:
+        # The time passes until the results are there: with asynchronous scheduling, the next step
+        # is scheduled before.
+        if tokens := output.total_num_scheduled_tokens:
+            prompt_tokens = tokens if tokens > len(output.num_scheduled_tokens) else 0
+            self.sizes.append(tokens)
+            self.now += 0.005 + 0.0006 * prompt_tokens + 0.0001 * (tokens - prompt_tokens)
+        super().update(output, kv_output)
 
 
 @pytest.fixture
