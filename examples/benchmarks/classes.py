@@ -8,7 +8,8 @@ random order, and ended. Lengths and times of requests depend on class, rate and
 the system. Results are lines of one file; an interrupted run goes on where it stopped.
 
 Lengths are drawn from the ranges below, and tokens at random. With `--sharegpt FILE` requests are
-pairs of that data set: five classes by the paper's thresholds.
+pairs of that data set: five classes by the paper's thresholds. With `--profile NAME` every engine
+keeps the pace of a device that the simulator knows (`pace`), and all times are that device's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -25,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from examples.benchmarks import client, sharegpt
+from examples.benchmarks import client, pace, sharegpt
 from examples.benchmarks.client import Client, Reply, Request, Target
 from examples.benchmarks.cluster import (
     SYSTEMS,
@@ -66,6 +68,7 @@ REST_S = 1.0
 ROLES = ("prefill", "decode")
 
 
+Play = pace.Play
 Draw = Callable[[str, Random], tuple[list[int], int]]
 """Token ids of a prompt and the number of output tokens of one request of a class."""
 
@@ -89,18 +92,18 @@ def schedule(
     return requests
 
 
-def measure_stock(asked: Client, target: Target, options: argparse.Namespace) -> Any:
+def measure_stock(play: Play, options: argparse.Namespace) -> Any:
     """Return the latencies of one request at a time, and requests per second of each class when
     all come at once."""
     seed = options.seed
     requests = schedule("hphd", LONE, 0.0, f"{seed} lone", options.draw)
-    lone = [asked.play(target, [each])[0] for each in requests]
+    lone = [play([each])[0] for each in requests]
     at_once = {}
     for name in options.classes:
-        requests = schedule(name, AT_ONCE, 0.0, f"{seed} at once {name}", options.draw)
-        replies = asked.play(target, requests)
+        requests = schedule(name, options.at_once, 0.0, f"{seed} at once {name}", options.draw)
+        replies = play(requests)
         _require(replies, f"all {name} at once")
-        at_once[name] = round(AT_ONCE / max(each.jct_s for each in replies), 4)
+        at_once[name] = round(options.at_once / max(each.jct_s for each in replies), 4)
     return {
         "ttft_s": round(median(each.ttft_s for each in lone), 5),
         "tpot_s": round(median(tpot_s(each) for each in lone), 6),
@@ -109,13 +112,13 @@ def measure_stock(asked: Client, target: Target, options: argparse.Namespace) ->
 
 
 def measure_cell(
-    asked: Client, target: Target, requests: Sequence[Request], stock: Mapping[str, Any]
+    play: Play, requests: Sequence[Request], stock: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Play one schedule and return its figures and one short row per request."""
     time.sleep(REST_S)
     psutil.cpu_percent(None)  # starts the interval
     begun_s, own_s = time.monotonic(), _own_cpu_s()
-    replies = asked.play(target, requests)
+    replies = play(requests)
     busy, seconds = psutil.cpu_percent(None), time.monotonic() - begun_s
     own = 100 * (_own_cpu_s() - own_s) / seconds / (psutil.cpu_count() or 1)
     split = [len({each.headers.get(f"x-tetri-{role}") for role in ROLES}) > 1 for each in replies]
@@ -150,29 +153,25 @@ def _require(replies: Sequence[Reply], title: str) -> None:
 
 
 def measure_load(
-    asked: Client,
-    target: Target,
-    key: Mapping[str, Any],
-    options: argparse.Namespace,
-    results: Results,
+    play: Play, key: Mapping[str, Any], options: argparse.Namespace, results: Results
 ) -> None:
     """Measure the cell of this system, repeat, name and rate, unless it is there."""
     if results.has(**key):
         return
     name, rate, stock = key["name"], key["rate"], results.head["stock"]
-    rate_per_s = RATES[rate] * stock["at_once_per_s"][name]
+    rate_per_s = RATES[rate] * stock["at_once_per_s"][name] * options.devices
     seed = f"{options.seed} {name} {rate} {key['repeat']}"
     requests = schedule(name, options.num_prompts, rate_per_s, seed, options.draw)
-    cell = measure_cell(asked, target, requests, stock)
+    cell = measure_cell(play, requests, stock)
     results.add(**key, rate_per_s=round(rate_per_s, 4), **cell)
     shown = {each: round(cell.get(each, 0)) for each in ("completed", "ttft_mean_ms")}
     print(f"repeat {key['repeat']}, {key['system']}, {name} {rate}: {shown}", flush=True)
 
 
-def warm_up(asked: Client, target: Target, options: argparse.Namespace) -> None:
+def warm_up(play: Play, name: str, options: argparse.Namespace) -> None:
     """Ask for a few requests of all kinds that do not count."""
     requests = schedule("mixed", WARM_UP, 0.0, f"{options.seed} warm-up")
-    _require(asked.play(target, requests), f"warming up {target.url}")
+    _require(play(requests), f"warming up {name}")
 
 
 def measure_system(
@@ -186,15 +185,22 @@ def measure_system(
         return
     Random(f"{options.seed} {system} {repeat}").shuffle(left)
     stock = results.head["stock"]
-    up = []
+    up = [*options.up]
     if system == "both-slo":
         up += ["--ttft-slo", f"{STRICT[0] * stock['ttft_s']:.4f}"]
         up += ["--tpot-slo", f"{STRICT[1] * stock['tpot_s']:.5f}"]
+    site = options.device.on(site, SYSTEMS[system])
     with serving(system, site, up=up) as url, client.client(site.cores) as asked:
-        target = Target(url, site.name, QUIET_S)
-        warm_up(asked, target, options)
+        play = player(asked, url, site, options)
+        warm_up(play, system, options)
         for each in left:
-            measure_load(asked, target, {**key, **each}, options, results)
+            measure_load(play, {**key, **each}, options, results)
+
+
+def player(asked: Client, url: str, site: Site, options: argparse.Namespace) -> Play:
+    """Return what plays schedules on a system that serves at `url`, on its devices' clock."""
+    device: pace.Device = options.device
+    return device.in_its_time(partial(asked.play, Target(url, site.name, QUIET_S)))
 
 
 def measure_in_turns(site: Site, options: argparse.Namespace, results: Results) -> None:
@@ -202,23 +208,24 @@ def measure_in_turns(site: Site, options: argparse.Namespace, results: Results) 
     what else the machine does meets all alike. Systems that only differ in the mode of the router
     share their instances."""
     with ExitStack() as stack, client.client(site.cores) as asked:
-        targets: dict[tuple[str, ...], Target] = {}
+        players: dict[tuple[str, ...], tuple[str, Play]] = {}
         systems = {name: SYSTEMS[name] for name in options.systems}
         layouts = {name: (*each.up[2:], *each.serve) or (name,) for name, each in systems.items()}
         for name, layout in layouts.items():
-            if layout not in targets:
-                url = stack.enter_context(serving(name, site))
-                targets[layout] = Target(url, site.name, QUIET_S)
-                warm_up(asked, targets[layout], options)
+            if layout not in players:
+                there = options.device.on(site, SYSTEMS[name])
+                url = stack.enter_context(serving(name, there, up=options.up))
+                players[layout] = url, player(asked, url, site, options)
+                warm_up(players[layout][1], name, options)
         for repeat, name, rate in product(range(options.repeats), options.classes, options.rates):
             key = {"repeat": repeat, "name": name, "rate": rate}
             order = Random(f"{options.seed} {key}").sample(options.systems, len(options.systems))
             for system in order:
-                target = targets[layouts[system]]
+                url, play = players[layouts[system]]
                 if SYSTEMS[system].up:
                     mode = {"mode": SYSTEMS[system].up[1]}
-                    post_json(f"{target.url}/tetri/v1/mode", mode)
-                measure_load(asked, target, {"system": system, **key}, options, results)
+                    post_json(f"{url}/tetri/v1/mode", mode)
+                measure_load(play, {"system": system, **key}, options, results)
 
 
 def main() -> None:
@@ -239,8 +246,14 @@ def main() -> None:
     parser.add_argument("--in-turns", action="store_true", help=turns)
     parser.add_argument("--repeats", type=int, default=3, help="with other requests each; 3")
     parser.add_argument("--output", type=Path, default=Path("classes.jsonl"), help="result file")
+    pace.add_device(parser)
     options, site = parse(parser)
+    options.device = pace.device_of(options)
+    # Devices share nothing, whatever the cores of this machine think.
+    options.up = ["--placement", "shared-cores"] if options.device.profile else []
+    options.at_once = options.num_prompts if options.device.profile else AT_ONCE
     facts: dict[str, Any] = {"num_prompts": options.num_prompts, "in_turns": options.in_turns}
+    facts |= options.device.facts
     options.draw = draw
     if options.sharegpt:
         tokenize = sharegpt.tokenizer(site.model)
@@ -254,10 +267,11 @@ def main() -> None:
     results = Results(options.output, head)
     known = results.head.get("stock", {}).get("at_once_per_s", {})
     if not set(options.classes) <= set(known):
-        with serving("stock", site) as url, client.client(site.cores) as asked:
-            target = Target(url, site.name, QUIET_S)
-            _require(asked.play(target, schedule("mixed", WARM_UP, 0.0, "warm")), "warming up")
-            results.head["stock"] = measure_stock(asked, target, options)
+        there = options.device.on(site, SYSTEMS["stock"])
+        with serving("stock", there) as url, client.client(site.cores) as asked:
+            play = player(asked, url, site, options)
+            warm_up(play, "stock", options)
+            results.head["stock"] = measure_stock(play, options)
         results.rewrite()
     if options.in_turns:
         measure_in_turns(site, options, results)

@@ -63,6 +63,13 @@ SYSTEMS = {
     "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
     "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
     "replicas": System(engines=2),
+    # What serves on four devices (`classes --profile --devices 4`).
+    "replicas-4": System(engines=4),
+    "replicas-4-512": System(engines=4, serve=("--max-num-batched-tokens", "512")),
+    "split-1p3d": System(4, up=("--mode", "split", "--prefill", "1", "--decode", "3")),
+    "split-2p2d": System(4, up=("--mode", "split", "--prefill", "2", "--decode", "2")),
+    "whole-4": System(4, up=("--mode", "whole", "--both", "4")),
+    "adaptive-4": System(4, up=("--mode", "adaptive", "--both", "4")),
     "replicas-3-cache": System(engines=3, policy="cache_aware"),
     "nixl": System(engines=2),
     # One instance has nothing to decide in mode adaptive, so these two are named by its role.

@@ -42,7 +42,6 @@ from examples.benchmarks.cluster import (
 )
 from examples.benchmarks.figures import Results, figures
 
-ROOT = Path(__file__).parents[2]
 POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128", "mlfq 16")
 WHOLE = ("--mode", "whole", "--both", "1")
 LATENCIES = ["itl_p99_ms", "ttft_mean_ms", "tpot_mean_ms", "jct_mean_ms"]
@@ -258,10 +257,8 @@ def run_variant(
     variant, late, scale = experiment.variants[name], None, 1.0
     if experiment.is_paced:
         late, scale = site.folder / "late", options.scale
-        late.mkdir(exist_ok=True)
-        paced = pace.options(late, scale, options.kv_tokens)
-        environment = {**site.environment, "PYTHONPATH": str(ROOT)}
-        site = replace(site, serve=(*paced, *site.serve), environment=environment)
+        device = pace.Pace(str(late), scale)
+        site = pace.on_device(site, device, options.kv_tokens, is_ours=True, serve=pace.NO_STREAM)
     system = System(1, variant.serve)
     up = [*variant.up]
     if experiment.is_paced:

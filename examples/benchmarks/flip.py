@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -35,7 +34,7 @@ from examples.benchmarks.cluster import (
     parse,
     post_json,
 )
-from examples.benchmarks.compare import ROOT, heavy_tailed
+from examples.benchmarks.compare import heavy_tailed
 from examples.benchmarks.faults import Promise
 from examples.benchmarks.figures import Results, figures, share_in_time
 from examples.benchmarks.report import summary
@@ -68,12 +67,9 @@ def serving(name: str, site: Site, options: argparse.Namespace) -> Iterator[str]
     """Start the instances of a system and yield their router's URL."""
     fixed = name not in POLICIES
     prefills = int(name[0]) if fixed else (options.instances + 1) // 2
-    late = site.folder / "late"
-    late.mkdir(exist_ok=True)
-    paced = pace.options(late, options.scale, options.kv_tokens)
-    environment = {**site.environment, "PYTHONPATH": str(ROOT)}
-    serve = (*paced, "--tetri-predictor", "oracle", *site.serve)
-    site = replace(site, serve=serve, environment=environment)
+    device = pace.Pace(str(site.folder / "late"), options.scale)
+    serve = (*pace.NO_STREAM, "--tetri-predictor", "oracle")
+    site = pace.on_device(site, device, options.kv_tokens, is_ours=True, serve=serve)
     up = ["--mode", "split", "--placement", "shared-cores"]
     up += ["--prefill", str(prefills), "--decode", str(options.instances - prefills)]
     up += ["--flip", "off" if fixed else name]
@@ -91,9 +87,7 @@ def play(
     with client.client(site.cores) as asked:
         raw = asked.play(Target(url, site.name, LIMIT_S), requests)
     after, factor = rows_of(url), 1 / options.scale
-    replies = [
-        replace(each, ttft_s=each.ttft_s * factor, jct_s=each.jct_s * factor) for each in raw
-    ]
+    replies = pace.in_device_time(raw, options.scale)
     ends = [at.at_s * factor + each.jct_s for at, each in zip(requests, replies, strict=True)]
     flips = sum(row["flips"] - before[name]["flips"] for name, row in after.items())
     in_time = share_in_time(replies, options.ttft_slo, options.tpot_slo)

@@ -35,7 +35,6 @@ from examples.benchmarks.cluster import (
     our_cluster,
     parse,
 )
-from examples.benchmarks.compare import ROOT
 from examples.benchmarks.faults import Promise
 from examples.benchmarks.figures import Results, figures
 from examples.benchmarks.flip import LIMIT_S, flip
@@ -76,13 +75,11 @@ def draw(load: str, options: argparse.Namespace, rng: Random) -> list[Request]:
 @contextmanager
 def serving(name: str, load: str, site: Site, options: argparse.Namespace) -> Iterator[str]:
     """Start a cluster and yield its router's URL."""
-    late = site.folder / "late"
-    late.mkdir(exist_ok=True)
-    device = pace.device_options(late, options.scale, options.kv_tokens)
-    serve = (*device, *pace.our_options(options.scale), *site.serve)
+    device = pace.Pace(str(site.folder / "late"), options.scale)
+    serve: tuple[str, ...] = ()
     if load == "skew":
-        serve += ("--tetri-dispatch-policy", f"examples.benchmarks.moves:{alternate.__name__}")
-    site = replace(site, serve=serve, environment={**site.environment, "PYTHONPATH": str(ROOT)})
+        serve = ("--tetri-dispatch-policy", f"examples.benchmarks.moves:{alternate.__name__}")
+    site = pace.on_device(site, device, options.kv_tokens, is_ours=True, serve=serve)
     up = ["--mode", "split", "--placement", "shared-cores", "--flip", "off"]
     up += ["--prefill", "1", "--decode", "2", *SYSTEMS[name]]
     with our_cluster(site, up, name, System()) as facts:

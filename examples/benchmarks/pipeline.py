@@ -10,6 +10,9 @@ estimates: step costs come from data sheets.
   wait although a step is on its way.
 - Capacity, as Sarathi-Serve defines it: requests a second with p99 of the time between tokens
   within its strict SLO and a median scheduling delay of at most 2 s.
+- Phases (DistServe, sections 3 and 4): goodput per GPU of OPT-13B, of instances that compute
+  prompts alone, decode alone (prompts cost nothing) or do both, tensor parallel, in stages within a
+  node, or both. Lengths are those of its example, SLOs are ours.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,14 +33,15 @@ from examples.benchmarks.rivals.engines import (
     PromptsFirst,
     PromptsFirstInstance,
 )
+from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import ENGINES, Outcome, run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, EngineKind, Stock, make_instances
-from vllm_tetri.sim.cost.hardware import GPUS, Model, kv_tokens, roofline
+from vllm_tetri.sim.cost.hardware import GPUS, MODELS, Model, kv_tokens, roofline
 from vllm_tetri.sim.cost.step_cost import Roofline
 from vllm_tetri.sim.engine.instance import Share
 from vllm_tetri.sim.engine.stock import StockInstance
 from vllm_tetri.sim.figures import gap_quantiles
-from vllm_tetri.sim.plan.goodput import Score, highest_rate
+from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate, score
 from vllm_tetri.sim.workload import RequestSpec
 
 # Its published configuration. Sarathi-Serve, tables 1 and 3: on two servers of four A100, with
@@ -46,6 +51,10 @@ DEVICE, ETHERNET, TBT_SLO_S, DELAY_S = GPUS["a100-80g"], 12.5e9, 1.0, 2.0
 WINDOW_TOKENS = 8192
 SYSTEMS = ("orca", "vllm-2023", "vllm", "sarathi")
 LAYOUTS = {"4 x 2 stages": (4, 2), "8, no stages": (8, 1)}
+# Tensor parallel degree and stages of an instance.
+PHASE_LAYOUTS = tuple((parallel, stages) for parallel in (1, 2, 4) for stages in (1, 2, 4))
+PHASES = ("prefill", "decode", "both")
+PHASE_SLOS = {"strict": Objective(0.1, 0.02), "loose": Objective(0.4, 0.04)}
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,15 @@ class Stages(Roofline):
     def bubbles(self) -> float:
         """Part of the stages' time in which they wait although a step is on its way."""
         return 1 - self.busy_s[0] / (self.period_s[0] * len(self.free_s))
+
+
+class FreePrompts(Stages):
+    """Stages in which prompts cost nothing."""
+
+    def step_s(
+        self, num_decodes: float, decode_context: float, prompt_tokens: float, prompt_context: float
+    ) -> float:
+        return Stages.step_s(self, num_decodes, decode_context, 0, 0) if num_decodes else 0.0
 
 
 class StagedInstance(StockInstance):
@@ -119,14 +137,22 @@ KINDS: dict[str, EngineKind] = {
 }
 
 
-def cluster(system: str, parallel: int, stages: int, seed: int) -> tuple[ClusterConfig, Stages]:
+def cluster(
+    system: str,
+    parallel: int,
+    stages: int,
+    seed: int,
+    model: Model = FALCON,
+    link: float = ETHERNET,
+    kind: type[Stages] = Stages,
+) -> tuple[ClusterConfig, Stages]:
     """Return as many schedulers as stages, on devices that they share, and what is counted."""
-    part = replace(FALCON, layers=FALCON.layers // stages)
+    part = replace(model, layers=model.layers // stages)
     cost = roofline(part, DEVICE, parallel)
-    passed = Stages(
+    passed = kind(
         **{name: getattr(cost, name) for name in Roofline.__slots__},
         free_s=[0.0] * stages,
-        send_s=FALCON.hidden * 2 / ETHERNET,
+        send_s=model.hidden * 2 / link,
     )
     blocks = kv_tokens(part, DEVICE, parallel) // EngineConfig().block_size // stages
     engine = EngineConfig(cost=passed, kv_blocks=blocks, kind=KINDS[system])
@@ -167,6 +193,30 @@ def judged(outcome: Outcome, specs: Sequence[RequestSpec]) -> tuple[bool, bool]:
     return gap_quantiles(outcome.served, (0.99,))[0] > TBT_SLO_S, median(delays) > DELAY_S
 
 
+def goodput(phase: str, slo: Objective, parallel: int, stages: int, count: int) -> float:
+    """Return the highest rate per GPU at which nine tenths of a phase keep their SLO."""
+    kind = FreePrompts if phase == "decode" else Stages
+    config, passed = cluster("vllm", parallel, stages, 0, MODELS["opt-13b"], DEVICE.link, kind)
+    demand = Demand(known=((512, 64),), least_requests=count)
+
+    def kept(rate: float) -> Score:
+        passed.free_s[:] = [0.0] * stages
+        specs = demand.specs(rate, 30.0)
+        if phase == "prefill":
+            specs = [replace(spec, output_tokens=1) for spec in specs]
+        return score(config, specs, slo)
+
+    return highest_rate(kept, 4.0, 0.9)[0] / parallel / stages
+
+
+def phases(count: int) -> Iterator[dict[str, Any]]:
+    """Yield goodputs of instances of each phase."""
+    for name, slo in PHASE_SLOS.items():
+        for phase, (parallel, stages) in product(PHASES, PHASE_LAYOUTS):
+            where = {"slo": name, "phase": phase, "parallel": parallel, "stages": stages}
+            yield where | {"goodput_per_gpu": goodput(phase, slo, parallel, stages, count)}
+
+
 def rows(count: int, seeds: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of everything."""
     for layout, (parallel, stages) in LAYOUTS.items():
@@ -178,6 +228,7 @@ def rows(count: int, seeds: int) -> Iterator[dict[str, Any]]:
                     | at_once(system, parallel, stages, seed, count)
                     | capacity(system, parallel, stages, seed, count)
                 )
+    yield from phases(4 * count)
 
 
 def main(words: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -96,7 +97,7 @@ def main() -> None:
     results = Results(options.output, head)
     with serving(options.system, site) as url, client.client(site.cores) as asked:
         target = Target(url, site.name)
-        warm_up(asked, target, options)
+        warm_up(partial(asked.play, target), options.system, options)
         for name in options.classes:
             measure(asked, target, name, options, results)
     results.rewrite()

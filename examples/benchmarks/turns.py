@@ -14,7 +14,6 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -38,7 +37,6 @@ WORDS = (
     "river stone light paper garden window travel winter silver market "
     "summer letter morning orange forest bridge music kitchen number story"
 )
-ROOT = Path(__file__).parents[2]
 # KV that instances sent, for hand-overs and as prefixes, and prompt tokens that came as prefixes.
 COUNTERS = ("kv_bytes_sent", "fetched_tokens")
 REPORTED_S = 1.0  # more than the time between two reports of an instance
@@ -147,13 +145,9 @@ def paced(name: str, site: Site, options: argparse.Namespace) -> Site:
     """Give every engine of a system a modelled device, if that is wanted."""
     if not options.scale:
         return site
-    late = site.folder / "late"
-    late.mkdir(exist_ok=True)
-    system = SYSTEMS[name]
-    words = pace.device_options(late, options.scale, options.kv_tokens // system.engines)
-    words += pace.our_options(options.scale) if system.up else ()
-    environment = {**site.environment, "PYTHONPATH": str(ROOT)}
-    return replace(site, serve=(*words, *site.serve), environment=environment)
+    system, device = SYSTEMS[name], pace.Pace(str(site.folder / "late"), options.scale)
+    kv_tokens = options.kv_tokens // system.engines
+    return pace.on_device(site, device, kv_tokens, is_ours=bool(system.up))
 
 
 def main() -> None:

@@ -6,38 +6,75 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from examples.benchmarks import compare, flip, moves, pace, transfer
+from examples.benchmarks import cluster, compare, flip, moves, pace, transfer
+from examples.benchmarks.client import Reply, Request
+from examples.benchmarks.cluster import Site
 from examples.benchmarks.router import System, Turn
 from tests.needed import needed
+from vllm_tetri.engine import pacing
 from vllm_tetri.launch.machine import free_port
 
 
 def test_a_busy_engine_makes_up_for_a_late_step() -> None:
-    timeline = pace.Timeline(pace.Pace("", base_s=0.1, token_s=0.0, context_s=0.0))
-    assert timeline.begin(1.0, 1, 0) == pytest.approx(1.1)
-    assert timeline.end(1.15) == pytest.approx(0.05)
-    assert timeline.begin(1.16, 1, 0) == pytest.approx(1.2)  # counts from 1.1
-    timeline.end(1.2)
-    assert timeline.begin(5.0, 1, 0) == pytest.approx(5.1)  # after idle time it begins anew
+    timeline = pace.Timeline(pace.Pace("", scale=2.0))  # 13 ms, and 0.6 ms for a decode
+
+    def due(now: float) -> float:
+        return timeline.begin(pacing.StepWork(now, 1, 0, 0, 0))
+
+    assert due(1.0) == pytest.approx(1.02722)
+    assert timeline.end(1.03) == pytest.approx(0.00278)
+    assert due(1.031) == pytest.approx(1.05444)  # counts from 1.02722
+    timeline.end(1.05444)
+    assert due(5.0) == pytest.approx(5.02722)  # after idle time it begins anew
 
 
 def test_options_of_a_paced_engine_carry_its_pace(tmp_path: Path) -> None:
-    words = pace.options(tmp_path, 0.25, 3200)
+    device = pace.Pace(str(tmp_path / "late"), 0.25, "opt-13b-2xv100")
+    site = pace.on_device(Site("model", (0,), tmp_path), device, 3200, is_ours=False)
+    words = site.serve
     given = json.loads(words[words.index("--additional-config") + 1])
-    assert pace.Pace(**given["pace"]).scale == 0.25
+    assert pace.Pace(**given["pace"]) == device
     assert words[words.index("--num-gpu-blocks-override") + 1] == "101"
-    (tmp_path / "1.late").write_text("0.5\n")
-    (tmp_path / "2.late").write_text("0.25\n")
-    assert pace.worst_s(tmp_path) == 0.5
-    assert pace.worst_s(tmp_path) == 0.0
+    (tmp_path / "late/1.late").write_text("0.5\n")
+    (tmp_path / "late/2.late").write_text("0.25\n")
+    assert pace.worst_s(tmp_path / "late") == 0.5
+    assert pace.worst_s(tmp_path / "late") == 0.0
 
 
+def test_a_modelled_device_has_its_own_clock_and_link(tmp_path: Path) -> None:
+    words = ["--profile", "opt-13b-2xv100", "--scale", "4", "--kv-tokens", "3200"]
+    parser = argparse.ArgumentParser()
+    pace.add_device(parser)
+    device = pace.device_of(parser.parse_args(words))
+
+    def played(requests: Sequence[Request]) -> list[Reply]:
+        (due,) = requests
+        assert due.at_s == 12.0
+        return [Reply(ttft_s=4.0, jct_s=6.0, gaps_us=[100, 200])]
+
+    (reply,) = device.in_its_time(played)([Request(3.0, [1], 1)])
+    assert (reply.ttft_s, reply.jct_s, reply.gaps_us) == (1.0, 1.5, [25, 50])
+
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    site = Site(str(tmp_path), (0,), tmp_path)
+    assert "--tetri-link" not in device.on(site, cluster.System()).serve
+    serve = device.on(site, cluster.System(up=("--both", "1"))).serve
+    # 25 GB/s with 1,536 instead of 819,200 bytes of a token, four times as slow.
+    assert serve[serve.index("--tetri-link") + 1] == "emulate:11.719MB/s,5us"
+    assert pace.Device().on(site, cluster.System()) is site
+    assert pace.Device().in_its_time(played) is played
+
+
+TINY = {
+    "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256, "vocab_size": 1024,
+}  # fmt: skip
 OPTIONS = argparse.Namespace(
     num_prompts=4, request_rate=2.0, predictor=None, dispatch="power-of-two", phase=10.0,
     request_rates=[1.0, 1.0], scale=0.5, batches=[4, 16],

@@ -10,7 +10,17 @@ from random import Random
 import pytest
 
 from examples.benchmarks.paper.cases import conversations
-from examples.benchmarks.pipeline import SYSTEMS, Stages, at_once, cluster, main
+from examples.benchmarks.pipeline import (
+    PHASE_LAYOUTS,
+    PHASE_SLOS,
+    PHASES,
+    SYSTEMS,
+    Stages,
+    at_once,
+    cluster,
+    goodput,
+    main,
+)
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import Stock
 
@@ -73,5 +83,16 @@ def test_the_script_writes_a_line_per_system_and_layout(tmp_path: Path) -> None:
     assert main(["--requests", "12", "--seeds", "1", "--output", str(file)]) == 0
 
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(rows) == 2 * len(SYSTEMS)
-    assert all(row["capacity_per_s"] > 0 for row in rows)
+    whole, phases = rows[: 2 * len(SYSTEMS)], rows[2 * len(SYSTEMS) :]
+    assert all(row["capacity_per_s"] > 0 for row in whole)
+    assert len(phases) == len(PHASE_SLOS) * len(PHASES) * len(PHASE_LAYOUTS)
+
+
+def test_stages_suit_neither_phase_of_a_model_that_fits_on_one_device() -> None:
+    def goodputs(phase: str) -> list[float]:
+        slo = PHASE_SLOS["strict"]
+        return [goodput(phase, slo, *layout, 60) for layout in ((4, 1), (2, 2), (1, 4))]
+
+    for phase in PHASES:
+        tensor, both, stages = goodputs(phase)
+        assert tensor > both > stages >= 0
