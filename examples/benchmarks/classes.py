@@ -96,7 +96,7 @@ def measure_stock(play: Play, options: argparse.Namespace) -> Any:
     """Return the latencies of one request at a time, and requests per second of each class when
     all come at once."""
     seed = options.seed
-    requests = schedule("hphd", LONE, 0.0, f"{seed} lone", options.draw)
+    requests = schedule("hphd", options.lone, 0.0, f"{seed} lone", options.draw)
     lone = [play([each])[0] for each in requests]
     at_once = {}
     for name in options.classes:
@@ -153,7 +153,7 @@ def _require(replies: Sequence[Reply], title: str) -> None:
 
 
 def measure_load(
-    play: Play, key: Mapping[str, Any], options: argparse.Namespace, results: Results
+    play: Play, site: Site, key: Mapping[str, Any], options: argparse.Namespace, results: Results
 ) -> None:
     """Measure the cell of this system, repeat, name and rate, unless it is there."""
     if results.has(**key):
@@ -162,7 +162,8 @@ def measure_load(
     rate_per_s = RATES[rate] * stock["at_once_per_s"][name] * options.devices
     seed = f"{options.seed} {name} {rate} {key['repeat']}"
     requests = schedule(name, options.num_prompts, rate_per_s, seed, options.draw)
-    cell = measure_cell(play, requests, stock)
+    options.device.lateness(site)  # of what came before
+    cell = measure_cell(play, requests, stock) | options.device.lateness(site)
     results.add(**key, rate_per_s=round(rate_per_s, 4), **cell)
     shown = {each: round(cell.get(each, 0)) for each in ("completed", "ttft_mean_ms")}
     print(f"repeat {key['repeat']}, {key['system']}, {name} {rate}: {shown}", flush=True)
@@ -194,7 +195,7 @@ def measure_system(
         play = player(asked, url, site, options)
         warm_up(play, system, options)
         for each in left:
-            measure_load(play, {**key, **each}, options, results)
+            measure_load(play, site, {**key, **each}, options, results)
 
 
 def player(asked: Client, url: str, site: Site, options: argparse.Namespace) -> Play:
@@ -225,7 +226,7 @@ def measure_in_turns(site: Site, options: argparse.Namespace, results: Results) 
                 if SYSTEMS[system].up:
                     mode = {"mode": SYSTEMS[system].up[1]}
                     post_json(f"{url}/tetri/v1/mode", mode)
-                measure_load(play, {"system": system, **key}, options, results)
+                measure_load(play, site, {"system": system, **key}, options, results)
 
 
 def main() -> None:
@@ -251,6 +252,8 @@ def main() -> None:
     options.device = pace.device_of(options)
     # Devices share nothing, whatever the cores of this machine think.
     options.up = ["--placement", "shared-cores"] if options.device.profile else []
+    # A modelled device takes as long every time, and holds more at once than these cores.
+    options.lone = 1 if options.device.profile else LONE
     options.at_once = options.num_prompts if options.device.profile else AT_ONCE
     facts: dict[str, Any] = {"num_prompts": options.num_prompts, "in_turns": options.in_turns}
     facts |= options.device.facts

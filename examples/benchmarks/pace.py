@@ -96,7 +96,7 @@ class PacedExecutor(CalmExecutor):
         if self._due is not None:
             time.sleep(max(0.0, self._due - time.monotonic()))
             late_s = self._timeline.end(time.monotonic())
-            if late_s > self._worst_s:
+            if late_s > self._worst_s or not self._report.exists():
                 self._worst_s = late_s
                 self._report.write_text(f"{late_s}\n")
         return output
@@ -166,6 +166,10 @@ class Device:
             return in_device_time(play(due), self.scale)
 
         return scaled
+
+    def lateness(self, site: Site) -> dict[str, float]:
+        """Return by how many ms the worst step since the last call was late, and forget it."""
+        return {} if self.profile is None else {"late_ms": 1e3 * worst_s(site.folder / "late")}
 
     @property
     def facts(self) -> dict[str, Any]:
