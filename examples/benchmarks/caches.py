@@ -33,6 +33,7 @@ from vllm_tetri.sim.cluster import run
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, make_instances, of_profile
 from vllm_tetri.sim.cost.profiles import profile
 from vllm_tetri.sim.figures import figures
+from vllm_tetri.sim.links import link
 from vllm_tetri.sim.modes import AdaptiveMode, LeastInFlight, SimMode, SplitMode, WholeMode
 from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec, predicted, read_trace, with_names
 from vllm_tetri.types import InstanceId
@@ -98,17 +99,21 @@ def _hits(specs: Sequence[RequestSpec], most: int, ranks: list[dict[int, float]]
 
 
 def simulate(
-    system: str, count: int, engine: EngineConfig, specs: Sequence[RequestSpec], progress: Progress
+    system: str,
+    count: int,
+    engine: EngineConfig,
+    specs: Sequence[RequestSpec],
+    progress: Progress,
+    bytes_per_s: float | None = None,
 ) -> dict[str, float]:
-    """Return the figures of one system."""
+    """Return the figures of one system, whose KV is sent so fast."""
     prefill = round(count * PREFILL_PART) if system.startswith("ours, split") else 0
     decode = count - prefill if prefill else 0
     instances = make_instances(prefill, decode, count - prefill - decode, engine=engine)
     task = progress.add_task(f"{count} instances, {system}", total=len(specs))
     begun_s = time.process_time()
-    outcome = run(
-        ClusterConfig(instances, SYSTEMS[system]), specs, on_end=partial(progress.advance, task)
-    )
+    cluster = ClusterConfig(instances, SYSTEMS[system], link=bytes_per_s)
+    outcome = run(cluster, specs, on_end=partial(progress.advance, task))
     found = figures(outcome.served, SLO)
     return {
         "hits": found["cached"],
@@ -132,7 +137,8 @@ def clusters(options: argparse.Namespace, results: Results, progress: Progress) 
         lru, belady = best_hits(specs, count * engine.pool_tokens // NAME_TOKENS)
         for system in options.systems or SYSTEMS:
             if not results.has(instances=count, system=system):
-                found = simulate(system, count, engine, specs, progress)
+                bytes_per_s = options.link and link(options.link)
+                found = simulate(system, count, engine, specs, progress, bytes_per_s)
                 results.add(instances=count, system=system, lru=lru, belady=belady, **found)
 
 
@@ -200,6 +206,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=0.25, help="times the instances; 0.25")
     parser.add_argument("--profile", default="roofline:llama-3-8b:h100", help="of every instance")
     parser.add_argument("--chunk-size", type=int, default=2048, help="of every instance; 2048")
+    parser.add_argument("--link", help="between instances: roce, nvlink or Gbit/s; without a limit")
     parser.add_argument("--traffic", type=int, metavar="BLOCKS", help="measure reports instead")
     parser.add_argument("--output", type=Path, default=Path("caches.jsonl"), help="result file")
     options = parser.parse_args()

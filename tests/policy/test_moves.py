@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policy.builders import alone, serving, view
+from tests.policy.builders import COST, alone, serving, view
 from vllm_tetri.policy.cluster import ClusterTable, TableMaker
 from vllm_tetri.policy.moves import (
     MOST_LEAVING,
@@ -100,6 +100,25 @@ def test_an_output_moves_where_it_is_much_faster() -> None:
     found = chosen(full, [output("x"), output("y", left=2000)], empty)
     assert found[0] == MoveOrder(RequestId("y"), empty.info.id, "balance")
     assert len(found) <= MOST_ON_WAY
+
+
+def test_an_output_stays_whose_kv_would_displace_more_than_it_is_faster() -> None:
+    full, other = busy("a", 60), busy("b", 20)
+    assert chosen(full, [output("x", context=300)], other)
+    assert chosen(full, [output("x", context=30_000)], other) == []
+
+
+def test_an_output_stays_if_prompts_take_the_time_of_the_other_instance() -> None:
+    tables = TableMaker()
+
+    def order(prompt_tokens_done: int, seq: int) -> list[MoveOrder]:
+        full = busy("a", 60, seq=seq)
+        other = busy("b", 0, prompt_tokens_done=prompt_tokens_done, seq=seq)
+        table = tables.make(view(full, other), float(seq))
+        return choose_moves(full, "balance", [output("x")], table, 0, any_role=False)
+
+    assert order(0, 1)
+    assert order(round(0.9 / COST.prompt_s), 2) == []  # nine tenths of a second
 
 
 @pytest.mark.parametrize(

@@ -112,14 +112,18 @@ def paused_tpot_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float =
     if not row.decodes:
         return 0.0
     pause_s = (prompt_tokens - cached_tokens) * token_s(row, prompt_tokens, cached_tokens)
-    step_s = row.step_s * (1 + row.busy_others) / (1 - row.prompt_share)
-    return step_s + pause_s / max(1.0, 2 * row.left_tokens)
+    return paced_s(row, row.step_s) + pause_s / max(1.0, 2 * row.left_tokens)
 
 
 def tpot_s(row: InstanceRow, context_tokens: float) -> float:
     """Return the time per token of one more output of that context, prompts counted in."""
     cost = row.cost
-    step_s = row.step_s + cost.request_s + context_tokens * cost.token_s
+    return paced_s(row, row.step_s + cost.request_s + context_tokens * cost.token_s)
+
+
+def paced_s(row: InstanceRow, step_s: float) -> float:
+    """Return the time from one token of an output to the next where a step of decodes alone takes
+    `step_s`: prompts and other instances on its device take their shares."""
     return step_s * (1 + row.busy_others) / (1 - row.prompt_share)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from vllm_tetri.policy.adaptive import paced_s, prefill_harm_s, token_s
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
 from vllm_tetri.types import InstanceId, InstanceState, InstanceView, RequestId, Role
 
@@ -19,6 +20,8 @@ MOST_MOVES = 4  # of one output, unless its instance leaves
 REST_S = 2.0  # between two moves of one output, and before the first
 # A step has to be so much longer here than there with the output, and the output so much shorter.
 _FASTER = 1.25
+# Part of the cached KV which a move displaces that a prompt would find and now computes again.
+_USED_AGAIN = 0.25
 _WORTH_S = 0.5
 LEAVES = {InstanceState.DRAINING: "drain", InstanceState.FLIPPING: "flip"}
 # With fewer free blocks than this for each decode, some are about to be preempted.
@@ -119,13 +122,16 @@ def choose_moves(
 
 
 def _pays(here: InstanceRow, there: InstanceRow, output: RunningOutput) -> bool:
-    """Whether an output is faster elsewhere by far, while the instance that it leaves stays the
-    slower one."""
-    step_s = _step_with_one_more(there)
+    """Whether an output is faster elsewhere by far, prompts and what its KV displaces counted in,
+    while the instance that it leaves stays the slower one."""
+    step_s, context_tokens = _step_with_one_more(there), output.context_tokens
     stays_slower = here.step_s - here.request_s >= step_s
-    gain_s = output.left_tokens * (here.step_s - step_s)
-    is_worth = gain_s > _WORTH_S + move_s(here.view, here.step_s, output.context_tokens)
-    return stays_slower and here.step_s > _FASTER * step_s and is_worth
+    here_s, there_s = paced_s(here, here.step_s), paced_s(there, step_s)
+    computed_s = context_tokens * token_s(there, context_tokens)
+    displaced_s = _USED_AGAIN * (computed_s + prefill_harm_s(there, context_tokens))
+    cost_s = _WORTH_S + move_s(here.view, here.step_s, context_tokens) + displaced_s
+    is_faster = here.step_s > _FASTER * step_s and here_s > _FASTER * there_s
+    return stays_slower and is_faster and output.left_tokens * (here_s - there_s) > cost_s
 
 
 def _step_with_one_more(row: InstanceRow) -> float:
