@@ -69,7 +69,7 @@ CONVERSATIONS = {
 MEANS = ("first_ttft_ms", "later_ttft_ms", "jct_ms", "cached", "kv_bytes_sent", "fetched_tokens")
 
 
-INTERFERENCE = {"tiny model": "interference-tiny", "SmolLM2, 6 layers": "interference-smollm2"}
+INTERFERENCE = {"SmolLM2, 6 layers": "interference-smollm2"}
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:

@@ -57,8 +57,8 @@ CONDITIONS = {
     "e5": "real engines that keep the pace of a modelled device (tables.json.gz)",
     "e6": "4 decode instances, real engines that keep the pace of a modelled device "
     "(tables.json.gz)",
-    "e7": "medians over rounds on one stock engine, two Xeon cores that other programs used, too, "
-    "as ratios within a round (interference-tiny.jsonl.gz, interference-smollm2.jsonl.gz)",
+    "e7": "medians over rounds on one stock engine, two EPYC cores, as ratios within a round "
+    "(interference-smollm2.jsonl.gz)",
     "e8": "SmolLM2 in bfloat16 on one Xeon core, the smallest step with 90 % of the best tokens/s "
     "(saturation.json.gz)",
     "e9": "real engines on two cores, tiny model, without draining (flip.jsonl.gz)",
