@@ -131,13 +131,13 @@ def clusters(options: argparse.Namespace, results: Results, progress: Progress) 
         of_profile(EngineConfig(chunk_tokens=options.chunk_size), profile(options.profile)),
         arena_tokens=1 << 18,
     )
+    bytes_per_s = options.link and link(options.link)
     for count in options.instances:
         sooner = [(at_s / options.speed / count, *lengths) for at_s, *lengths in trace]
         specs = with_names(predicted(sooner, 1.0, 0), options.trace)
         lru, belady = best_hits(specs, count * engine.pool_tokens // NAME_TOKENS)
         for system in options.systems or SYSTEMS:
             if not results.has(instances=count, system=system):
-                bytes_per_s = options.link and link(options.link)
                 found = simulate(system, count, engine, specs, progress, bytes_per_s)
                 results.add(instances=count, system=system, lru=lru, belady=belady, **found)
 

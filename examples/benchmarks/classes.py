@@ -40,6 +40,7 @@ from examples.benchmarks.cluster import (
     serving,
 )
 from examples.benchmarks.figures import Results, figures, share_in_time, tpot_s
+from examples.benchmarks.pace import Play
 
 LIGHT_PROMPT, HEAVY_PROMPT = (16, 511), (512, 1536)  # tokens, log-uniform
 LIGHT_OUTPUT, HEAVY_OUTPUT = (8, 127), (129, 512)  # tokens, uniform
@@ -68,7 +69,6 @@ REST_S = 1.0
 ROLES = ("prefill", "decode")
 
 
-Play = pace.Play
 Draw = Callable[[str, Random], tuple[list[int], int]]
 """Token ids of a prompt and the number of output tokens of one request of a class."""
 
