@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 import pytest
 
 from tests.router.servers import OK, listening, says, serving
-from vllm_tetri.router import http_client
+from vllm_tetri.router import http_client, response
 from vllm_tetri.router.errors import ConnectionLost, Unreachable
 from vllm_tetri.router.http_client import HttpClient
 from vllm_tetri.router.upstream import Upstream, is_reachable
@@ -383,7 +383,7 @@ async def test_a_health_check_keeps_nothing_of_an_answer_without_end() -> None:
 
 
 async def test_a_whole_answer_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "_MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(response, "_MAX_BODY_BYTES", 1000)
     long = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b"
     async with serving(says(long % (1000, b"x" * 1000))) as server, wires() as client:
         assert len(await whole(client, server.url)) == 1000

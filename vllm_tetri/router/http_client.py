@@ -7,10 +7,10 @@ Owned by the event loop; not thread-safe. Between requests a connection belongs 
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import cast
 from urllib.parse import SplitResult
@@ -19,102 +19,14 @@ import httptools
 
 from vllm_tetri.router.errors import ConnectionLost, GivenUp, HttpError, Silent, Unreachable
 from vllm_tetri.router.request import head_of, parts_of
+from vllm_tetri.router.response import FlowRules, HttpResponse, Pump
+from vllm_tetri.transport._core import Flow
 
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
-_MAX_UNREAD_BYTES = 1 << 17  # above twice this reading pauses: a slow client slows its instance
 _MAX_HEAD_BYTES = 1 << 16
-_MAX_AT_ONCE_BYTES = 1 << 16  # poured out before other streams have their turn
-_MAX_BODY_BYTES = 1 << 29  # of a response that is read whole, as embeddings
-_MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 _LENGTHS = frozenset({"content-length", "transfer-encoding"})
 _tls_context = cache(ssl.create_default_context)
-
-
-class HttpResponse:
-    """An instance's response to one request; to be closed. Names of headers and the media type are
-    in lower case; of repeated headers the last counts."""
-
-    def __init__(self, connection: _Connection, status: int, headers: dict[str, str]) -> None:
-        self._connection: _Connection | None = connection
-        self._error: HttpError | None = None
-        self._unread, self._num_peeked = bytearray(), 0
-        self._take: Callable[[bytes], bool] | None = None
-        self._waiter: asyncio.Future[bool] | None = None  # of the newest reader
-        self.status, self.headers = status, headers
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        self.content_type = kind if _MEDIA_TYPE.fullmatch(kind) else "application/octet-stream"
-
-    async def read_some(self) -> bytes:
-        """Return the bytes since the last call, at least one; empty at the end. Raises
-        `ConnectionLost` if the rest will not come."""
-        if not self._unread:
-            await self._wait()
-        some, self._num_peeked = bytes(self._unread), 0
-        self._unread.clear()
-        return some
-
-    async def pour(self, take: Callable[[bytes], bool]) -> bool:
-        """Call `take` with bytes at once as they come until it returns False; returns whether it
-        did. Raises what it raises, and `ConnectionLost` if the rest will not come."""
-        if self._unread and not take(await self.read_some()):
-            return True
-        return await self._wait(take)
-
-    async def peek(self) -> bytes:
-        """Wait for more bytes and return all unread ones, which stay unread; empty at the end."""
-        is_more = len(self._unread) > self._num_peeked or await self._wait()
-        self._num_peeked = len(self._unread)
-        return bytes(self._unread) if is_more else b""
-
-    async def read(self) -> bytes:
-        """Return all unread bytes; raises `ConnectionLost` if some will not come, or there are
-        too many."""
-        body = bytearray()
-        while some := await self.read_some():
-            body += some
-            if len(body) > _MAX_BODY_BYTES:
-                self.close()
-                raise ConnectionLost(f"the response has more than {_MAX_BODY_BYTES} bytes")
-        return bytes(body)
-
-    def close(self) -> None:
-        """Give up the rest of the response. Idempotent."""
-        if self._connection is not None:
-            self._connection.drop(ConnectionLost("closed"))
-
-    def feed(self, data: bytes) -> bool:
-        """Take a part of the body; returns False if too much of it is unread."""
-        waiter, take = self._waiter, self._take
-        is_awaited = waiter is not None and not waiter.done()  # it may be cancelled
-        if waiter is None or not is_awaited or take is None:
-            self._unread += data
-            if waiter is not None and is_awaited:
-                waiter.set_result(True)
-            return is_awaited or len(self._unread) <= 2 * _MAX_UNREAD_BYTES
-        try:
-            if not take(data) or len(data) > _MAX_AT_ONCE_BYTES:
-                waiter.set_result(True)
-        except Exception as error:
-            waiter.set_exception(error)
-        return True
-
-    def end(self, error: HttpError | None = None) -> None:
-        """Mark the end of the response, or the error that ended it."""
-        self._connection, self._error = None, error
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(False)
-
-    async def _wait(self, take: Callable[[bytes], bool] | None = None) -> bool:
-        """Wait until bytes come, or until `take` wants no more; returns False at the end."""
-        is_more = False
-        if self._connection is not None:
-            self._connection.resume_reading()
-            self._take, self._waiter = take, asyncio.get_running_loop().create_future()
-            is_more = await self._waiter
-        if not is_more and self._error is not None:
-            raise self._error
-        return is_more
 
 
 class HttpClient:
@@ -128,8 +40,9 @@ class HttpClient:
         self.silence_s = silence_s
         self.progress_s: Mapping[str, float] = {}
         self._loop = asyncio.get_running_loop()
-        self.connections: set[_Connection] = set()
-        self.idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by URL
+        self.pump = Pump()
+        self.connections: set[Connection] = set()
+        self.idle: defaultdict[str, list[Connection]] = defaultdict(list)  # by URL
 
     async def send(
         self,
@@ -159,7 +72,7 @@ class HttpClient:
             except ConnectionLost:
                 if not connection.was_closed_idle:
                     raise
-        connection = _Connection(self, url, self._loop)
+        connection = Connection(self, url, self._loop)
         connection.label, connection.may_migrate = label, may_migrate
         await self._connect(connection, parts, port)
         return await connection.request(message, label, may_migrate)
@@ -193,8 +106,9 @@ class HttpClient:
         """Close every connection. Idempotent."""
         for connection in list(self.connections):
             connection.drop(ConnectionLost("closed"))
+        self.pump.close()
 
-    async def _connect(self, connection: _Connection, parts: SplitResult, port: int) -> None:
+    async def _connect(self, connection: Connection, parts: SplitResult, port: int) -> None:
         self.connections.add(connection)
         try:
             # A server with thousands of requests may be slow to take one: the kernel tries for two
@@ -216,7 +130,7 @@ class HttpClient:
                 self.connections.discard(connection)
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """One connection, and the callbacks of its parser."""
 
     def __init__(self, owner: HttpClient, url: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -233,6 +147,8 @@ class _Connection(asyncio.Protocol):
         self._num_responses = 0
         self._num_bytes = 0  # since the request
         self._parts: list[bytes] = []  # of the body, from one read
+        self._is_between_chunks = False  # of the body, if all bytes of the last read belong to it
+        self._flow: Flow | None = None  # reads instead of this
         self._sent_s = self._received_s = self._limit_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self.was_closed_idle = False
@@ -240,7 +156,7 @@ class _Connection(asyncio.Protocol):
     def is_quiet(self, since_s: float) -> bool:
         """Whether more is expected and nothing came since a time of the event loop; true also
         before the response."""
-        is_silent = self._response is not None and self._received_s <= since_s
+        is_silent = self._response is not None and self._last_s() <= since_s
         return is_silent or self._head is not None or self.deadline is not None
 
     def resume_reading(self) -> None:
@@ -248,6 +164,33 @@ class _Connection(asyncio.Protocol):
         if self.transport is not None and not self.transport.is_reading():
             self._received_s = self._loop.time()
             self.transport.resume_reading()
+
+    def begin_flow(self, target: int, rules: FlowRules, stop: Callable[[], None]) -> Flow | None:
+        """Let a flow read the rest of the body; None if a chunk of it has come in part, and with
+        TLS, which it cannot read."""
+        transport = self.transport
+        if transport is None or not (self._is_between_chunks and transport.is_reading()):
+            return None
+        if (source := descriptor_of(transport)) is None:
+            return None
+        with suppress(OSError):  # no descriptor is left: this goes on reading
+            self._flow = self._owner.pump.begin(source, target, rules, stop)
+            transport.pause_reading()
+        return self._flow
+
+    def end_flow(self) -> None:
+        """Read again, first what the flow has left. Idempotent."""
+        flow, self._flow = self._flow, None
+        if flow is None:
+            return
+        rest, self._received_s = self._owner.pump.end(flow), max(flow.last_s, self._received_s)
+        if self.transport is not None:
+            self.transport.resume_reading()
+            if rest:
+                self.data_received(rest)
+
+    def _last_s(self) -> float:
+        return self._received_s if self._flow is None else max(self._flow.last_s, self._received_s)
 
     async def request(
         self, message: tuple[bytes, bytes], label: str, may_migrate: Callable[[], bool]
@@ -273,6 +216,7 @@ class _Connection(asyncio.Protocol):
 
     def drop(self, error: HttpError) -> None:
         """Close the connection and fail its request. Idempotent."""
+        self.end_flow()
         self._deliver()
         if self._timer is not None:
             self._timer.cancel()
@@ -310,6 +254,8 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.drop(ConnectionLost(f"the response is not HTTP: {error}"))
+        # The parser tells of a chunk's size as soon as it has all of it.
+        self._is_between_chunks = self._is_between_chunks and data.endswith(b"\r\n")
         self._deliver()
         if self._head is not None and self._num_bytes > _MAX_HEAD_BYTES:
             self.drop(ConnectionLost(f"the head of the response exceeds {_MAX_HEAD_BYTES} bytes"))
@@ -346,6 +292,12 @@ class _Connection(asyncio.Protocol):
             self.drop(ConnectionLost("the request was cancelled"))
         else:
             head.set_result(self._response)
+
+    def on_chunk_header(self) -> None:
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._is_between_chunks = True
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
@@ -390,11 +342,19 @@ class _Connection(asyncio.Protocol):
 
     def _check_time(self) -> None:
         now = self._loop.time()
-        if self.transport is not None and not self.transport.is_reading():
+        if self._flow is None and self.transport is not None and not self.transport.is_reading():
             self._received_s = now
-        since_s = max(self._received_s, self._owner.progress_s.get(self.label, 0.0))
+        since_s = max(self._last_s(), self._owner.progress_s.get(self.label, 0.0))
         rest_s = since_s + self._limit_s - now
         if rest_s <= 0:
             self.drop(Silent(f"no byte for {self._limit_s:g} s"))
         else:
             self._timer = self._loop.call_later(rest_s, self._check_time)
+
+
+def descriptor_of(transport: asyncio.Transport) -> int | None:
+    """Return the socket whose bytes are those of a transport; with TLS there is none."""
+    if transport.is_closing() or transport.get_extra_info("sslcontext") is not None:
+        return None
+    number: int = transport.get_extra_info("socket").fileno()
+    return number

@@ -16,7 +16,7 @@ from cachetools import TTLCache
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.router.errors import Refusal
-from vllm_tetri.router.http_client import HttpResponse
+from vllm_tetri.router.response import HttpResponse
 from vllm_tetri.router.upstream import Upstream
 from vllm_tetri.types import InstanceId, InstanceState
 

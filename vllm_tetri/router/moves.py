@@ -23,9 +23,9 @@ from vllm_tetri.policy.mirrors import LongOutput
 from vllm_tetri.policy.moves import LEAVES, RunningOutput, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import HttpError, InstanceAtLimit, InstanceFailed, Refusal
-from vllm_tetri.router.http_client import HttpResponse
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.router.response import HttpResponse
 from vllm_tetri.router.resume import ContinuationFailed, ContinuationMismatch, NotResumable
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.stream import Output

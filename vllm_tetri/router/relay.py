@@ -18,9 +18,9 @@ from vllm_tetri.policy.route import Event, Phase, Route, Split
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
-from vllm_tetri.router.http_client import HttpResponse
 from vllm_tetri.router.moves import Mover
 from vllm_tetri.router.request import CHAT, ApiRequest
+from vllm_tetri.router.response import HttpResponse
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
 from vllm_tetri.router.retry import Attempts, Scheduler
 from vllm_tetri.router.stream import NotStored, Output

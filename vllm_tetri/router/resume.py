@@ -7,7 +7,6 @@ when there are many.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from typing import Any
 
@@ -17,6 +16,8 @@ from vllm_tetri.handover import DecodeParams, PriorOutput
 from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, JSON_ERRORS, event, usage_of
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.router.response import FlowRules
+from vllm_tetri.transport._core import hide_ids
 from vllm_tetri.types import InstanceInfo, TransferId
 
 _END = b"\n\n"
@@ -25,16 +26,6 @@ _COMMENT = b":"
 _CREATED = b'"created":%d,'
 _MAX_EVENT_BYTES = 1 << 26  # an event may repeat the tokens of the prompt
 _MAX_KEPT_BYTES = 1 << 16  # most outputs end before
-# None of these can occur inside a JSON string, where quotes are escaped. An event that holds
-# nothing but an id exists only because ids were asked for.
-_IDS = re.compile(rb'"token_ids":\[[\d,]*\]')
-_NO_IDS = b'"token_ids":null'
-_PROMPT_IDS = re.compile(rb'"prompt_token_ids":\[[\d,]*\]')
-_NO_PROMPT_IDS = b'"prompt_token_ids":null'
-_EMPTY_DELTA = b'"delta":{},'
-_EMPTY_EVENT = re.compile(
-    rb'data: [^\n]*"delta":\{\},"logprobs":null,"finish_reason":null,"token_ids":null[^\n]*\n\n'
-)
 # What a choice says, besides tool calls by their index.
 _TEXT, _REASONING, _NAME, _ARGUMENTS = "text", "reasoning", "name of %d", "arguments of %d"
 # Lists with one entry per token in the log probabilities of a completion.
@@ -193,9 +184,7 @@ class StreamRecord:
                 self.is_aborted = True
                 at = data.rindex(_DATA, 0, data.index(ABORTED))
             data, self.error = data[:at], data[at:]
-        self._kept += data
-        if len(self._kept) > _MAX_KEPT_BYTES:
-            self._decode_kept()
+        self.keep(data)
         if data.endswith(DONE):
             self.is_complete = True
         return self._without_ids(data) if self._hides_ids else data
@@ -222,12 +211,25 @@ class StreamRecord:
         last: dict[str, Any] = {key: chunk[key] for key in kept if key in chunk}
         return event({**last, "choices": [], "usage": usage}) + DONE
 
+    def flow_rules(self) -> FlowRules | None:
+        """Return what happens to further events that need not pass here; None if they have to."""
+        is_able = self.is_caught_up and not (self._rest or self.error or self.is_complete)
+        if not is_able or (self._hides_ids and not self._has_prompt):
+            return None
+        is_other, hides_ids = self._theirs != self._ours, self._hides_ids
+        times = (self._theirs, self._ours) if is_other else (b"", b"")
+        return FlowRules(self.keep, hides_ids, hides_ids and self._is_chat, *times)
+
+    def keep(self, events: bytes) -> None:
+        """Take whole events that the client got without passing here."""
+        self._kept += events
+        if len(self._kept) > _MAX_KEPT_BYTES:
+            self._decode_kept()
+
     def _without_ids(self, data: bytes) -> bytes:
-        data = _IDS.sub(_NO_IDS, data)
-        if not self._has_prompt:
-            self._has_prompt = _DATA in data
-            data = _PROMPT_IDS.sub(_NO_PROMPT_IDS, data, count=1)
-        return _EMPTY_EVENT.sub(b"", data) if self._is_chat and _EMPTY_DELTA in data else data
+        is_first = not self._has_prompt
+        self._has_prompt = self._has_prompt or _DATA in data
+        return hide_ids(data, with_prompt=is_first, drops_empty=self._is_chat)
 
     def _decode_kept(self) -> None:
         kept, self._kept = bytes(self._kept), bytearray()

@@ -24,6 +24,7 @@ from aiohttp.http_exceptions import LineTooLong
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.http_client import descriptor_of
 from vllm_tetri.router.request import head_of
 
 _CHECK_S = 1.0  # accuracy of the deadlines of connections, at most
@@ -269,6 +270,21 @@ class StreamedResponse(web.StreamResponse):
             piece, self._head = self._head + piece, b""
         transport.write(piece)
         self._is_over = is_last
+
+    def target(self) -> int | None:
+        """Return the socket that pieces may be written to until the next `send`; None while some
+        are unwritten, where they are not chunks, and with TLS."""
+        transport = self._client.transport
+        is_able = self._is_chunked and not (self._head or self._is_over)
+        if transport is None or not is_able or transport.get_write_buffer_size():
+            return None
+        return descriptor_of(transport)
+
+    def write_unsent(self, unsent: bytes) -> None:
+        """Write what could not be written to `target`. Raises `ConnectionResetError`."""
+        if self._client.transport is None:
+            raise ConnectionResetError
+        self._client.transport.write(unsent)
 
     async def prepare(self, request: web.BaseRequest) -> None:
         """Do nothing; aiohttp calls this when the request was served."""

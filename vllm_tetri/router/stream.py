@@ -22,8 +22,8 @@ from vllm_tetri.router.errors import (
     is_at_limit,
 )
 from vllm_tetri.router.first_token import FirstToken
-from vllm_tetri.router.http_client import HttpResponse
 from vllm_tetri.router.request import CHAT, LOAD_HEADER, NOT_RETURNED, ApiRequest, headers_without
+from vllm_tetri.router.response import FlowRules, HttpResponse
 from vllm_tetri.router.resume import (
     ContinuationFailed,
     ContinuationMismatch,
@@ -33,6 +33,7 @@ from vllm_tetri.router.resume import (
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.server import StreamedResponse
 from vllm_tetri.router.table import Entry
+from vllm_tetri.transport._core import Flow, FlowState
 from vllm_tetri.types import InstanceInfo
 
 EVENT_STREAM = "text/event-stream"
@@ -41,6 +42,8 @@ EVENT_STREAM = "text/event-stream"
 _SERVER_ERRORS = frozenset({500, 502, 503, 504})
 # An engine says so when it ends in order, never when it crashes.
 _ABORTED = "its engine aborted the request"
+
+_READS_BEFORE_FLOW = 2  # a response that comes at once is over by then
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class Output:
         self._is_whole = True  # what was sent ends with a whole event
         self._is_resumed = True  # the client has got something of the instance that writes now
         self._record: StreamRecord | None = None
+        self._flow: Flow | None = None  # passes events on instead of this
+        self._reads_before_flow = 0  # of the instance that writes now; negative: it cannot begin
         self._broken: tuple[InstanceFailed, float] | None = None  # and when that was noticed
         self._moved_s: float | None = None  # when the last event of before a move came
         # Events with the token of a prefill instance, which the client gets before the decode
@@ -189,6 +194,7 @@ class Output:
     def num_received(self) -> int:
         """Return how many tokens the client has received."""
         assert self._record is not None
+        self._keep_flowed()
         self._record.settle()
         return len(self._record.token_ids)
 
@@ -197,6 +203,7 @@ class Output:
         record = self._record
         with suppress(NotResumable):
             if record is not None and record.is_plain:
+                self._keep_flowed()
                 record.settle()
                 return bool(record.prompt_token_ids)
         return False
@@ -210,6 +217,7 @@ class Output:
         """Whether the first bytes of another stream begin with all that the client has received,
         and go on. Raises `ContinuationMismatch` or `ContinuationFailed` if they never will."""
         assert self._record is not None
+        self._keep_flowed()
         prompt = self._record.prompt_token_ids  # may be long, and is never changed
         record = deepcopy(self._record, {id(prompt): prompt})
         record.begin_continuation()
@@ -249,6 +257,7 @@ class Output:
             if is_resumed:
                 self._record = self._begin_with(instance, response)
             self._is_resumed, record = is_resumed, self._record
+            self._reads_before_flow = _READS_BEFORE_FLOW
             stream = self._begin(response)
             goes_on = bool(chunk)
             self._pass_on(chunk)
@@ -260,6 +269,8 @@ class Output:
                         raise InstanceFailed(instance.id, "its engine crashed")
                     stream.send(record.take_error())  # of the request: the client's
                 await self._http.writer.drain()
+                if self._reads_before_flow == 0:
+                    await self._let_flow(response)
                 goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
                 raise InstanceFailed(instance.id, "its stream ended too early")
@@ -288,8 +299,40 @@ class Output:
             self._entry.record_events(events.count(b"\n\n"))
             self._is_whole = events.endswith(b"\n\n")
             stream.send(events, is_last=record is not None and record.is_complete)
-        is_full = self._http.protocol.writing_paused
-        return not (is_full or (record is not None and record.error))
+        self._reads_before_flow -= 1
+        is_full, may_flow = self._http.protocol.writing_paused, self._reads_before_flow == 0
+        return not (is_full or may_flow or (record is not None and record.error))
+
+    async def _let_flow(self, response: HttpResponse) -> None:
+        """Let the C++ core pass events on for as long as nothing else is to be done with them."""
+        self._reads_before_flow = _READS_BEFORE_FLOW  # the next time
+        await asyncio.sleep(0)  # transports write at the end of a turn of the loop
+        stream, record = self._response, self._record
+        if stream is None or not self._is_resumed or (target := stream.target()) is None:
+            return
+        if (rules := FlowRules() if record is None else record.flow_rules()) is None:
+            return
+        if (flow := response.begin_flow(target, rules)) is None:
+            return
+        self._flow = flow
+        self._entry.count_flow(flow)
+        try:
+            await response.flows()
+        finally:
+            self._end_flow(flow, stream)
+        if flow.state is FlowState.ENDED:
+            self._reads_before_flow = -1  # what follows is the end, or strange
+
+    def _end_flow(self, flow: Flow, stream: StreamedResponse) -> None:
+        self._keep_flowed()
+        self._flow = None
+        self._entry.count_flow(None)
+        if unsent := flow.take_unsent():
+            stream.write_unsent(unsent)
+
+    def _keep_flowed(self) -> None:
+        if self._flow is not None and self._record is not None:
+            self._record.keep(self._flow.take_kept())
 
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""

@@ -19,6 +19,7 @@ from vllm_tetri.policy.moves import RunningOutput
 from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
 from vllm_tetri.policy.route import ENDED, Event, Phase, advance
 from vllm_tetri.router.request import ApiRequest
+from vllm_tetri.transport._core import Flow
 from vllm_tetri.types import InstanceId, InstanceInfo, RequestId, TransferId
 
 _NONE = InstanceId("")
@@ -87,14 +88,15 @@ class Entry:
         self.last_chunk: asyncio.Future[Dispatched] | None = None
         self.prompt_tokens: int | None = None
         self.predicted: int | None = None  # output tokens, the median
-        self.generated = 0  # streamed events, an early first token included
+        self._num_events = 0
         self.reason = ""  # why the prompt went where it went
         self.expected_s = 0.0  # to the first token, when it was placed; 0: not priced
         self.marks: list[Mark] = []  # from the first time it was sent
         self.served: list[tuple[InstanceId, Served]] = []  # what instances say of their parts
         self.has_output = False  # the client has received something, or is about to
         self.first_byte_s: float | None = None
-        self.event_s = now  # when events came last
+        self._event_s = now
+        self._flow: Flow | None = None  # passes its events on
         self.mover: Movable | None = None  # while it is served
         self.mirror: Mirror | None = None  # a copy of it, to go on with
         self.sent_s = now  # when the prompt was sent to an instance last
@@ -106,6 +108,16 @@ class Entry:
     def is_over(self) -> bool:
         """Whether it finished, failed or was cancelled."""
         return self.phase in ENDED
+
+    @property
+    def generated(self) -> int:
+        """The number of streamed events, an early first token included."""
+        return self._num_events + (self._flow.num_events if self._flow is not None else 0)
+
+    @property
+    def event_s(self) -> float:
+        """When events came last."""
+        return max(self._event_s, self._flow.last_s) if self._flow is not None else self._event_s
 
     @property
     def worker(self) -> InstanceId:
@@ -166,9 +178,13 @@ class Entry:
 
     def record_events(self, num_events: int) -> None:
         """The client gets events of a stream."""
-        self.event_s = time.monotonic()
-        self.first_byte_s = self.first_byte_s or self.event_s
-        self.generated += num_events
+        self._event_s = time.monotonic()
+        self.first_byte_s = self.first_byte_s or self._event_s
+        self._num_events += num_events
+
+    def count_flow(self, flow: Flow | None) -> None:
+        """Count what flows from now on, and no more what flowed until now."""
+        self._num_events, self._event_s, self._flow = self.generated, self.event_s, flow
 
     def on_dispatched(self, message: Dispatched) -> None:
         """The prefill instance named a decode instance."""

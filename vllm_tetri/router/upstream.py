@@ -25,8 +25,9 @@ from vllm_tetri.router.errors import (
     is_at_limit,
     is_at_limit_event,
 )
-from vllm_tetri.router.http_client import HttpClient, HttpResponse
+from vllm_tetri.router.http_client import HttpClient
 from vllm_tetri.router.request import ApiRequest, parts_of
+from vllm_tetri.router.response import HttpResponse
 from vllm_tetri.router.table import RequestTable
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState
 
