@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
+#include <cstring>
 #include <stdexcept>
 
 namespace tetri {
@@ -32,9 +33,18 @@ bool ends_with(std::string_view text, std::string_view end) {
   return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
 }
 
+// Like `find`, which looks at every first letter of the word.
+size_t position(std::string_view text, std::string_view word, size_t from = 0) {
+  if (from >= text.size()) return text.npos;
+  const void* found = ::memmem(text.data() + from, text.size() - from, word.data(), word.size());
+  return found == nullptr ? text.npos
+                          : static_cast<size_t>(static_cast<const char*>(found) - text.data());
+}
+
 size_t count(std::string_view text, std::string_view word) {
   size_t found = 0;
-  for (size_t at = text.find(word); at != text.npos; at = text.find(word, at + word.size())) {
+  for (size_t at = position(text, word); at != text.npos;
+       at = position(text, word, at + word.size())) {
     ++found;
   }
   return found;
@@ -45,7 +55,7 @@ std::string without_lists(std::string_view text, std::string_view key, size_t mo
   std::string made;
   made.reserve(text.size());
   size_t begin = 0;
-  for (size_t at = text.find(key); at != text.npos && most > 0; at = text.find(key, at)) {
+  for (size_t at = position(text, key); at != text.npos && most > 0; at = position(text, key, at)) {
     at += key.size();
     const size_t end = text.find_first_not_of("0123456789,", at);
     if (end == text.npos || text[end] != ']') continue;
@@ -60,11 +70,12 @@ std::string without_lists(std::string_view text, std::string_view key, size_t mo
 std::string without_empty(std::string_view events) {
   std::string made;
   while (!events.empty()) {
-    const size_t end = events.find(kEventEnd);
+    const size_t end = position(events, kEventEnd);
     const size_t size = end == events.npos ? events.size() : end + kEventEnd.size();
     const std::string_view one = events.substr(0, size);
     const bool is_empty = end != events.npos && one.substr(0, kData.size()) == kData &&
-                          one.substr(0, end).find('\n') == one.npos && one.find(kEmpty) != one.npos;
+                          one.substr(0, end).find('\n') == one.npos &&
+                          position(one, kEmpty) != one.npos;
     if (!is_empty) made += one;
     events.remove_prefix(size);
   }
@@ -72,7 +83,7 @@ std::string without_empty(std::string_view events) {
 }
 
 void replace_all(std::string* text, const std::string& before, const std::string& after) {
-  for (size_t at = text->find(before); at != text->npos; at = text->find(before, at)) {
+  for (size_t at = position(*text, before); at != text->npos; at = position(*text, before, at)) {
     text->replace(at, before.size(), after);
     at += after.size();
   }
@@ -95,7 +106,7 @@ double monotonic_s() {
 std::string hide_ids(std::string_view events, bool with_prompt, bool drops_empty) {
   std::string made = without_lists(events, kIds, events.size());
   if (with_prompt) made = without_lists(made, kPromptIds, 1);
-  return drops_empty && made.find(kEmpty) != made.npos ? without_empty(made) : made;
+  return drops_empty && position(made, kEmpty) != made.npos ? without_empty(made) : made;
 }
 
 Flow::Flow(Pump& pump, int from, int to, FlowRules rules)

@@ -98,6 +98,7 @@ class Placer:
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
         self._routes: dict[str, RouteCandidates] = {}
         self._candidates: dict[str, PriceCandidates] = {}
+        self._models: dict[str, InstanceInfo] | None = None  # as far as they were asked for
         self._arena_tokens: dict[str, float] = {}  # of the largest receive arena, by model
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
@@ -105,14 +106,17 @@ class Placer:
         self._asked: tuple[ApiRequest | None, ClusterTable | None] = None, None
         self._found = Lookup(None, {}, {}, _UNKNOWN, Need(1, 0), {})
 
-    def models(self) -> dict[str, InstanceInfo]:
-        """Return every model name that a ready instance serves, and one such instance."""
-        names: dict[str, InstanceInfo] = {}
-        for each in self._view().instances:
-            if each.state is InstanceState.READY:
-                for name in each.info.names:
-                    names.setdefault(name, each.info)
-        return names
+    def models(self, wanted: str = "") -> dict[str, InstanceInfo]:
+        """Return every model name that a ready instance serves, and one such instance: as of a
+        moment ago if the wanted one is among them, else as of now."""
+        self.table(time.monotonic())
+        if self._models is None or wanted not in self._models:
+            self._models = {}
+            for each in self._view().instances:
+                if each.state is InstanceState.READY:
+                    for name in each.info.names:
+                        self._models.setdefault(name, each.info)
+        return self._models
 
     def place(
         self,
@@ -309,7 +313,7 @@ class Placer:
     def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:
         """The model that a proxied request names. About an unknown one, or none, an instance
         complains best itself."""
-        names = self.models()
+        names = self.models(request.model)
         if request.model in names:
             yield request.model
         else:
@@ -379,6 +383,7 @@ class Placer:
         self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         self._routes.clear()
         self._candidates.clear()
+        self._models = None
         known = {each.info.id for each in view.instances}
         self._residency.retain(known)
         for gone in self._cache_seqs.keys() - known:

@@ -264,10 +264,10 @@ class GlobalScheduler:
         if flip.problem:
             _log.warning("%s keeps its role %s: %s", instance, flip.source, flip.problem)
 
-    async def _ready_models(self) -> dict[str, InstanceInfo]:
-        """Return the models that ready instances serve. While all are silent, as on a host that is
-        short of CPU time, this waits until one is given up."""
-        names, has_waited = self.placer.models(), False
+    async def _ready_models(self, wanted: str) -> dict[str, InstanceInfo]:
+        """Return the models that ready instances serve, as `Placer.models` does. While all are
+        silent, as on a host that is short of CPU time, this waits until one is given up."""
+        names, has_waited = self.placer.models(wanted), False
         while not names and any(
             each.state is InstanceState.SILENT and each.age_s < self._give_up_s
             for each in self.monitor.view().instances
@@ -279,7 +279,7 @@ class GlobalScheduler:
         return names
 
     async def _with_model(self, request: ApiRequest) -> ApiRequest:
-        names = await self._ready_models()
+        names = await self._ready_models(request.model)
         if request.model and request.model not in names:
             await self.adapters.look_again()
             names = self.placer.models()
