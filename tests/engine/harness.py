@@ -487,7 +487,7 @@ def told_by(*engines: Engine) -> list[Any]:
     """What engines tell routers from now on, but for the times of requests that ended."""
     told: list[Any] = []
 
-    def publish(message: Any) -> None:
+    def publish(message: Any, *, is_urgent: bool = True) -> None:
         if not isinstance(message, Served):
             told.append(message)
 

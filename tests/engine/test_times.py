@@ -14,7 +14,7 @@ from vllm_tetri.types import Role
 def test_a_request_that_ends_is_told_with_its_times(tmp_path: Path) -> None:
     engine = Engine(tmp_path, Role.BOTH, arena_bytes=1 << 20)
     told: list[Any] = []
-    engine.endpoint.agent.publish = told.append
+    engine.endpoint.agent.publish = lambda message, **_: told.append(message)
     began_s = time.monotonic()
     for name in ("a", "b"):  # the same prompt again is in the prefix cache
         engine.add(name, list(range(300)), max_tokens=5)

@@ -113,11 +113,13 @@ class Agent:
             self.wake_up()
         return role
 
-    def publish(self, message: messages.Published) -> None:
-        """Queue a message for every router; dropped and counted when the queue is full."""
+    def publish(self, message: messages.Published, *, is_urgent: bool = True) -> None:
+        """Queue a message for every router; dropped and counted when the queue is full. One that
+        is not urgent goes out with the next report, and so does not wake the agent's thread."""
         if len(self._outbox) < MAX_QUEUED:
             self._outbox.append(message)
-            self.wake_up()
+            if is_urgent:
+                self.wake_up()
         else:
             self._count_drop()
 

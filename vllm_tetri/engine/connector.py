@@ -265,7 +265,7 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         endpoint.pool.release(request.request_id)
         endpoint.cache.record_request(request)
         if (served := endpoint.times.take(request)) is not None:
-            endpoint.agent.publish(served)
+            endpoint.agent.publish(served, is_urgent=False)
         must_stay, prefilled = endpoint.moves.finish(request), None
         if must_stay is None:
             must_stay, prefilled = endpoint.sends.finish(request, block_ids)

@@ -289,13 +289,13 @@ class Endpoint(LoadReader):
     def learn(self, request: Request) -> None:
         """Learn from an output that ended here, and let the instance learn that has its prompt."""
         if (ended := self.predictions.learn(request)) is not None:
-            self.agent.publish(ended)
+            self.agent.publish(ended, is_urgent=False)
         self.lengths_store.learn(request)
         self._share_lengths()
 
     def _share_lengths(self) -> None:
         if (message := self.predictions.share()) is not None:
-            self.agent.publish(message)
+            self.agent.publish(message, is_urgent=False)
 
     def goes_first(self, request: Request) -> bool:
         """Whether a waiting request has next to nothing to compute: it goes before all prompts."""

@@ -41,7 +41,8 @@ class CacheLog(EventPublisher):
         pool = scheduler.kv_cache_manager.block_pool
         self.is_on = bool(pool.enable_caching)
         pool.enable_kv_cache_events = pool.enable_kv_cache_events or self.is_on
-        self._group, self.block_tokens, self._tail_blocks = blocks.prefix_group
+        group, self.block_tokens, self._tail_blocks = blocks.prefix_group
+        self._groups = (None, group)  # that events name
         self._scale = max(1, self.block_tokens // scheduler.hash_block_size)
         self._lock = threading.Lock()
         self._held: set[bytes] = set()
@@ -57,7 +58,10 @@ class CacheLog(EventPublisher):
         if self.is_on:
             with self._lock:
                 for event in events.events:
-                    self._record(event)
+                    if event.__class__ is BlockRemoved and event.group_idx in self._groups:
+                        self._remove(event.block_hashes)
+                    else:
+                        self._record(event)
         self._next.publish(events)
 
     def shutdown(self) -> None:
@@ -66,21 +70,23 @@ class CacheLog(EventPublisher):
     def get_publisher_config(self) -> Any:
         return self._next.get_publisher_config()
 
+    def _remove(self, block_hashes: Sequence[bytes | int]) -> None:
+        for each in block_hashes:
+            if (name := _name(each)) not in self._pooled:
+                self._held.discard(name)
+                self._changes[name] = False
+
     def _record(self, event: Any) -> None:
         if isinstance(event, AllBlocksCleared):
             self._held.clear()
             self._changes.clear()
             self._was_cleared = True
             return
-        is_new = isinstance(event, BlockStored)
-        is_known = is_new or isinstance(event, BlockRemoved)
-        is_full = is_new and len(self._held) >= MAX_CACHE_NAMES
-        if not is_known or is_full or event.group_idx not in (None, self._group):
-            return
-        names = [_name(each) for each in event.block_hashes]
-        names = names if is_new else [each for each in names if each not in self._pooled]
-        (self._held.update if is_new else self._held.difference_update)(names)
-        self._changes.update(dict.fromkeys(names, is_new))
+        is_full = len(self._held) >= MAX_CACHE_NAMES
+        if isinstance(event, BlockStored) and event.group_idx in self._groups and not is_full:
+            names = [_name(each) for each in event.block_hashes]
+            self._held.update(names)
+            self._changes.update(dict.fromkeys(names, True))
 
     def keep(self, block_hash: bytes) -> None:
         """Record that a block is in the pool of this instance from now on (engine thread)."""

@@ -10,8 +10,6 @@ about the same, is filled from a prior of usual proportions, scaled to this engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from vllm_tetri.types import StepCoefficients
 
 Vector = list[float]
@@ -21,6 +19,8 @@ _KEPT_DECODES, _KEPT_PROMPTS = 0.998, 0.98  # weight of what came before, at eac
 # proportions count, and only until steps tell otherwise.
 _PRIOR: Vector = [0.013, 0.0006, 2.9e-6, 0.00055, 3.5e-7]
 GUESS = StepCoefficients(*_PRIOR)
+# Of what each feature is multiplied with, in the sums.
+_PRODUCTS = [(i, j) for i in range(len(_PRIOR)) for j in range(i, len(_PRIOR) + 1)]
 _PRIOR_STEPS = 0.05  # weight of the prior, in steps
 _CONFIDENT_STEPS = 30.0
 _OUTLIER = 4.0  # a step that takes this many times what it should says nothing of the engine
@@ -64,7 +64,7 @@ class StepFit:
             ratio = self._plausible(seconds / expected_s)
             self._error += (abs(ratio - 1) / max(ratio, 1) - self._error) * _ERROR_GAIN
             seconds = ratio * expected_s
-        features = (1.0, num_decodes, decode_context, prompt_tokens, prompt_tokens * prompt_context)
+        features = [1.0, num_decodes, decode_context, prompt_tokens, prompt_tokens * prompt_context]
         (self._prompts if prompt_tokens else self._decodes).add(features, seconds, unit_s)
         self._num_steps += 1
         if self._num_steps in _EARLY:
@@ -97,23 +97,28 @@ class StepFit:
 
 class _Sums:
     """Weighted sums of products of features, and in the last column of features and times, over
-    steps that are weighted by 1 / unit²; the older the less."""
+    steps that are weighted by 1 / unit²; the older the less. Of products that occur twice only one
+    is kept: each step pays for this."""
 
     def __init__(self, kept: float) -> None:
         self._kept = kept
         self.count = 0.0
-        self.rows = [[0.0] * (len(_PRIOR) + 1) for _ in _PRIOR]
+        self._sums = [0.0] * len(_PRODUCTS)
 
-    def add(self, features: Sequence[float], seconds: float, unit_s: float) -> None:
+    def add(self, features: Vector, seconds: float, unit_s: float) -> None:
         kept = self._kept
         self.count = kept * self.count + 1
         # In the unit of the prior, so that all of a kind are about 1.
-        scaled = [each * prior / unit_s for each, prior in zip(features, _PRIOR, strict=True)]
-        columns = [*scaled, seconds / unit_s]
-        self.rows = [
-            [kept * old + one * other for old, other in zip(row, columns, strict=True)]
-            for one, row in zip(scaled, self.rows, strict=True)
-        ]
+        columns = [each * prior / unit_s for each, prior in zip(features, _PRIOR, strict=True)]
+        columns.append(seconds / unit_s)
+        pairs = zip(self._sums, _PRODUCTS, strict=True)
+        self._sums = [kept * old + columns[one] * columns[other] for old, (one, other) in pairs]
+
+    @property
+    def rows(self) -> list[Vector]:
+        """The sums as a matrix, a row for each feature."""
+        sums, size = dict(zip(_PRODUCTS, self._sums, strict=True)), len(_PRIOR)
+        return [[sums[min(i, j), max(i, j)] for j in range(size + 1)] for i in range(size)]
 
 
 def _fit(decodes: _Sums, prompts: _Sums) -> Vector:
