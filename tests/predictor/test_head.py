@@ -203,6 +203,11 @@ def test_what_cannot_be_solved_leaves_the_map_and_the_thread(
     eventually(lambda: one_of_eight(head) and head.comparison.num_outputs > before, 30)
 
 
+def test_a_first_start_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    HeadPredictor(tmp_path / "head.json", WIDTH).close()
+    assert caplog.messages == []
+
+
 def test_a_damaged_file_is_one_line_and_a_restart_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

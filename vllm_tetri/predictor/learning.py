@@ -244,8 +244,9 @@ class HeadPredictor:
                          "new: the newest could not be learnt from (%s)", error)  # fmt: skip
 
     def _load(self) -> None:
-        with suppress(FileNotFoundError):
-            try:
-                self._given = Weights.unpack(self._path.read_bytes(), self._learner.width)
-            except (OSError, ValueError) as error:
-                _log.warning("%s is ignored: %s. Lengths are learnt again.", self._path, error)
+        try:
+            self._given = Weights.unpack(self._path.read_bytes(), self._learner.width)
+        except FileNotFoundError:
+            pass  # the first start with this model
+        except (OSError, ValueError) as error:
+            _log.warning("%s is ignored: %s. Lengths are learnt again.", self._path, error)
