@@ -1,4 +1,4 @@
-"""Builds the C++ core with CMake; everything else is in pyproject.toml."""
+"""Builds the C++ cores with CMake; everything else is in pyproject.toml."""
 
 import subprocess
 import sys
@@ -9,6 +9,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+TARGETS = {"vllm_tetri.transport._core": "_core", "vllm_tetri.router._core": "router_core"}
 
 
 class CMakeBuild(build_ext):
@@ -25,11 +26,10 @@ class CMakeBuild(build_ext):
             f"-DTETRI_PACKAGE={target.parents[1]}",
         ]  # fmt: skip
         subprocess.run(configure, check=True)
-        name = ext.name.rpartition(".")[2]
-        subprocess.run(["cmake", "--build", str(build), "--target", name], check=True)
+        subprocess.run(["cmake", "--build", str(build), "--target", TARGETS[ext.name]], check=True)
 
 
 setup(
-    ext_modules=[Extension("vllm_tetri.transport._core", sources=[])],
+    ext_modules=[Extension(name, sources=[]) for name in TARGETS],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "tetri/arena.h"
-#include "tetri/pump.h"
 #include "tetri/receiver.h"
 #include "tetri/sender.h"
 
@@ -409,54 +408,12 @@ void bind_sender(py::module_& module) {
       .def("close", &PySender::close);
 }
 
-void bind_pump(py::module_& module) {
-  using tetri::Flow;
-  using tetri::FlowRules;
-  using tetri::FlowState;
-  using tetri::Pump;
-  py::native_enum<FlowState>(module, "FlowState", "enum.Enum")
-      .value("OPEN", FlowState::kOpen)
-      .value("FULL", FlowState::kFull)
-      .value("KEPT", FlowState::kKept)
-      .value("ENDED", FlowState::kEnded)
-      .finalize();
-  py::class_<Flow, tetri::FlowPtr>(module, "Flow")
-      .def_property_readonly("state", &Flow::state)
-      .def_property_readonly("num_events", &Flow::num_events)
-      .def_property_readonly("last_s", &Flow::last_s)
-      .def("take_kept", [](Flow& it) { return py::bytes(it.take_kept()); })
-      .def("take_unsent", [](Flow& it) { return py::bytes(it.take_unsent()); })
-      .def("end", [](Flow& it) { return py::bytes(it.end()); });
-  py::class_<Pump>(module, "Pump")
-      .def(py::init([](const std::vector<py::bytes>& words) {
-             return std::make_unique<Pump>(std::vector<std::string>(words.begin(), words.end()));
-           }),
-           "words"_a)
-      .def("fileno", &Pump::fd)
-      .def(
-          "begin",
-          [](Pump& it, int from, int to, bool keeps, bool hides_ids, bool drops_empty,
-             const py::bytes& theirs, const py::bytes& ours) {
-            return it.begin(from, to, FlowRules{keeps, hides_ids, drops_empty, theirs, ours});
-          },
-          "source"_a, "target"_a, py::kw_only(), "keeps"_a, "hides_ids"_a, "drops_empty"_a,
-          "theirs"_a, "ours"_a)
-      .def("turn", &Pump::turn, "most"_a);
-  module.def(
-      "hide_ids",
-      [](const py::bytes& events, bool with_prompt, bool drops_empty) {
-        return py::bytes(tetri::hide_ids(events, with_prompt, drops_empty));
-      },
-      "events"_a, py::kw_only(), "with_prompt"_a, "drops_empty"_a);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "KV transport: receive arena, sender, links; and the pump of a router.";
+  module.doc() = "KV transport: receive arena, sender, links.";
   bind_enums(module);
   bind_layout(module);
   bind_receiver(module);
   bind_sender(module);
-  bind_pump(module);
 }

@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
 }
 
 NOT_FOR_POLICY = {"asyncio", "logging", "os", "socket", "subprocess", "threading", "time"}
-EXTENSIONS = {"transport": "vllm_tetri.transport._core"}
+EXTENSIONS = {"transport": "vllm_tetri.transport._core", "router": "vllm_tetri.router._core"}
 
 
 def sources() -> list[Path]:

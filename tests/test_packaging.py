@@ -69,8 +69,10 @@ def test_a_wheel_has_the_package_its_command_and_its_plugin(wheel: Path) -> None
     names = archive.namelist()
     info = f"vllm_tetri-{__version__}.dist-info"
     entries = archive.read(f"{info}/entry_points.txt").decode()
-    assert any(name.startswith("vllm_tetri/transport/_core.cpython") for name in names)
-    assert {"vllm_tetri/transport/_core.pyi", "vllm_tetri/py.typed"} <= set(names)
+    for core in ("vllm_tetri/transport/_core", "vllm_tetri/router/_core"):
+        assert any(name.startswith(f"{core}.cpython") for name in names)
+        assert f"{core}.pyi" in names
+    assert "vllm_tetri/py.typed" in names
     assert {name.partition("/")[0] for name in names} == {"vllm_tetri", info}
     assert "vllm-tetri = vllm_tetri.cli:main" in entries
     assert "tetri = vllm_tetri.engine.plugin:register" in entries

@@ -176,6 +176,36 @@ def four_devices() -> str:
     return markdown(rows)
 
 
+def routers() -> str:
+    """Milliseconds by which a router delays first tokens: p50, and p99 in brackets; and its CPU
+    time per event and request. Means over turns, ± half a 95 % interval."""
+    _, cells = load(RESULTS / "router.jsonl.gz")
+    cells["what"] = cells["shape"] + ", " + cells["load"]
+    names = {"aggregated": "whole", "pair": "pair"}
+    lines = {
+        f"{short}, {title}": (f"{shape}, {load_name}", metric)
+        for shape, short in names.items()
+        for load_name, title, metric in (
+            ("1 streams", "1 stream: first token, ms", "added_p50_ms"),
+            ("512 streams", "512 streams: first token, ms", "added_p50_ms"),
+            ("512 paced", "512 streams: an event, µs of a core", "cpu_us_of_events"),
+            ("requests", "a short request, µs of a core", "cpu_us_of_requests"),
+        )
+    }
+    rows = []
+    for title, (what, metric) in lines.items():
+        row = {"": title}
+        for system in ("ours", "vllm-router"):
+            is_meant = (cells["what"] == what) & (cells["system"] == system)
+            found = cells[is_meant & cells["token"].isin(["", "first"])]
+            values = found[metric].tolist()
+            row[system] = f"{number(sum(values) / len(values))} ± {number(interval(values))}"
+            if metric == "added_p50_ms":
+                row[system] += f" ({number(found['added_p99_ms'].mean())})"
+        rows.append(row)
+    return markdown(rows)
+
+
 def paper_classes() -> str:
     """Changes of mean TTFT, mean JCT and resource time against a vLLM of 2023, in %, simulated."""
     cells = table("paper").query("experiment == 'e1'")
@@ -376,7 +406,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Five classes on two cores": ("benchmarks.md", five_classes),
     "Four modelled devices": ("benchmarks.md", four_devices),
     "First token and hand-over": ("benchmarks.md", as_kept("handover")),
-    "Router": ("benchmarks.md", as_kept("router")),
+    "Router": ("benchmarks.md", routers),
     "KV transport": ("benchmarks.md", transfers),
     "Conversations": ("benchmarks.md", conversations),
     "Conversations, SmolLM2": ("benchmarks.md", partial(conversations, "turns-smollm2.jsonl.gz")),

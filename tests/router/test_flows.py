@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,6 @@ from tests.certificates import CERTIFICATE, CERTIFICATE_KEY, trusting
 from tests.router.fakes import Cluster, FakeInstance, Handler, both, cluster, eventually, hang
 from tests.router.raw import connected, post, read_answer
 from tests.router.scripts import CHAT, Script, joined
-from tests.router.test_tls import tls
 from tests.router.writers import (
     COMPLETION,
     PATHS,
@@ -29,8 +29,8 @@ from tests.router.writers import (
     two,
 )
 from vllm_tetri.handover import DecodeParams
+from vllm_tetri.router._core import Flow, FlowState
 from vllm_tetri.router.response import Pump
-from vllm_tetri.transport._core import Flow, FlowState
 from vllm_tetri.types import Mode
 
 TEXTS = tuple(f" word{index} é日" for index in range(60))
@@ -227,8 +227,9 @@ async def test_an_output_goes_on_elsewhere_while_it_flows(flows: list[Flow]) -> 
 
 
 async def test_with_tls_nothing_flows(flows: list[Flow]) -> None:
-    files = ("--ssl-certfile", str(CERTIFICATE), "--ssl-keyfile", str(CERTIFICATE_KEY))
-    async with one(slowly(), tls=tls(*files)) as made:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(CERTIFICATE, CERTIFICATE_KEY)
+    async with one(slowly(), tls=tls) as made:
         body = body_of(COMPLETION, stream=True)
         async with made.client.post(made.url + COMPLETION, json=body, ssl=trusting()) as response:
             assert await response.read() == whole(COMPLETION, response.headers)

@@ -17,10 +17,10 @@ from urllib.parse import SplitResult
 
 import httptools
 
+from vllm_tetri.router._core import Flow
 from vllm_tetri.router.errors import ConnectionLost, GivenUp, HttpError, Silent, Unreachable
 from vllm_tetri.router.request import head_of, parts_of
 from vllm_tetri.router.response import FlowRules, HttpResponse, Pump
-from vllm_tetri.transport._core import Flow
 
 _IDLE_S = 3.0  # vLLM closes idle connections after 5 s
 _CLOSING_S = 0.5  # grace period for a FIN that crossed our request
@@ -41,8 +41,8 @@ class HttpClient:
         self.progress_s: Mapping[str, float] = {}
         self._loop = asyncio.get_running_loop()
         self.pump = Pump()
-        self.connections: set[Connection] = set()
-        self.idle: defaultdict[str, list[Connection]] = defaultdict(list)  # by URL
+        self.connections: set[_Connection] = set()
+        self.idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by URL
 
     async def send(
         self,
@@ -72,7 +72,7 @@ class HttpClient:
             except ConnectionLost:
                 if not connection.was_closed_idle:
                     raise
-        connection = Connection(self, url, self._loop)
+        connection = _Connection(self, url, self._loop)
         connection.label, connection.may_migrate = label, may_migrate
         await self._connect(connection, parts, port)
         return await connection.request(message, label, may_migrate)
@@ -108,7 +108,7 @@ class HttpClient:
             connection.drop(ConnectionLost("closed"))
         self.pump.close()
 
-    async def _connect(self, connection: Connection, parts: SplitResult, port: int) -> None:
+    async def _connect(self, connection: _Connection, parts: SplitResult, port: int) -> None:
         self.connections.add(connection)
         try:
             # A server with thousands of requests may be slow to take one: the kernel tries for two
@@ -130,7 +130,7 @@ class HttpClient:
                 self.connections.discard(connection)
 
 
-class Connection(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     """One connection, and the callbacks of its parser."""
 
     def __init__(self, owner: HttpClient, url: str, loop: asyncio.AbstractEventLoop) -> None:

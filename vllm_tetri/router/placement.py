@@ -98,7 +98,7 @@ class Placer:
         self._output_tokens = _UNKNOWN_OUTPUT_TOKENS
         self._routes: dict[str, RouteCandidates] = {}
         self._candidates: dict[str, PriceCandidates] = {}
-        self._models: dict[str, InstanceInfo] | None = None  # as far as they were asked for
+        self._models: dict[str, InstanceInfo] = {}  # empty if not asked for
         self._arena_tokens: dict[str, float] = {}  # of the largest receive arena, by model
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
@@ -110,12 +110,11 @@ class Placer:
         """Return every model name that a ready instance serves, and one such instance: as of a
         moment ago if the wanted one is among them, else as of now."""
         self.table(time.monotonic())
-        if self._models is None or wanted not in self._models:
+        if wanted not in self._models:
             self._models = {}
             for each in self._view().instances:
-                if each.state is InstanceState.READY:
-                    for name in each.info.names:
-                        self._models.setdefault(name, each.info)
+                for name in each.info.names if each.state is InstanceState.READY else ():
+                    self._models.setdefault(name, each.info)
         return self._models
 
     def place(
@@ -198,10 +197,9 @@ class Placer:
         if not report.is_all and (seq is None or report.seq != seq + 1):
             return False
         self._cache_seqs[report.instance] = report.seq
-        added, removed = names_of(report.added), names_of(report.removed)
-        self._residency.update(
-            report.instance, added, removed, is_all=report.is_all, tail_blocks=report.tail_blocks
-        )
+        blocks, is_all = (names_of(report.added), names_of(report.removed)), report.is_all
+        tail_blocks, update = report.tail_blocks, self._residency.update
+        update(report.instance, *blocks, is_all=is_all, tail_blocks=tail_blocks)
         for each in report.chains:
             chain = Chain(names_of(each.names), report.block_tokens)
             self._prefixes.learn(report.instance, each.request, chain, each.prompt_tokens)
@@ -219,9 +217,8 @@ class Placer:
         known = self._prefixes.find(request.starts)
         tokens = request.approx_tokens if known is None else known.prompt_tokens
         size = self._size_of(request, tokens)
-        self._asked = request, table
+        self._asked, self._found = (request, table), Lookup(None, {}, {}, _UNKNOWN, size, {})
         if known is None:
-            self._found = Lookup(None, {}, {}, _UNKNOWN, size, {})
             return self._found
         rows = table.by_model.get(request.model, ())
         names = [row.id for row in rows] if len(rows) <= _MAX_ASKED else known.holders
@@ -383,7 +380,7 @@ class Placer:
         self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         self._routes.clear()
         self._candidates.clear()
-        self._models = None
+        self._models = {}
         known = {each.info.id for each in view.instances}
         self._residency.retain(known)
         for gone in self._cache_seqs.keys() - known:

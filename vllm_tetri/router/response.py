@@ -6,14 +6,11 @@ import asyncio
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
+from vllm_tetri.router import _core
+from vllm_tetri.router._core import Flow, FlowState
 from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, ConnectionLost, HttpError
-from vllm_tetri.transport import _core
-from vllm_tetri.transport._core import Flow, FlowState
-
-if TYPE_CHECKING:
-    from vllm_tetri.router.http_client import Connection
 
 _MAX_UNREAD_BYTES = 1 << 17  # above twice this reading pauses: a slow client slows its instance
 _MAX_AT_ONCE_BYTES = 1 << 16  # poured out before other streams have their turn
@@ -82,12 +79,23 @@ class FlowRules(NamedTuple):
     ours: bytes = b""
 
 
+class Carrier(Protocol):
+    """The connection that a response comes by."""
+
+    def drop(self, error: HttpError) -> None: ...
+    def resume_reading(self) -> None: ...
+    def begin_flow(
+        self, target: int, rules: FlowRules, stop: Callable[[], None]
+    ) -> Flow | None: ...
+    def end_flow(self) -> None: ...
+
+
 class HttpResponse:
     """An instance's response to one request; to be closed. Names of headers and the media type are
     in lower case; of repeated headers the last counts."""
 
-    def __init__(self, connection: Connection, status: int, headers: dict[str, str]) -> None:
-        self._connection: Connection | None = connection
+    def __init__(self, connection: Carrier, status: int, headers: dict[str, str]) -> None:
+        self._connection: Carrier | None = connection
         self._error: HttpError | None = None
         self._unread, self._num_peeked = bytearray(), 0
         self._take: Callable[[bytes], bool] | None = None

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from vllm_tetri.handover import DecodeParams, PriorOutput
+from vllm_tetri.router._core import hide_ids
 from vllm_tetri.router.errors import ABORTED, DONE, ERROR_EVENT, JSON_ERRORS, event, usage_of
 from vllm_tetri.router.first_token import FirstToken
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.response import FlowRules
-from vllm_tetri.transport._core import hide_ids
 from vllm_tetri.types import InstanceInfo, TransferId
 
 _END = b"\n\n"

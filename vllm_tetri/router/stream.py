@@ -12,6 +12,7 @@ from copy import deepcopy
 from aiohttp import web
 
 from vllm_tetri.policy.route import Phase
+from vllm_tetri.router._core import Flow, FlowState
 from vllm_tetri.router.errors import (
     ABORTED,
     NOT_OFFERED,
@@ -33,7 +34,6 @@ from vllm_tetri.router.resume import (
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.server import StreamedResponse
 from vllm_tetri.router.table import Entry
-from vllm_tetri.transport._core import Flow, FlowState
 from vllm_tetri.types import InstanceInfo
 
 EVENT_STREAM = "text/event-stream"

@@ -18,8 +18,8 @@ from vllm_tetri.policy.mirrors import LongOutput, Mirror
 from vllm_tetri.policy.moves import RunningOutput
 from vllm_tetri.policy.overload import SoftLimit, matters_from, may_begin, may_queue
 from vllm_tetri.policy.route import ENDED, Event, Phase, advance
+from vllm_tetri.router._core import Flow
 from vllm_tetri.router.request import ApiRequest
-from vllm_tetri.transport._core import Flow
 from vllm_tetri.types import InstanceId, InstanceInfo, RequestId, TransferId
 
 _NONE = InstanceId("")
