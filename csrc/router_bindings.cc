@@ -42,7 +42,14 @@ PYBIND11_MODULE(_core, module) {
           },
           "source"_a, "target"_a, py::kw_only(), "keeps"_a, "hides_ids"_a, "drops_empty"_a,
           "theirs"_a, "ours"_a)
-      .def("turn", &Pump::turn, "most"_a);
+      .def(
+          "turn",
+          [](Pump& it, size_t most) {
+            size_t num_read = 0;
+            auto told = it.turn(most, &num_read);
+            return std::make_pair(num_read, std::move(told));
+          },
+          "most"_a);
   module.def(
       "hide_ids",
       [](const py::bytes& events, bool with_prompt, bool drops_empty) {

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import http.server
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from tests.eventually import eventually
 from vllm_tetri import cli
-from vllm_tetri.errors import ConfigError
-from vllm_tetri.regret import compare, verdict
+from vllm_tetri.errors import INTERRUPTED, ConfigError
+from vllm_tetri.regret import Tuner, compare, verdict
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig, make_instances
 from vllm_tetri.sim.workload import draw
@@ -88,9 +93,90 @@ def test_too_little_is_known() -> None:
         compare(told)
 
 
+def look(mode: str, measured: float, error: float = 0.0, rate: float = 1.0, **costs: float) -> Any:
+    """What `compare` says of a router: a measured cost, and the simulated ones of modes."""
+
+    def row(cost: float, **names: Any) -> dict[str, Any]:
+        return {"ttft_mean_s": cost, "jct_mean_s": cost, **names}
+
+    rows = [row(cost, mode=name, is_usual=True) for name, cost in costs.items()]
+    cheap = row(0.1, mode="split", is_usual=False)  # other chunks, which no order sets
+    return {"mode": mode, "rate": rate, "systems": [row(measured), *rows, cheap],
+            "errors": {"ttft_mean_s": -error, "jct_mean_s": 0.0}}  # fmt: skip
+
+
+def modes(*looks: Any) -> list[str]:
+    """The modes that are ordered, look by look."""
+    tuner = Tuner()
+    return [change.mode if (change := tuner.decide(each)) else "" for each in looks]
+
+
+def test_a_mode_is_set_when_two_looks_find_it_cheaper() -> None:
+    better, equal = look("split", 1, split=1, whole=0.9), look("split", 1, split=1, whole=0.96)
+    assert modes(better, better) == ["", "whole"]
+    assert modes(equal, equal, equal) == [""] * 3
+    other = look("split", 1, split=1, whole=1, adaptive=0.5)
+    assert modes(better, other, better, better) == ["", "", "", "whole"]
+
+
+def test_a_simulation_that_is_far_off_sets_nothing() -> None:
+    better, off = (look("split", 1, error=each, split=1, whole=0.5) for each in (0.2, 0.3))
+    assert modes(better, off, better, better) == ["", "", "", "whole"]
+    alone = look("adaptive", 1, whole=0.5)  # one instance serves in one way only
+    assert modes(alone, alone) == ["", ""]
+
+
+def test_a_mode_that_proves_worse_is_left_again_for_some_time() -> None:
+    better = look("split", 1, split=1, whole=0.5)
+    worse = look("whole", 1.2, split=1, whole=0.5)
+    assert modes(better, better, worse, *[better] * 13) == [
+        "",
+        "whole",
+        "split",
+        *[""] * 12,
+        "whole",
+    ]
+    busier = look("whole", 1.2, rate=2.0, split=1, whole=0.5)
+    assert modes(better, better, busier, worse) == ["", "whole", "", ""]
+
+
+def test_every_some_seconds_the_router_is_told_and_set() -> None:
+    with serving("split") as (url, orders):
+        words = [sys.executable, "-m", "vllm_tetri.cli", "regret", "--url", url]
+        child = subprocess.Popen(
+            [*words, "--every", "0.2", "--set-mode"], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        lines = [child.stdout.readline() for _ in range(4)]
+        eventually(lambda: len(orders) >= 3, 30)
+        child.send_signal(signal.SIGINT)
+        child.communicate(timeout=30)
+    assert child.returncode == INTERRUPTED
+    assert [path for path, _ in orders[:3]] == [f"/tetri/v1/{each}" for each in
+                                                ("regret", "regret", "mode")]  # fmt: skip
+    assert orders[0][1]["regret"] > 0.2
+    assert orders[0][1]["error"] < 0.1
+    assert orders[2][1]["mode"] in ("whole", "adaptive")
+    assert lines[0].startswith("regret: ")
+    assert lines[2].startswith("mode split -> ")
+    assert "0 requests ended well" in lines[3]  # since then
+
+
+def test_setting_the_mode_needs_a_period(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["regret", "--set-mode"]) == 2
+    assert "--set-mode needs --every" in capsys.readouterr().err
+
+
 @pytest.fixture
 def router() -> Iterator[str]:
-    told = json.dumps(history("split")).encode()
+    with serving("split") as (url, _):
+        yield url
+
+
+@contextmanager
+def serving(mode: str) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A router that tells of its requests, and the orders that it gets."""
+    told, orders = json.dumps(history(mode)).encode(), list[tuple[str, Any]]()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -98,12 +184,19 @@ def router() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(told)
 
+        def do_POST(self) -> None:
+            size = int(self.headers["Content-Length"])
+            orders.append((self.path, json.loads(self.rfile.read(size))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
         def log_message(self, *_: object) -> None:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}", orders
         server.shutdown()
 
 

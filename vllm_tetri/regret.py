@@ -4,16 +4,19 @@ The requests that a router remembers are simulated as they arrived, on its insta
 costs that these have learnt, in every mode and with other chunk sizes. A way of serving costs the
 geometric mean of its mean TTFT and its mean JCT; regret is the part by which the router's own way,
 simulated, costs more than the best. How far that simulation is from what was measured says how
-much to believe of it.
+much to believe of it. With `--every` the router is told, for its metrics, and with `--set-mode` it
+is ordered to serve in the mode that costs least, as long as that proves itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from math import sqrt
-from typing import Any
+from math import inf, sqrt
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -31,6 +34,10 @@ _LEAST_REQUESTS = 20
 _CHUNKS = 256, 512, 1024  # that are compared, in tokens
 _TIMES = ("ttft_mean_s", "ttft_p99_s", "jct_mean_s", "jct_p99_s")
 _MOST_ERROR = 0.25  # of a simulation that is believed
+_LEAST_REGRET = 0.05  # for which a mode is changed
+_MOST_WORSE = 0.1  # of what was measured after a change, at about the same rate
+_SAME_RATE = 0.25
+_BARRED_LOOKS = 12  # in which a mode that was worse is not tried again
 
 Figures = dict[str, float]
 
@@ -38,13 +45,27 @@ Figures = dict[str, float]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `regret`."""
     parser.add_argument("--requests", type=int, metavar="N", help="only the N that ended last")
+    parser.add_argument(
+        "--every", type=float, metavar="S",
+        help="look again every S seconds, at what ended since the mode was changed last, until "
+        "this is ended; the router's metrics then have the regret",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set-mode", action="store_true",
+        help="with --every: let the router serve in another mode if two looks in a row say that "
+        "this costs at least 5 %% less, and in the one before if it proves worse",
+    )  # fmt: skip
     add_options(parser, "results", json=None)
     add_url(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what the last requests cost, and what they would have cost otherwise."""
-    above_0(requests=options.requests)
+    above_0(requests=options.requests, every=options.every)
+    if options.set_mode and options.every is None:
+        raise ConfigError("--set-mode needs --every: a mode has to prove itself")
+    if options.every is not None:
+        _watch(options)
     history = call(options.url, "/tetri/v1/history")
     history["requests"] = history["requests"][-(options.requests or 0) :]
     shown = compare(history)
@@ -59,6 +80,72 @@ def run(options: argparse.Namespace) -> int:
         table.add_row(row["system"], *times, f"{row['split']:.0%}", regret)
     show(options.json, shown, table, verdict(shown))
     return 0
+
+
+def _watch(options: argparse.Namespace) -> NoReturn:
+    os.nice(10)  # simulations leave the cores to what serves
+    tuner, changed_s = Tuner(), -inf
+    while True:
+        history = call(options.url, "/tetri/v1/history")
+        newest_s = max((each["arrival_s"] for each in history["requests"]), default=changed_s)
+        ended = [each for each in history["requests"] if each["arrival_s"] > changed_s]
+        try:
+            found = compare({**history, "requests": ended[-(options.requests or 0) :]})
+        except ConfigError as error:  # too little is known yet
+            print(f"{error}", flush=True)
+        else:
+            told = {"regret": found["regret"], "error": _error(found)}
+            call(options.url, "/tetri/v1/regret", told)
+            print(verdict(found).replace("\n", "; "), flush=True)
+            if options.set_mode and (change := tuner.decide(found)) is not None:
+                call(options.url, "/tetri/v1/mode", {"mode": change.mode})
+                changed_s = newest_s
+                print(f"mode {found['mode']} -> {change.mode}: {change.reason}", flush=True)
+        time.sleep(options.every)
+
+
+class ModeChange(NamedTuple):
+    """An order to serve in another mode, and why."""
+
+    mode: str
+    reason: str
+
+
+class Tuner:
+    """Decides when a router serves in another mode, look by look. Pure.
+
+    A simulation that is far from what was measured changes nothing. What is measured after a
+    change must not be worse than before it at about the same rate, else the mode before returns.
+    """
+
+    def __init__(self) -> None:
+        self._candidate = ""  # the best mode of the last look
+        self._before: tuple[str, float, float] | None = None  # mode, cost and rate
+        self._barred: dict[str, int] = {}  # for how many looks
+
+    def decide(self, found: dict[str, Any]) -> ModeChange | None:
+        """Return the mode to serve in from now on, if it is another one, for what `compare` says
+        of the requests that were served in the present one."""
+        mode, measured, rate = found["mode"], cost(found["systems"][0]), found["rate"]
+        self._barred = {name: left - 1 for name, left in self._barred.items() if left > 1}
+        before, self._before = self._before, None
+        if before is not None and abs(rate / before[2] - 1) <= _SAME_RATE:
+            worse = measured / before[1] - 1
+            if worse > _MOST_WORSE:
+                self._barred[mode], self._candidate = _BARRED_LOOKS, ""
+                return ModeChange(before[0], f"{mode} cost {worse:.0%} more when measured")
+        usual = {row["mode"]: cost(row) for row in found["systems"][1:] if row["is_usual"]}
+        if mode not in usual or _error(found) > _MOST_ERROR:
+            self._candidate = ""
+            return None
+        able = {name: each for name, each in usual.items() if name not in self._barred}
+        best = min(able, key=able.__getitem__, default=mode)
+        saved = 1 - usual[best] / usual[mode]
+        last, self._candidate = self._candidate, best
+        if best == mode or usual[mode] / usual[best] - 1 < _LEAST_REGRET or last != best:
+            return None
+        self._before = mode, measured, rate
+        return ModeChange(best, f"simulated, it costs {saved:.0%} less")
 
 
 def compare(history: Row) -> dict[str, Any]:
@@ -90,12 +177,19 @@ def compare(history: Row) -> dict[str, Any]:
             outcome = simulate(replace(config, mode=mode.value), specs)
             found = figures(outcome.served, NO_OBJECTIVE, outcome.refused)
             kept = {name: found[name] for name in (*_TIMES, "split")}
-            rows.append({"system": f"{mode.value}{words}", **kept})
+            names = {"system": f"{mode.value}{words}", "mode": mode.value, "is_usual": not words}
+            rows.append({**names, **kept})
     least = min(map(cost, rows))
     for row in rows:
         row["regret"] = cost(row) / least - 1
     errors = {name: rows[0][name] / own[name] - 1 for name in ("ttft_mean_s", "jct_mean_s")}
-    return {"systems": [own, *rows], "regret": rows[0]["regret"], "errors": errors}
+    return {
+        "systems": [own, *rows],
+        "mode": history["mode"],
+        "rate": len(specs) / (max(each.arrival_s for each in specs) or inf),
+        "regret": rows[0]["regret"],
+        "errors": errors,
+    }
 
 
 def verdict(found: dict[str, Any]) -> str:
@@ -110,9 +204,14 @@ def verdict(found: dict[str, Any]) -> str:
         f"\nsimulated, {rows[0]['system']} is {errors['ttft_mean_s']:+.0%} from its measured mean "
         f"TTFT and {errors['jct_mean_s']:+.0%} from its mean JCT"
     )
-    if max(map(abs, errors.values())) > _MOST_ERROR:
+    if _error(found) > _MOST_ERROR:
         words += ": too far for the regret to be believed"
     return words
+
+
+def _error(found: dict[str, Any]) -> float:
+    errors: Figures = found["errors"]
+    return max(map(abs, errors.values()))
 
 
 def cost(row: Figures) -> float:

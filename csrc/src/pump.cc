@@ -213,10 +213,11 @@ FlowPtr Pump::begin(int from, int to, FlowRules rules) {
   return flow;
 }
 
-std::vector<FlowPtr> Pump::turn(size_t most) {
+std::vector<FlowPtr> Pump::turn(size_t most, size_t* num_read) {
   std::vector<FlowPtr> told;
   std::array<epoll_event, 64> events{};
-  for (size_t done = 0; done < most;) {
+  size_t& done = *num_read;
+  for (done = 0; done < most;) {
     const int ready = ::epoll_wait(epoll_.get(), events.data(),
                                    static_cast<int>(std::min(most - done, events.size())), 0);
     if (ready <= 0) break;

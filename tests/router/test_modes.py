@@ -325,3 +325,13 @@ def test_promises_are_positive_seconds(
         parser.parse_args([option, value])
     assert caught.value.code == 2
     assert option in capsys.readouterr().err
+
+
+async def test_the_regret_that_is_told_is_a_metric() -> None:
+    async with cluster(*pair()) as made:
+        assert await metric(made, "tetri_regret_ratio") == 0
+        told = {"regret": 0.25, "error": 0.125}
+        assert await made.order("regret", told) == (200, {"regret": 0.25})
+        assert await metric(made, "tetri_regret_ratio") == 0.25
+        assert await metric(made, "tetri_regret_error_ratio") == 0.125
+        assert (await made.order("regret", {"regret": "much"}))[0] == 400

@@ -41,9 +41,9 @@ class Pump:
     ) -> Flow:
         """Let events flow between two sockets, which nothing else uses in these directions
         meanwhile; both are duplicated. Raises RuntimeError without descriptors."""
-    def turn(self, most: int) -> list[Flow]:
-        """Read of about so many sockets, without waiting; return the flows that stopped, or whose
-        events should be taken."""
+    def turn(self, most: int) -> tuple[int, list[Flow]]:
+        """Read of at most so many sockets, without waiting; return how many that were, and the
+        flows that stopped, or whose events should be taken."""
 
 def hide_ids(events: bytes, *, with_prompt: bool, drops_empty: bool) -> bytes:
     """Replace token ids in events by null, those of the prompt once if wanted, and leave out the

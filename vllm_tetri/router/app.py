@@ -101,6 +101,13 @@ class MoveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
+class RegretBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of `POST /tetri/v1/regret`."""
+
+    regret: float
+    error: float
+
+
 class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /tetri/v1/instances/{id}/flip`."""
 
@@ -147,6 +154,7 @@ def build_app(
         web.post("/tetri/v1/requests/{id}/move", routes.move),
         web.get("/tetri/v1/mode", routes.mode),
         web.post("/tetri/v1/mode", routes.set_mode),
+        web.post("/tetri/v1/regret", routes.record_regret),
         web.get("/tetri/v1/events", live.serve, allow_head=False),
     ])  # fmt: skip
     understood = [("POST", path, None) for path in (CHAT, COMPLETIONS)]
@@ -319,6 +327,12 @@ class _Routes:
         order = decode_order(await self._bodies.read(request), ModeOrder, "mode")
         self._scheduler.set_mode(order.mode)
         return _json({"mode": self._scheduler.placer.mode})
+
+    async def record_regret(self, request: web.Request) -> web.Response:
+        told = decode_order(await self._bodies.read(request), RegretBody, "regret")
+        self._scheduler.metrics.regret.set(told.regret)
+        self._scheduler.metrics.regret_error.set(told.error)
+        return _json({"regret": told.regret})
 
     async def requests(self, _: web.Request) -> web.Response:
         return _json(self._scheduler.table.plain(time.monotonic()))

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     disable_created_metrics,
     generate_latest,
@@ -162,6 +163,13 @@ class Metrics(Collector):
         self._flip_commit = self._histogram(
             "flip_commit_seconds", "Seconds from the end of the drain, or the step boundary with "
             "--now, until the router knew the new role.", buckets=_COMMIT_SECONDS)
+        self.regret = Gauge(
+            "tetri_regret_ratio", "Part by which the way the router serves, simulated, cost more "
+            "than the best one: as `vllm-tetri regret --every` said last.",
+            registry=self._registry)
+        self.regret_error = Gauge(
+            "tetri_regret_error_ratio", "How far that simulation was from what was measured; "
+            "beyond 0.25 the regret is not to be believed.", registry=self._registry)
     # fmt: on
 
     def record_request(self, route: str, outcome: str, entry: Entry) -> None:

@@ -16,6 +16,9 @@ _MAX_UNREAD_BYTES = 1 << 17  # above twice this reading pauses: a slow client sl
 _MAX_AT_ONCE_BYTES = 1 << 16  # poured out before other streams have their turn
 _MAX_BODY_BYTES = 1 << 29  # of a response that is read whole, as embeddings
 _READS_AT_ONCE = 32  # of all flows, before anything else has its turn
+# After a read others are waited for: instances write an event of every stream in a few
+# milliseconds, and waking up for each would cost as much as moving it.
+_GATHER_S = 0.001
 _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 
 
@@ -28,6 +31,7 @@ class Pump:
         self._core = _core.Pump([ERROR_EVENT, ABORTED, DONE])
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._core.fileno(), self._turn)
+        self._next: asyncio.Handle | None = None  # instead of the descriptor
         self._flows: dict[Flow, tuple[FlowRules, Callable[[], None]]] = {}
 
     def begin(self, source: int, target: int, rules: FlowRules, stop: Callable[[], None]) -> Flow:
@@ -56,9 +60,20 @@ class Pump:
     def close(self) -> None:
         """Move no more bytes. Idempotent."""
         self._loop.remove_reader(self._core.fileno())
+        if self._next is not None:
+            self._next.cancel()
 
     def _turn(self) -> None:
-        for flow in self._core.turn(_READS_AT_ONCE):
+        num_read, told = self._core.turn(_READS_AT_ONCE)
+        if num_read == 0:
+            self._next = None
+            self._loop.add_reader(self._core.fileno(), self._turn)
+        else:
+            if self._next is None:
+                self._loop.remove_reader(self._core.fileno())
+            wait_s = 0.0 if num_read == _READS_AT_ONCE else _GATHER_S
+            self._next = self._loop.call_later(wait_s, self._turn)
+        for flow in told:
             rules, stop = self._flows[flow]
             if flow.state is not FlowState.KEPT:
                 del self._flows[flow]

@@ -81,9 +81,9 @@ class Pump {
   int fd() const { return epoll_.get(); }
   // Throws std::runtime_error without descriptors.
   FlowPtr begin(int from, int to, FlowRules rules);
-  // Reads of about `most` sockets; returns the flows that stopped, which are not read again, and
-  // those whose events should be taken.
-  std::vector<FlowPtr> turn(size_t most);
+  // Reads of at most `most` sockets, and sets how many that were; returns the flows that stopped,
+  // which are not read again, and those whose events should be taken.
+  std::vector<FlowPtr> turn(size_t most, size_t* num_read);
 
  private:
   friend class Flow;
