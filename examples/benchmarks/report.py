@@ -206,6 +206,24 @@ def routers() -> str:
     return markdown(rows)
 
 
+def ways() -> str:
+    """Mean regret over cells in %, and the largest one in brackets, by profile."""
+    _, cells = load(RESULTS / "regrets.jsonl.gz")
+    columns = {
+        "adaptive, 4 `both`": "usual",
+        "of which the layout": "usual_of_layouts",
+        "adaptive, 2 prefill + 2 decode": "roles",
+    }
+    rows = []
+    for name, found in cells.groupby("profile", sort=False):
+        parts = {
+            title: f"{100 * found[column].mean():.0f} ({100 * found[column].max():.0f})"
+            for title, column in columns.items()
+        }
+        rows.append({"steps of": f"`{name}`", **parts})
+    return markdown(rows)
+
+
 def paper_classes() -> str:
     """Changes of mean TTFT, mean JCT and resource time against a vLLM of 2023, in %, simulated."""
     cells = table("paper").query("experiment == 'e1'")
@@ -414,6 +432,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
     "Prefix caches of a cluster": ("benchmarks.md", caches),
     "The papers' experiments": ("simulator.md", paper_classes),
+    "What other ways would have cost": ("simulator.md", ways),
     "What decisions cost": ("policies.md", decisions),
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
     "The length head": ("predictor.md", length_head),
