@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file in a folder that only you may write to, in Kubernetes a Lease object of the pod's "
         "namespace (default: this router decides alone)")
     add("--max-connections", type=count, metavar="N",
-        help="client connections at a time; the next one gets 503 (default: two fifths of the "
+        help="client connections at a time; the next one gets 503 (default: a third of the "
         "hard limit of open files)")
     add("--max-body-bytes", type=count, default=limits.body_bytes, metavar="BYTES",
         help="size of a request's body; a larger one gets 413 (default: %(default)s)")
@@ -218,8 +218,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         configure_logging(options.log_level)
         secrets, tls, policy = keys_of(options), tls_of(options), WatchPolicy(options.flip)
+        num_connections, num_flows = _shares_of_files(options.max_connections)
         limits = Limits(
-            connections=options.max_connections or _num_connections(),
+            connections=num_connections,
             body_bytes=options.max_body_bytes,
             bodies_bytes=max(_memory_bytes() // 8, 4 * options.max_body_bytes),
         )
@@ -230,6 +231,7 @@ def run(options: argparse.Namespace) -> int:
         config = replace(
             config_of(options, secrets),
             first_byte_s=options.first_byte_timeout,
+            max_flows=num_flows,
             num_clients=keys.num_clients,
             watcher=None if is_off else Watcher(policy, options.flip_after, _bounds_of(options)),
             is_watcher_dry=options.flip_dry_run,
@@ -291,11 +293,14 @@ def _bounds_of(options: argparse.Namespace) -> dict[Role, Bounds]:
     return {role: given for role in ROLES if (given := getattr(options, role)) is not None}
 
 
-def _num_connections() -> int:
-    """Return how many clients the limit of open files allows. A connection needs one, and every
-    request in flight one for its instance, or two during a hand-over."""
+def _shares_of_files(num_connections: int | None) -> tuple[int, int]:
+    """Return how many clients the limit of open files allows, unless that is given, and how many
+    streams may flow then. A connection needs one, every request in flight one for its instance, or
+    two during a hand-over, and a flow two more."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, 2 * (hard - _OTHER_FILES) // 5) if hard != resource.RLIM_INFINITY else sys.maxsize
+    files = sys.maxsize if hard == resource.RLIM_INFINITY else hard - _OTHER_FILES
+    num_connections = num_connections or max(1, files // 3)
+    return num_connections, max(0, (2 * files - 5 * num_connections) // 4)
 
 
 def _memory_bytes() -> int:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
+from math import inf
 from typing import cast
 from urllib.parse import SplitResult
 
@@ -36,11 +37,11 @@ class HttpClient:
     instance makes no progress either: `progress_s` says by label when it last did.
     """
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self, silence_s: float, max_flows: float = inf) -> None:
         self.silence_s = silence_s
         self.progress_s: Mapping[str, float] = {}
         self._loop = asyncio.get_running_loop()
-        self.pump = Pump()
+        self.pump = Pump(max_flows)
         self.connections: set[_Connection] = set()
         self.idle: defaultdict[str, list[_Connection]] = defaultdict(list)  # by URL
 

@@ -25,9 +25,10 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]+/[\w.+-]+")
 class Pump:
     """All flows of an event loop: events that the C++ core moves from the sockets of instances to
     those of clients. Build it on the loop, and close it there. A flow ends before an error, an
-    aborted output and the end of a stream."""
+    aborted output and the end of a stream; `most` may go on at a time, as each needs two files."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: float) -> None:
+        self._most = most
         self._core = _core.Pump([ERROR_EVENT, ABORTED, DONE])
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._core.fileno(), self._turn)
@@ -36,7 +37,9 @@ class Pump:
 
     def begin(self, source: int, target: int, rules: FlowRules, stop: Callable[[], None]) -> Flow:
         """Let events flow between two sockets, and call `stop` once if that ends by itself; `end`
-        it in any case. Raises `OSError`: there is no descriptor."""
+        it in any case. Raises `OSError`: there is no descriptor, or there are enough flows."""
+        if len(self._flows) >= self._most:
+            raise OSError("as many streams flow as may")
         try:
             flow = self._core.begin(
                 source,

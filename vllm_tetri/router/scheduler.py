@@ -60,6 +60,7 @@ class RouterConfig:
     period_s: float = 0.1  # between two broadcasts
     silent_after_s: float = 1.0  # without a report an instance gets no new requests after this
     max_in_flight_each: float = inf  # requests at one instance
+    max_flows: float = inf  # streams whose events the C++ core passes on
     num_clients: int = 1  # clients (API keys) that share this limit
     max_queue_delay_s: float = 0.0  # longest wait in a persistent queue; 0 sets no limit
     authorization: str | None = None  # header for instances; "": none, None: the client's
@@ -101,7 +102,7 @@ class GlobalScheduler:
             secret=config.secret,
         )
         self.metrics = Metrics(self.monitor, self.table)
-        self.upstream = Upstream(config.first_byte_s, config.authorization)
+        self.upstream = Upstream(config.first_byte_s, config.authorization, config.max_flows)
         self._give_up_s = give_up_s = GIVE_UP_AFTER * config.silent_after_s
         self.adapters = Adapters(self.monitor, self.upstream)
         self._liveness = Liveness(

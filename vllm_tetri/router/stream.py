@@ -44,6 +44,7 @@ _SERVER_ERRORS = frozenset({500, 502, 503, 504})
 _ABORTED = "its engine aborted the request"
 
 _READS_BEFORE_FLOW = 2  # a response that comes at once is over by then
+_READS_BEFORE_NEXT = 8  # after one that could not begin
 
 _log = logging.getLogger(__name__)
 
@@ -305,7 +306,7 @@ class Output:
 
     async def _let_flow(self, response: HttpResponse) -> None:
         """Let the C++ core pass events on for as long as nothing else is to be done with them."""
-        self._reads_before_flow = _READS_BEFORE_FLOW  # the next time
+        self._reads_before_flow = _READS_BEFORE_NEXT
         await asyncio.sleep(0)  # transports write at the end of a turn of the loop
         stream, record = self._response, self._record
         if stream is None or not self._is_resumed or (target := stream.target()) is None:
@@ -320,8 +321,8 @@ class Output:
             await response.flows()
         finally:
             self._end_flow(flow, stream)
-        if flow.state is FlowState.ENDED:
-            self._reads_before_flow = -1  # what follows is the end, or strange
+        # What follows the end of one is the end, or strange.
+        self._reads_before_flow = -1 if flow.state is FlowState.ENDED else _READS_BEFORE_FLOW
 
     def _end_flow(self, flow: Flow, stream: StreamedResponse) -> None:
         self._keep_flowed()

@@ -7,6 +7,7 @@ import errno
 import logging
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import suppress
+from math import inf
 from typing import TypeVar
 
 from vllm_tetri.control.monitor import Monitor
@@ -78,9 +79,11 @@ class Upstream:
     seconds.
     """
 
-    def __init__(self, first_byte_s: float, authorization: str | None = None) -> None:
+    def __init__(
+        self, first_byte_s: float, authorization: str | None = None, max_flows: float = inf
+    ) -> None:
         self._authorization = authorization
-        self.http = HttpClient(first_byte_s)
+        self.http = HttpClient(first_byte_s, max_flows)
         self._checks: dict[str, asyncio.Task[bool]] = {}
 
     async def send(
