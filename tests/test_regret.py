@@ -129,13 +129,8 @@ def test_a_simulation_that_is_far_off_sets_nothing() -> None:
 def test_a_mode_that_proves_worse_is_left_again_for_some_time() -> None:
     better = look("split", 1, split=1, whole=0.5)
     worse = look("whole", 1.2, split=1, whole=0.5)
-    assert modes(better, better, worse, *[better] * 13) == [
-        "",
-        "whole",
-        "split",
-        *[""] * 12,
-        "whole",
-    ]
+    barred = ["", "whole", "split", *[""] * 12, "whole"]
+    assert modes(better, better, worse, *[better] * 13) == barred
     busier = look("whole", 1.2, rate=2.0, split=1, whole=0.5)
     assert modes(better, better, busier, worse) == ["", "whole", "", ""]
 

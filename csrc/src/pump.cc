@@ -242,8 +242,9 @@ void Pump::forget(Flow& flow) {
 }
 
 bool Pump::ends_before(std::string_view chunk) const {
-  return std::any_of(words_.begin(), words_.end(),
-                     [chunk](const std::string& word) { return chunk.find(word) != chunk.npos; });
+  return std::any_of(words_.begin(), words_.end(), [chunk](const std::string& word) {
+    return position(chunk, word) != chunk.npos;
+  });
 }
 
 }  // namespace tetri

@@ -107,8 +107,7 @@ class Placer:
         self._found = Lookup(None, {}, {}, _UNKNOWN, Need(1, 0), {})
 
     def models(self, wanted: str = "") -> dict[str, InstanceInfo]:
-        """Return every model name that a ready instance serves, and one such instance: as of a
-        moment ago if the wanted one is among them, else as of now."""
+        """Return a ready instance by model name: as of a moment ago if `wanted` has one, or now."""
         self.table(time.monotonic())
         if wanted not in self._models:
             self._models = {}
@@ -197,9 +196,10 @@ class Placer:
         if not report.is_all and (seq is None or report.seq != seq + 1):
             return False
         self._cache_seqs[report.instance] = report.seq
-        blocks, is_all = (names_of(report.added), names_of(report.removed)), report.is_all
-        tail_blocks, update = report.tail_blocks, self._residency.update
-        update(report.instance, *blocks, is_all=is_all, tail_blocks=tail_blocks)
+        added, removed = names_of(report.added), names_of(report.removed)
+        self._residency.update(
+            report.instance, added, removed, is_all=report.is_all, tail_blocks=report.tail_blocks
+        )
         for each in report.chains:
             chain = Chain(names_of(each.names), report.block_tokens)
             self._prefixes.learn(report.instance, each.request, chain, each.prompt_tokens)
@@ -217,8 +217,9 @@ class Placer:
         known = self._prefixes.find(request.starts)
         tokens = request.approx_tokens if known is None else known.prompt_tokens
         size = self._size_of(request, tokens)
-        self._asked, self._found = (request, table), Lookup(None, {}, {}, _UNKNOWN, size, {})
+        self._asked = request, table
         if known is None:
+            self._found = Lookup(None, {}, {}, _UNKNOWN, size, {})
             return self._found
         rows = table.by_model.get(request.model, ())
         names = [row.id for row in rows] if len(rows) <= _MAX_ASKED else known.holders
@@ -383,8 +384,7 @@ class Placer:
         self._models = {}
         known = {each.info.id for each in view.instances}
         self._residency.retain(known)
-        for gone in self._cache_seqs.keys() - known:
-            del self._cache_seqs[gone]
+        self._cache_seqs = {name: seq for name, seq in self._cache_seqs.items() if name in known}
         self._output_tokens = table.usual_tokens() or _UNKNOWN_OUTPUT_TOKENS
         self._arena_tokens = {
             model: max(

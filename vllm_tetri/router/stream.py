@@ -73,7 +73,6 @@ class Output:
         self._is_whole = True  # what was sent ends with a whole event
         self._is_resumed = True  # the client has got something of the instance that writes now
         self._record: StreamRecord | None = None
-        self._flow: Flow | None = None  # passes events on instead of this
         self._reads_before_flow = 0  # of the instance that writes now; negative: it cannot begin
         self._broken: tuple[InstanceFailed, float] | None = None  # and when that was noticed
         self._moved_s: float | None = None  # when the last event of before a move came
@@ -315,7 +314,6 @@ class Output:
             return
         if (flow := response.begin_flow(target, rules)) is None:
             return
-        self._flow = flow
         self._entry.count_flow(flow)
         try:
             await response.flows()
@@ -326,14 +324,13 @@ class Output:
 
     def _end_flow(self, flow: Flow, stream: StreamedResponse) -> None:
         self._keep_flowed()
-        self._flow = None
         self._entry.count_flow(None)
         if unsent := flow.take_unsent():
             stream.write_unsent(unsent)
 
     def _keep_flowed(self) -> None:
-        if self._flow is not None and self._record is not None:
-            self._record.keep(self._flow.take_kept())
+        if self._entry.flow is not None and self._record is not None:
+            self._record.keep(self._entry.flow.take_kept())
 
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""

@@ -96,7 +96,7 @@ class Entry:
         self.has_output = False  # the client has received something, or is about to
         self.first_byte_s: float | None = None
         self._event_s = now
-        self._flow: Flow | None = None  # passes its events on
+        self.flow: Flow | None = None  # passes its events on
         self.mover: Movable | None = None  # while it is served
         self.mirror: Mirror | None = None  # a copy of it, to go on with
         self.sent_s = now  # when the prompt was sent to an instance last
@@ -112,12 +112,12 @@ class Entry:
     @property
     def generated(self) -> int:
         """The number of streamed events, an early first token included."""
-        return self._num_events + (self._flow.num_events if self._flow is not None else 0)
+        return self._num_events + (self.flow.num_events if self.flow is not None else 0)
 
     @property
     def event_s(self) -> float:
         """When events came last."""
-        return max(self._event_s, self._flow.last_s) if self._flow is not None else self._event_s
+        return max(self._event_s, self.flow.last_s) if self.flow is not None else self._event_s
 
     @property
     def worker(self) -> InstanceId:
@@ -184,7 +184,7 @@ class Entry:
 
     def count_flow(self, flow: Flow | None) -> None:
         """Count what flows from now on, and no more what flowed until now."""
-        self._num_events, self._event_s, self._flow = self.generated, self.event_s, flow
+        self._num_events, self._event_s, self.flow = self.generated, self.event_s, flow
 
     def on_dispatched(self, message: Dispatched) -> None:
         """The prefill instance named a decode instance."""
