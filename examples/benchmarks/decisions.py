@@ -25,9 +25,11 @@ from examples.benchmarks.cluster import Site, conditions
 from examples.benchmarks.figures import Results
 from vllm_tetri.messages import NAME_BYTES, CacheReport, RequestChain
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE
-from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
+from vllm_tetri.policy.cluster import ClusterTable, Need
 from vllm_tetri.policy.dispatch import DISPATCHES, GRACE_S, DecodeCandidates, choose_decode
+from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.route import Whole
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest, parse_request
 from vllm_tetri.types import (

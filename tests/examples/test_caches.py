@@ -11,8 +11,9 @@ import pytest
 from examples.benchmarks import caches
 from examples.benchmarks.figures import Results
 from examples.benchmarks.rivals.caches import DynamoMode, LlmdMode, ThresholdMode
-from vllm_tetri.policy.cluster import ClusterTable, TableMaker
+from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.route import Whole
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.sim.config import ClusterConfig, make_instances
 from vllm_tetri.sim.modes import SimMode
 from vllm_tetri.sim.workload import NAME_TOKENS, RequestSpec

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
-from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need, TableMaker
+from vllm_tetri.policy.cluster import InstanceRow, Need
+from vllm_tetri.policy.ledger import ClusterState
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.types import (
     ClusterView,
     InstanceId,

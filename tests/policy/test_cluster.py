@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.policy.builders import COST, Known, instance, known, serving, view
 from vllm_tetri.policy.adaptive import (
@@ -18,7 +16,7 @@ from vllm_tetri.policy.adaptive import (
     tpot_s,
     ttft_s,
 )
-from vllm_tetri.policy.cluster import InstanceRow, Need, Ranked
+from vllm_tetri.policy.cluster import InstanceRow, Need
 from vllm_tetri.policy.step_cost import GUESS
 from vllm_tetri.types import InstanceId, InstanceView, StepCoefficients
 
@@ -197,135 +195,3 @@ def test_what_is_sent_to_one_is_seen_by_the_others_on_its_device_at_once() -> No
     b, c = (sites.by_id[InstanceId(name)] for name in "bc")
     assert (b.others, b.busy_others) == (1, 1)
     assert (c.others, c.busy_others) == (0, 0)
-
-
-# -- what was sent since --------------------------------------------------------------
-
-
-def pair(reported_s: float, now: float, **more_of_answer: Any) -> tuple[InstanceView, InstanceView]:
-    age_s = now - reported_s
-    return (
-        serving("p", "prefill", age_s=age_s),
-        serving("d", "decode", **{"age_s": age_s, **more_of_answer}),
-    )
-
-
-def counted(sites: Known) -> tuple[float, float]:
-    """Prompt tokens at the one, decodes at the other."""
-    return sites.by_id[InstanceId("p")].queued_tokens, sites.by_id[InstanceId("d")].decodes
-
-
-def test_what_is_sent_counts_at_once() -> None:
-    sites = known(*pair(NOW, NOW))
-    p, d = (sites.by_id[InstanceId(name)] for name in "pd")
-    free_tokens = d.free_tokens
-    sites.send(p.id, d.id, NEED, NOW)
-    p, d = (sites.by_id[InstanceId(name)] for name in "pd")
-    assert counted(sites) == (600, 1)
-    assert d.left_tokens == 80
-    assert d.free_tokens == free_tokens - 680
-    sites.send(p.id, d.id, Need(10, 20), NOW)
-    assert counted(sites) == (610, 2)
-    assert d.left_tokens == 80  # what one has read does not change
-    assert sites.by_id[d.id].left_tokens == 50
-    assert (p.decodes, d.queued_tokens) == (0, 0)
-    sites.send(None, d.id, NEED, NOW)  # the prompt is computed already
-    sites.send(p.id, None, NEED, NOW)  # the output has no place yet
-    assert counted(sites) == (1210, 3)
-
-
-def test_what_is_sent_counts_until_reports_show_it() -> None:
-    sites = Known(grace_s=0.1)
-    sites.renew(view(*pair(NOW, NOW)), NOW)
-    sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW + 0.01)
-    sites.renew(view(*pair(NOW, NOW + 0.05)), NOW + 0.05)  # still the old report
-    assert counted(sites) == (600, 1)
-    sites.renew(view(*pair(NOW + 0.1, NOW + 0.12)), NOW + 0.12)  # within the grace
-    assert counted(sites) == (600, 1)
-    sites.renew(view(*pair(NOW + 0.2, NOW + 0.21)), NOW + 0.21)
-    assert counted(sites) == (0, 0)
-    sites.renew(view(*pair(NOW + 0.2, NOW + 0.3)), NOW + 0.3)
-    assert counted(sites) == (0, 0)
-
-
-def test_an_answer_counts_from_when_its_instance_knows_of_it() -> None:
-    sites = known(*pair(NOW, NOW))
-    sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW, after_s=2.0)
-    assert counted(sites) == (600, 1)
-    sites.renew(view(*pair(NOW + 1, NOW + 1)), NOW + 1)  # the prompt is still computed
-    assert counted(sites) == (0, 1)
-    sites.renew(view(*pair(NOW + 3, NOW + 3)), NOW + 3)
-    assert counted(sites) == (0, 0)
-
-
-def test_what_went_to_an_instance_that_is_gone_is_forgotten() -> None:
-    sites = known(*pair(NOW, NOW))
-    sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW)
-    sites.renew(view(serving("p", "prefill", age_s=0.01)), NOW + 0.01)
-    assert sites.by_id[InstanceId("p")].queued_tokens == 600
-    sites.renew(view(*pair(NOW + 5, NOW + 5)), NOW + 5)
-    assert counted(sites) == (0, 0)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from("pd"), st.sampled_from("pd"))))
-def test_all_that_is_sent_and_not_reported_counts_and_nothing_else(
-    sent: list[tuple[float, str, str]],
-) -> None:
-    sites = Known(grace_s=0.1)
-    sites.renew(view(*pair(NOW, NOW)), NOW)
-    for since_s, prompt, answer in sorted(sent):
-        sites.send(InstanceId(prompt), InstanceId(answer), NEED, NOW + since_s)
-    sites.renew(view(*pair(NOW + 0.6, NOW + 1)), NOW + 1)
-    new = [each for each in sent if NOW + each[0] >= NOW + 0.6 - 0.1 + 1e-6]
-    old = [each for each in sent if NOW + each[0] <= NOW + 0.6 - 0.1 - 1e-6]
-    for name in "pd":
-        found = sites.by_id[InstanceId(name)].queued_tokens / 600
-        here = sum(each[1] == name for each in sent)
-        assert sum(each[1] == name for each in new) <= found
-        assert found <= here - sum(each[1] == name for each in old)
-    total = sum(each.decodes for each in sites.by_id.values())
-    assert len(new) <= total <= len(sent) - len(old)
-
-
-# -- the cheapest of many -------------------------------------------------------------
-
-names = st.integers(0, 11)
-
-
-@given(
-    st.lists(st.integers(0, 4), min_size=1, max_size=12),
-    st.lists(st.tuples(names, st.integers(1, 4), st.integers(0, 4), st.frozensets(names))),
-)
-def test_the_cheapest_are_found_as_by_sorting_whatever_was_sent(
-    queued: list[int], steps: list[tuple[int, int, int, frozenset[int]]]
-) -> None:
-    rows = [serving(f"i{number}", queued_tokens=tokens) for number, tokens in enumerate(queued)]
-    made = known(*rows)
-    ranked = Ranked(made.state, made.bases, lambda row: row.queued_tokens)
-    for number, tokens, count, some in steps:
-        made.send(InstanceId(f"i{number}"), None, Need(tokens, 0), NOW)
-        taken = {InstanceId(f"i{each}") for each in some}
-        able = [row for row in made.by_id.values() if row.id not in taken]
-        best = sorted(able, key=lambda row: row.queued_tokens)[:count]
-        assert ranked.least(count, taken) == best
-        assert ranked.named([*sorted(taken), InstanceId("gone")]) == [
-            made.by_id[name] for name in sorted(taken) if name in made.by_id
-        ]
-        assert ranked.named(made.by_id, taken) == able
-
-
-def test_few_of_many_are_looked_at() -> None:
-    made = known(*(serving(f"i{number}", queued_tokens=number) for number in range(100)))
-    looked = list[InstanceId]()
-
-    def cost(row: InstanceRow) -> float:
-        looked.append(row.id)
-        return row.queued_tokens
-
-    ranked = Ranked(made.state, made.bases, cost)
-    assert not looked
-    for number in range(50):
-        (best,) = ranked.least(1)
-        assert best.id == f"i{number}"
-        made.send(best.id, None, Need(1000, 0), NOW)
-    assert len(looked) == 100 + 49

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import alone, serving, view
-from vllm_tetri.policy.cluster import TableMaker
 from vllm_tetri.policy.mirrors import LongOutput, Mirror, MirrorOrder, choose_mirrors
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.types import InstanceId, InstanceView, RequestId
 
 EVERY, PROMPT, PID = 100, 800, 1

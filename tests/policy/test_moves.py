@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import COST, alone, serving, view
-from vllm_tetri.policy.cluster import ClusterTable, TableMaker
+from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.moves import (
     MOST_LEAVING,
     MOST_MOVES,
@@ -18,6 +18,7 @@ from vllm_tetri.policy.moves import (
     choose_moves,
     why_leave,
 )
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.types import InstanceView, RequestId
 
 

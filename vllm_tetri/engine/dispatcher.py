@@ -18,9 +18,10 @@ from vllm_tetri.engine.prediction import Predictions, route_of
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.messages import Dispatched, PrefillEnding
 from vllm_tetri.plugins import load_policy
-from vllm_tetri.policy.cluster import Need, TableMaker
+from vllm_tetri.policy.cluster import Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.lengths import Lengths
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.types import InstanceId, InstanceInfo
 
 
@@ -79,7 +80,8 @@ class Dispatcher:
         snapshot = self._agent.snapshot()
         if snapshot is not self._observed:
             self._observed = snapshot
-            self.policy.observe(self._tables.make(snapshot.view, snapshot.at_s))
+            table = self._tables.make(snapshot.view, snapshot.at_s, spares=True)
+            self.policy.observe(table)
         prompt_tokens = request.num_prompt_tokens
         max_tokens = max(0, self.policy.me.max_model_len - prompt_tokens)
         sampling = request.sampling_params

@@ -29,7 +29,8 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Need, Ranked
+from vllm_tetri.policy.cluster import InstanceRow, Need
+from vllm_tetri.policy.ledger import ClusterState, Ranked
 from vllm_tetri.types import InstanceId, Role
 
 # Weight of the relative growth of the time to the first token, if that of the whole time has 1.
@@ -88,11 +89,7 @@ def ttft_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -
     """Return the time to the first token of a prompt that arrives now, of which the instance has
     the KV of `cached_tokens`."""
     tokens = row.queued_tokens + prompt_tokens - cached_tokens
-    steps = -(-tokens // row.chunk_tokens)
-    if row.decodes:
-        steps += 0.5  # what is left of the one that runs
-    alone_s = tokens * token_s(row, prompt_tokens, cached_tokens) + steps * row.step_s
-    return alone_s * (1 + row.busy_others)
+    return row.computing_s(tokens, token_s(row, prompt_tokens, cached_tokens))
 
 
 def prefill_harm_s(row: InstanceRow, prompt_tokens: float, cached_tokens: float = 0.0) -> float:

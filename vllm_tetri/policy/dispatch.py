@@ -23,7 +23,8 @@ from random import Random
 from types import MappingProxyType
 
 from vllm_tetri.policy.adaptive import price_decode
-from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need, Takers
+from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need, Takers
+from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.lengths import HEAVY_TOKENS, End, Lengths
 from vllm_tetri.types import InstanceId, InstanceInfo, Prediction, Role
 

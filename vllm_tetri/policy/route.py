@@ -11,7 +11,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vllm_tetri.policy.cluster import ClusterState, InstanceRow, Ranked
+from vllm_tetri.policy.cluster import InstanceRow
+from vllm_tetri.policy.ledger import ClusterState, Ranked
 from vllm_tetri.types import ClusterView, InstanceId, InstanceInfo, InstanceState, Role
 
 _LAST_RESORT = {Role.BOTH: 0, Role.DECODE: 1, Role.PREFILL: 2}

@@ -12,8 +12,9 @@ from vllm_tetri.handover import MAX_HOLDERS, MAX_MARKS, Fetch, PrefillParams
 from vllm_tetri.logs import LimitLog
 from vllm_tetri.messages import CacheReport
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
-from vllm_tetri.policy.cluster import ClusterState, ClusterTable, Need, TableMaker
+from vllm_tetri.policy.cluster import ClusterTable, Need
 from vllm_tetri.policy.fetch import FetchPlan, Prefix
+from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.overload import Backlogs, expected_late
 from vllm_tetri.policy.residency import Chain, Residency, names_of
 from vllm_tetri.policy.route import (
@@ -25,6 +26,7 @@ from vllm_tetri.policy.route import (
     choose_keeper,
     choose_route,
 )
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.router.errors import NoCapacity, Refusal
 from vllm_tetri.router.prefixes import Known, PrefixIndex
 from vllm_tetri.router.request import ApiRequest
@@ -36,7 +38,6 @@ from vllm_tetri.types import (
     InstanceState,
     Mode,
     RequestId,
-    Role,
     TransferId,
 )
 
@@ -99,7 +100,6 @@ class Placer:
         self._routes: dict[str, RouteCandidates] = {}
         self._candidates: dict[str, PriceCandidates] = {}
         self._models: dict[str, InstanceInfo] = {}  # empty if not asked for
-        self._arena_tokens: dict[str, float] = {}  # of the largest receive arena, by model
         self._residency, self._prefixes = Residency(), PrefixIndex()
         self._cache_seqs: dict[InstanceId, int] = {}  # of the newest cache reports
         # What was looked up last.
@@ -177,7 +177,8 @@ class Placer:
     def _fits_an_arena(self, request: ApiRequest, now: float) -> bool:
         """Whether the KV of a prompt can be handed over, as far as its length is known here."""
         self._renew(now, request.model)
-        return request.approx_tokens <= _ARENA_SLACK * self._arena_tokens.get(request.model, inf)
+        most_tokens = self._state.table.most_arena_tokens.get(request.model, inf)
+        return request.approx_tokens <= _ARENA_SLACK * most_tokens
 
     def record_sent(self, entry: RequestId, request: ApiRequest, route: Route) -> int:
         """A request goes where `place` said. Modes that price instances have counted it. Returns
@@ -373,10 +374,14 @@ class Placer:
 
     def table(self, now: float) -> ClusterTable:
         """Return the cluster as it is now, or was a moment ago."""
-        if now < self._fresh_until_s:
-            return self._state.table
-        view = self._view()
-        table, self._seen_mode = self._tables.make(view, now), self.mode
+        if now >= self._fresh_until_s:
+            self._look(now)
+        self._state.advance(now)
+        return self._state.table
+
+    def _look(self, now: float) -> None:
+        view, self._seen_mode, spared = self._view(), self.mode, self._state.table.spared
+        table = self._tables.make(view, now, spares=self.mode is not Mode.WHOLE)
         self._state.observe(table)
         self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         self._routes.clear()
@@ -386,13 +391,8 @@ class Placer:
         self._residency.retain(known)
         self._cache_seqs = {name: seq for name, seq in self._cache_seqs.items() if name in known}
         self._output_tokens = table.usual_tokens() or _UNKNOWN_OUTPUT_TOKENS
-        self._arena_tokens = {
-            model: max(
-                (row.arena_tokens for row in rows if row.role is not Role.PREFILL), default=inf
-            )
-            for model, rows in table.by_model.items()
-        }
-        return table
+        if table.spared != spared:
+            _log.info("computes prompts alone, as load is: %s", _named(table.spared) or "none")
 
 
 def _named(instances: Collection[InstanceId]) -> str:

@@ -10,11 +10,12 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from vllm_tetri.errors import ConfigError
-from vllm_tetri.policy.cluster import ClusterTable, TableMaker
+from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.fetch import FetchPlan
 from vllm_tetri.policy.moves import RunningOutput, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Split
+from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.sim.config import ClusterConfig, EngineKind, Stock
 from vllm_tetri.sim.engine.instance import Instance
 from vllm_tetri.sim.engine.stock import StockInstance
@@ -195,7 +196,8 @@ class _Simulation:
                 removed = [name for name, is_here in changes.items() if not is_here]
                 self._mode.residency.update(each.config.id, added, removed, is_all=False)
                 each.cache.changes = {}
-        return self._maker.make(ClusterView("sim", number, tuple(self._views.values())), now)
+        view = ClusterView("sim", number, tuple(self._views.values()))
+        return self._maker.make(view, now, spares=self._mode.spares_outputs)
 
     def _broadcast(self, now: float) -> None:
         self._broadcast_table = self._table

@@ -11,9 +11,10 @@ from random import Random
 
 from vllm_tetri.plugins import load_policy
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, PriceCandidates, price_route
-from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
+from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import DecodeDispatcher, Dispatch
 from vllm_tetri.policy.fetch import FetchPlan, Prefix
+from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.policy.residency import Chain, Residency
@@ -36,6 +37,7 @@ class SimMode(ABC):
     reads_reports = True
     moves_outputs = False  # by `policy.moves`; to any instance if it `is_anywhere`
     is_anywhere = False
+    spares_outputs = False  # alike instances, by `policy.spare`
 
     @cached_property
     def residency(self) -> Residency:
@@ -83,7 +85,7 @@ class SplitMode(SimMode):
     """The router of mode `split`; prefill instances choose decode instances, as in
     `engine.dispatcher`."""
 
-    may_fetch = moves_outputs = True
+    may_fetch = moves_outputs = spares_outputs = True
 
     def __init__(self, config: ClusterConfig) -> None:
         self._state = ClusterState(_GRACE_S)
@@ -152,6 +154,7 @@ class SplitMode(SimMode):
         if self._routes is None or table is not self._state.table:
             self._state.observe(table)
             self._routes = RouteCandidates(self._state, rows)
+        self._state.advance(now)
         prefix = self.look_up(spec, rows)
         route = choose_route(self._routes, may_split=True, cached=prefix.cached, reach=prefix.reach)
         assert isinstance(route, Split | Whole), "there is an instance"
@@ -180,6 +183,7 @@ class AdaptiveMode(SplitMode):
                 self._state, rows, usual, spares_prefill=self.may_split
             )
         need = Need(spec.prompt_tokens, expected)
+        self._state.advance(now)
         prefix = self.look_up(spec, table.by_model[MODEL])
         priced = price_route(
             self._candidates, need, may_split=self.may_split, cached=prefix.cached,

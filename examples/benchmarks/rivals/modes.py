@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute, token_s, tpot_s, ttft_s
-from vllm_tetri.policy.cluster import ClusterState, ClusterTable, InstanceRow, Need
+from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need
 from vllm_tetri.policy.dispatch import Dispatch
+from vllm_tetri.policy.ledger import ClusterState
 from vllm_tetri.policy.lengths import Lengths
 from vllm_tetri.policy.overload import Late, expected_late
 from vllm_tetri.policy.route import Route, Split, Whole

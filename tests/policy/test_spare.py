@@ -1,0 +1,138 @@
+"""How many alike instances are spared outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policy.builders import COST, alone, serving, view
+from vllm_tetri.policy.spare import Device, UsualLoad, expected_s, number_to_spare
+from vllm_tetri.policy.tables import TableMaker
+from vllm_tetri.types import InstanceView, Role, StepCoefficients
+
+# An 8B model on an H100 by estimate: a prompt token costs a hundredth of a step's base.
+GPU = StepCoefficients(0.006, 2e-5, 4e-8, 5e-5, 1e-9, confidence=1.0)
+LOAD = UsualLoad(decodes=20, prompt_share=0.2, used_part=0.2, prompt_tokens=500, output_tokens=200)
+COUNT = 4
+
+
+def device(cost: StepCoefficients = GPU) -> Device:
+    return Device(cost, chunk_tokens=512, handover_s=0.004, handover_token_s=1e-6)
+
+
+def busy(name: str, role: str = "both", **options: Any) -> InstanceView:
+    """One that serves prompts of 500 tokens, outputs of 200."""
+    load = {
+        "decodes": 20,
+        "context_tokens": 600,
+        "usual_tokens": 200,
+        "cost": GPU,
+        "handover_s": 0.004,
+    }
+    return serving(name, role, **{**load, **options})
+
+
+def spared(views: list[list[InstanceView]], period_s: float = 0.1) -> list[frozenset[str]]:
+    """Read views one after the other; each tells of one more period of prompts."""
+    maker, found = TableMaker(), list[frozenset[str]]()
+    for number, each in enumerate(views):
+        done = round(0.2 * number * period_s / GPU.prompt_s)
+        shown = [
+            replace(one, seq=number, load=replace(one.load, prompt_tokens_done=done))
+            for one in each
+        ]
+        table = maker.make(view(*shown), number * period_s, spares=True)
+        prefills = {name for name, row in table.by_id.items() if row.role is Role.PREFILL}
+        found.append(frozenset(prefills))
+    return found
+
+
+def test_prompts_are_computed_apart_where_steps_of_outputs_are_long_against_them() -> None:
+    assert number_to_spare(device(), LOAD._replace(prompt_share=0.05), COUNT, 0) == 1
+    assert number_to_spare(device(), LOAD, COUNT, 0) == 2
+
+
+def test_nothing_is_spared_where_it_costs_more() -> None:
+    assert number_to_spare(device(COST), LOAD._replace(decodes=2), COUNT, 0) == 0
+    assert number_to_spare(device(), LOAD._replace(used_part=0.7), COUNT, 0) == 0, "no room for KV"
+    assert number_to_spare(device(), LOAD._replace(used_part=0.7), COUNT, 2) == 0
+
+
+def test_equal_numbers_do_not_take_turns() -> None:
+    """Whatever the number is, it is kept at the load at which it was best, and a bit beside it."""
+    for share in (0.1, 0.2, 0.3, 0.4, 0.5):
+        chosen = number_to_spare(device(), LOAD._replace(prompt_share=share), COUNT, 0)
+        for other in (share * 0.99, share * 1.01):
+            assert number_to_spare(device(), LOAD._replace(prompt_share=other), COUNT, chosen) == (
+                chosen
+            )
+
+
+@given(
+    st.builds(
+        UsualLoad,
+        decodes=st.floats(0.01, 500),
+        prompt_share=st.floats(0, 0.9),
+        used_part=st.floats(0, 1),
+        prompt_tokens=st.floats(1, 100_000),
+        output_tokens=st.floats(1, 100_000),
+    ),
+    st.sampled_from([GPU, COST]),
+    st.integers(2, 64),
+    st.data(),
+)
+def test_one_instance_at_least_writes_outputs_and_first_tokens_are_hardly_later(
+    load: UsualLoad, cost: StepCoefficients, count: int, data: st.DataObject
+) -> None:
+    now_spared = data.draw(st.integers(0, count - 1))
+    chosen = number_to_spare(device(cost), load, count, now_spared)
+    assert 0 <= chosen < count
+    none_s, _ = expected_s(device(cost), load, count, 0)
+    ttft_s, whole_s = expected_s(device(cost), load, count, chosen)
+    assert 0 < ttft_s <= 1.1 * none_s
+    assert ttft_s < whole_s
+    assert chosen == 0 or load.used_part * count / (count - chosen) <= 0.8
+
+
+def test_it_takes_a_while_and_the_same_ones_are_spared_by_all_who_look() -> None:
+    found = spared([[busy(name) for name in order] for order in ["abcd", "dcba"] * 200])
+    assert set(found[:20]) == {frozenset()}, "two seconds"
+    assert set(found[300:]) == {frozenset("ab")}
+
+
+def test_all_take_outputs_again_when_there_are_no_prompts_to_keep_apart() -> None:
+    quiet = [busy(name, decodes=1, usual_tokens=2000, context_tokens=1010) for name in "abcd"]
+    found = spared([[busy(name) for name in "abcd"]] * 300 + [quiet] * 300)
+    assert found[299] == {"a", "b"}
+    assert found[-1] == frozenset()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        [busy("b", device="x"), busy("c", device="x")],
+        [busy("b", "prefill"), busy("c", "decode")],
+        [alone("b", "both"), alone("c", "both")],
+        [busy("b", layout="b"), busy("c", layout="c")],
+        [busy("b", cost=StepCoefficients())],
+    ],
+    ids=["alone", "one device", "roles", "no KV leaves", "other models", "unknown steps"],
+)
+def test_only_alike_ones_for_everything_with_devices_of_their_own(
+    others: list[InstanceView],
+) -> None:
+    found = spared([[busy("a"), *others]] * 60)
+    of_roles = {one.info.id for one in others if one.info.role is Role.PREFILL}
+    assert set(found) == {frozenset(of_roles)}
+
+
+def test_the_rest_of_a_kind_goes_on_when_the_spared_one_leaves() -> None:
+    found = spared([[busy(name) for name in names] for names in ["abcd"] * 300 + ["bcd"] * 99])
+    assert found[299] == {"a", "b"}
+    assert found[-1] == {"b"}
+    assert spared([[busy("a"), busy("b")]] * 60 + [[busy("b")]] * 3)[-1] == frozenset()

@@ -1,0 +1,160 @@
+"""How many of alike instances with role both are spared outputs, and compute prompts alone. Pure.
+
+Outputs wait for prompts that share their steps, and prompts for outputs. Where that costs more
+than what is left idle, as mostly on GPUs, some instances are better spared. The mean times to the
+first token and to the end are predicted for every number of spared instances, from the load of the
+last seconds, as if it lay evenly on all that share it. The number with the least product of the two
+is taken (what `vllm-tetri regret` calls cost), if it is better by a margin for a while. Prompts
+that find all spared instances busy go to the others, as often as calls find all lines taken
+(Erlang's loss formula). With roles set by hand this would be 1P3D or 2P2D (DistServe, section 4);
+here it follows the load.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import exp
+from statistics import fmean
+from typing import NamedTuple
+
+from vllm_tetri.policy.cluster import InstanceRow
+from vllm_tetri.types import Role, StepCoefficients
+
+_MEMORY_S = 5.0  # of the load
+_WANTED_S = 2.0  # for so long another number has to be better, each time by the margin
+_MARGIN = 0.02  # of the mean of both times
+_LEAST_GAIN = 0.03  # by which sparing any has to be better than sparing none
+_MOST_LATER = 1.1  # first tokens, against none spared
+_MOST_USED, _MOST_SHARE = 0.8, 0.9  # of KV blocks, and of an instance's time for prompts
+
+_Kind = frozenset[tuple[str, str]]  # an identity
+
+
+class UsualLoad(NamedTuple):
+    """The load of alike instances: means over them and the last seconds."""
+
+    decodes: float
+    prompt_share: float  # of an instance's time
+    used_part: float  # of its KV blocks
+    prompt_tokens: float  # of a request
+    output_tokens: float  # of a request
+
+
+class Device(NamedTuple):
+    """What steps and hand-overs of alike instances cost."""
+
+    cost: StepCoefficients
+    chunk_tokens: int
+    handover_s: float
+    handover_token_s: float
+
+
+def expected_s(device: Device, load: UsualLoad, count: int, spared: int) -> tuple[float, float]:
+    """Return the mean times to the first token and to the end, if so many of `count` instances are
+    spared outputs."""
+    cost, share, tokens = device.cost, load.prompt_share, load.prompt_tokens
+    each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
+    prompt_s = tokens * (cost.prompt_s + tokens / 2 * cost.context_s)
+    chunks = max(1.0, tokens / device.chunk_tokens)
+    none_idle = (1 - exp(-load.decodes)) ** count  # the probability that all have outputs
+    step_s = cost.base_s + none_idle * load.decodes * each_s
+    queued_s = share / (2 * (1 - share)) * prompt_s
+    ttft_s = prompt_s + chunks * step_s + none_idle * step_s / 2 + queued_s
+    handed_s, mixed = 0.0, 1.0  # `mixed` is the part of prompts that is computed beside outputs
+    if spared:
+        alone_s = prompt_s + chunks * cost.base_s
+        offered, mixed = share * count * alone_s / prompt_s, 1.0
+        for number in range(1, spared + 1):
+            mixed = offered * mixed / (number + offered * mixed)
+        ttft_s = (1 - mixed) * alone_s + mixed * ttft_s
+        late_tokens = min(tokens, device.chunk_tokens)
+        handed_s = (1 - mixed) * (device.handover_s + late_tokens * device.handover_token_s)
+    more = count / (count - spared)
+    pace_s = cost.base_s + more * load.decodes * each_s
+    pace_s /= 1 - min(_MOST_SHARE, more * share * mixed)
+    return ttft_s, ttft_s + handed_s + load.output_tokens * pace_s
+
+
+def number_to_spare(device: Device, load: UsualLoad, count: int, now_spared: int) -> int:
+    """Return how many of `count` instances should be spared outputs, if so many are now."""
+    costs: dict[int, float] = {}
+    latest_s = _MOST_LATER * expected_s(device, load, count, 0)[0]
+    for spared in range(count):
+        ttft_s, whole_s = expected_s(device, load, count, spared)
+        fits = load.used_part * count / (count - spared) <= _MOST_USED
+        if spared == 0 or (ttft_s <= latest_s and fits):
+            costs[spared] = ttft_s * whole_s
+    costs[0] *= (1 - _LEAST_GAIN) ** 2
+    best = min(costs, key=costs.__getitem__)
+    is_better = now_spared not in costs or costs[best] < (1 - _MARGIN) ** 2 * costs[now_spared]
+    return best if is_better else now_spared
+
+
+class _Seen(NamedTuple):
+    """What is known of one kind of instances."""
+
+    load: UsualLoad
+    at_s: float
+    spared: int = 0
+    better_since_s: float | None = None  # since when another number would be better
+
+
+class Sparing:
+    """Chooses the instances that are spared outputs, view by view. Owner: one thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[_Kind, _Seen] = {}
+
+    def apply(self, rows: Sequence[InstanceRow], now: float) -> None:
+        """Give those that are spared the role prefill in the rows of a view that is read `now`."""
+        kinds: dict[int, list[InstanceRow]] = {}
+        shared = Counter(row.device for row in rows if row.device)
+        for row in rows:
+            kinds.setdefault(row.key, []).append(row)
+        before, self._seen = self._seen, {}
+        for alike in kinds.values():
+            is_able = all(_is_known(row) and shared[row.device] <= 1 for row in alike)
+            if len(alike) < 2 or not is_able:
+                continue
+            kind = frozenset(alike[0].view.info.identity.items())
+            if seen := _look(alike, before.get(kind), now):
+                self._seen[kind] = seen
+                for row in sorted(alike, key=lambda row: row.id)[: seen.spared]:
+                    row.role = Role.PREFILL
+
+
+def _is_known(row: InstanceRow) -> bool:
+    return row.role is Role.BOTH and not row.alone and row.cost.confidence > 0
+
+
+def _look(rows: Sequence[InstanceRow], seen: _Seen | None, now: float) -> _Seen | None:
+    """Return what is known of alike instances with one more look at them."""
+    loads = [row.view.load for row in rows]
+    decodes = sum(row.decodes for row in rows)
+    output_tokens = max(load.usual_tokens for load in loads)
+    if not (decodes and output_tokens):
+        return seen  # nothing is known of requests
+    context_tokens = sum(load.context_tokens for load in loads) / decodes
+    load = UsualLoad(
+        decodes / len(rows),
+        fmean(row.prompt_share for row in rows),
+        fmean(load.blocks_used / max(1, load.blocks_total) for load in loads),
+        max(1.0, context_tokens - output_tokens / 2),
+        output_tokens,
+    )
+    if seen is None:
+        return _Seen(load, now)
+    kept = exp((seen.at_s - now) / _MEMORY_S)
+    pairs = zip(seen.load, load, strict=True)
+    load = UsualLoad(*(kept * old + (1 - kept) * new for old, new in pairs))
+    one = loads[0]
+    device = Device(rows[0].cost, rows[0].chunk_tokens, one.handover_s, one.handover_token_s)
+    spared = min(seen.spared, len(rows) - 1)
+    wanted = number_to_spare(device, load, len(rows), spared)
+    if wanted == spared:
+        return _Seen(load, now, spared)
+    since_s = now if seen.better_since_s is None else seen.better_since_s
+    if now - since_s < _WANTED_S:
+        return _Seen(load, now, spared, since_s)
+    return _Seen(load, now, wanted)
