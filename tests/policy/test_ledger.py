@@ -103,17 +103,29 @@ def test_all_that_is_sent_and_not_reported_counts_and_nothing_else(
 
 
 def test_a_prompt_counts_until_it_should_be_computed() -> None:
-    """At this pace one of 600 tokens takes two steps, 0.356 s together."""
-    sites = known(*pair(NOW, NOW))
+    """At this pace one of 600 tokens takes two steps, 0.089 s together."""
+    quick = times(COST, 0.25)
+    sites = known(serving("p", "prefill", cost=quick), serving("d", "decode", cost=quick))
     sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW)
-    sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW + 0.1)  # computed after the first
+    sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW + 0.02)  # computed after the first
     before = sites.by_id[InstanceId("p")]
-    for now, left in ((0.3, 1200), (0.4, 600), (0.8, 600), (0.85, 0), (0.9, 0)):
+    for now, left in ((0.09, 1200), (0.11, 600), (0.2, 600), (0.21, 0), (0.3, 0)):
         sites.state.advance(NOW + now)
         assert counted(sites) == (left, 2), "outputs count until reports show them"
     assert before.queued_tokens == 1200, "what one has read does not change"
-    sites.renew(view(*pair(NOW, NOW + 0.95)), NOW + 0.95)  # still the old report
+    sites.renew(view(*pair(NOW, NOW + 0.4)), NOW + 0.4)  # still the old report
     assert counted(sites) == (0, 2)
+
+
+def test_an_instance_that_does_not_report_any_more_does_not_look_idle() -> None:
+    sites = known(serving("p", "prefill", queued_tokens=1000), serving("d", "decode"))
+    sites.send(InstanceId("p"), InstanceId("d"), NEED, NOW)
+    sites.state.advance(NOW + 10)
+    assert counted(sites) == (1600, 1)
+    silent = serving("p", "prefill", queued_tokens=1000, age_s=10)
+    sites.renew(view(silent, serving("d", "decode")), NOW + 10)
+    sites.state.advance(NOW + 20)
+    assert counted(sites) == (1600, 0)
 
 
 def test_a_queue_that_was_reported_ends_when_it_should() -> None:
@@ -130,9 +142,9 @@ def test_a_queue_that_was_reported_ends_when_it_should() -> None:
 
 def test_an_instance_whose_queue_should_have_ended_is_idle_for_its_neighbours() -> None:
     sites = known(serving("a", device="x"), serving("b", device="x"))
-    sites.send(InstanceId("a"), None, NEED, NOW)
+    sites.send(InstanceId("a"), None, Need(100, 10), NOW)
     assert sites.by_id[InstanceId("b")].busy_others == 1
-    sites.state.advance(NOW + 1)
+    sites.state.advance(NOW + 0.1)
     assert sites.by_id[InstanceId("b")].busy_others == 0
 
 
@@ -143,10 +155,11 @@ def test_an_instance_whose_queue_should_have_ended_is_idle_for_its_neighbours() 
 def test_queues_only_shrink_with_time_and_end(
     sent: list[tuple[float, int, bool]], looks: list[float]
 ) -> None:
-    sites = known(serving("p", "prefill", queued_tokens=300), serving("d", "decode"))
+    quick = times(COST, 1e-4)
+    sites = known(serving("p", "prefill", queued_tokens=300, cost=quick), serving("d", "decode"))
     for since_s, tokens, is_whole in sorted(sent):
         decode = InstanceId("p") if is_whole else None
-        sites.send(InstanceId("p"), decode, Need(tokens, 10), NOW + since_s)
+        sites.send(InstanceId("p"), decode, Need(tokens, 10), NOW + 0.1 * since_s)
     queued = sites.by_id[InstanceId("p")].queued_tokens
     assert queued == 300 + sum(tokens for _, tokens, _ in sent)
     for since_s in sorted(looks):

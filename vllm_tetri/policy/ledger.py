@@ -2,7 +2,8 @@
 
 A view is up to two report periods old, so what a router or instance sent somewhere counts there
 until a report shows it; two requests do not both take the last free blocks. A prompt counts until
-it should be computed, which on a GPU is long before the next report.
+it should be computed, which on a GPU is long before the next report, unless reports are missing:
+an instance that hangs does not look idle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllm_tetri.policy.cluster import ClusterTable, InstanceRow, Need, count_nei
 from vllm_tetri.types import ClusterView, InstanceId
 
 _MAX_ENTRIES = 1 << 14
+_TRUSTED_S = 0.5  # for so long after a report an instance is expected to compute
 
 
 class Sent(NamedTuple):
@@ -56,8 +58,9 @@ class ClusterState:
         self.table, self._changed, self._computed = table, {}, []
         before, self._sent = self._sent, deque(maxlen=_MAX_ENTRIES)
         for sent in before:
-            prefill = sent.prefill if sent.computed_s > table.at_s else None
-            prefill = prefill if self._is_new(prefill, sent.at_s) else None
+            prefill = sent.prefill if self._is_new(sent.prefill, sent.at_s) else None
+            if prefill and self._is_computed(prefill, sent.computed_s, table.at_s):
+                prefill = None
             decode = sent.decode if self._is_new(sent.decode, sent.decode_s) else None
             if (prefill, decode) != (sent.prefill, sent.decode):
                 sent = sent._replace(prefill=prefill, decode=decode)
@@ -75,10 +78,14 @@ class ClusterState:
             ]
             heapify(computed)
         while computed and computed[0][0] <= now:
-            _, name, tokens = heappop(computed)
-            row = self._own(name, is_read=True)
-            row.queued_tokens = max(0, row.queued_tokens - tokens)
-            self._recount(row, is_read=True)
+            computed_s, name, tokens = heappop(computed)
+            if self._is_computed(name, computed_s, now):
+                row = self._own(name, is_read=True)
+                row.queued_tokens = max(0, row.queued_tokens - tokens)
+                self._recount(row, is_read=True)
+
+    def _is_computed(self, name: InstanceId, computed_s: float, now: float) -> bool:
+        return computed_s <= min(now, self.table.by_id[name].reported_s + _TRUSTED_S)
 
     def _is_new(self, name: InstanceId | None, sent_s: float) -> bool:
         row = self.table.by_id.get(name) if name else None
