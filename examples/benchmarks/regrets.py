@@ -4,8 +4,9 @@
 costs of each profile, five classes and three rates: mode adaptive with four `both` and chunks sized
 by cost, as by default; the same with roles; split with one, two or three prefill instances; whole;
 and chunks of fixed sizes. As in `vllm-tetri regret`, a way costs the geometric mean of mean TTFT
-and mean JCT; its regret is the part by which that is more than the best one's. Predictions are
-right to 85 %; all profiles are estimates but that of a CPU core.
+and mean JCT; its regret is the part by which that is more than the best one's. Four instances of
+stock vLLM stand beside them. Predictions are right to 85 %; all profiles are estimates but that of
+a CPU core.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PROFILES = ("smollm2-1core", "opt-13b-2xv100", "roofline:llama-3-8b:h100",
             "roofline:llama-3-70b:h100:4")  # fmt: skip
 INSTANCES, ACCURACY = 4, 0.85
 # Modes, and instances by role: prefill, decode, both.
-USUAL, ROLES = "adaptive", "adaptive 2P2D"
+USUAL, ROLES, STOCK = "adaptive", "adaptive 2P2D", "stock, budget "
 LAYOUTS = {
     USUAL: ("adaptive", (0, 0, INSTANCES)),
     "whole": ("whole", (0, 0, INSTANCES)),
@@ -43,20 +44,25 @@ LAYOUTS = {
     },
 }
 CHUNKS = (256, 512, 1024)  # tokens, of the usual layout and of whole
+BUDGETS = (512, 2048)  # tokens of a step of stock vLLM
+SHOWN = ("ttft_mean_s", "itl_p99_s", "jct_mean_s")
 LINK = 25e9  # bytes per second
 
 
-def costs(engine: EngineConfig, specs: Sequence[RequestSpec]) -> dict[str, float]:
-    """Return what each way of serving requests costs."""
+def outcomes(engine: EngineConfig, specs: Sequence[RequestSpec]) -> dict[str, dict[str, float]]:
+    """Return the figures of each way of serving requests, those of stock vLLM last."""
     sized = replace(engine, has_sized_chunks=True)
     ways = {name: (*layout, sized) for name, layout in LAYOUTS.items()}
     for name, tokens in product((USUAL, "whole"), CHUNKS):
         fixed = replace(engine, chunk_tokens=tokens)
         ways[f"{name}, chunks of {tokens}"] = (*LAYOUTS[name], fixed)
+    for tokens in BUDGETS:
+        stock = replace(engine, kind=Stock(), chunk_tokens=tokens)
+        ways[f"{STOCK}{tokens}"] = ("least-in-flight", LAYOUTS[USUAL][1], stock)
     found = {}
     for name, (mode, roles, each) in ways.items():
         outcome = run(ClusterConfig(make_instances(*roles, engine=each), mode, link=LINK), specs)
-        found[name] = cost(figures(outcome.served, NO_OBJECTIVE, outcome.refused))
+        found[name] = figures(outcome.served, NO_OBJECTIVE, outcome.refused)
     return found
 
 
@@ -76,7 +82,8 @@ def cells(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for rate, seed in product(RATES, range(options.repeats)):
             per_s = RATES[rate] * most
             specs = draw(kind, options.num_prompts, per_s, seed, accuracy=ACCURACY)
-            found = costs(engine, specs)
+            ran = outcomes(engine, specs)
+            found = {way: cost(each) for way, each in ran.items() if not way.startswith(STOCK)}
             best = min(found, key=found.__getitem__)
             least = {"best": found[best], "layout": min(found[each] for each in LAYOUTS)}
             yield {
@@ -84,6 +91,9 @@ def cells(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "usual": found[USUAL] / least["best"] - 1,
                 "usual_of_layouts": found[USUAL] / least["layout"] - 1,
                 "roles": found[ROLES] / least["best"] - 1,
+                "figures": {
+                    way: [round(each[metric], 5) for metric in SHOWN] for way, each in ran.items()
+                },
             }  # fmt: skip
 
 

@@ -206,6 +206,16 @@ def routers() -> str:
     return markdown(rows)
 
 
+WAYS = {
+    "stock, budget 2048": "stock, budget 2,048",
+    "stock, budget 512": "stock, budget 512",
+    "split 2P2D": "split, 2 prefill + 2 decode",
+    "adaptive 2P2D": "adaptive, 2 prefill + 2 decode",
+    "adaptive": "adaptive, 4 `both`",
+    "whole": "whole, 4 `both`",
+}
+
+
 def ways() -> str:
     """Mean regret over cells in %, and the largest one in brackets, by profile."""
     _, cells = load(RESULTS / "regrets.jsonl.gz")
@@ -222,6 +232,24 @@ def ways() -> str:
         }
         rows.append({"steps of": f"`{name}`", **parts})
     return markdown(rows)
+
+
+def modes() -> str:
+    """Mean TTFT, ITL p99 and mean JCT in ms by way of serving and class, at the knee: an 8B model
+    on H100s, by estimate."""
+    _, cells = load(RESULTS / "regrets.jsonl.gz")
+    cells = cells.query("profile == 'roofline:llama-3-8b:h100' and rate == 'knee'")
+    rows: dict[str, dict[str, object]] = {}
+    for kind in ("mixed", "hpld", "lphd"):
+        found = cells[cells["class"] == kind]["figures"]
+        for way, title in WAYS.items():
+            means = [
+                1e3 * sum(each) / len(found)
+                for each in zip(*(one[way] for one in found), strict=True)
+            ]
+            row = rows.setdefault(way, {"4 instances": title})
+            row[kind] = " · ".join(f"{value:,.0f}" for value in means)
+    return markdown([*rows.values()])
 
 
 def paper_classes() -> str:
@@ -431,6 +459,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Prompts and decodes beside others": ("benchmarks.md", beside_others),
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
     "Prefix caches of a cluster": ("benchmarks.md", caches),
+    "Which mode": ("modes.md", modes),
     "The papers' experiments": ("simulator.md", paper_classes),
     "What other ways would have cost": ("simulator.md", ways),
     "What decisions cost": ("policies.md", decisions),

@@ -20,3 +20,6 @@ def test_each_cell_names_the_best_way_and_what_others_cost_more(
     assert cell["usual_of_layouts"] <= cell["usual"]
     assert cell["roles"] > cell["usual_of_layouts"]  # decodes are dear where cores compute
     assert cell["best"].split()[0].strip(",") in ("adaptive", "whole", "split")
+    shown = cell["figures"]
+    assert {"stock, budget 512", "stock, budget 2048", *regrets.LAYOUTS} <= shown.keys()
+    assert all(0 < ttft_s < jct_s for ttft_s, _, jct_s in shown.values())
