@@ -23,8 +23,8 @@ from vllm_tetri.types import Role, StepCoefficients
 
 _MEMORY_S = 5.0  # of the load
 _WANTED_S = 2.0  # for so long another number has to be better, each time by the margin
-_MARGIN = 0.02  # of the mean of both times
-_LEAST_GAIN = 0.03  # by which sparing any has to be better than sparing none
+_MARGIN = 0.01  # of the mean of both times
+_LEAST_GAIN = 0.02  # by which sparing any has to be better than sparing none
 _MOST_LATER = 1.1  # first tokens, against none spared
 _MOST_USED, _MOST_SHARE = 0.8, 0.9  # of KV blocks, and of an instance's time for prompts
 
@@ -53,26 +53,27 @@ class Device(NamedTuple):
 def expected_s(device: Device, load: UsualLoad, count: int, spared: int) -> tuple[float, float]:
     """Return the mean times to the first token and to the end, if so many of `count` instances are
     spared outputs."""
-    cost, share, tokens = device.cost, load.prompt_share, load.prompt_tokens
+    cost, tokens, more = device.cost, load.prompt_tokens, count / (count - spared)
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
     prompt_s = tokens * (cost.prompt_s + tokens / 2 * cost.context_s)
     chunks = max(1.0, tokens / device.chunk_tokens)
-    none_idle = (1 - exp(-load.decodes)) ** count  # the probability that all have outputs
-    step_s = cost.base_s + none_idle * load.decodes * each_s
-    queued_s = share / (2 * (1 - share)) * prompt_s
-    ttft_s = prompt_s + chunks * step_s + none_idle * step_s / 2 + queued_s
-    handed_s, mixed = 0.0, 1.0  # `mixed` is the part of prompts that is computed beside outputs
+    alone_s = prompt_s + chunks * cost.base_s
+    offered = load.prompt_share * count * alone_s / prompt_s  # instances that prompts keep busy
+    mixed = 1.0  # the part of prompts that is computed beside outputs
+    for number in range(1, spared + 1):
+        mixed = offered * mixed / (number + offered * mixed)
+    decodes, share = more * load.decodes, min(_MOST_SHARE, more * load.prompt_share * mixed)
+    none_idle = (1 - exp(-decodes)) ** (count - spared)  # the probability that all have outputs
+    step_s = cost.base_s + none_idle * decodes * each_s
+    ttft_s = prompt_s * (1 + share / (2 * (1 - share))) + (chunks + none_idle / 2) * step_s
+    handed_s = 0.0
     if spared:
-        alone_s = prompt_s + chunks * cost.base_s
-        offered, mixed = share * count * alone_s / prompt_s, 1.0
-        for number in range(1, spared + 1):
-            mixed = offered * mixed / (number + offered * mixed)
-        ttft_s = (1 - mixed) * alone_s + mixed * ttft_s
+        busy = offered * (1 - mixed) / spared
+        waits_s = alone_s * busy**spared / 2
+        ttft_s = (1 - mixed) * (alone_s + waits_s) + mixed * ttft_s
         late_tokens = min(tokens, device.chunk_tokens)
         handed_s = (1 - mixed) * (device.handover_s + late_tokens * device.handover_token_s)
-    more = count / (count - spared)
-    pace_s = cost.base_s + more * load.decodes * each_s
-    pace_s /= 1 - min(_MOST_SHARE, more * share * mixed)
+    pace_s = (cost.base_s + decodes * each_s) / (1 - share)
     return ttft_s, ttft_s + handed_s + load.output_tokens * pace_s
 
 
