@@ -336,7 +336,9 @@ def status_of(content: dict[str, Any]) -> RenderableType:
         table.add_row(*(Text(show.format(**_extended(row))) for show in _COLUMNS.values()))
     flips = sorted((row["flip"]["age_s"], row["id"], row["flip"]) for row in rows if row["flip"])
     lines = ["", "flips:", *(f"  {name} {flip_words(flip)}" for _, name, flip in flips)]
+    spared = ", ".join(content["spared"])
     lines = [*(lines if flips else []), *content["apart"], f"flip policy: {content['watcher']}"]
+    lines += [f"compute prompts alone, as load is: {spared}"] if spared else []
     return Group(table, Text("\n".join(lines)))
 
 

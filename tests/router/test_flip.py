@@ -16,6 +16,7 @@ from tests.router.fakes import (
     four,
     hang,
     metric,
+    until_reported,
 )
 from vllm_tetri.types import InstanceId, Role
 
@@ -57,6 +58,7 @@ async def test_it_gets_nothing_new_while_it_drains_and_then_work_of_its_new_role
         made["d2"].decode = "d1"
         for name in ("p1", "p2"):
             await made.report(name, queued_prefill_tokens=10_000)
+        await until_reported(made)
         status, answer, headers = await made.ask()
         assert (status, headers["x-tetri-prefill"], headers["x-tetri-decode"]) == (200, "d2", "d1")
         for each in waiting:

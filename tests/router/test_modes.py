@@ -30,7 +30,7 @@ from vllm_tetri import cli
 from vllm_tetri.handover import PrefillParams
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.router import command, placement
-from vllm_tetri.types import InstanceLoad, Mode, Role
+from vllm_tetri.types import InstanceLoad, Mode, Role, StepCoefficients
 
 LONG = [1] * 4000
 BUSY = replace(FREE, light=40, remaining_tokens=40 * 100, context_tokens=40 * 300)
@@ -85,6 +85,42 @@ async def test_adaptive_mode_serves_whole_or_split_as_it_is_cheaper() -> None:
         made["p"].load = OVERLOADED
         await until_reported(made)
         assert await where(made, prompt=LONG) == ("d", "d")
+
+
+async def test_alike_instances_spare_some_of_outputs_where_that_is_worth_it(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    many = [FakeInstance(name, Role.BOTH, decode="d") for name in "abcd"]
+    for each in many:
+        each.load = replace(
+            FREE, light=100, remaining_tokens=20_000, context_tokens=30_000, usual_tokens=400,
+            handover_s=0.004, cost=StepCoefficients(0.006, 2e-5, 4e-8, 5e-5, 1e-9, confidence=1.0),
+        )  # fmt: skip
+    async with cluster(*many, mode=Mode.ADAPTIVE) as made:
+        await until_reported(made)
+
+        async def spared() -> list[str]:
+            await where(made)
+            return (await made.get("/tetri/v1/instances"))["spared"]
+
+        caplog.set_level("INFO", placement.__name__)
+        deadline = time.monotonic() + 10
+        while not (found := await spared()):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert await made.command("status") == 0
+        words = f"compute prompts alone, as load is: {', '.join(found)}"
+        assert words in capsys.readouterr().out
+        assert any(f"as load is: {', '.join(found)}" in each for each in caplog.messages)
+        for name in found:  # outputs there have ended, and no other came
+            made[name].load = replace(made[name].load, light=0, remaining_tokens=0)
+        await until_reported(made)
+        prefill, decode = await where(made, prompt=LONG)
+        assert (prefill in found, decode) == (True, "d")
+        _, _, headers = await made.ask(prompt=LONG, best_of=2)  # cannot be split
+        assert headers["x-tetri-decode"] not in found
+        await made.order("mode", {"mode": "whole"})
+        assert await spared() == []
 
 
 async def test_a_prompt_on_a_decode_instance_may_be_answered_there_by_hand_over() -> None:

@@ -194,6 +194,7 @@ def plain_cluster(
         "instances": rows,
         "departed": dict(monitor.members.departed.items()),
         "apart": list(apart(each.info for each in views).values()),
+        "spared": sorted(scheduler.placer.spared),
         "watcher": scheduler.flips.explanation,
         "change": scheduler.flips.change,
         "mode": scheduler.placer.mode,

@@ -106,6 +106,11 @@ class Placer:
         self._asked: tuple[ApiRequest | None, ClusterTable | None] = None, None
         self._found = Lookup(None, {}, {}, _UNKNOWN, Need(1, 0), {})
 
+    @property
+    def spared(self) -> Collection[InstanceId]:
+        """The instances with role both that computed prompts alone, at the last decision."""
+        return self._state.table.spared
+
     def models(self, wanted: str = "") -> dict[str, InstanceInfo]:
         """Return a ready instance by model name: as of a moment ago if `wanted` has one, or now."""
         self.table(time.monotonic())
@@ -143,7 +148,7 @@ class Placer:
             if request.is_stored:
                 full = at_limit | limited
                 return choose_keeper(self._view(), model, excluded=excluded, at_limit=full)
-            self._renew(now, model)
+            self.table(now, model)
             candidates = self._routes.get(model)
             if candidates is None:
                 rows = self._state.table.by_model.get(model, ())
@@ -176,8 +181,7 @@ class Placer:
 
     def _fits_an_arena(self, request: ApiRequest, now: float) -> bool:
         """Whether the KV of a prompt can be handed over, as far as its length is known here."""
-        self._renew(now, request.model)
-        most_tokens = self._state.table.most_arena_tokens.get(request.model, inf)
+        most_tokens = self.table(now, request.model).most_arena_tokens.get(request.model, inf)
         return request.approx_tokens <= _ARENA_SLACK * most_tokens
 
     def record_sent(self, entry: RequestId, request: ApiRequest, route: Route) -> int:
@@ -329,7 +333,7 @@ class Placer:
     def _cheapest(
         self, request: ApiRequest, taken: Collection[InstanceId], may_split: bool, now: float
     ) -> PricedRoute | None:
-        self._renew(now, request.model)
+        self.table(now, request.model)
         found = self.look_up(request)
         candidates = self._candidates.get(request.model)
         if candidates is None:
@@ -361,20 +365,15 @@ class Placer:
         prompt_tokens = prompt_tokens if prompt_tokens > 1 else 1  # a body may be empty
         return Need(prompt_tokens, tokens * (num if num < _MAX_CHOICES else _MAX_CHOICES))
 
-    def _renew(self, now: float, model: str) -> None:
-        """Look at the cluster again if the snapshot is old, or a model's first instance may have
-        just joined."""
-        if model not in self._state.table.by_model or self._seen_mode is not self.mode:
-            self.renew()
-        self.table(now)
-
     def renew(self) -> None:
         """Look at the cluster again for the next decision: what instances may get has changed."""
         self._fresh_until_s = -inf
 
-    def table(self, now: float) -> ClusterTable:
-        """Return the cluster as it is now, or was a moment ago."""
-        if now >= self._fresh_until_s:
+    def table(self, now: float, model: str = "") -> ClusterTable:
+        """Return the cluster as it is now, or was a moment ago; now if no instance serves `model`,
+        of which the first one may have just joined."""
+        is_missing = bool(model) and model not in self._state.table.by_model
+        if is_missing or now >= self._fresh_until_s or self._seen_mode is not self.mode:
             self._look(now)
         self._state.advance(now)
         return self._state.table
