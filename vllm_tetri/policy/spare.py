@@ -25,7 +25,6 @@ _MEMORY_S = 5.0  # of the load
 _WANTED_S = 2.0  # for so long another number has to be better, each time by the margin
 _MARGIN = 0.01  # of the mean of both times
 _LEAST_GAIN = 0.04  # by which sparing any has to be better than sparing none
-_MOST_LATER = 1.1  # first tokens, against none spared
 _MOST_USED, _MOST_SHARE = 0.8, 0.9  # of KV blocks, and of an instance's time for prompts
 
 _Kind = frozenset[tuple[str, str]]  # an identity
@@ -69,7 +68,7 @@ def expected_s(device: Device, load: UsualLoad, count: int, spared: int) -> tupl
     handed_s = 0.0
     if spared:
         busy = offered * (1 - mixed) / spared
-        waits_s = alone_s * busy**spared / 2
+        waits_s = alone_s * busy**spared / (2 * (1 - busy))
         ttft_s = (1 - mixed) * (alone_s + waits_s) + mixed * ttft_s
         late_tokens = min(tokens, device.chunk_tokens)
         handed_s = (1 - mixed) * (device.handover_s + late_tokens * device.handover_token_s)
@@ -80,7 +79,7 @@ def expected_s(device: Device, load: UsualLoad, count: int, spared: int) -> tupl
 def number_to_spare(device: Device, load: UsualLoad, count: int, now_spared: int) -> int:
     """Return how many of `count` instances should be spared outputs, if so many are now."""
     costs: dict[int, float] = {}
-    latest_s = _MOST_LATER * expected_s(device, load, count, 0)[0]
+    latest_s, _ = expected_s(device, load, count, 0)
     for spared in range(count):
         ttft_s, whole_s = expected_s(device, load, count, spared)
         fits = load.used_part * count / (count - spared) <= _MOST_USED
