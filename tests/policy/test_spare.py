@@ -80,7 +80,7 @@ def test_equal_numbers_do_not_take_turns(share: float, factor: float, spared: in
         prompt_tokens=st.floats(1, 100_000),
         output_tokens=st.floats(1, 100_000),
     ),
-    st.sampled_from([GPU, COST]),
+    st.sampled_from([GPU, COST]) | st.builds(StepCoefficients, *[st.floats(0, 10)] * 5),
     st.integers(2, 64),
     st.data(),
 )
@@ -93,7 +93,7 @@ def test_one_instance_at_least_writes_outputs_and_first_tokens_are_no_later(
     none_s, _ = expected_s(device(cost), load, count, 0)
     ttft_s, whole_s = expected_s(device(cost), load, count, chosen)
     assert 0 < ttft_s <= none_s
-    assert ttft_s < whole_s
+    assert ttft_s <= whole_s
     assert chosen == 0 or load.used_part * count / (count - chosen) <= 0.8
 
 

@@ -26,6 +26,7 @@ _WANTED_S = 2.0  # for so long another number has to be better, each time by the
 _MARGIN = 0.01  # of the mean of both times
 _LEAST_GAIN = 0.04  # by which sparing any has to be better than sparing none
 _MOST_USED, _MOST_SHARE = 0.8, 0.9  # of KV blocks, and of an instance's time for prompts
+_MOST_BUSY, _LEAST_S = 0.99, 1e-9  # whatever costs are reported, nothing is infinite
 
 _Kind = frozenset[tuple[str, str]]  # an identity
 
@@ -54,7 +55,7 @@ def expected_s(device: Device, load: UsualLoad, count: int, spared: int) -> tupl
     spared outputs."""
     cost, tokens, more = device.cost, load.prompt_tokens, count / (count - spared)
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
-    prompt_s = tokens * (cost.prompt_s + tokens / 2 * cost.context_s)
+    prompt_s = max(_LEAST_S, tokens * (cost.prompt_s + tokens / 2 * cost.context_s))
     chunks = max(1.0, tokens / device.chunk_tokens)
     alone_s = prompt_s + chunks * cost.base_s
     offered = load.prompt_share * count * alone_s / prompt_s  # instances that prompts keep busy
@@ -67,7 +68,7 @@ def expected_s(device: Device, load: UsualLoad, count: int, spared: int) -> tupl
     ttft_s = prompt_s * (1 + share / (2 * (1 - share))) + (chunks + none_idle / 2) * step_s
     handed_s = 0.0
     if spared:
-        busy = offered * (1 - mixed) / spared
+        busy = min(_MOST_BUSY, offered * (1 - mixed) / spared)
         waits_s = alone_s * busy**spared / (2 * (1 - busy))
         ttft_s = (1 - mixed) * (alone_s + waits_s) + mixed * ttft_s
         late_tokens = min(tokens, device.chunk_tokens)
@@ -133,7 +134,7 @@ def _look(rows: Sequence[InstanceRow], seen: _Seen | None, now: float) -> _Seen 
     loads = [row.view.load for row in rows]
     decodes = sum(row.decodes for row in rows)
     output_tokens = max(load.usual_tokens for load in loads)
-    if not (decodes and output_tokens):
+    if decodes <= 0 or output_tokens <= 0:
         return seen  # nothing is known of requests
     context_tokens = sum(load.context_tokens for load in loads) / decodes
     load = UsualLoad(
