@@ -57,7 +57,7 @@ def outcomes(engine: EngineConfig, specs: Sequence[RequestSpec]) -> dict[str, di
         fixed = replace(engine, chunk_tokens=tokens)
         ways[f"{name}, chunks of {tokens}"] = (*LAYOUTS[name], fixed)
     for tokens in BUDGETS:
-        stock = replace(engine, kind=Stock(), chunk_tokens=tokens)
+        stock = replace(engine, kind=Stock(budget_tokens=tokens))
         ways[f"{STOCK}{tokens}"] = ("least-in-flight", LAYOUTS[USUAL][1], stock)
     found = {}
     for name, (mode, roles, each) in ways.items():
@@ -79,9 +79,10 @@ def cells(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     engine = of_profile(EngineConfig(), profile(name))
     for kind in CLASSES:
         most = at_once_per_s(engine, kind, options.num_prompts)
-        for rate, seed in product(RATES, range(options.repeats)):
+        for rate, seed in product(options.rates.split(","), range(options.repeats)):
             per_s = RATES[rate] * most
-            specs = draw(kind, options.num_prompts, per_s, seed, accuracy=ACCURACY)
+            count = max(options.num_prompts, round(options.seconds * per_s))
+            specs = draw(kind, count, per_s, seed, accuracy=ACCURACY)
             ran = outcomes(engine, specs)
             found = {way: cost(each) for way, each in ran.items() if not way.startswith(STOCK)}
             best = min(found, key=found.__getitem__)
@@ -101,6 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", default=",".join(PROFILES), help="of instances")
     parser.add_argument("--num-prompts", type=int, default=240, help="requests in a cell; 240")
+    parser.add_argument("--seconds", type=float, default=0, help="or all that come in so long; 0")
+    parser.add_argument("--rates", default=",".join(RATES), help="of requests")
     parser.add_argument("--repeats", type=int, default=3, help="seeds; 3")
     parser.add_argument("--output", type=Path, default=Path("regrets.jsonl"), help="result file")
     options = parser.parse_args()
@@ -108,7 +111,11 @@ def main() -> None:
     head = {
         "by": ["profile", "class", "rate"],
         "metrics": ["usual", "usual_of_layouts", "roles"],
-        "conditions": {"instances": INSTANCES, "num_prompts": options.num_prompts},
+        "conditions": {
+            "instances": INSTANCES,
+            "num_prompts": options.num_prompts,
+            "seconds": options.seconds,
+        },
     }
     results = Results(options.output, head)
     for name in options.profiles.split(","):

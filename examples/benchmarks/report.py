@@ -237,8 +237,7 @@ def ways() -> str:
 def modes() -> str:
     """Mean TTFT, ITL p99 and mean JCT in ms by way of serving and class, at the knee: an 8B model
     on H100s, by estimate."""
-    _, cells = load(RESULTS / "regrets.jsonl.gz")
-    cells = cells.query("profile == 'roofline:llama-3-8b:h100' and rate == 'knee'")
+    _, cells = load(RESULTS / "regrets-long.jsonl.gz")
     rows: dict[str, dict[str, object]] = {}
     for kind in ("mixed", "hpld", "lphd"):
         found = cells[cells["class"] == kind]["figures"]
