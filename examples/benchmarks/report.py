@@ -44,6 +44,14 @@ FOUR_DEVICES = {
     "whole-4": "whole, 4 `both`",
     "adaptive-4": "adaptive, 4 `both`",
 }
+WAYS = {
+    "stock, budget 2048": "stock, budget 2,048",
+    "stock, budget 512": "stock, budget 512",
+    "split 2P2D": "split, 2 prefill + 2 decode",
+    "adaptive 2P2D": "adaptive, 2 prefill + 2 decode",
+    "adaptive": "adaptive, 4 `both`",
+    "whole": "whole, 4 `both`",
+}
 PAPER_STATES = {
     "lpld": "−44 · −40 · ≈0",
     "lphd": "−97 · −47 · −38",
@@ -204,16 +212,6 @@ def routers() -> str:
                 row[system] += f" ({number(found['added_p99_ms'].mean())})"
         rows.append(row)
     return markdown(rows)
-
-
-WAYS = {
-    "stock, budget 2048": "stock, budget 2,048",
-    "stock, budget 512": "stock, budget 512",
-    "split 2P2D": "split, 2 prefill + 2 decode",
-    "adaptive 2P2D": "adaptive, 2 prefill + 2 decode",
-    "adaptive": "adaptive, 4 `both`",
-    "whole": "whole, 4 `both`",
-}
 
 
 def ways() -> str:

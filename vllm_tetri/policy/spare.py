@@ -50,42 +50,47 @@ class Device(NamedTuple):
     handover_token_s: float
 
 
-def expected_s(device: Device, load: UsualLoad, count: int, spared: int) -> tuple[float, float]:
-    """Return the mean times to the first token and to the end, if so many of `count` instances are
-    spared outputs."""
-    cost, tokens, more = device.cost, load.prompt_tokens, count / (count - spared)
+def expected_s(device: Device, load: UsualLoad, count: int) -> list[tuple[float, float]]:
+    """Return the mean times to the first token and to the end for each number of the `count`
+    instances that are spared outputs, from none on."""
+    cost, tokens = device.cost, load.prompt_tokens
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
     prompt_s = max(_LEAST_S, tokens * (cost.prompt_s + tokens / 2 * cost.context_s))
     chunks = max(1.0, tokens / device.chunk_tokens)
     alone_s = prompt_s + chunks * cost.base_s
+    late_tokens = min(tokens, device.chunk_tokens)
+    hand_over_s = device.handover_s + late_tokens * device.handover_token_s
     offered = load.prompt_share * count * alone_s / prompt_s  # instances that prompts keep busy
     mixed = 1.0  # the part of prompts that is computed beside outputs
-    for number in range(1, spared + 1):
-        mixed = offered * mixed / (number + offered * mixed)
-    decodes, share = more * load.decodes, min(_MOST_SHARE, more * load.prompt_share * mixed)
-    none_idle = (1 - exp(-decodes)) ** (count - spared)  # the probability that all have outputs
-    step_s = cost.base_s + none_idle * decodes * each_s
-    ttft_s = prompt_s * (1 + share / (2 * (1 - share))) + (chunks + none_idle / 2) * step_s
-    handed_s = 0.0
-    if spared:
-        busy = min(_MOST_BUSY, offered * (1 - mixed) / spared)
-        waits_s = alone_s * busy**spared / (2 * (1 - busy))
-        ttft_s = (1 - mixed) * (alone_s + waits_s) + mixed * ttft_s
-        late_tokens = min(tokens, device.chunk_tokens)
-        handed_s = (1 - mixed) * (device.handover_s + late_tokens * device.handover_token_s)
-    pace_s = (cost.base_s + decodes * each_s) / (1 - share)
-    return ttft_s, ttft_s + handed_s + load.output_tokens * pace_s
+    found = list[tuple[float, float]]()
+    for spared in range(count):
+        if spared:
+            mixed = offered * mixed / (spared + offered * mixed)
+        more = count / (count - spared)
+        decodes, share = more * load.decodes, min(_MOST_SHARE, more * load.prompt_share * mixed)
+        none_idle = (1 - exp(-decodes)) ** (count - spared)  # the probability that all have outputs
+        step_s = cost.base_s + none_idle * decodes * each_s
+        ttft_s = prompt_s * (1 + share / (2 * (1 - share))) + (chunks + none_idle / 2) * step_s
+        if spared:
+            busy = min(_MOST_BUSY, offered * (1 - mixed) / spared)
+            waits_s = alone_s * busy**spared / (2 * (1 - busy))
+            ttft_s = (1 - mixed) * (alone_s + waits_s) + mixed * ttft_s
+        pace_s = (cost.base_s + decodes * each_s) / (1 - share)
+        whole_s = ttft_s + (1 - mixed) * hand_over_s + load.output_tokens * pace_s
+        found.append((ttft_s, whole_s))
+    return found
 
 
 def number_to_spare(device: Device, load: UsualLoad, count: int, now_spared: int) -> int:
     """Return how many of `count` instances should be spared outputs, if so many are now."""
-    costs: dict[int, float] = {}
-    latest_s, _ = expected_s(device, load, count, 0)
-    for spared in range(count):
-        ttft_s, whole_s = expected_s(device, load, count, spared)
-        fits = load.used_part * count / (count - spared) <= _MOST_USED
-        if spared == 0 or (ttft_s <= latest_s and fits):
-            costs[spared] = ttft_s * whole_s
+    expected = expected_s(device, load, count)
+    latest_s, _ = expected[0]
+    costs = {
+        spared: ttft_s * whole_s
+        for spared, (ttft_s, whole_s) in enumerate(expected)
+        if spared == 0
+        or (ttft_s <= latest_s and load.used_part * count / (count - spared) <= _MOST_USED)
+    }
     costs[0] *= (1 - _LEAST_GAIN) ** 2
     best = min(costs, key=costs.__getitem__)
     is_better = now_spared not in costs or costs[best] < (1 - _MARGIN) ** 2 * costs[now_spared]
