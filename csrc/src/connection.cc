@@ -328,14 +328,11 @@ void Connection::finish_payload(TimePoint now) {
       state_.table.end_filling(generation_, writer_, Status::kInvalid, kCorrupt, now);
     } else if (!discarding_ && !gave_up) {
       state_.table.received(generation_, writer_, length_, now);
+    } else if (discarding_) {
+      state_.table.discarded(generation_, writer_);
     }
   }
   if (control == nullptr) throw LinkError(Status::kPeerLost, "the session ended");
-  const auto stop = [&](Status status, const char* why) {
-    control->notify({control->id(), generation_, false, status, why}, now);
-  };
-  if (corrupt) return stop(Status::kInvalid, kCorrupt);
-  if (discarding_) return stop(Status::kStale, "the slot belongs to another transfer by now");
   control->serve_reads(now);
 }
 

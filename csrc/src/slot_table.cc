@@ -193,6 +193,11 @@ void SlotTable::end_filling(uint64_t generation, const WriterId& id, Status stat
   if (record != nullptr && writer_of(*record, id) != nullptr) end(generation, status, error, now);
 }
 
+void SlotTable::discarded(uint64_t generation, const WriterId& id) {
+  notices_.push_back({id.connection, generation, false, Status::kStale,
+                      "the slot belongs to another transfer by now"});
+}
+
 std::optional<uint64_t> SlotTable::received_bytes(uint64_t generation, const WriterId& id) const {
   auto* self = const_cast<SlotTable*>(this);
   Record* record = self->filling(generation);

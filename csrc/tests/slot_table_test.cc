@@ -103,6 +103,16 @@ TEST(slot_of_two_ranks_waits_for_both_and_for_both_to_stop) {
   CHECK(f.table.used_bytes() == 0);
 }
 
+TEST(a_writer_is_told_why_its_slot_ended_before_that_its_bytes_are_of_no_use) {
+  Fixture f;
+  const Opened opened = f.open("t", writer(1, false));
+  f.table.cancel("t", f.now);
+  f.table.discarded(opened.generation, writer(1, false));
+  const auto notices = f.table.take_notices();
+  CHECK(notices.size() == 2);
+  CHECK(notices[0].status == Status::kRefused && notices[1].status == Status::kStale);
+}
+
 TEST(slot_of_two_ranks_is_confirmed_to_both_at_once) {
   HalfDone f;
   CHECK(f.table.take_notices().empty());

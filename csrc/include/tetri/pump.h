@@ -19,7 +19,7 @@ std::string hide_ids(std::string_view events, bool with_prompt, bool drops_empty
 
 enum class FlowState {
   kOpen,
-  kFull,   // the client reads too slowly: some bytes are unsent
+  kFull,   // the client reads too slowly or has left: some bytes are unsent
   kKept,   // many events are kept, and more will be: open, but they should be taken
   kEnded,  // the rest is for the caller to read
 };
