@@ -86,7 +86,7 @@ class FakeDevice:
     """In place of a `CudaDevice`, with a compute stream. `close` it."""
 
     def __init__(self, seed: int = 0, delay_s: float = 0.0003) -> None:
-        self._random, self._delay_s = random.Random(seed), delay_s
+        self._random, self._delay_s, self.index = random.Random(seed), delay_s, 0
         self.is_lost = False
         self.faults: list[str] = []
         self._owned: list[torch.Tensor] = []

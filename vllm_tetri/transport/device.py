@@ -123,7 +123,7 @@ class CudaDevice:
     """
 
     def __init__(self, device: torch.device, copy_batch: CopyBatch | None) -> None:
-        self._device = device
+        self._device, self.index = device, device.index or 0
         self._copy_batch = copy_batch or self._copy_each
         self._host: dict[int, int] = {}  # registered: sizes by address
         self._own: list[torch.Tensor] = []

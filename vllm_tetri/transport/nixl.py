@@ -21,7 +21,6 @@ import struct
 import threading
 import time
 import uuid
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tetri.errors import ConfigError, TetriError, TransferError
-from vllm_tetri.transport.device import DeviceEvent, span_of
+from vllm_tetri.transport.device import DeviceEvent, places_of, span_of
 from vllm_tetri.transport.links import parse_link
 from vllm_tetri.transport.native import Arena, Layout, Order, Receiver
 
@@ -67,7 +66,7 @@ def _make_agent(api: Any, side: str) -> Any:
     return agent
 
 
-def _regions(starts: NDArray[np.uint64], sizes: Any, device: int) -> NDArray[np.uint64]:
+def _regions(starts: NDArray[Any], sizes: Any, device: int) -> NDArray[np.uint64]:
     """Describe regions to NIXL: rows of address, bytes, device."""
     found = np.empty((len(starts), 3), np.uint64)
     found[:, 0], found[:, 1], found[:, 2] = starts, sizes, device
@@ -155,7 +154,9 @@ class NixlWire:
         self._timeout_s, self._device = timeout_s, device
         self.agent: Any = None
         self._peers: dict[str, _Peer] = {}  # by endpoint
-        self._sources = _Sources()
+        self._known: dict[int, Layout] = {}  # whose memory is registered, by id; their owners stay
+        self._spans: list[tuple[int, int]] = []  # of all memory that is
+        self._registered: list[Any] = []
 
     def submit(self, order: Order, after: DeviceEvent | None) -> NixlPending:
         """Prepare a write; it starts when `after` is over. TransferError if the receiver's offer
@@ -190,16 +191,36 @@ class NixlWire:
         layout = order.layout
         memory = "VRAM" if layout.is_device else "DRAM"
         device = self._device if layout.is_device else 0
-        self._sources.register(self.agent, layout, memory, device)
-        local, remote = _pages(order, device, peer)
+        if id(layout) not in self._known:
+            self._register(layout, memory, device)
+        pages, places, sizes = places_of(layout, order.block_ids, peer.address + order.offset)
         handle = self.agent.initialize_xfer(
             "WRITE",
-            self.agent.get_xfer_descs(local, memory),
-            self.agent.get_xfer_descs(remote, "DRAM"),
+            self.agent.get_xfer_descs(_regions(pages, sizes, device), memory),
+            self.agent.get_xfer_descs(_regions(places, sizes, 0), "DRAM"),
             peer.agent,
         )
         self.agent.transfer(handle)
         return handle
+
+    def _register(self, layout: Layout, memory: str, device: int) -> None:
+        """Register what is not yet: the spans of all layers, those that touch as one."""
+        begins = layout.bases
+        ends = begins + np.uint64(layout.num_blocks - 1) * layout.block_strides + layout.page_bytes
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted(zip(begins.tolist(), ends.tolist(), strict=True)):
+            if merged and begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((begin, end))
+        known = self._spans
+        new = [(a, b) for a, b in merged if not any(x <= a and b <= y for x, y in known)]
+        if new:
+            starts, stops = np.array(new, np.uint64).T
+            rows = _regions(starts, stops - starts, device)
+            self._registered.append(self.agent.register_memory(rows, memory))
+            self._spans += new
+            self._known[id(layout)] = layout
 
     def has_room(self) -> bool:
         """Return True: UCX queues by itself, and the caller bounds its orders."""
@@ -224,7 +245,11 @@ class NixlWire:
         for endpoint in list(self._peers):
             self._forget(endpoint)
         if self.agent is not None:
-            self._sources.close(self.agent)
+            for each in self._registered:
+                self.agent.deregister_memory(each)
+            self._registered.clear()
+            self._known.clear()
+            self._spans.clear()
             self.agent = None
 
 
@@ -267,50 +292,3 @@ class NixlPending:
             except Exception as error:  # NIXL frees it with the agent
                 logger.debug("NIXL: releasing a failed write: %s", type(error).__name__)
         return TransferError(f"NIXL cannot write {self._order.num_bytes} bytes: {reason}")
-
-
-class _Sources:
-    """Memory of layouts that an agent has registered."""
-
-    def __init__(self) -> None:
-        self._spans: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by kind of memory
-        self._known: dict[int, Layout] = {}  # by id; kept, so that no other one gets it
-        self._registered: list[Any] = []
-
-    def register(self, agent: Any, layout: Layout, memory: str, device: int) -> None:
-        """Register what is not yet: the spans of all layers, those that overlap as one."""
-        if id(layout) in self._known:
-            return
-        begins = layout.bases
-        ends = begins + np.uint64(layout.num_blocks - 1) * layout.block_strides + layout.page_bytes
-        spans = self._spans[memory]
-        merged: list[tuple[int, int]] = []
-        for begin, end in sorted(zip(begins.tolist(), ends.tolist(), strict=True)):
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            else:
-                merged.append((begin, end))
-        new = [(a, b) for a, b in merged if not any(x <= a and b <= y for x, y in spans)]
-        if new:
-            starts, stops = np.array(new, np.uint64).T
-            rows = _regions(starts, stops - starts, device)
-            self._registered.append(agent.register_memory(rows, memory))
-            spans += new
-            self._known[id(layout)] = layout  # keeps its owner, hence the memory
-
-    def close(self, agent: Any) -> None:
-        """Deregister all."""
-        for each in self._registered:
-            agent.deregister_memory(each)
-        self._registered.clear()
-        self._known.clear()
-
-
-def _pages(order: Order, device: int, peer: _Peer) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Describe each page of an order here and there: rows of address, bytes, device."""
-    layout, blocks = order.layout, order.block_ids.astype(np.uint64)[:, None]
-    rows = np.arange(len(blocks), dtype=np.uint64)[:, None] * np.uint64(layout.block_bytes)
-    sizes = np.tile(layout.page_bytes, len(blocks))
-    local = (layout.bases + blocks * layout.block_strides).reshape(-1)
-    remote = (np.uint64(peer.address + order.offset) + rows + layout.starts).reshape(-1)
-    return _regions(local, sizes, device), _regions(remote, sizes, 0)

@@ -192,8 +192,10 @@ def make_wires(
     mover: BlockMover, links: list[str], timeout_s: float, load_nccl: Callable[[], Any]
 ) -> dict[str, Wire]:
     """Make what moves KV that the C++ core cannot move, by the kind of link."""
-    wires: dict[str, Wire] = {"nixl": NixlWire(timeout_s)} if "nixl" in links else {}
-    if (device := mover.device) is not None:
+    device, wires = mover.device, dict[str, Wire]()
+    if "nixl" in links:
+        wires["nixl"] = NixlWire(timeout_s, 0 if device is None else device.index)
+    if device is not None:
         buffer_bytes = max(PIECE_BYTES, mover.layout.block_bytes)
         copies = DmaWire(device)
         wires |= {"dma": copies, "ipc": copies, "tcp": StagedWire(device, buffer_bytes)}
