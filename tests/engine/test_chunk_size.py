@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import Engine
-from vllm_tetri.engine.chunk_size import fitting_chunk
+from tests.engine.harness import Engine, vllm_config
+from vllm_tetri.config import TetriConfig
+from vllm_tetri.engine.chunk_size import fit_to_chunking
 from vllm_tetri.types import Role
 
 
@@ -81,9 +82,16 @@ def test_beside_decodes_more_prompts_get_larger_chunks(device: Device) -> None:
 
 
 @pytest.mark.parametrize(("window_tokens", "lowered"), [(2048, 1024), (100, 100), (9999, 1024)])
-def test_a_chunk_that_no_step_can_hold_is_lowered(window_tokens: int, lowered: int) -> None:
-    assert fitting_chunk(5000, batched_tokens=1024, window_tokens=window_tokens) == lowered
-    assert fitting_chunk(64, batched_tokens=1024, window_tokens=window_tokens) == 64
+def test_a_chunk_that_no_step_can_hold_is_lowered(
+    tmp_path: Path, window_tokens: int, lowered: int
+) -> None:
+    stock = vllm_config(tmp_path, Role.BOTH)
+    stock.scheduler_config.max_num_batched_tokens = 1024
+    stock.model_config.max_model_len = window_tokens
+    assert (
+        fit_to_chunking(TetriConfig(role=Role.BOTH, chunk_size=5000), stock).chunk_size == lowered
+    )
+    assert fit_to_chunking(TetriConfig(role=Role.BOTH, chunk_size=64), stock).chunk_size == 64
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,10 +194,19 @@ def test_choices_that_leave_free_the_transfer(pair: Pair) -> None:
 # -- what cannot be continued exactly --------------------------------------------------
 
 
-def injections(**options: bool) -> Continuations:
-    names = ("is_v2_runner", "is_async", "is_cpu", "speculates")
-    runner = dict.fromkeys(names, False) | {"is_cpu": True} | options
-    return Continuations(**runner, vocabulary=100, window=64)
+def injections(
+    *, is_v2_runner: bool = False, is_async: bool = False, device: str = "cpu", num_drafts: int = 0
+) -> Continuations:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 100),
+    )
+    scheduler: Any = SimpleNamespace(
+        vllm_config=config, use_v2_model_runner=is_v2_runner, num_spec_tokens=num_drafts,
+        max_model_len=64,
+    )  # fmt: skip
+    return Continuations(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +215,8 @@ def injections(**options: bool) -> Continuations:
         ({"prompt_logprobs": 0}, {}, [42], "prompt_logprobs"),
         ({"logprobs": 2}, {}, [42], "logprobs_missing"),
         ({}, {"is_async": True}, [42], "async_on_v1"),
-        ({"seed": 1}, {"is_cpu": False}, [42], "seed_on_v1_or_drafts"),
-        ({"seed": 1}, {"speculates": True, "is_v2_runner": True}, [42], "seed_on_v1_or_drafts"),
+        ({"seed": 1}, {"device": "cuda"}, [42], "seed_on_v1_or_drafts"),
+        ({"seed": 1}, {"num_drafts": 1, "is_v2_runner": True}, [42], "seed_on_v1_or_drafts"),
         ({"max_tokens": 1}, {}, [42], "nothing_left"),
         ({"max_tokens": 99}, {}, [42] * 61, "nothing_left"),  # with the prompt it fills the window
         ({}, {}, [100], "unknown_tokens"),
@@ -248,6 +258,6 @@ def test_stand_ins_for_log_probabilities_are_taken() -> None:
 def test_the_v2_runner_takes_everything_by_itself(pair: Pair) -> None:
     request = pair.decode.add("b", [1, 2, 3])
     request.sampling_params = SamplingParams(max_tokens=9, seed=1)
-    asked = injections(is_v2_runner=True, is_async=True, is_cpu=False)
+    asked = injections(is_v2_runner=True, is_async=True, device="cuda")
     asked.begin(request, PriorOutput([42]))
     assert list(request.output_token_ids) == [42]

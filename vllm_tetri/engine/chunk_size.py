@@ -59,18 +59,6 @@ def remove_dummy_outputs(outputs: dict[int, EngineCoreOutputs]) -> None:
         each.outputs = [one for one in each.outputs if not is_dummy(one.request_id)]
 
 
-def fitting_chunk(chunk_tokens: int, *, batched_tokens: int, window_tokens: int) -> int:
-    """Return a chunk size from the command line, lowered to what a step can hold."""
-    most = min(batched_tokens, window_tokens)
-    if chunk_tokens > most:
-        logger.warning(
-            "The chunk of %d tokens (--tetri-chunk-size) is lowered to %d: a step holds at most %d "
-            "(--max-num-batched-tokens), the model's window %d.",
-            chunk_tokens, most, batched_tokens, window_tokens,
-        )  # fmt: skip
-    return min(chunk_tokens, most)
-
-
 def cuts_freely(vllm_config: VllmConfig) -> bool:
     """Whether a step may end anywhere in a prompt. It may not if vLLM computes prompts in one step
     (`--no-enable-chunked-prefill`, and some platforms), if states are kept at block boundaries
@@ -84,9 +72,10 @@ def cuts_freely(vllm_config: VllmConfig) -> bool:
 
 
 def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig:
-    """Return the configuration with the longest prompt as its chunk unless vLLM `cuts_freely`: it
-    would never start what has to be in one step and has more tokens than a chunk. Models that take
-    or return something else than text get no dummy requests. Neither do data-parallel ranks that
+    """Return the configuration with its chunk lowered to what a step can hold, and with the longest
+    prompt as its chunk unless vLLM `cuts_freely`: it would never start what has to be in one step
+    and has more tokens than a chunk. Models that take or return something else than text get no
+    dummy requests. Neither do data-parallel ranks that
     step together (MoE): a step of one waits for all others."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     most = min(scheduler.max_num_batched_tokens, model.max_model_len)
@@ -94,7 +83,14 @@ def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig
     if not is_text or model.is_diffusion or vllm_config.parallel_config.data_parallel_size > 1:
         config = msgspec.structs.replace(config, pad="off")
     if cuts_freely(vllm_config):
-        return config
+        if config.chunk_size == "auto" or config.chunk_size <= most:
+            return config
+        logger.warning(
+            "The chunk of %d tokens (--tetri-chunk-size) is lowered to %d: a step holds at most %d "
+            "(--max-num-batched-tokens), the model's window %d.",
+            config.chunk_size, most, scheduler.max_num_batched_tokens, model.max_model_len,
+        )  # fmt: skip
+        return msgspec.structs.replace(config, chunk_size=most)
     logger.warning(
         "This model's prompts cannot be cut anywhere, so vLLM alone cuts them, into steps of up to "
         "%d tokens: --tetri-chunk-size and --tetri-tbt-slo have no effect.",

@@ -170,29 +170,23 @@ class _Entry:
 
 
 class Continuations:
-    """Requests of one scheduler that began on another instance. Owner: the engine thread.
+    """Requests of a scheduler, whose own constructor is done, that began on another instance.
+    Owner: the engine thread."""
 
-    `is_async` tells whether vLLM schedules ahead of results, `speculates` whether it drafts tokens;
-    `vocabulary` is the number of token ids, `window` the longest prompt and output together.
-    """
-
-    def __init__(
-        self,
-        *,
-        is_v2_runner: bool,
-        is_async: bool,
-        speculates: bool,
-        is_cpu: bool,
-        vocabulary: int,
-        window: int,
-    ) -> None:
-        self._is_v2_runner = is_v2_runner
-        self.is_supported = is_v2_runner or not is_async  # whether requests can be continued
+    def __init__(self, scheduler: Scheduler) -> None:
+        config, self._is_v2_runner = scheduler.vllm_config, scheduler.use_v2_model_runner
+        is_cpu, speculates = (
+            config.device_config.device_type == "cpu",
+            scheduler.num_spec_tokens > 0,
+        )
+        # Whether requests can be continued: V1 does not if vLLM schedules ahead of results.
+        self.is_supported = self._is_v2_runner or not config.scheduler_config.async_scheduling
         # The same for requests that sample with their own seed: how often that is drawn from
         # depends on the drafts, of which the first step after a hand-over has none.
-        self.is_seeded_supported = self.is_supported and not speculates and (is_v2_runner or is_cpu)
-        self._vocabulary = vocabulary
-        self._window = window
+        is_drawn_alike = not speculates and (self._is_v2_runner or is_cpu)
+        self.is_seeded_supported = self.is_supported and is_drawn_alike
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._window = scheduler.max_model_len
         self.entries: dict[str, _Entry] = {}  # that have not ended
         self.num_continued = 0
         self.refused: dict[str, int] = {}  # reason → requests that are recomputed instead
@@ -298,19 +292,6 @@ class Continuations:
     def forget(self, request_id: str) -> None:
         """Forget an ended request."""
         self.entries.pop(request_id, None)
-
-
-def continuations_of(scheduler: Scheduler) -> Continuations:
-    """Return those of a scheduler, whose own constructor is done."""
-    config = scheduler.vllm_config
-    return Continuations(
-        is_v2_runner=scheduler.use_v2_model_runner,
-        is_async=config.scheduler_config.async_scheduling,
-        speculates=scheduler.num_spec_tokens > 0,
-        is_cpu=config.device_config.device_type == "cpu",
-        vocabulary=config.model_config.get_vocab_size(),
-        window=scheduler.max_model_len,
-    )
 
 
 def pad_no_drafts(scheduler: Scheduler) -> None:

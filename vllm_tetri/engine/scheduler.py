@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from vllm_tetri.engine.blocks import Pins, PromptBlocks
-from vllm_tetri.engine.chunk_size import (
-    cuts_freely,
-    dummy_request,
-    fitting_chunk,
-    is_dummy,
-    remove_dummy_outputs,
-)
+from vllm_tetri.engine.chunk_size import cuts_freely, dummy_request, is_dummy, remove_dummy_outputs
 from vllm_tetri.engine.compat import (
     COMPLETE,
     AsyncScheduler,
@@ -35,7 +29,7 @@ from vllm_tetri.engine.compat import (
     require_contract,
 )
 from vllm_tetri.engine.connector import TetriConnector, params_of
-from vllm_tetri.engine.continuation import continuations_of, pad_no_drafts, pass_on_logprobs
+from vllm_tetri.engine.continuation import Continuations, pad_no_drafts, pass_on_logprobs
 from vllm_tetri.engine.executor import CalmExecutor
 from vllm_tetri.engine.identity import prompt_digest
 from vllm_tetri.engine.middleware import CountsOnce
@@ -84,7 +78,7 @@ class TetriScheduler(Scheduler):
         config = self._config = endpoint.config
         self._most_tokens = self.max_num_scheduled_tokens  # vLLM's own budget
         self.preemptions = self.decodes_done = 0
-        self.continuations = continuations_of(self)
+        self.continuations = Continuations(self)
         pad_no_drafts(self)
         self.lengths = endpoint.lengths_store.outputs
         self.blocks = blocks = PromptBlocks(self.kv_cache_manager)
@@ -101,10 +95,7 @@ class TetriScheduler(Scheduler):
         )
         fit, chunk_tokens = StepFit(), None
         if config.chunk_size != "auto":
-            batched_tokens, window_tokens = self._most_tokens, self.max_model_len
-            chunk_tokens = fitting_chunk(
-                config.chunk_size, batched_tokens=batched_tokens, window_tokens=window_tokens
-            )
+            chunk_tokens = min(config.chunk_size, self._most_tokens)
         self._budget = StepBudget(fit, chunk_tokens, config.tbt_slo_s, self._most_tokens)
         self.clock = StepClock(fit, self._budget)
         self._cuts_freely = cuts_freely(self.vllm_config)
