@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, TypeVar
 
@@ -181,12 +181,12 @@ def digest_of(
     return digest.hexdigest()
 
 
-def find_named(vllm_name: str, by_id: Mapping[Any, Found]) -> Found | None:
-    """Find what belongs to the request that vLLM calls so: it puts a word before the router's id of
-    it, and numbers after it."""
+def find_named(vllm_name: str, get: Callable[[Any], Found | None]) -> Found | None:
+    """Get, by the router's id, what belongs to the request that vLLM calls so: it puts a word
+    before that id, and numbers after it."""
     name = vllm_name.partition("-")[2]
     while name:
-        found = by_id.get(name)
+        found = get(name)
         if found is not None:
             return found
         name = name.rpartition("-")[0]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.policy.builders import instance, view
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute
+from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.overload import (
     PATIENCE_S,
     RELAX_S,
@@ -20,86 +21,51 @@ from vllm_tetri.policy.overload import (
     matters_from,
     may_begin,
 )
-from vllm_tetri.types import InstanceId
+from vllm_tetri.policy.tables import TableMaker
+from vllm_tetri.types import InstanceId, InstanceView, StepCoefficients
 
 P, Q = InstanceId("p"), InstanceId("q")
 
 
-def speeds(**tokens_per_s: float) -> Backlogs:
-    made = Backlogs()
-    for name, speed in tokens_per_s.items():
-        made.record_prompt(InstanceId(name), 1000, sent_s=0.0, now=1000 / speed)
-    return made
+def table(*views: InstanceView) -> ClusterTable:
+    return TableMaker().make(view(*views), 0.0)
 
 
-def test_neither_waiting_nor_idleness_makes_an_instance_slow() -> None:
-    made = Backlogs()
-    for index in range(1, 11):  # ten prompts at once, one after another
-        made.record_prompt(P, 100, sent_s=0.0, now=float(index))
-    assert made.tokens_per_s(P) == pytest.approx(100)
-    made.record_prompt(P, 100, sent_s=1000.0, now=1001.0)
-    assert made.tokens_per_s(P) == pytest.approx(100)
-
-
-def test_the_speed_follows_what_happens_now() -> None:
-    made = Backlogs()
-    assert made.tokens_per_s(P) is None
-    for index in range(1, 101):
-        made.record_prompt(P, 100 if index < 50 else 500, sent_s=0.0, now=float(index))
-    assert made.tokens_per_s(P) == pytest.approx(500, rel=0.02)
-
-
-def test_prompts_that_end_together_are_all_counted() -> None:
-    made = Backlogs()
-    for _ in range(4):
-        made.record_prompt(P, 100, sent_s=0.0, now=2.0)
-    assert made.tokens_per_s(P) == pytest.approx(200, rel=0.2)
-
-
-def test_many_instances_that_come_and_go_are_forgotten() -> None:
-    made = Backlogs()
-    for index in range(5000):
-        made.record_prompt(InstanceId(str(index)), 100, sent_s=0.0, now=1.0)
-    assert made.tokens_per_s(InstanceId("0")) is None
-    assert made.tokens_per_s(InstanceId("4999")) == 100
+def prefill(name: str, tokens_per_s: float, **load: Any) -> InstanceView:
+    """Make an instance that computes prompts only, at this speed."""
+    cost = StepCoefficients(prompt_s=1 / tokens_per_s)
+    return instance(name, "prefill", cost=cost, **load)
 
 
 def test_the_wait_is_one_prompt_of_average_length() -> None:
-    loaded = view(instance("p", "prefill", queued_prefill_tokens=4000, waiting=3))
-    assert speeds(p=100).retry_after_s(loaded, [P]) == 10
-    assert speeds(p=300).retry_after_s(loaded, [P]) == 4  # rounded up
+    load = {"queued_prefill_tokens": 4000, "waiting": 3}
+    assert Backlogs().retry_after_s(table(prefill("p", 100, **load)), [P]) == 10
+    assert Backlogs().retry_after_s(table(prefill("p", 300, **load)), [P]) == 4  # rounded up
 
 
 def test_the_first_one_with_room_counts_and_others_do_not() -> None:
-    loaded = view(
-        instance("p", "prefill", queued_prefill_tokens=4000, waiting=3),
-        instance("q", "prefill", queued_prefill_tokens=2000, waiting=3),
-        instance("idle", "prefill"),
+    loaded = table(
+        prefill("p", 100, queued_prefill_tokens=4000, waiting=3),
+        prefill("q", 100, queued_prefill_tokens=2000, waiting=3),
+        prefill("idle", 100),
     )
-    assert speeds(p=100, q=100, idle=100).retry_after_s(loaded, [P, Q]) == 5
-    assert speeds(p=100, q=100, idle=100).retry_after_s(loaded, [P]) == 10
+    assert Backlogs().retry_after_s(loaded, [P, Q]) == 5
+    assert Backlogs().retry_after_s(loaded, [P]) == 10
 
 
 def test_nothing_known_means_one_second() -> None:
-    assert Backlogs().retry_after_s(view(), [P]) == 1
-    loaded = view(instance("p", queued_prefill_tokens=10**9, waiting=3))
+    assert Backlogs().retry_after_s(table(), [P]) == 1
+    loaded = table(instance("p", queued_prefill_tokens=10**9, waiting=3))
     assert Backlogs().retry_after_s(loaded, [P]) == 1
-    assert speeds(p=1).retry_after_s(view(instance("p")), [P]) == 1
+    assert Backlogs().retry_after_s(table(prefill("p", 1)), [P]) == 1
 
 
-@given(
-    st.integers(-5, 10**12),
-    st.integers(-5, 10**6),
-    st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e6), st.floats(0, 1e6))),
-)
+@given(st.integers(-5, 10**12), st.integers(-5, 10**6), st.floats(1e-6, 1e9))
 def test_the_wait_is_always_between_one_second_and_a_minute(
-    queued: int, waiting: int, answered: list[tuple[int, float, float]]
+    queued: int, waiting: int, tokens_per_s: float
 ) -> None:
-    made = Backlogs()
-    for num_tokens, sent_s, now in answered:
-        made.record_prompt(P, num_tokens, sent_s=sent_s, now=now)
-    loaded = view(instance("p", queued_prefill_tokens=queued, waiting=waiting))
-    assert 1 <= made.retry_after_s(loaded, [P]) <= 60
+    loaded = table(prefill("p", tokens_per_s, queued_prefill_tokens=queued, waiting=waiting))
+    assert 1 <= Backlogs().retry_after_s(loaded, [P]) <= 60
 
 
 MOST_S, SPEED = 2.0, 1000.0
@@ -110,18 +76,15 @@ class Queue:
     """One instance that computes 1,000 tokens a second."""
 
     def __init__(self, most_s: float = MOST_S, *, is_known: bool = True) -> None:
-        self.backlogs = Backlogs(most_s)
-        if is_known:
-            self.backlogs.record_prompt(P, 1000, sent_s=0.0, now=1000 / SPEED)
+        self.backlogs, self._is_known = Backlogs(most_s), is_known
         self.now = 0.0
 
     def is_full(self, wait_s: float, *, prompts: int = 20) -> bool:
         """What is said a tenth of a second later."""
         self.now += STEP_S
-        tokens = round(wait_s * SPEED)
-        seen = view(instance("p", "prefill", queued_prefill_tokens=tokens, waiting=prompts))
-        if not self.backlogs.is_fresh(self.now):
-            self.backlogs.observe(seen, self.now)
+        load = {"queued_prefill_tokens": round(wait_s * SPEED), "waiting": prompts}
+        seen = prefill("p", SPEED, **load) if self._is_known else instance("p", **load)
+        self.backlogs.observe(table(seen), self.now)
         return self.backlogs.at_limit == {P}
 
     def stays(self, wait_s: float, seconds: float, *, prompts: int = 20) -> list[bool]:
@@ -171,7 +134,7 @@ def test_one_that_is_gone_is_forgotten() -> None:
     queue = Queue()
     assert any(queue.stays(60.0, PATIENCE_S + 1))
     queue.now += STEP_S
-    queue.backlogs.observe(view(), queue.now)
+    queue.backlogs.observe(table(), queue.now)
     assert not queue.backlogs.at_limit
     assert not queue.is_full(60.0)
 

@@ -15,7 +15,7 @@ from tests.router.scripts import event
 from tests.router.writers import begin_stream
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.router import relay as router_relay
-from vllm_tetri.types import Role
+from vllm_tetri.types import Role, StepCoefficients
 
 
 async def full_in_the_stream(
@@ -92,13 +92,11 @@ async def test_a_request_that_every_instance_refused_leaves_nothing_open(
         assert (await made.ask())[0] == 200
 
 
-async def test_the_wait_follows_from_the_speed_that_was_seen() -> None:
+async def test_the_wait_follows_from_what_steps_take() -> None:
     async with cluster(*many_prefill(1)) as made:
-        await made.ask()
-        speed = made.scheduler.placer.backlogs.tokens_per_s(made["p0"].id)
-        assert speed is not None
         made["p0"].handler = full
-        await made.report("p0", queued_prefill_tokens=int(speed * 100), waiting=3)
+        cost = StepCoefficients(prompt_s=0.001)
+        await made.report("p0", queued_prefill_tokens=100_000, waiting=3, cost=cost)
         _, answer, headers = await made.ask()
 
         assert headers["Retry-After"] == "25"

@@ -22,7 +22,7 @@ from vllm_tetri import logs
 from vllm_tetri.messages import Dispatched
 from vllm_tetri.policy import overload
 from vllm_tetri.router.table import RequestTable
-from vllm_tetri.types import InstanceId, InstanceLoad, Mode, RequestId, Role
+from vllm_tetri.types import InstanceId, InstanceLoad, Mode, RequestId, Role, StepCoefficients
 
 
 async def test_a_full_instance_leads_to_the_next_and_all_full_to_503() -> None:
@@ -120,8 +120,8 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
     monkeypatch.setattr(overload, "PATIENCE_S", 0.2)
     async with cluster(*pair(), mode=mode, max_queue_delay_s=2.0) as made:
         for name in ("p", "d"):
-            made.scheduler.placer.backlogs.record_prompt(made[name].id, 1000, sent_s=0.0, now=1.0)
-            room = {"blocks_total": 1 << 20}  # whatever is sent before the next report
+            # Whatever is sent before the next report, it has blocks.
+            room = {"blocks_total": 1 << 20, "cost": StepCoefficients(prompt_s=0.001)}
             await made.report(name, queued_prefill_tokens=9000, waiting=20, **room)
         (status, _, _), since_s = await made.ask(), time.monotonic()
         assert status == 200  # it may be a burst
@@ -129,7 +129,7 @@ async def test_new_prompts_are_refused_at_a_persistent_queue(
             assert time.monotonic() - since_s < 10
         status, _, headers = found
         assert (status, headers["x-tetri-error"]) == (503, "queue_full")
-        assert 2 <= int(headers["Retry-After"]) <= 60  # the queue, as fast as it was so far
+        assert 2 <= int(headers["Retry-After"]) <= 60  # 9 s of prompts
         for path in ("/v1/embeddings", "/v1/responses"):
             assert (await made.ask(path))[0] == 503
         for name in ("p", "d"):

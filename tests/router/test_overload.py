@@ -52,7 +52,6 @@ async def test_by_default_every_request_waits_for_its_response(mode: Mode) -> No
     instances = held_back(*pair())
     async with cluster(*instances, keys=KEYS, mode=mode) as made:
         for name in ("p", "d"):
-            made.scheduler.placer.backlogs.record_prompt(made[name].id, 100, sent_s=0.0, now=1.0)
             await made.report(name, queued_prefill_tokens=10**9, waiting=10**6)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             tasks = [asyncio.create_task(ask(made, client, n)) for n in range(200)]
@@ -93,6 +92,5 @@ async def test_ten_times_too_much_is_refused_at_once_and_leaves_nothing() -> Non
         await eventually(lambda: len(made.listener.connections) == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= before)
         assert len(made.scheduler.table) == 0
-        assert [made.scheduler.table.clients[f"key-{n}"] for n in range(2)] == [0, 0]
         for key in KEYS:
             assert (await made.ask(headers={"Authorization": f"Bearer {key}"}))[0] == 200

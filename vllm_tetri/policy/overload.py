@@ -11,25 +11,24 @@
 - *Early rejection* (Mooncake). A request that is expected to miss its objective takes time from
   others in vain, and one whose prompt makes others miss theirs wastes what they were given. Both
   are refused on arrival, unless a request would miss its own on an idle cluster too.
-- *Retry-After* follows from the load report of an instance and the speed of its past prompts.
+- *Retry-After* follows from the load report of an instance, which says what its steps take.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_tetri.policy.adaptive import Objective, PricedRoute
-from vllm_tetri.types import ClusterView, InstanceId, InstanceView
+from vllm_tetri.policy.cluster import ClusterTable, InstanceRow
+from vllm_tetri.policy.step_cost import GUESS
+from vllm_tetri.types import InstanceId
 
 LONGEST_S = 60  # what OpenAI's client library is willing to wait
-_KEPT = 0.9  # weight of what came before, at each prompt
-_MOST_INSTANCES = 2048
 PATIENCE_S = 5.0  # above the limit for this long, a queue counts as persistent (CoDel's interval)
 _EMPTY = 0.25  # part of the allowed wait at which a persistent queue counts as empty
 _FEW = 8  # queues of fewer prompts are never limited
-_FRESH_S = 0.02  # reports come every 100 ms
 
 
 def whole_seconds(wait_s: float) -> int:
@@ -38,55 +37,25 @@ def whole_seconds(wait_s: float) -> int:
 
 
 class Backlogs:
-    """The prompts that wait at every instance, and how quickly it computes them.
-
-    A prompt's time counts from the end of the one before it, or from when it was sent if that
-    was later: so neither waiting nor idleness counts. `most_s` is the longest wait in a
-    persistent queue; 0 sets no limit. Owner: one thread; calls come in order of `now`.
-    """
+    """The prompts that wait at every instance, priced by its own steps. `most_s` is the longest
+    wait in a persistent queue; 0 sets no limit. Owner: one thread; calls come in order of `now`."""
 
     def __init__(self, most_s: float = 0.0) -> None:
         self.at_limit: frozenset[InstanceId] = frozenset()  # they should get no further prompt
         self._most_s = most_s
-        self._speeds: dict[InstanceId, tuple[float, float, float]] = {}
         self._long_since_s: dict[InstanceId, float] = {}
         self._persistent: set[InstanceId] = set()
-        self._at_s = float("-inf")
 
-    def record_prompt(
-        self, instance: InstanceId, num_tokens: int, *, sent_s: float, now: float
-    ) -> None:
-        """Record that a prompt that was sent at `sent_s` is computed."""
-        tokens, busy_s, last_s = self._speeds.pop(instance, (0.0, 0.0, sent_s))
-        tokens = _KEPT * tokens + num_tokens
-        busy_s = _KEPT * busy_s + max(0.0, now - max(last_s, sent_s))
-        if len(self._speeds) >= _MOST_INSTANCES:
-            del self._speeds[next(iter(self._speeds))]
-        self._speeds[instance] = (tokens, busy_s, now)
-
-    def tokens_per_s(self, instance: InstanceId) -> float | None:
-        """Return the speed of an instance; None while nothing is known."""
-        tokens, busy_s, _ = self._speeds.get(instance, (0.0, 0.0, 0.0))
-        return tokens / busy_s if tokens > 0 and busy_s > 0 else None
-
-    def _wait_s(self, each: InstanceView) -> float:
-        """Return how long the prompts of an instance take; 0 while nothing is known."""
-        speed = self.tokens_per_s(each.info.id)
-        return 0.0 if speed is None else max(0, each.load.queued_prefill_tokens) / speed
-
-    def is_fresh(self, now: float) -> bool:
-        """Whether `at_limit` needs no newer view of the cluster."""
-        return not self._most_s or now - self._at_s < _FRESH_S
-
-    def observe(self, view: ClusterView, now: float) -> None:
+    def observe(self, table: ClusterTable, now: float) -> None:
         """Take over the loads of a newer view."""
-        before, self._long_since_s, self._at_s = self._long_since_s, {}, now
+        if not self._most_s:
+            return
+        before, self._long_since_s = self._long_since_s, {}
         were_persistent, self._persistent = self._persistent, set()
         at_limit = []
-        for each in view.instances:
-            name, wait_s = each.info.id, self._wait_s(each)
-            since_s = before.get(name, now)
-            is_long = wait_s > self._most_s and each.load.waiting >= _FEW
+        for name, row in table.by_id.items():
+            wait_s, since_s = _wait_s(row), before.get(name, now)
+            is_long = wait_s > self._most_s and row.view.load.waiting >= _FEW
             has_lasted = is_long and now - since_s >= PATIENCE_S
             is_persistent = has_lasted or name in were_persistent
             if is_long or (is_persistent and wait_s > _EMPTY * self._most_s):
@@ -97,20 +66,25 @@ class Backlogs:
                 at_limit.append(name)
         self.at_limit = frozenset(at_limit)
 
-    def retry_after_s(self, view: ClusterView, full: Collection[InstanceId]) -> int:
+    def retry_after_s(self, table: ClusterTable, full: Iterable[InstanceId]) -> int:
         """Return the whole seconds, 1 to 60, until the first of the `full` instances has capacity.
 
         That is the time to drain one prompt of average length, or the whole queue where it is a
         persistent one. An instance of which too little is known counts as 1 s.
         """
         waits = []
-        for each in view.instances:
-            if each.info.id in full:
-                # One prompt is being computed; others that run are decoding or sending their KV.
-                is_persistent = each.info.id in self.at_limit
-                num_prompts = 1 if is_persistent else max(0, each.load.waiting) + 1
-                waits.append(self._wait_s(each) / num_prompts)
+        for row in filter(None, map(table.by_id.get, full)):
+            # One prompt is being computed; others that run are decoding or sending their KV.
+            is_persistent = row.id in self.at_limit
+            num_prompts = 1 if is_persistent else max(0, row.view.load.waiting) + 1
+            waits.append(_wait_s(row) / num_prompts)
         return whole_seconds(min(waits, default=0.0))
+
+
+def _wait_s(row: InstanceRow) -> float:
+    """Return how long the prompts of an instance take; 0 while its steps are not known."""
+    is_known = row.cost is not GUESS and row.queued_tokens > 0
+    return row.computing_s(row.queued_tokens, row.cost.prompt_s) if is_known else 0.0
 
 
 SHARE = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from vllm_tetri.messages import Served
@@ -38,7 +38,7 @@ def parts(row: Ended) -> list[Part]:
 
 
 def _parts(row: Ended) -> Iterator[Part]:
-    told = _longest_each(row.served)
+    told = dict(sorted(row.served, key=_took_s))  # of several choices the one that took longest
     none, end_s = InstanceId(""), row.ended_s - row.arrival_s
     marks = [(each.event, each.instance, each.at_s - row.arrival_s) for each in row.marks]
     begin_s = marks[0][2] if marks else end_s
@@ -85,17 +85,8 @@ def _leg(
     yield from reversed(found)
 
 
-def _longest_each(served: Sequence[tuple[InstanceId, Served]]) -> dict[InstanceId, Served]:
-    """Return what each instance tells, of several choices that of the longest one."""
-    found: dict[InstanceId, Served] = {}
-    for instance, each in served:
-        known = found.get(instance)
-        if known is None or _total_s(known) < _total_s(each):
-            found[instance] = each
-    return found
-
-
-def _total_s(served: Served) -> float:
+def _took_s(told: tuple[InstanceId, Served]) -> float:
+    served = told[1]
     return served.queue_s + served.compute_s + served.output_s
 
 

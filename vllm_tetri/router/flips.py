@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,6 +28,7 @@ from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.scale import Change
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.errors import Refusal
+from vllm_tetri.router.upstream import repeat
 from vllm_tetri.types import (
     FLIP_DEADLINE_S,
     ClusterView,
@@ -167,7 +169,12 @@ class Flips:
         self.are_roles_needed = True
         self.explanation = "off: roles change by order only"
         self.change: Change | None = None
-        self._task = asyncio.ensure_future(self._watch(watcher)) if watcher else None
+        watch = (
+            repeat("look of the watcher", partial(self._look, watcher), _LOOK_S)
+            if watcher
+            else None
+        )
+        self._task = asyncio.ensure_future(watch) if watch else None
 
     async def close(self) -> None:
         """Stop the watcher and give the lease back. Idempotent."""
@@ -211,14 +218,6 @@ class Flips:
 
     def _why_needed(self, view: ClusterView, one: InstanceView, becomes: Role | None = None) -> str:
         return why_needed(view, one, becomes=becomes, are_roles_needed=self.are_roles_needed)
-
-    async def _watch(self, watcher: Watcher) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            try:
-                self._look(watcher)
-            except Exception:
-                _log.exception("the watcher failed; it will try again in %g s", _LOOK_S)
 
     def _look(self, watcher: Watcher) -> None:
         self.change = None

@@ -6,7 +6,6 @@ from collections import deque
 from itertools import takewhile
 from typing import NamedTuple
 
-from vllm_tetri.handover import find_named
 from vllm_tetri.messages import Served
 from vllm_tetri.router.table import Entry, Mark
 from vllm_tetri.types import InstanceId, RequestId
@@ -76,10 +75,6 @@ class History:
     def get(self, request: RequestId) -> Ended | None:
         """Return a request that ended, if it is kept."""
         return self._by_id.get(request)
-
-    def find(self, message: Served) -> Ended | None:
-        """Return the request that an instance means, if it ended and is kept."""
-        return find_named(message.request, self._by_id)
 
     def since(self, at_s: float) -> list[Ended]:
         """Return what ended after a monotonic time, the newest last."""

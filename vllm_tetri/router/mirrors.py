@@ -14,10 +14,10 @@ from vllm_tetri.handover import Fetch
 from vllm_tetri.policy.mirrors import SHARE, Mirror, MirrorOrder, choose_mirrors
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed
 from vllm_tetri.router.fetching import Fetches, Fetching
-from vllm_tetri.router.moves import repeat
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.table import Entry, RequestTable
+from vllm_tetri.router.upstream import repeat
 from vllm_tetri.types import InstanceId, InstanceInfo
 
 _LOOK_S = 0.1  # between two looks for outputs that have grown
@@ -37,7 +37,7 @@ class Mirrors:
         self._every = every
         self._busy: dict[InstanceId, float] = {}  # until when
         self._copies: set[asyncio.Task[None]] = set()
-        watch = repeat(self._look, _LOOK_S, is_on=every > 0)
+        watch = repeat("look for copies", self._look, _LOOK_S, is_on=every > 0)
         self._task = asyncio.get_running_loop().create_task(watch)
 
     async def close(self) -> None:

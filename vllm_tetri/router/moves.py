@@ -13,8 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Set
-from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import DecodeParams
@@ -30,6 +29,7 @@ from vllm_tetri.router.resume import ContinuationFailed, ContinuationMismatch, N
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.stream import Output
 from vllm_tetri.router.table import Entry, Movable, RequestTable
+from vllm_tetri.router.upstream import repeat
 from vllm_tetri.types import InstanceId, InstanceInfo, InstanceState, RequestId, TransferId
 
 _PATIENCE_S = 10.0  # after the order; then a move is given up
@@ -193,7 +193,7 @@ class Mover:
             self._end(move, "failed")
         finally:
             if not is_over:
-                sending.add_done_callback(_close)
+                sending.add_done_callback(close_result)
                 sending.cancel()
 
     async def _until_proved(
@@ -218,7 +218,7 @@ class Mover:
         self._forget(move)
         handler = self._handler
         if handler is None or handler.done() or self._entry.is_over:
-            response.add_done_callback(_close)
+            response.add_done_callback(close_result)
             return
         self._successor = Successor(move.target, response)
         self.num_moves, self._here_s = self.num_moves + 1, time.monotonic()
@@ -269,7 +269,7 @@ class Mover:
         if self._move is not None:
             self._end(self._move, "ended")
         if self._successor is not None:
-            asyncio.ensure_future(self._successor.response).add_done_callback(_close)
+            asyncio.ensure_future(self._successor.response).add_done_callback(close_result)
 
     def _end(self, move: _Move, outcome: str) -> None:
         """Let the output stay where it is."""
@@ -304,7 +304,7 @@ class Moves:
         self._monitor, self._table, self._placer = monitor, table, placer
         self.any_role = False  # whether any instance may take an output
         self._under_way: dict[TransferId, tuple[Movable, InstanceId]] = {}  # and what they leave
-        watch = repeat(self._look, _LOOK_S, is_on=is_on, due=table.changed)
+        watch = repeat("look for moves", self._look, _LOOK_S, is_on=is_on, due=table.changed)
         self._task = asyncio.get_running_loop().create_task(watch)
 
     async def close(self) -> None:
@@ -379,22 +379,7 @@ class Moves:
                     self._begin(mover, name, views[order.target].info, order.reason)
 
 
-async def repeat(
-    look: Callable[[], None], period_s: float, *, is_on: bool, due: asyncio.Event | None = None
-) -> None:
-    """Look at running outputs each period, and at once when that is `due`. If a look fails, they
-    stay as they are."""
-    due = due or asyncio.Event()
-    while is_on:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(due.wait(), period_s)
-        due.clear()
-        try:
-            look()
-        except Exception:
-            _log.exception("%s failed", look.__qualname__)
-
-
-def _close(response: asyncio.Future[HttpResponse]) -> None:
-    if not response.cancelled() and response.exception() is None:
-        response.result().close()
+def close_result(sent: asyncio.Future[Any]) -> None:
+    """Close the response that a request got, if it got one."""
+    if not sent.cancelled() and sent.exception() is None and (response := sent.result()):
+        response.close()

@@ -134,13 +134,14 @@ class Placer:
         """Choose where a request goes; None when no ready instance serves the model. Raises
         `NoCapacity`: all instances that could serve it are at their limits."""
         now = time.monotonic()
-        may_split = may_split and self._fits_an_arena(request, now)
+        self.table(now, request.model)
+        may_split = may_split and self._fits_an_arena(request)
         limited: frozenset[InstanceId] = frozenset()
         if request.generates:
             limited = self._shares.at_limit(request.client)
             if limited:
                 self._log_limit(_PER_INSTANCE, f"{_named(limited)} cannot take more")
-            if is_new and (long := self._long_queues(now)):
+            if is_new and (long := self.backlogs.at_limit):
                 self._log_limit("--max-queue-delay", f"prompts wait too long at {_named(long)}")
                 limited |= self._shares.over_share(request.client, long)
 
@@ -172,16 +173,15 @@ class Placer:
         else:
             found = self._place_by_cost(request, may_split, excluded, at_limit | limited, now)
         if isinstance(found, AllAtLimit):
-            self._long_queues(now)
-            wait_s = self.backlogs.retry_after_s(self._view(), found.instances)
+            wait_s = self.backlogs.retry_after_s(self._state.table, found.instances)
             words = f"all {found.who} ({len(found.instances)}) are at their limits"
             message = f"{words}; try again in {wait_s} s"
             raise NoCapacity(503, message, kind="queue_full", retry_after_s=wait_s)
         return found
 
-    def _fits_an_arena(self, request: ApiRequest, now: float) -> bool:
+    def _fits_an_arena(self, request: ApiRequest) -> bool:
         """Whether the KV of a prompt can be handed over, as far as its length is known here."""
-        most_tokens = self.table(now, request.model).most_arena_tokens.get(request.model, inf)
+        most_tokens = self._state.table.most_arena_tokens.get(request.model, inf)
         return request.approx_tokens <= _ARENA_SLACK * most_tokens
 
     def record_sent(self, entry: RequestId, request: ApiRequest, route: Route) -> int:
@@ -288,10 +288,6 @@ class Placer:
             message = f"{late.reason}; try again in {late.retry_after_s} s"
             raise Refusal(429, message, kind=LATE, retry_after_s=late.retry_after_s)
 
-    def record_prefill(self, instance: InstanceId, num_tokens: int, sent_s: float) -> None:
-        """An instance has computed a prompt that was sent at a monotonic time."""
-        self.backlogs.record_prompt(instance, num_tokens, sent_s=sent_s, now=time.monotonic())
-
     def _place_by_cost(
         self,
         request: ApiRequest,
@@ -321,11 +317,6 @@ class Placer:
             yield request.model
         else:
             yield from sorted({info.models[0] for info in names.values()}.difference(skipped))
-
-    def _long_queues(self, now: float) -> frozenset[InstanceId]:
-        if not self.backlogs.is_fresh(now):
-            self.backlogs.observe(self._view(), now)
-        return self.backlogs.at_limit
 
     def _log_limit(self, limit: str, words: str) -> None:
         self._limit_log.record(limit, f"{words}; new requests go elsewhere or get 503")
@@ -382,6 +373,7 @@ class Placer:
         view, self._seen_mode, spared = self._view(), self.mode, self._state.table.spared
         table = self._tables.make(view, now, spares=self.mode is not Mode.WHOLE)
         self._state.observe(table)
+        self.backlogs.observe(table, now)
         self._fresh_until_s = now + max(_FRESH_S, _FRESH_EACH_S * len(table.by_id))
         self._routes.clear()
         self._candidates.clear()

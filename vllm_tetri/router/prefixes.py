@@ -8,10 +8,8 @@ tokens are the same is an estimate, good enough for a price; what is sent is dec
 
 from __future__ import annotations
 
-import time
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -19,6 +17,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
+from cachetools import LRUCache, TTLCache
 
 from vllm_tetri.handover import find_named
 from vllm_tetri.policy.residency import Chain
@@ -68,38 +67,31 @@ class PrefixIndex:
     the event loop."""
 
     def __init__(self) -> None:
-        self._learnt = OrderedDict[bytes, _Learnt]()  # the least recently used one first
-        self._num_names = 0
-        self._pending = OrderedDict[str, tuple[float, list[Start]]]()  # and when they are old
+        self._learnt = LRUCache[bytes, _Learnt](_MAX_NAMES, lambda each: each.share)
+        self._pending = TTLCache[str, list[Start]](_MAX_PENDING, _PENDING_S)
 
     def expect(self, entry: str, starts: list[Start]) -> None:
         """Keep the starts of a request that was sent to an instance, until its chain comes."""
         if starts:
-            now, pending = time.monotonic(), self._pending
-            pending[entry] = now + _PENDING_S, starts
-            while len(pending) > _MAX_PENDING or next(iter(pending.values()))[0] < now:
-                pending.popitem(last=False)
+            self._pending[entry] = starts
 
     def learn(self, instance: InstanceId, vllm_name: str, chain: Chain, prompt_tokens: int) -> None:
         """Record the chain that an instance reports for a request that ended there."""
-        _, starts = find_named(vllm_name, self._pending) or (0.0, [])
+        starts = find_named(vllm_name, self._pending.get)
         if not starts:
             return
         num_bytes, share = starts[-1].num_bytes, 1 + len(chain.names) // len(starts)
         for start in starts:
             is_end = start is starts[-1]
             tokens = prompt_tokens * start.num_bytes // num_bytes
-            known = self._learnt.pop(start.digest, None)
+            known = self._learnt.get(start.digest)
             if known is not None and known.is_end and not is_end and start.answer_bytes:
                 is_end, tokens = True, known.tokens  # as when it was the whole prompt
             before = known.holders if known is not None else ()
-            self._num_names += share - (known.share if known is not None else 0)
             others = tuple(each for each in before if each != instance)[: _MAX_HOLDERS - 1]
             self._learnt[start.digest] = _Learnt(
                 chain, tokens, is_end, num_bytes / prompt_tokens, (instance, *others), share
             )
-        while self._num_names > _MAX_NAMES:
-            self._num_names -= self._learnt.popitem(last=False)[1].share
 
     def find(self, starts: list[Start]) -> Known | None:
         """Return what is known of a prompt by the longest start that was seen; None if nothing."""
@@ -108,7 +100,6 @@ class PrefixIndex:
         if count == 0:
             return None
         start = starts[count - 1]
-        known.move_to_end(start.digest)
         chain, tokens, is_end, bytes_per_token, holders, _ = known[start.digest]
         seen_bytes = start.num_bytes
         if is_end and start.answer_bytes:

@@ -18,7 +18,7 @@ from vllm_tetri.policy.route import Event, Phase, Route, Split
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
-from vllm_tetri.router.moves import Mover
+from vllm_tetri.router.moves import Mover, close_result
 from vllm_tetri.router.request import CHAT, ApiRequest
 from vllm_tetri.router.response import HttpResponse
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
@@ -184,7 +184,6 @@ class Relay:
         self._first = first = first.with_prompt(last.ending if last else None)
         prefilled = first.prefilled
         entry.prompt_tokens, entry.last_chunk = prefilled.num_tokens, None
-        placer.record_prefill(instance.id, prefilled.num_tokens, entry.sent_s)
         if first.is_last:
             return await self._end_at_prefill(first, instance, response)
         if prefilled.decode:
@@ -373,7 +372,7 @@ class Relay:
         early, self._early = self._early, None
         if early is not None:
             early.cancel()
-            early.add_done_callback(_close_response)
+            early.add_done_callback(close_result)
 
     def _drop_transfer(self) -> None:
         self._drop_early()
@@ -391,9 +390,3 @@ class _Recompute(Exception):
 
 class _NoInstance(Exception):
     """No instance is in use that has not failed this request already."""
-
-
-def _close_response(early: _EarlyResponse) -> None:
-    response = early.result() if not early.cancelled() and early.exception() is None else None
-    if response is not None:
-        response.close()

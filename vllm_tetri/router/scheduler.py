@@ -13,7 +13,8 @@ from math import inf
 from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
-from vllm_tetri.messages import CacheReport, CancelTransfer, Dispatched, OfRequest, Served
+from vllm_tetri.handover import find_named
+from vllm_tetri.messages import CancelTransfer, Dispatched, OfRequest, Served
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.role import why_needed
 from vllm_tetri.policy.route import Event, Phase
@@ -120,6 +121,7 @@ class GlobalScheduler:
             refuses_late=config.refuses_late,
             max_queue_delay_s=config.max_queue_delay_s,
         )
+        self.on_cache = self.placer.record_cache
         self.fetches = Fetches(self.placer, self.monitor, self.upstream, self.metrics)
         self.moves = Moves(self.monitor, self.table, self.placer, is_on=config.moves)
         self._mirrors = Mirrors(self.table, self.placer, self.fetches, config.mirror_every)
@@ -240,15 +242,12 @@ class GlobalScheduler:
                     # It was dispatched while the transfer was cancelled: this decode instance does
                     # not know that yet.
                     self.monitor.send(message.decode, CancelTransfer(message.transfer))
-            case Served():
-                if (known := self.table.find(message) or self.history.find(message)) is not None:
+            case Served(request=name):
+                known = find_named(name, self.table.get) or find_named(name, self.history.get)
+                if known is not None:
                     known.served.append((instance, message))
             case _:
                 self.moves.on_message(message)
-
-    def on_cache(self, report: CacheReport) -> bool:
-        """An instance tells of its prefix cache; False if a report before this one is missing."""
-        return self.placer.record_cache(report)
 
     def on_cut_off(self, instance: InstanceId) -> None:
         """An instance has left the cluster."""

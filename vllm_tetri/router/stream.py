@@ -11,7 +11,6 @@ from copy import deepcopy
 
 from aiohttp import web
 
-from vllm_tetri.policy.route import Phase
 from vllm_tetri.router._core import Flow, FlowState
 from vllm_tetri.router.errors import (
     ABORTED,
@@ -335,8 +334,6 @@ class Output:
     def _begin_with(self, instance: InstanceInfo, response: HttpResponse) -> StreamRecord | None:
         """Begin the output with the stream of an instance; None if it cannot be resumed."""
         entry, request, is_good = self._entry, self._request, response.status == 200
-        if is_good and entry.phase is Phase.SERVING:
-            self._placer.record_prefill(instance.id, self._request.approx_tokens, entry.sent_s)
         entry.begin_output()
         is_plain = request.is_recorded(instance)
         is_recorded = is_good and request.is_streamed and request.is_splittable

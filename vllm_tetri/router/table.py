@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from vllm_tetri.handover import find_named, prefix_of
+from vllm_tetri.handover import prefix_of
 from vllm_tetri.messages import Dispatched, Moved, Moving, Served
 from vllm_tetri.policy.mirrors import LongOutput, Mirror
 from vllm_tetri.policy.moves import RunningOutput
@@ -205,14 +205,13 @@ class Entry:
 class RequestTable:
     """Every request of one router that is in flight, by id. Owned by the event loop.
 
-    `workers` and `clients` count the requests of every instance and client that has any. What
-    happens to requests of instances that are `leaving` sets `changed`.
+    `workers` counts the requests of every instance that has any. What happens to requests of
+    instances that are `leaving` sets `changed`.
     """
 
     def __init__(self, router: str = "") -> None:
         self.router = router
         self.workers: Counter[InstanceId] = Counter()
-        self.clients: Counter[str] = Counter()
         self.leaving, self.changed = set[InstanceId](), asyncio.Event()
         self._entries: dict[RequestId, Entry] = {}
         self._clients_at: defaultdict[InstanceId, Counter[str]] = defaultdict(Counter)
@@ -227,10 +226,6 @@ class RequestTable:
         """Return a request in flight, if it is."""
         return self._entries.get(request)
 
-    def find(self, message: Served) -> Entry | None:
-        """Return the request in flight that an instance means, if there is one."""
-        return find_named(message.request, self._entries)
-
     def enter(
         self, wanted_id: str, *, now: float, client: str = "", is_counted: bool = True
     ) -> Entry:
@@ -244,7 +239,6 @@ class RequestTable:
         entry = Entry(request, self, now=now, client=client)
         if is_counted:
             self._entries[request] = entry
-            self.clients[client] += 1
         return entry
 
     def leave(self, entry: Entry) -> None:
@@ -252,7 +246,6 @@ class RequestTable:
         if self._entries.get(entry.id) is entry:
             self.move(entry, entry.worker, _NONE)
             del self._entries[entry.id]
-            self.clients[entry.client] -= 1
 
     def move(self, entry: Entry, before: InstanceId, after: InstanceId) -> None:
         """Count a request at another instance, or where it was; called by entries."""

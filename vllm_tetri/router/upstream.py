@@ -60,6 +60,27 @@ def _without(headers: Mapping[str, str], dropped: str) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() != dropped.lower()}
 
 
+async def repeat(
+    what: str,
+    look: Callable[[], None],
+    period_s: float,
+    *,
+    is_on: bool = True,
+    due: asyncio.Event | None = None,
+) -> None:
+    """Look at something each period, and at once when that is `due`. A look that fails changes
+    nothing, and the next one comes."""
+    due = due or asyncio.Event()
+    while is_on:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(due.wait(), period_s)
+        due.clear()
+        try:
+            look()
+        except Exception:
+            _log.exception("a %s failed; the next one is in %g s", what, period_s)
+
+
 def _shared(
     tasks: dict[_Key, asyncio.Task[_T]], key: _Key, work: Coroutine[None, None, _T]
 ) -> asyncio.Task[_T]:
@@ -247,7 +268,8 @@ class Liveness:
         self._progress: dict[InstanceId, tuple[int, float]] = {}
         self._probes: dict[tuple[str, int, str], asyncio.Task[None]] = {}
         self._crashes: dict[tuple[InstanceId, int], asyncio.Task[bool]] = {}
-        self._task = asyncio.get_running_loop().create_task(self._watch(), name="liveness")
+        look = repeat("look at silent instances", self._look, after_s / _CHECKS)
+        self._task = asyncio.get_running_loop().create_task(look, name="liveness")
 
     async def close(self) -> None:
         """Stop all checks and probes. Idempotent."""
@@ -302,14 +324,9 @@ class Liveness:
         _log.error("%s (process %d) crashed or hangs", instance.id, instance.pid)
         return True
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._after_s / _CHECKS)
-            try:
-                self._check()
-                self._compare()
-            except Exception:  # or silent instances would keep their requests for ever
-                _log.exception("a look at silent instances failed")
+    def _look(self) -> None:
+        self._check()
+        self._compare()
 
     def _compare(self) -> None:
         if self._roster == self._monitor.members.roster:
