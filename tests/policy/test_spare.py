@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policy.builders import COST, alone, serving, view
-from vllm_tetri.policy.spare import Device, UsualLoad, expected_s, number_to_spare
+from vllm_tetri.policy.cluster import InstanceRow
+from vllm_tetri.policy.spare import UsualLoad, expected_s, number_to_spare
 from vllm_tetri.policy.tables import TableMaker
 from vllm_tetri.types import InstanceView, Role, StepCoefficients
 
@@ -20,8 +21,9 @@ LOAD = UsualLoad(decodes=20, prompt_share=0.1, used_part=0.2, prompt_tokens=100,
 COUNT = 4
 
 
-def device(cost: StepCoefficients = GPU) -> Device:
-    return Device(cost, chunk_tokens=512, handover_s=0.004, handover_token_s=1e-6)
+def row(cost: StepCoefficients = GPU) -> InstanceRow:
+    """Make one of alike instances."""
+    return InstanceRow(serving("a", handover_s=0.004), cost, key=0, share=0.0, now=0.0)
 
 
 def busy(name: str, role: str = "both", **options: Any) -> InstanceView:
@@ -52,23 +54,23 @@ def spared(views: list[list[InstanceView]], period_s: float = 0.1) -> list[froze
 
 
 def test_prompts_are_computed_apart_where_steps_of_outputs_are_long_against_them() -> None:
-    assert number_to_spare(device(), LOAD, COUNT, 0) == 2
+    assert number_to_spare(row(), LOAD, COUNT, 0) == 2
     many = LOAD._replace(decodes=100, prompt_share=0.02, prompt_tokens=100, output_tokens=400)
-    assert number_to_spare(device(), many, COUNT, 0) == 1, "outputs are most of the work"
+    assert number_to_spare(row(), many, COUNT, 0) == 1, "outputs are most of the work"
 
 
 def test_nothing_is_spared_where_it_costs_more() -> None:
-    assert number_to_spare(device(COST), LOAD._replace(decodes=2), COUNT, 0) == 0
-    assert number_to_spare(device(), LOAD._replace(used_part=0.7), COUNT, 0) == 0, "no room for KV"
-    assert number_to_spare(device(), LOAD._replace(used_part=0.7), COUNT, 2) == 0
+    assert number_to_spare(row(COST), LOAD._replace(decodes=2), COUNT, 0) == 0
+    assert number_to_spare(row(), LOAD._replace(used_part=0.7), COUNT, 0) == 0, "no room for KV"
+    assert number_to_spare(row(), LOAD._replace(used_part=0.7), COUNT, 2) == 0
 
 
 @given(st.floats(0.01, 0.6), st.floats(0.99, 1.01), st.integers(0, COUNT - 1))
 def test_equal_numbers_do_not_take_turns(share: float, factor: float, spared: int) -> None:
     here, there = (LOAD._replace(prompt_share=each) for each in (share, share * factor))
-    first = number_to_spare(device(), here, COUNT, spared)
-    second = number_to_spare(device(), there, COUNT, first)
-    assert number_to_spare(device(), here, COUNT, second) == second
+    first = number_to_spare(row(), here, COUNT, spared)
+    second = number_to_spare(row(), there, COUNT, first)
+    assert number_to_spare(row(), here, COUNT, second) == second
 
 
 @given(
@@ -88,9 +90,9 @@ def test_one_instance_at_least_writes_outputs_and_first_tokens_are_no_later(
     load: UsualLoad, cost: StepCoefficients, count: int, data: st.DataObject
 ) -> None:
     now_spared = data.draw(st.integers(0, count - 1))
-    chosen = number_to_spare(device(cost), load, count, now_spared)
+    chosen = number_to_spare(row(cost), load, count, now_spared)
     assert 0 <= chosen < count
-    expected = expected_s(device(cost), load, count)
+    expected = expected_s(row(cost), load, count)
     (none_s, _), (ttft_s, whole_s) = expected[0], expected[chosen]
     assert 0 < ttft_s <= none_s
     assert ttft_s <= whole_s

@@ -18,8 +18,9 @@ from math import exp
 from statistics import fmean
 from typing import NamedTuple
 
+from vllm_tetri.policy.adaptive import hand_over_s, token_s
 from vllm_tetri.policy.cluster import InstanceRow
-from vllm_tetri.types import Role, StepCoefficients
+from vllm_tetri.types import Role
 
 _MEMORY_S = 5.0  # of the load
 _WANTED_S = 2.0  # for so long another number has to be better, each time by the margin
@@ -41,25 +42,15 @@ class UsualLoad(NamedTuple):
     output_tokens: float  # of a request
 
 
-class Device(NamedTuple):
-    """What steps and hand-overs of alike instances cost."""
-
-    cost: StepCoefficients
-    chunk_tokens: int
-    handover_s: float
-    handover_token_s: float
-
-
-def expected_s(device: Device, load: UsualLoad, count: int) -> list[tuple[float, float]]:
+def expected_s(row: InstanceRow, load: UsualLoad, count: int) -> list[tuple[float, float]]:
     """Return the mean times to the first token and to the end for each number of the `count`
-    instances that are spared outputs, from none on."""
-    cost, tokens = device.cost, load.prompt_tokens
+    instances, all alike `row`, that are spared outputs, from none on."""
+    cost, tokens = row.cost, load.prompt_tokens
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
-    prompt_s = max(_LEAST_S, tokens * (cost.prompt_s + tokens / 2 * cost.context_s))
-    chunks = max(1.0, tokens / device.chunk_tokens)
+    prompt_s = max(_LEAST_S, tokens * token_s(row, tokens))
+    chunks = max(1.0, tokens / row.chunk_tokens)
     alone_s = prompt_s + chunks * cost.base_s
-    late_tokens = min(tokens, device.chunk_tokens)
-    hand_over_s = device.handover_s + late_tokens * device.handover_token_s
+    moved_s = hand_over_s(row, tokens)
     offered = load.prompt_share * count * alone_s / prompt_s  # instances that prompts keep busy
     mixed = 1.0  # the part of prompts that is computed beside outputs
     found = list[tuple[float, float]]()
@@ -76,14 +67,15 @@ def expected_s(device: Device, load: UsualLoad, count: int) -> list[tuple[float,
             waits_s = alone_s * busy**spared / (2 * (1 - busy))
             ttft_s = (1 - mixed) * (alone_s + waits_s) + mixed * ttft_s
         pace_s = (cost.base_s + decodes * each_s) / (1 - share)
-        whole_s = ttft_s + (1 - mixed) * hand_over_s + load.output_tokens * pace_s
+        whole_s = ttft_s + (1 - mixed) * moved_s + load.output_tokens * pace_s
         found.append((ttft_s, whole_s))
     return found
 
 
-def number_to_spare(device: Device, load: UsualLoad, count: int, now_spared: int) -> int:
-    """Return how many of `count` instances should be spared outputs, if so many are now."""
-    expected = expected_s(device, load, count)
+def number_to_spare(row: InstanceRow, load: UsualLoad, count: int, now_spared: int) -> int:
+    """Return how many of `count` instances alike `row` should be spared outputs, if so many are
+    now."""
+    expected = expected_s(row, load, count)
     latest_s, _ = expected[0]
     costs = {
         spared: ttft_s * whole_s
@@ -154,10 +146,8 @@ def _look(rows: Sequence[InstanceRow], seen: _Seen | None, now: float) -> _Seen 
     kept = exp((seen.at_s - now) / _MEMORY_S)
     pairs = zip(seen.load, load, strict=True)
     load = UsualLoad(*(kept * old + (1 - kept) * new for old, new in pairs))
-    one = loads[0]
-    device = Device(rows[0].cost, rows[0].chunk_tokens, one.handover_s, one.handover_token_s)
     spared = min(seen.spared, len(rows) - 1)
-    wanted = number_to_spare(device, load, len(rows), spared)
+    wanted = number_to_spare(rows[0], load, len(rows), spared)
     if wanted == spared:
         return _Seen(load, now, spared)
     since_s = now if seen.better_since_s is None else seen.better_since_s

@@ -1,0 +1,96 @@
+"""Goodput of ways of serving, by search (DistServe's definition), simulated.
+
+`python -m examples.benchmarks.goodputs --output FILE.jsonl` finds, for four instances of each
+profile and each class, the highest rate at which 90 % of the requests keep both strict SLOs: four
+times the TTFT and two and a half times the TPOT of one request alone on stock vLLM, means over
+requests of the class. Stock vLLM stands behind a router that sends to the least in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from examples.benchmarks.classes import CLASSES, STRICT
+from examples.benchmarks.figures import Results
+from examples.benchmarks.regrets import (
+    ACCURACY,
+    BUDGETS,
+    INSTANCES,
+    LAYOUTS,
+    LINK,
+    STOCK,
+    at_once_per_s,
+)
+from vllm_tetri.policy.adaptive import Objective
+from vllm_tetri.sim.cluster import simulate
+from vllm_tetri.sim.config import ClusterConfig, EngineConfig, Stock, make_instances, of_profile
+from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate, score
+
+PROFILES = ("opt-13b-2xv100", "roofline:llama-3-8b:h100", "roofline:llama-3-70b:h100:4")
+ATTAINMENT, LONE, LONE_S = 0.9, 24, 1e3
+
+
+def strict(engine: EngineConfig, kind: str) -> Objective:
+    """Return the SLOs of a class, from requests that are alone."""
+    one = ClusterConfig(make_instances(both=1, engine=replace(engine, kind=Stock())), "whole")
+    alone = simulate(one, Demand(kind, least_requests=LONE).specs(1 / LONE_S, 0))
+    times, paces = (each.ttft_s for each in alone), (each.tpot_s for each in alone)
+    return Objective(STRICT[0] * fmean(times), STRICT[1] * fmean(paces))
+
+
+def ways(engine: EngineConfig) -> dict[str, ClusterConfig]:
+    """Return the clusters that are compared."""
+    sized, everything = replace(engine, has_sized_chunks=True), LAYOUTS["whole"][1]
+    found = {
+        name: ClusterConfig(make_instances(*roles, engine=sized), mode, link=LINK)
+        for name, (mode, roles) in LAYOUTS.items()
+    }
+    for tokens in BUDGETS:
+        stock = make_instances(*everything, engine=replace(engine, kind=Stock(tokens)))
+        found[f"{STOCK}{tokens}"] = ClusterConfig(stock, "least-in-flight")
+    return found
+
+
+def goodput(config: ClusterConfig, demand: Demand, slo: Objective, guess: float) -> float:
+    """Return requests per second."""
+
+    def scored(rate: float) -> Score:
+        return score(config, demand.specs(rate, 0), slo)
+
+    return highest_rate(scored, guess, ATTAINMENT)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profiles", default=",".join(PROFILES), help="of instances")
+    parser.add_argument("--num-prompts", type=int, default=720, help="requests at each rate; 720")
+    parser.add_argument("--output", type=Path, default=Path("goodputs.jsonl"), help="result file")
+    options = parser.parse_args()
+    options.output.unlink(missing_ok=True)
+    head = {
+        "by": ["profile", "class", "way"],
+        "metrics": ["per_s"],
+        "conditions": {"instances": INSTANCES, "num_prompts": options.num_prompts},
+    }
+    results = Results(options.output, head)
+    for name in options.profiles.split(","):
+        engine = of_profile(EngineConfig(), profile(name))
+        for kind in CLASSES:
+            slo = strict(engine, kind)
+            guess = at_once_per_s(engine, kind, options.num_prompts) / 2
+            demand = Demand(kind, accuracy=ACCURACY, least_requests=options.num_prompts)
+            for way, config in ways(engine).items():
+                per_s = goodput(config, demand, slo, guess)
+                results.add(
+                    profile=name, **{"class": kind}, way=way, per_s=round(per_s, 4),
+                    ttft_slo_s=round(slo.ttft_s, 5), tpot_slo_s=round(slo.tpot_s, 6),
+                )  # fmt: skip
+                print(f"{name} {kind} {way}: {per_s:.3g}/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
