@@ -249,6 +249,19 @@ def modes() -> str:
     return markdown([*rows.values()])
 
 
+def goodputs() -> str:
+    """Goodput in requests per second by way of serving and class, and in parts of that of stock
+    with its usual budget: an 8B model on H100s, by estimate."""
+    _, cells = load(RESULTS / "goodputs.jsonl.gz")
+    rates = cells.pivot_table(values="per_s", index="way", columns="class", sort=False)
+    usual, rows = rates.loc[next(iter(WAYS))], []
+    for way, title in WAYS.items():
+        found = rates.loc[way].items()
+        parts = {kind: f"{rate:.3g} ({rate / usual[kind]:.2f})" for kind, rate in found}
+        rows.append({"4 instances": title, **parts})
+    return markdown(rows)
+
+
 def paper_classes() -> str:
     """Changes of mean TTFT, mean JCT and resource time against a vLLM of 2023, in %, simulated."""
     cells = table("paper").query("experiment == 'e1'")
@@ -459,6 +472,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Which mode": ("modes.md", modes),
     "The papers' experiments": ("simulator.md", paper_classes),
     "What other ways would have cost": ("simulator.md", ways),
+    "Goodput": ("simulator.md", goodputs),
     "What decisions cost": ("policies.md", decisions),
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
     "The length head": ("predictor.md", length_head),
