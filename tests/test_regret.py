@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,18 +136,24 @@ def test_a_mode_that_proves_worse_is_left_again_for_some_time() -> None:
     assert modes(better, better, busier, worse) == ["", "whole", "", ""]
 
 
-def test_every_some_seconds_the_router_is_told_and_set() -> None:
+def test_every_some_seconds_the_router_is_told_and_set_and_may_be_away(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
     with serving("split") as (url, orders):
         words = [sys.executable, "-m", "vllm_tetri.cli", "regret", "--url", url]
         child = subprocess.Popen(
-            [*words, "--every", "0.2", "--set-mode"], stdout=subprocess.PIPE, text=True
-        )
+            [*words, "--every", "0.2", "--set-mode", "--json", str(file)],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         assert child.stdout is not None
         lines = [child.stdout.readline() for _ in range(4)]
         eventually(lambda: len(orders) >= 3, 30)
-        child.send_signal(signal.SIGINT)
-        child.communicate(timeout=30)
+    while "0 requests" in (last := child.stdout.readline()):
+        pass
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=30)
     assert child.returncode == INTERRUPTED
+    assert url in last, "the router is away, and looked for again"
+    assert json.loads(file.read_text())["regret"] == orders[0][1]["regret"]
     assert [path for path, _ in orders[:3]] == [f"/tetri/v1/{each}" for each in
                                                 ("regret", "regret", "mode")]  # fmt: skip
     assert orders[0][1]["regret"] > 0.2

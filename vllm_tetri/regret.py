@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from vllm_tetri.admin import Row, add_url, call
+from vllm_tetri.admin import AdminError, Row, add_url, call
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE
 from vllm_tetri.sim.cluster import run as simulate
@@ -84,24 +84,32 @@ def run(options: argparse.Namespace) -> int:
 
 def _watch(options: argparse.Namespace) -> NoReturn:
     os.nice(10)  # simulations leave the cores to what serves
+    call(options.url, "/tetri/v1/history")  # or it is not there at all
     tuner, changed_s = Tuner(), -inf
     while True:
-        history = call(options.url, "/tetri/v1/history")
-        newest_s = max((each["arrival_s"] for each in history["requests"]), default=changed_s)
-        ended = [each for each in history["requests"] if each["arrival_s"] > changed_s]
         try:
-            found = compare({**history, "requests": ended[-(options.requests or 0) :]})
-        except ConfigError as error:  # too little is known yet
+            changed_s = _look(options, tuner, changed_s)
+        except (ConfigError, AdminError) as error:  # too little is known yet, or it restarts
             print(f"{error}", flush=True)
-        else:
-            told = {"regret": found["regret"], "error": _error(found)}
-            call(options.url, "/tetri/v1/regret", told)
-            print(verdict(found).replace("\n", "; "), flush=True)
-            if options.set_mode and (change := tuner.decide(found)) is not None:
-                call(options.url, "/tetri/v1/mode", {"mode": change.mode})
-                changed_s = newest_s
-                print(f"mode {found['mode']} -> {change.mode}: {change.reason}", flush=True)
         time.sleep(options.every)
+
+
+def _look(options: argparse.Namespace, tuner: Tuner, changed_s: float) -> float:
+    """Look at what arrived after the mode was changed last, and return when that was."""
+    history = call(options.url, "/tetri/v1/history")
+    newest_s = max((each["arrival_s"] for each in history["requests"]), default=changed_s)
+    ended = [each for each in history["requests"] if each["arrival_s"] > changed_s]
+    found = compare({**history, "requests": ended[-(options.requests or 0) :]})
+    call(options.url, "/tetri/v1/regret", {"regret": found["regret"], "error": _error(found)})
+    words = verdict(found).replace("\n", "; ")
+    if options.set_mode and (change := tuner.decide(found)) is not None:
+        call(options.url, "/tetri/v1/mode", {"mode": change.mode})
+        changed_s = newest_s
+        words += f"\nmode {found['mode']} -> {change.mode}: {change.reason}"
+    show(options.json, found)
+    if options.json != "-":
+        print(words, flush=True)
+    return changed_s
 
 
 class ModeChange(NamedTuple):

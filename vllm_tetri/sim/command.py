@@ -295,7 +295,7 @@ def show(json_target: str | None, found: dict[str, Any], *shown: Table | str) ->
     cannot be written."""
     text = json.dumps(found, indent=2, allow_nan=False) + "\n"
     if json_target == "-":
-        sys.stdout.write(text)
+        print(text, end="", flush=True)
         return
     try:
         if json_target is not None:
