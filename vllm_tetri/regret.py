@@ -85,31 +85,44 @@ def run(options: argparse.Namespace) -> int:
 def _watch(options: argparse.Namespace) -> NoReturn:
     os.nice(10)  # simulations leave the cores to what serves
     call(options.url, "/tetri/v1/history")  # or it is not there at all
-    tuner, changed_s = Tuner(), -inf
+    look = _Look(options)
     while True:
         try:
-            changed_s = _look(options, tuner, changed_s)
-        except (ConfigError, AdminError) as error:  # too little is known yet, or it restarts
+            found, words = look.again()
+        except ConfigError as error:  # too little is known yet
             print(f"{error}", flush=True)
+        except AdminError as error:  # it may restart, in another mode
+            look.tuner = Tuner()
+            print(f"{error}", flush=True)
+        else:
+            show(options.json, found)
+            if options.json != "-":
+                print(words, flush=True)
         time.sleep(options.every)
 
 
-def _look(options: argparse.Namespace, tuner: Tuner, changed_s: float) -> float:
-    """Look at what arrived after the mode was changed last, and return when that was."""
-    history = call(options.url, "/tetri/v1/history")
-    newest_s = max((each["arrival_s"] for each in history["requests"]), default=changed_s)
-    ended = [each for each in history["requests"] if each["arrival_s"] > changed_s]
-    found = compare({**history, "requests": ended[-(options.requests or 0) :]})
-    call(options.url, "/tetri/v1/regret", {"regret": found["regret"], "error": _error(found)})
-    words = verdict(found).replace("\n", "; ")
-    if options.set_mode and (change := tuner.decide(found)) is not None:
-        call(options.url, "/tetri/v1/mode", {"mode": change.mode})
-        changed_s = newest_s
-        words += f"\nmode {found['mode']} -> {change.mode}: {change.reason}"
-    show(options.json, found)
-    if options.json != "-":
-        print(words, flush=True)
-    return changed_s
+class _Look:
+    """Looks at what a router served since its mode was changed last."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self.tuner, self._changed_s = options, Tuner(), -inf
+
+    def again(self) -> tuple[dict[str, Any], str]:
+        """Return what was found, told to the router and done, and that in words."""
+        options, url = self._options, self._options.url
+        history = call(url, "/tetri/v1/history")
+        newest_s = max((each["arrival_s"] for each in history["requests"]), default=inf)
+        if newest_s < self._changed_s:  # its host has another clock now
+            self.tuner, self._changed_s = Tuner(), -inf
+        ended = [each for each in history["requests"] if each["arrival_s"] > self._changed_s]
+        found = compare({**history, "requests": ended[-(options.requests or 0) :]})
+        call(url, "/tetri/v1/regret", {"regret": found["regret"], "error": _error(found)})
+        words = verdict(found).replace("\n", "; ")
+        if options.set_mode and (change := self.tuner.decide(found)) is not None:
+            call(url, "/tetri/v1/mode", {"mode": change.mode})
+            self._changed_s = newest_s
+            words += f"\nmode {found['mode']} -> {change.mode}: {change.reason}"
+        return found, words
 
 
 class ModeChange(NamedTuple):

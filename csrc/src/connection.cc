@@ -333,7 +333,7 @@ void Connection::finish_payload(TimePoint now) {
     }
   }
   if (control == nullptr) throw LinkError(Status::kPeerLost, "the session ended");
-  control->serve_reads(now);
+  if (!corrupt && !discarding_) control->serve_reads(now);  // else `notify` does
 }
 
 void Connection::notify(const Notice& notice, TimePoint now) {

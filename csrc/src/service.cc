@@ -200,32 +200,36 @@ void Service::watch(Connection& connection) {
                 connection.id());
 }
 
-void Service::deliver_notices(TimePoint now) {
-  std::vector<Notice> notices;
-  {
-    const std::lock_guard lock(state_.mutex);
-    notices = state_.table.take_notices();
-    state_.counters.connections = connections_.size();
-  }
-  for (const Notice& notice : notices) {
-    const auto found = connections_.find(notice.connection);
-    if (found == connections_.end()) continue;
-    Connection& connection = *found->second;
-    try {
-      connection.notify(notice, now);
-      watch(connection);
-      next_sweep_ = std::min(next_sweep_, connection.deadline());
-    } catch (const FrameError& error) {  // of a read that waited for this
-      broke_protocol(connection, error.what(), now);
-    } catch (const LinkError& error) {
-      if (error.status == Status::kPeerLost) {
-        remove(notice.connection, error.what(), now);
-      } else {
-        drop(connection, error.what(), now);
-      }
+void Service::deliver(const Notice& notice, TimePoint now) {
+  const auto found = connections_.find(notice.connection);
+  if (found == connections_.end()) return;
+  Connection& connection = *found->second;
+  try {
+    connection.notify(notice, now);
+    watch(connection);
+    next_sweep_ = std::min(next_sweep_, connection.deadline());
+  } catch (const FrameError& error) {  // of a read that waited for this
+    broke_protocol(connection, error.what(), now);
+  } catch (const LinkError& error) {
+    if (error.status == Status::kPeerLost) {
+      remove(notice.connection, error.what(), now);
+    } else {
+      drop(connection, error.what(), now);
     }
   }
+}
+
+void Service::deliver_notices(TimePoint now) {
+  const auto take = [this] {
+    const std::lock_guard lock(state_.mutex);
+    return state_.table.take_notices();
+  };
+  // Those that cannot be told are dropped, which others are told.
+  for (std::vector<Notice> notices = take(); !notices.empty(); notices = take()) {
+    for (const Notice& notice : notices) deliver(notice, now);
+  }
   const std::lock_guard lock(state_.mutex);  // after the peers: those wait for one another
+  state_.counters.connections = connections_.size();
   const uint64_t settled = state_.table.counters().settled;
   if (settled != announced_settled_) state_.changed.notify_all();
   announced_settled_ = settled;

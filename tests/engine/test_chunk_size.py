@@ -86,7 +86,7 @@ def test_a_chunk_that_no_step_can_hold_is_lowered(
     tmp_path: Path, window_tokens: int, lowered: int
 ) -> None:
     stock = vllm_config(tmp_path, Role.BOTH)
-    stock.scheduler_config.max_num_batched_tokens = 1024
+    stock.scheduler_config.max_num_scheduled_tokens = 1024
     stock.model_config.max_model_len = window_tokens
     assert (
         fit_to_chunking(TetriConfig(role=Role.BOTH, chunk_size=5000), stock).chunk_size == lowered

@@ -78,7 +78,8 @@ def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig
     dummy requests. Neither do data-parallel ranks that
     step together (MoE): a step of one waits for all others."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    most = min(scheduler.max_num_batched_tokens, model.max_model_len)
+    step_tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    most = min(step_tokens, model.max_model_len)
     is_text = not (model.runner_type == "pooling" or model.is_multimodal_model)
     if not is_text or model.is_diffusion or vllm_config.parallel_config.data_parallel_size > 1:
         config = msgspec.structs.replace(config, pad="off")
@@ -88,7 +89,7 @@ def fit_to_chunking(config: TetriConfig, vllm_config: VllmConfig) -> TetriConfig
         logger.warning(
             "The chunk of %d tokens (--tetri-chunk-size) is lowered to %d: a step holds at most %d "
             "(--max-num-batched-tokens), the model's window %d.",
-            config.chunk_size, most, scheduler.max_num_batched_tokens, model.max_model_len,
+            config.chunk_size, most, step_tokens, model.max_model_len,
         )  # fmt: skip
         return msgspec.structs.replace(config, chunk_size=most)
     logger.warning(

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vllm_tetri.policy.adaptive import Objective, PricedRoute
+from vllm_tetri.policy.adaptive import Objective, PricedRoute, token_s
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow
 from vllm_tetri.policy.step_cost import GUESS
 from vllm_tetri.types import InstanceId
@@ -50,9 +50,11 @@ class Backlogs:
         """Take over the loads of a newer view."""
         if not self._most_s:
             return
-        before, self._long_since_s = self._long_since_s, {}
-        were_persistent, self._persistent = self._persistent, set()
-        at_limit = []
+        # One that is not ready may be back soon, and its queue may still be there.
+        away = {each.info.id for each in table.view.instances} - table.by_id.keys()
+        before, were_persistent, at_limit = self._long_since_s, self._persistent, []
+        self._long_since_s = {name: at_s for name, at_s in before.items() if name in away}
+        self._persistent = were_persistent & away
         for name, row in table.by_id.items():
             wait_s, since_s = _wait_s(row), before.get(name, now)
             is_long = wait_s > self._most_s and row.view.load.waiting >= _FEW
@@ -83,8 +85,11 @@ class Backlogs:
 
 def _wait_s(row: InstanceRow) -> float:
     """Return how long the prompts of an instance take; 0 while its steps are not known."""
-    is_known = row.cost is not GUESS and row.queued_tokens > 0
-    return row.computing_s(row.queued_tokens, row.cost.prompt_s) if is_known else 0.0
+    queued_tokens = row.queued_tokens
+    if row.cost is GUESS or queued_tokens <= 0:
+        return 0.0
+    each_tokens = queued_tokens / (max(0, row.view.load.waiting) + 1)
+    return row.computing_s(queued_tokens, token_s(row, each_tokens))
 
 
 SHARE = 4

@@ -32,6 +32,7 @@ class Service : private Sessions {
   bool make_room(TimePoint now);
   void pause_accepting(TimePoint until);
   void serve(uint64_t id, uint32_t events, TimePoint now);
+  void deliver(const Notice& notice, TimePoint now);
   void deliver_notices(TimePoint now);
   void end_overdue(TimePoint now);
   // The peer is gone for sure: no writer is left.
