@@ -226,21 +226,23 @@ def price_route(
     # proportion to what they would be at best.
     (least_s, _), (each_s, _, _) = min(firsts.values()), min(outputs.values())
     weight = _weight(least_s, each_s * need.output_tokens)
+    costs = {
+        row: weight * first_s
+        + prefill_harm_s(row, tokens, found)
+        + _late_cost(row, tokens, first_s, found, objective)
+        for row, (first_s, found) in firsts.items()
+    }
     cost_s, one = inf, wholes[0]
     for row, (_, output_s, room_s) in outputs.items():
-        first_s, found = firsts[row]
-        if weight * first_s + output_s < cost_s:  # else what else it costs need not be known
-            # On one instance the first token waits for room, too; on two it does not.
-            whole_s = _first_cost(row, tokens, first_s, found, weight, objective)
-            whole_s += output_s + weight * room_s
-            if whole_s < cost_s:
-                cost_s, one = whole_s, row
+        # On one instance the first token waits for room, too; on two it does not.
+        whole_s = costs[row] + output_s + weight * room_s
+        if whole_s < cost_s:
+            cost_s, one = whole_s, row
     prefill = decode = one
     against = f"of {len(firsts)}"
     if may_split:
         most_s = inf if prefers_split else cost_s * (1 - margin(one))
-        pairs = prefills, outputs, need, firsts, cached
-        if pair := _best_pair(*pairs, weight, objective, most_s):
+        if pair := _best_pair(prefills, costs, outputs, need, firsts, cached, most_s):
             against = f"aggregated on {one.id} {cost_s:.3g}"
             prefill, decode, cost_s = pair
     (first_s, found), (each_s, _, room_s) = firsts[prefill], outputs[decode]
@@ -276,14 +278,12 @@ def _firsts(
     return firsts
 
 
-def _first_cost(
-    row: InstanceRow, tokens: int, first_s: float, found: float, weight: float, objective: Objective
+def _late_cost(
+    row: InstanceRow, tokens: int, first_s: float, found: float, objective: Objective
 ) -> float:
-    """Return what a prompt costs that is computed there: its wait and that of others, more for a
-    first token after its objective and for a pace beyond it of the outputs that pause for it."""
-    cost_s = weight * first_s + prefill_harm_s(row, tokens, found)
-    if first_s > objective.ttft_s:
-        cost_s += _LATE_WEIGHT * (first_s - objective.ttft_s)
+    """Return what a first token after its objective costs, and a pace beyond it of the outputs that
+    pause for the prompt."""
+    cost_s = _LATE_WEIGHT * (first_s - objective.ttft_s) if first_s > objective.ttft_s else 0.0
     if objective.tpot_s < inf:
         late_s = max(0.0, paused_tpot_s(row, tokens, found) - objective.tpot_s)
         cost_s += _LATE_WEIGHT * late_s * 2 * row.remaining_tokens
@@ -327,23 +327,20 @@ def price_decode(
 
 def _best_pair(
     prefills: list[InstanceRow],
+    costs: dict[InstanceRow, float],
     outputs: dict[InstanceRow, tuple[float, float, float]],
     need: Need,
     firsts: Mapping[InstanceRow, tuple[float, float]],
     there: Mapping[InstanceId, int],
-    weight: float,
-    objective: Objective,
     most_s: float,
 ) -> tuple[InstanceRow, InstanceRow, float] | None:
     """Find two instances between which KV may travel, and their cost together; None if it is
     `most_s` or more for all of them."""
     best, tokens = None, need.prompt_tokens
     for row in prefills:
-        first_s, here = firsts[row]
-        if weight * first_s >= most_s:
+        if costs[row] >= most_s:
             continue
-        first_s = _first_cost(row, tokens, first_s, here, weight, objective)
-        first_s += _capacity_s(row, tokens)
+        first_s, here = costs[row] + _capacity_s(row, tokens), firsts[row][1]
         for other, (_, output_s, _) in outputs.items():
             pair_s = first_s + output_s
             if pair_s < most_s and other is not row and other.key == row.key:

@@ -98,7 +98,7 @@ class Prefix:
 
     def _best_plan(self, row: InstanceRow, here: int) -> FetchPlan | None:
         best: FetchPlan | None = None
-        prompt_tokens, compute_s, sure_part = self._prompt_tokens, 0.0, 1 - margin(row)
+        prompt_tokens, compute_s = self._prompt_tokens, 0.0
         for minus_there, none_s, each_s, holder in self._offers:
             there = -minus_there
             num_tokens = there - here
@@ -106,10 +106,8 @@ class Prefix:
                 continue
             compute_s = compute_s or ttft_s(row, prompt_tokens, here)
             seconds = none_s + num_tokens * each_s
-            if seconds >= compute_s:
-                continue
             saved_s = compute_s - ttft_s(row, prompt_tokens, there)
-            gain_s = saved_s * sure_part - seconds
+            gain_s = saved_s * (1 - margin(row)) - seconds
             if gain_s <= 0:
                 continue
             worth_tokens = gain_s / max(token_s(row, prompt_tokens, here), saved_s / num_tokens)
