@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.set_mode and options.every is None:
         raise ConfigError("--set-mode needs --every: a mode has to prove itself")
     if options.every is not None:
-        _watch(options)
+        _Watch(options).run()
     history = call(options.url, "/tetri/v1/history")
     history["requests"] = history["requests"][-(options.requests or 0) :]
     shown = compare(history)
@@ -82,43 +82,43 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(options: argparse.Namespace) -> NoReturn:
-    os.nice(10)  # simulations leave the cores to what serves
-    call(options.url, "/tetri/v1/history")  # or it is not there at all
-    look = _Look(options)
-    while True:
-        try:
-            found, words = look.again()
-        except ConfigError as error:  # too little is known yet
-            print(f"{error}", flush=True)
-        except AdminError as error:  # it may restart, in another mode
-            look.tuner = Tuner()
-            print(f"{error}", flush=True)
-        else:
-            show(options.json, found)
-            if options.json != "-":
-                print(words, flush=True)
-        time.sleep(options.every)
-
-
-class _Look:
-    """Looks at what a router served since its mode was changed last."""
+class _Watch:
+    """Looks again and again at what a router served since its mode was changed last."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._options, self.tuner, self._changed_s = options, Tuner(), -inf
+        self._options, self._tuner, self._changed_s = options, Tuner(), -inf
 
-    def again(self) -> tuple[dict[str, Any], str]:
+    def run(self) -> NoReturn:
+        """Look until this is ended; raises `AdminError` if there is no router at first."""
+        os.nice(10)  # simulations leave the cores to what serves
+        options = self._options
+        call(options.url, "/tetri/v1/history")
+        while True:
+            try:
+                found, words = self._look()
+            except ConfigError as error:  # too little is known yet
+                print(f"{error}", flush=True)
+            except AdminError as error:  # it may restart, in another mode
+                self._tuner = Tuner()
+                print(f"{error}", flush=True)
+            else:
+                show(options.json, found)
+                if options.json != "-":
+                    print(words, flush=True)
+            time.sleep(options.every)
+
+    def _look(self) -> tuple[dict[str, Any], str]:
         """Return what was found, told to the router and done, and that in words."""
         options, url = self._options, self._options.url
         history = call(url, "/tetri/v1/history")
         newest_s = max((each["arrival_s"] for each in history["requests"]), default=inf)
         if newest_s < self._changed_s:  # its host has another clock now
-            self.tuner, self._changed_s = Tuner(), -inf
+            self._tuner, self._changed_s = Tuner(), -inf
         ended = [each for each in history["requests"] if each["arrival_s"] > self._changed_s]
         found = compare({**history, "requests": ended[-(options.requests or 0) :]})
         call(url, "/tetri/v1/regret", {"regret": found["regret"], "error": _error(found)})
         words = verdict(found).replace("\n", "; ")
-        if options.set_mode and (change := self.tuner.decide(found)) is not None:
+        if options.set_mode and (change := self._tuner.decide(found)) is not None:
             call(url, "/tetri/v1/mode", {"mode": change.mode})
             self._changed_s = newest_s
             words += f"\nmode {found['mode']} -> {change.mode}: {change.reason}"

@@ -15,15 +15,7 @@ from statistics import fmean
 
 from examples.benchmarks.classes import CLASSES, STRICT
 from examples.benchmarks.figures import Results
-from examples.benchmarks.regrets import (
-    ACCURACY,
-    BUDGETS,
-    INSTANCES,
-    LAYOUTS,
-    LINK,
-    STOCK,
-    at_once_per_s,
-)
+from examples.benchmarks.regrets import ACCURACY, INSTANCES, LAYOUTS, STOCK, at_once_per_s, clusters
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, Stock, make_instances, of_profile
@@ -40,19 +32,6 @@ def strict(engine: EngineConfig, kind: str) -> Objective:
     alone = simulate(one, Demand(kind, least_requests=LONE).specs(1 / LONE_S, 0))
     times, paces = (each.ttft_s for each in alone), (each.tpot_s for each in alone)
     return Objective(STRICT[0] * fmean(times), STRICT[1] * fmean(paces))
-
-
-def ways(engine: EngineConfig) -> dict[str, ClusterConfig]:
-    """Return the clusters that are compared."""
-    sized, everything = replace(engine, has_sized_chunks=True), LAYOUTS["whole"][1]
-    found = {
-        name: ClusterConfig(make_instances(*roles, engine=sized), mode, link=LINK)
-        for name, (mode, roles) in LAYOUTS.items()
-    }
-    for tokens in BUDGETS:
-        stock = make_instances(*everything, engine=replace(engine, kind=Stock(tokens)))
-        found[f"{STOCK}{tokens}"] = ClusterConfig(stock, "least-in-flight")
-    return found
 
 
 def goodput(config: ClusterConfig, demand: Demand, slo: Objective, guess: float) -> float:
@@ -83,7 +62,9 @@ def main() -> None:
             slo = strict(engine, kind)
             guess = at_once_per_s(engine, kind, options.num_prompts) / 2
             demand = Demand(kind, accuracy=ACCURACY, least_requests=options.num_prompts)
-            for way, config in ways(engine).items():
+            for way, config in clusters(engine).items():
+                if way not in LAYOUTS and not way.startswith(STOCK):
+                    continue  # chunks of one size
                 per_s = goodput(config, demand, slo, guess)
                 results.add(
                     profile=name, **{"class": kind}, way=way, per_s=round(per_s, 4),

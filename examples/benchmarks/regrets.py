@@ -49,8 +49,8 @@ SHOWN = ("ttft_mean_s", "itl_p99_s", "jct_mean_s")
 LINK = 25e9  # bytes per second
 
 
-def outcomes(engine: EngineConfig, specs: Sequence[RequestSpec]) -> dict[str, dict[str, float]]:
-    """Return the figures of each way of serving requests, those of stock vLLM last."""
+def clusters(engine: EngineConfig) -> dict[str, ClusterConfig]:
+    """Return each way of serving requests, those of stock vLLM last."""
     sized = replace(engine, has_sized_chunks=True)
     ways = {name: (*layout, sized) for name, layout in LAYOUTS.items()}
     for name, tokens in product((USUAL, "whole"), CHUNKS):
@@ -59,9 +59,17 @@ def outcomes(engine: EngineConfig, specs: Sequence[RequestSpec]) -> dict[str, di
     for tokens in BUDGETS:
         stock = replace(engine, kind=Stock(budget_tokens=tokens))
         ways[f"{STOCK}{tokens}"] = ("least-in-flight", LAYOUTS[USUAL][1], stock)
+    return {
+        name: ClusterConfig(make_instances(*roles, engine=each), mode, link=LINK)
+        for name, (mode, roles, each) in ways.items()
+    }
+
+
+def outcomes(engine: EngineConfig, specs: Sequence[RequestSpec]) -> dict[str, dict[str, float]]:
+    """Return the figures of each way of serving requests."""
     found = {}
-    for name, (mode, roles, each) in ways.items():
-        outcome = run(ClusterConfig(make_instances(*roles, engine=each), mode, link=LINK), specs)
+    for name, config in clusters(engine).items():
+        outcome = run(config, specs)
         found[name] = figures(outcome.served, NO_OBJECTIVE, outcome.refused)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from vllm_tetri.policy.overload import (
     may_begin,
 )
 from vllm_tetri.policy.tables import TableMaker
-from vllm_tetri.types import InstanceId, InstanceView, StepCoefficients
+from vllm_tetri.types import InstanceId, InstanceState, InstanceView, StepCoefficients
 
 P, Q = InstanceId("p"), InstanceId("q")
 
@@ -128,6 +129,15 @@ def test_a_few_long_prompts_are_no_crowd() -> None:
 @pytest.mark.parametrize("queue", [Queue(most_s=0.0), Queue(is_known=False)])
 def test_without_a_limit_or_a_known_speed_none_is_full(queue: Queue) -> None:
     assert not any(queue.stays(60.0, 300))
+
+
+def test_one_that_misses_reports_has_its_queue_when_it_is_back() -> None:
+    queue = Queue()
+    assert any(queue.stays(60.0, PATIENCE_S + 1))
+    silent = replace(prefill("p", SPEED), state=InstanceState.SILENT)
+    queue.backlogs.observe(table(silent), queue.now)
+    assert not queue.backlogs.at_limit
+    assert queue.is_full(60.0)
 
 
 def test_one_that_is_gone_is_forgotten() -> None:

@@ -92,5 +92,7 @@ async def test_ten_times_too_much_is_refused_at_once_and_leaves_nothing() -> Non
         await eventually(lambda: len(made.listener.connections) == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= before)
         assert len(made.scheduler.table) == 0
+        for name in ("p", "d"):
+            assert made.scheduler.table.clients_at(made[name].id).total() == 0
         for key in KEYS:
             assert (await made.ask(headers={"Authorization": f"Bearer {key}"}))[0] == 200

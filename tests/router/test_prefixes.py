@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from typing import Any
 
 import pytest
+from cachetools import TTLCache
 
 from vllm_tetri.policy.residency import Chain
 from vllm_tetri.router import prefixes
@@ -125,7 +127,14 @@ def test_what_was_used_least_recently_is_forgotten(monkeypatch: pytest.MonkeyPat
 
 
 def test_requests_that_do_not_end_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_PENDING_S", 0.0)
-    index, starts = PrefixIndex(), chat(user("a"))
-    learn(index, starts, chain(50), 640)
-    assert index.find(starts) is None
+    now_s = 0.0
+    monkeypatch.setattr(prefixes, "TTLCache", partial(TTLCache, timer=lambda: now_s))
+    index, asked = PrefixIndex(), [chat(user(text)) for text in "ab"]
+    index.expect("r2", asked[0])
+    index.expect("r3", asked[1])
+    now_s = 899.0
+    index.learn(P, "chatcmpl-r3", chain(50), 640)
+    assert index.find(asked[1]) is not None
+    now_s = 901.0
+    index.learn(P, "chatcmpl-r2", chain(50), 640)
+    assert index.find(asked[0]) is None

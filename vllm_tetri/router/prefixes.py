@@ -68,7 +68,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._learnt = LRUCache[bytes, _Learnt](_MAX_NAMES, lambda each: each.share)
-        self._pending = TTLCache[str, list[Start]](_MAX_PENDING, _PENDING_S)
+        self._pending: TTLCache[str, list[Start]] = TTLCache(_MAX_PENDING, _PENDING_S)
 
     def expect(self, entry: str, starts: list[Start]) -> None:
         """Keep the starts of a request that was sent to an instance, until its chain comes."""
