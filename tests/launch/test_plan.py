@@ -47,8 +47,21 @@ def test_routers_take_the_ports_that_follow_or_say_which_is_taken() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port ({port - 1}|{port}) .* in use"):
             make_plan(options(f"--port={port - 1}", "--routers=2"), CPU)
+        with pytest.raises(ConfigError, match=f"port {port} .* in use.*--shared-port"):
+            make_plan(options(f"--shared-port={port}", "--routers=2"), CPU)
     with pytest.raises(ConfigError, match=r"65536 .* does not exist|65535 .* in use"):
         make_plan(options("--port=65535", "--routers=2"), CPU)
+
+
+def test_routers_share_a_port_that_no_instance_gets() -> None:
+    port = free_port()
+    plan = make_plan(options(f"--shared-port={port}", "--routers=2"), CPU)
+    for each in plan.routers:
+        words = each.command(each.port)
+        assert words[words.index("--shared-port") + 1] == str(port)
+    assert len({port, *(each.port for each in plan.routers)}) == 3
+    with pytest.raises(ConfigError, match=f"a router has port {port}"):
+        make_plan(options(f"--shared-port={port}", f"--instance-port-base={port}"), CPU)
 
 
 def test_instances_take_fixed_ports_or_say_which_is_taken() -> None:

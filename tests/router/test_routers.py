@@ -27,6 +27,7 @@ from vllm_tetri.security import VARIABLE
 from vllm_tetri.types import InstanceId, Role
 
 D2 = InstanceId("d2")
+ENDED = 'tetri_requests_total{outcome="ok"'
 ROOT = Path(__file__).parents[2]
 
 
@@ -174,9 +175,12 @@ async def test_without_a_lease_no_watcher_flips_where_there_are_several_routers(
 
 
 @contextmanager
-def router_process(control: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def router_process(
+    control: str, shared_port: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     port = free_port()
     words = f"router --port {port} --control {control} --flip off --mode split"
+    words += f" --shared-port {shared_port}" if shared_port else ""
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_tetri.cli", *words.split()],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -220,6 +224,33 @@ async def test_a_router_that_dies_takes_only_its_own_requests_with_it() -> None:
             await until_serving(client, other)
             status, body = await ask(client, other)
             assert status == 200, body
+
+
+async def test_routers_share_a_port_and_one_that_dies_leaves_it_to_the_others() -> None:
+    controls, port = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)], free_port()
+    shared = f"http://127.0.0.1:{port}"
+    one_each = aiohttp.TCPConnector(force_close=True)  # the kernel spreads connections
+    async with joined(instances(), *controls), aiohttp.ClientSession(connector=one_each) as client:
+        with router_process(controls[0], port) as first, router_process(controls[1], port) as last:
+            sides = first, last
+            for _, url in sides:
+                await until_serving(client, url)
+            # By chance all go to the same one in 1 of 2^31 cases.
+            assert {status for status, _ in [await ask(client, shared) for _ in range(32)]} == {200}
+            served = [await num_ended(client, url) for _, url in sides]
+            assert min(served) > 0
+            assert sum(served) == 32
+            first[0].kill()
+            await asyncio.to_thread(first[0].wait)
+            assert {status for status, _ in [await ask(client, shared) for _ in range(8)]} == {200}
+            assert await num_ended(client, last[1]) == served[1] + 8
+
+
+async def num_ended(client: aiohttp.ClientSession, url: str) -> int:
+    """Return how many requests a router has served."""
+    async with client.get(url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith(ENDED))
 
 
 async def ask(

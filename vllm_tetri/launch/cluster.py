@@ -174,14 +174,14 @@ class KeptCluster:
         deadline = asyncio.get_running_loop().time() + JOIN_TIMEOUT_S
         for router in self._routers:
             await self._until_joined(router, deadline)
-        first, *more = self._routers
+        first, at = self._routers[0], [f"{each.url}/v1" for each in self._routers]
         models = (await first.get_json("/v1/models")).get("data") or [{}]
         model = models[0].get("id") or self.options.model
         if self.options.ready_file is not None:
             self._write_ready_file(self.options.ready_file, model)
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-        lines = [f"ready in {self.display.elapsed_s:.1f} s: {first.url}/v1"]
-        lines += [f"  and at {each.url}/v1" for each in more]
+        at += [f"port {port} of all" for port in [self.options.shared_port] if port]
+        lines = [f"ready in {self.display.elapsed_s:.1f} s: " + "\n  and at ".join(at)]
         lines.append(f"  curl {first.url}/v1/chat/completions \\")
         if first.spec.key:
             lines.append(f'    -H "authorization: Bearer ${KEY_VARIABLE}" \\')

@@ -37,8 +37,8 @@ _OWN_OPTIONS = frozenset({"role", "tetri-instance", "tetri-control", "tetri-url"
                           "tetri-secret-file", "port", "ssl-keyfile", "ssl-certfile"})  # fmt: skip
 # Options that `up` hands to its routers unchanged.
 _PASSED_ON = ("mode", "moves", "mirror", "max_in_flight", "max_queue_delay", "flip", "flip_after",
-              "flip_lease", "ttft_slo", "tpot_slo", "shutdown_timeout", "ssl_certfile",
-              "ssl_keyfile", "otlp_traces_endpoint")  # fmt: skip
+              "flip_lease", "ttft_slo", "tpot_slo", "shutdown_timeout", "shared_port",
+              "ssl_certfile", "ssl_keyfile", "otlp_traces_endpoint")  # fmt: skip
 _COMPILATION = {"enforce-eager", "no-enforce-eager", "compilation-config", "cc",
                 "optimization-level", "O", "O0", "O1", "O2", "O3"}  # fmt: skip
 _GPU_MEMORY_PART = 0.9
@@ -96,7 +96,7 @@ def make_plan(
         )
     roles = _roles(options, machine, serve.num_workers)
     placements = _placements(options, roles, machine, serve.num_workers)
-    ports = _router_ports(options)
+    ports, shared = _router_ports(options), _shared_ports(options)
     controls = _control_addresses(options.routers, machine.address, may_take_default)
     of_instances, of_routers = _keys(options, serve.api_keys)
     workers = len(roles) * serve.num_workers
@@ -105,7 +105,7 @@ def make_plan(
     if options.otlp_traces_endpoint and "otlp-traces-endpoint" not in serve.names:
         words += ["--otlp-traces-endpoint", options.otlp_traces_endpoint]
     names = [f"{role.value}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
-    taken = {*ports, *(int(each.rpartition(":")[2]) for each in controls)}
+    taken = {*ports, *shared, *(int(each.rpartition(":")[2]) for each in controls)}
     instance_ports = _instance_ports(options, len(roles), taken)
     instances = [
         ChildSpec(
@@ -197,6 +197,12 @@ def _router_ports(options: argparse.Namespace) -> list[int]:
     if not options.port:
         return free_ports(options.routers, options.host)
     return _ports("--port", options.port, options.routers, options.host)
+
+
+def _shared_ports(options: argparse.Namespace) -> list[int]:
+    """The port that all routers have, if there is one."""
+    port = options.shared_port
+    return [] if port is None else _ports("--shared-port", port, 1, options.host)
 
 
 def _instance_ports(options: argparse.Namespace, number: int, taken: set[int]) -> list[int]:

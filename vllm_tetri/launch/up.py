@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instances for prefill and decode (default: 0; without any count, in mode adaptive "
         "or whole: one per GPU or group of --tensor-parallel-size GPUs, one on a CPU host)")
     add("--routers", type=count, default=1, metavar="N",
-        help="routers; put a load balancer in front of several (default: %(default)s)")
+        help="routers; give several of them a --shared-port, or put a load balancer in front "
+        "(default: %(default)s)")
     add("--host", default="127.0.0.1", help="address of the router (default: %(default)s)")
     add("--port", type=int, default=8000,
         help="port of the router, 0 for a free one; further routers have the ports that follow "

@@ -150,6 +150,9 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="copy running outputs to the prefix cache of a second instance each time they have "
         "grown by so many tokens, so that one whose instance dies goes on there at once "
         "(default: no copies)")
+    add("--shared-port", type=count, metavar="PORT",
+        help="one more port for clients, which several routers of this host may have: the kernel "
+        "spreads new connections over them (default: none)")
     add("--otlp-traces-endpoint", metavar="URL",
         help="collector of OpenTelemetry traces, as with vllm serve, whose spans are in the same "
         "traces if it has this option, too; OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says how it is "
@@ -206,12 +209,13 @@ def run(options: argparse.Namespace) -> int:
         scheduler = GlobalScheduler(config)
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
-        async with listening(app, limits, address, tls) as listener:
+        async with listening(app, limits, address, tls, options.shared_port) as listener:
             scheme = "http" if tls is None else "https"
-            instances = scheduler.monitor.address
+            shared = f" and port {port}" if (port := options.shared_port) is not None else ""
+            clients, instances = (scheme, *listener.address, shared), scheduler.monitor.address
             gc.freeze()
             gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
-            _log.info("clients: %s://%s:%d  instances: %s", scheme, *listener.address, instances)
+            _log.info("clients: %s://%s:%d%s  instances: %s", *clients, instances)
             listener.stop_s = await stop
             _log.info("stopping: requests in flight have %g s to end", listener.stop_s)
 

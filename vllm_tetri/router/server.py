@@ -317,9 +317,11 @@ async def listening(
     limits: Limits,
     address: tuple[str, int],
     tls: ssl.SSLContext | None = None,
+    shared_port: int | None = None,
 ) -> AsyncIterator[Listener]:
-    """Start the application and listen. Raises `OSError`: the port cannot be bound; `ConfigError`:
-    the application cannot start."""
+    """Start the application and listen, also at a port that other processes of this user may
+    share: each gets some of its connections (SO_REUSEPORT). Raises `OSError`: a port cannot be
+    bound; `ConfigError`: the application cannot start."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     connections, limit_log = set[Connection](), LimitLog()
     await runner.setup()
@@ -328,20 +330,25 @@ async def listening(
         assert server is not None
         server.request_handler = partial(_serve, server.request_handler)
         loop = asyncio.get_running_loop()
-        port = await loop.create_server(
+        listen = partial(
+            loop.create_server,
             lambda: Connection(server, limits, connections, limit_log),
-            *address,
+            address[0],
             backlog=_BACKLOG,
             ssl=tls,
             ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
         )
+        ports = [await listen(address[1])]
         watching = loop.create_task(_watch(connections, limits))
-        listener = Listener(port.sockets[0].getsockname()[:2], connections)
+        listener = Listener(ports[0].sockets[0].getsockname()[:2], connections)
         try:
+            if shared_port is not None:
+                ports.append(await listen(shared_port, reuse_port=True))
             yield listener
         finally:
             watching.cancel()
-            port.close()
+            for port in ports:
+                port.close()
             await asyncio.sleep(0)  # requests that were accepted begin
             server.pre_shutdown()
             await app.shutdown()
