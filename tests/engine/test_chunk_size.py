@@ -81,6 +81,19 @@ def test_beside_decodes_more_prompts_get_larger_chunks(device: Device) -> None:
     assert 16 <= largest[0] < largest[1] <= 1024
 
 
+def test_a_report_says_what_the_next_prompt_gets_of_a_step(device: Device) -> None:
+    device.endpoint.agent.close()  # its thread would read the load, too
+    prompts(device, *range(300, 340, 7))
+    alone = device.endpoint.read_load().chunk_tokens
+    decodes = [device.add(f"d{n}", list(range(9 + n)), max_tokens=900) for n in range(8)]
+    device.run_until(lambda: all(each.num_output_tokens > 20 for each in decodes))
+    beside = device.endpoint.read_load().chunk_tokens
+    device.sizes.clear()
+    prompts(device, 900)
+    assert next(size for size in device.sizes if size > 8) - 8 == pytest.approx(beside, abs=16)
+    assert 16 <= beside != alone
+
+
 @pytest.mark.parametrize(("window_tokens", "lowered"), [(2048, 1024), (100, 100), (9999, 1024)])
 def test_a_chunk_that_no_step_can_hold_is_lowered(
     tmp_path: Path, window_tokens: int, lowered: int

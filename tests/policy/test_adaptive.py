@@ -244,15 +244,15 @@ def test_holders_are_found_among_many() -> None:
 # -- what was promised ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [100, 800])
+@pytest.mark.parametrize(("answer", "queued"), [(100, 1000), (800, 1400)])
 def test_a_place_that_keeps_the_first_token_s_promise_comes_before_a_cheaper_one(
-    answer: int,
+    answer: int, queued: int
 ) -> None:
-    pair = serving("cheap", queued_tokens=1500), serving("quick", decodes=30)
+    pair = serving("cheap", queued_tokens=queued), serving("quick", decodes=30)
     options: dict[str, Any] = {"prompt": 20, "answer": answer, "may_split": False}
-    late, soon = (chosen(each, **options) for each in pair)
-    assert soon.ttft_s < 0.3 < late.ttft_s
-    for ttft_s, name in ((inf, "cheap"), (60, "cheap"), (0.3, "quick")):
+    late, soon = (chosen(each, **options).ttft_s for each in pair)
+    assert soon < late < 60
+    for ttft_s, name in ((inf, "cheap"), (60, "cheap"), ((soon + late) / 2, "quick")):
         assert where(*pair, objective=Objective(ttft_s=ttft_s), **options) == (name, name)
 
 
@@ -409,7 +409,7 @@ def _whole_s(many: list[InstanceView], name: str, ask: Need, objective: Objectiv
     context = ask.prompt_tokens + tokens / 2
     least_ttft_s = min(adaptive.ttft_s(each, ask.prompt_tokens) for each in sites.values())
     least_answer_s = tokens * min(adaptive.tpot_s(each, context) for each in answering)
-    weight = 1 + min(50, 0.3 * (1 + least_answer_s / least_ttft_s))
+    weight = 1 + min(50, 0.8 * (1 + least_answer_s / least_ttft_s))
     ttft_s = adaptive.ttft_s(site, ask.prompt_tokens)
     tpot_s = adaptive.tpot_s(site, context)
     cost_s = weight * ttft_s + adaptive.prefill_harm_s(site, ask.prompt_tokens)

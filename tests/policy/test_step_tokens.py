@@ -129,3 +129,18 @@ def test_a_given_chunk_is_taken_in_every_step() -> None:
         CPU, num_decodes=4, decode_tokens=4, decode_context=99, num_prompts=1, prompt_context=0
     )
     assert (sizes.alone(CPU), tokens) == (300, 304)
+    assert sizes.next_chunk(CPU, 4, 99, 0) == sizes.next_chunk(CPU, 0, 0, 7) == 300
+
+
+@given(costs, counts, contexts, st.integers(0, 100))
+def test_the_next_chunk_is_that_of_the_step_with_one_more_prompt(
+    cost: StepCoefficients, num_decodes: int, decode_context: int, num_prompts: int
+) -> None:
+    sizes = StepSizes(None, None, most_tokens=2048, tile_tokens=16)
+    tokens = sizes.beside(
+        cost, num_decodes=num_decodes, decode_tokens=num_decodes, decode_context=decode_context,
+        num_prompts=num_prompts + 1, prompt_context=0,
+    )  # fmt: skip
+    chunk_tokens = sizes.next_chunk(cost, num_decodes, decode_context, num_prompts)
+    assert num_decodes + chunk_tokens == tokens
+    assert sizes.next_chunk(cost, 0, 0, num_prompts) == sizes.alone(cost)

@@ -25,7 +25,7 @@ from vllm_tetri.engine.compat import KVCacheConfig, KVCacheManager, Request
 from vllm_tetri.engine.continuation import Continuations
 from vllm_tetri.engine.dispatcher import Dispatcher
 from vllm_tetri.engine.moves import MoveSide
-from vllm_tetri.engine.pacing import StepClock
+from vllm_tetri.engine.pacing import StepBudget, StepClock
 from vllm_tetri.engine.pool import Pool
 from vllm_tetri.engine.prediction import LengthsStore, Predictions
 from vllm_tetri.engine.queue import PrefillQueue
@@ -81,7 +81,7 @@ class SchedulerState(Protocol):
     continuations: Continuations
     clock: StepClock
     num_spec_tokens: int  # most drafts of a decode
-    chunk_tokens: int  # most prompt tokens of a step
+    budget: StepBudget
     preemptions: int  # how often a request lost its blocks
     decodes_done: int  # requests decoded here that ended
 
@@ -149,7 +149,7 @@ class LoadReader:
             output_tokens_done=fit.output_tokens_done,
             cost=fit.cost,
             context_tokens=sum(each.num_computed_tokens for each in decodes),
-            chunk_tokens=scheduler.chunk_tokens,
+            chunk_tokens=scheduler.budget.next_chunk_tokens(running, len(scheduler.waiting.lane)),
             handover_s=sends.handovers.base_s,
             handover_token_s=sends.handovers.token_s,
             kv_bytes_sent=sends.sent_bytes,

@@ -127,6 +127,14 @@ class StepBudget:
         """Prompt tokens of a step without decodes."""
         return self._sizes.alone(self._cost())
 
+    def next_chunk_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
+        """Return the prompt tokens of a step after one more prompt has come (any thread)."""
+        decodes = [request for request in running if not request.is_prefill_chunk]
+        context, num_prompts = sum(map(_computed_tokens, decodes)), len(running) - len(decodes)
+        return self._sizes.next_chunk(
+            self._cost(), len(decodes), context, num_prompts + num_waiting
+        )
+
     def tokens(self, running: Sequence[Request], decode_tokens: int, num_waiting: int) -> int:
         """Return the most tokens of the next step, with `decode_tokens` for the running decodes
         and `num_waiting` prompts that are not started."""

@@ -96,8 +96,8 @@ class TetriScheduler(Scheduler):
         fit, chunk_tokens = StepFit(), None
         if config.chunk_size != "auto":
             chunk_tokens = min(config.chunk_size, self._most_tokens)
-        self._budget = StepBudget(fit, chunk_tokens, config.tbt_slo_s, self._most_tokens)
-        self.clock = StepClock(fit, self._budget)
+        self.budget = StepBudget(fit, chunk_tokens, config.tbt_slo_s, self._most_tokens)
+        self.clock = StepClock(fit, self.budget)
         self._cuts_freely = cuts_freely(self.vllm_config)
         self._shares: dict[str, int] = {}  # tokens of this step per started prompt
         self._num_ready = 0  # that this step may admit in addition to started prompts
@@ -135,7 +135,7 @@ class TetriScheduler(Scheduler):
         has_predictor = (predictions := self._endpoint.predictions).predictor is not None
         self.waiting.awaits_predictions = has_predictor and predictions.is_sequential
         self._pads = role is Role.PREFILL and self._config.pad == "on"
-        self.chunk_tokens = self.max_num_scheduled_tokens = self._budget.chunk_tokens
+        self._chunk_tokens = self.max_num_scheduled_tokens = self.budget.chunk_tokens
 
     def _take_role(self) -> None:
         if (role := self._endpoint.take_role()) is not None:
@@ -237,7 +237,7 @@ class TetriScheduler(Scheduler):
             self._share_out()
         else:
             # Leave the tokens added by `_set_budget` to the requests that are ready.
-            left_tokens = self.chunk_tokens if self._num_ready else 0
+            left_tokens = self._chunk_tokens if self._num_ready else 0
             self._shares = share_in_order(self.running, left_tokens) if left_tokens else {}
         if self._pads:
             self._pad()
@@ -253,13 +253,13 @@ class TetriScheduler(Scheduler):
         """Set the tokens of the step: a chunk and all decodes, and those of every request whose KV
         is here: vLLM admits none without tokens left."""
         decode_tokens = self._decode_tokens()
-        tokens = self._budget.tokens(self.running, decode_tokens, len(self.waiting.lane))
+        tokens = self.budget.tokens(self.running, decode_tokens, len(self.waiting.lane))
         # vLLM lets a request in that decodes at once only with all its drafts.
         num_fetched = sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))
         num_ready = self._count_ready() * (1 + self.num_spec_tokens) + num_fetched
         self._num_ready = num_ready
         self.max_num_scheduled_tokens = min(tokens + num_ready, self._most_tokens)
-        self.chunk_tokens = max(1, self.max_num_scheduled_tokens - decode_tokens - num_ready)
+        self._chunk_tokens = max(1, self.max_num_scheduled_tokens - decode_tokens - num_ready)
 
     def _count_ready(self) -> int:
         """Count requests that need only one token of a step: their KV is here or loading."""
@@ -318,7 +318,7 @@ class TetriScheduler(Scheduler):
         return super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
 
     def _pad(self) -> None:
-        chunk_tokens = self._budget.chunk_tokens
+        chunk_tokens = self.budget.chunk_tokens
         missing_tokens = chunk_tokens - self.waiting.lane.unfinished_tokens
         if 0 < missing_tokens < chunk_tokens:
             self._padding, self._has_padded = dummy_request(self, missing_tokens), True

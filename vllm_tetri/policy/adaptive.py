@@ -34,8 +34,8 @@ from vllm_tetri.policy.ledger import ClusterState, Ranked
 from vllm_tetri.types import InstanceId, Role
 
 # Weight of the relative growth of the time to the first token, if that of the whole time has 1.
-# Simulated between 0.1 and 1; less makes first tokens late, more makes outputs slow.
-_FIRST_TOKEN_PART = 0.3
+# Simulated between 0.3 and 1.2; less makes first tokens late, more makes outputs slow.
+_FIRST_TOKEN_PART = 0.8
 _MAX_WEIGHT = 50.0
 _MIN_S = 1e-6
 # Part of the cost by which splitting must be better: with guessed step times, and known ones.

@@ -83,6 +83,22 @@ class StepSizes:
         )
         return self._whole(decode_tokens, prompt_tokens)
 
+    def next_chunk(
+        self, cost: StepCoefficients, num_decodes: int, decode_context: int, num_prompts: int
+    ) -> int:
+        """Return the prompt tokens of a step after one more prompt has come to `num_prompts`."""
+        if not num_decodes:
+            return self.alone(cost)
+        tokens = self.beside(
+            cost,
+            num_decodes=num_decodes,
+            decode_tokens=num_decodes,
+            decode_context=decode_context,
+            num_prompts=num_prompts + 1,
+            prompt_context=0,
+        )
+        return max(1, tokens - num_decodes)
+
     def _whole(self, decode_tokens: int, prompt_tokens: int) -> int:
         """Round to whole tiles. Prompts must go on, so one tile of them fits however few are asked
         for; only `most_tokens` is never exceeded."""

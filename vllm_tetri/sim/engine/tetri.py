@@ -344,6 +344,8 @@ class TetriInstance(Instance):
         )
         again_tokens += sum(each.num_prompt_tokens - num for each, num in self.fetching.items())
         running = len(self.batch) + len(self.started)
+        num_prompts = len(self.queue) + len(self.started)
+        cost, context = linear(self.engine.cost), self.batch.context_tokens
         config, token_bytes = self.cluster.config, self.engine.kv_token_bytes or 0
         token_s = config.handover_token_s if config.link is None else token_bytes / config.link
         return InstanceLoad(
@@ -359,9 +361,9 @@ class TetriInstance(Instance):
             remaining_tokens=sum(total for total, _ in outlooks) - sum(each for _, each in rows),
             reserved_blocks=self.gate.admission.reserved_blocks if running else 0,
             prompt_tokens_done=self.prompt_tokens_done,
-            cost=linear(self.engine.cost),
+            cost=cost,
             context_tokens=context_tokens,
-            chunk_tokens=self._sizes.alone(linear(self.engine.cost)),
+            chunk_tokens=self._sizes.next_chunk(cost, len(self.batch), context, num_prompts),
             handover_s=config.handover_base_s,
             handover_token_s=token_s,
             usual_tokens=self.lengths.usual_tokens(),
