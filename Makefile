@@ -32,7 +32,7 @@ test-rest: install-suites ## what test-all has beyond test: faults, fuzzing, san
 test-all: install-suites ## test and test-rest: about 50 minutes on two cores
 	@.ci/test quick rest
 
-test-long: install ## every model runner, every kind of fault, soak: what test-all leaves out; an hour
+test-long: install ## every model runner, form of request, kind of fault, soak: what test-all leaves out; an hour
 	@.ci/test long
 
 suites: install-suites ## tests of vLLM and openai-python, schemathesis, load generators, through us

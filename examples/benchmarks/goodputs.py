@@ -3,7 +3,8 @@
 `python -m examples.benchmarks.goodputs --output FILE.jsonl` finds, for four instances of each
 profile and each class, the highest rate at which 90 % of the requests keep both strict SLOs: four
 times the TTFT and two and a half times the TPOT of one request alone on stock vLLM, means over
-requests of the class. Stock vLLM stands behind a router that sends to the least in flight.
+requests of the class. Stock vLLM stands behind a router that sends to the least in flight. The
+last way is the usual one with these SLOs promised (`--ttft-slo`, `--tpot-slo`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from statistics import fmean
 
 from examples.benchmarks.classes import CLASSES, STRICT
 from examples.benchmarks.figures import Results
-from examples.benchmarks.regrets import ACCURACY, INSTANCES, LAYOUTS, STOCK, at_once_per_s, clusters
+from examples.benchmarks.regrets import ACCURACY, INSTANCES, USUAL, at_once_per_s, clusters
 from vllm_tetri.policy.adaptive import Objective
 from vllm_tetri.sim.cluster import simulate
 from vllm_tetri.sim.config import ClusterConfig, EngineConfig, Stock, make_instances, of_profile
 from vllm_tetri.sim.cost.profiles import profile
+from vllm_tetri.sim.modes import AdaptiveMode
 from vllm_tetri.sim.plan.goodput import Demand, Score, highest_rate, score
 
 PROFILES = ("opt-13b-2xv100", "roofline:llama-3-8b:h100", "roofline:llama-3-70b:h100:4")
@@ -32,6 +34,15 @@ def strict(engine: EngineConfig, kind: str) -> Objective:
     alone = simulate(one, Demand(kind, least_requests=LONE).specs(1 / LONE_S, 0))
     times, paces = (each.ttft_s for each in alone), (each.tpot_s for each in alone)
     return Objective(STRICT[0] * fmean(times), STRICT[1] * fmean(paces))
+
+
+def promised(slo: Objective) -> type[AdaptiveMode]:
+    """Return mode adaptive with promises."""
+
+    class Promised(AdaptiveMode):
+        objective = slo
+
+    return Promised
 
 
 def goodput(config: ClusterConfig, demand: Demand, slo: Objective, guess: float) -> float:
@@ -62,9 +73,11 @@ def main() -> None:
             slo = strict(engine, kind)
             guess = at_once_per_s(engine, kind, options.num_prompts) / 2
             demand = Demand(kind, accuracy=ACCURACY, least_requests=options.num_prompts)
-            for way, config in clusters(engine).items():
-                if way not in LAYOUTS and not way.startswith(STOCK):
-                    continue  # chunks of one size
+            ways = clusters(engine)
+            ways["adaptive, promised"] = replace(ways[USUAL], mode=promised(slo))
+            for way, config in ways.items():
+                if "chunks of" in way:
+                    continue  # of one size
                 per_s = goodput(config, demand, slo, guess)
                 results.add(
                     profile=name, **{"class": kind}, way=way, per_s=round(per_s, 4),

@@ -17,15 +17,17 @@ pytestmark = pytest.mark.e2e
 
 
 def cases_of(number: int, shape: Shape) -> list[Any]:
-    """All cases of a shape; all but one are slow, another one from shape to shape."""
+    """All cases of a shape: one is quick, the next one slow, the others long; other ones from
+    shape to shape."""
     forms = [(kind, stream) for kind in shape.kinds for stream in shape.streams]
+    marks = {0: [], 1: [pytest.mark.slow]}
     return [
         pytest.param(
             shape,
             kind,
             stream,
             id=f"{shape.name}-{kind}{'-streamed' if stream else ''}",
-            marks=[] if index == number % len(forms) else pytest.mark.slow,
+            marks=marks.get((index - number) % len(forms), [pytest.mark.long]),
         )
         for index, (kind, stream) in enumerate(forms)
     ]
