@@ -67,8 +67,8 @@ def test_the_worse_mode_is_regretted() -> None:
 
 
 def test_a_simulation_of_itself_is_exact_and_one_of_others_is_not_believed() -> None:
-    told = history("whole")
-    assert compare(told)["errors"] == pytest.approx({"ttft_mean_s": 0, "jct_mean_s": 0}, abs=0.1)
+    told = history("whole", rate=1.0)
+    assert compare(told)["errors"] == pytest.approx({"ttft_mean_s": 0, "jct_mean_s": 0}, abs=0.02)
     assert "believed" not in verdict(compare(told))
     for each in told["requests"]:
         each["ttft_s"] *= 2
@@ -76,14 +76,14 @@ def test_a_simulation_of_itself_is_exact_and_one_of_others_is_not_believed() -> 
 
 
 def test_what_is_outside_engines_counts() -> None:
-    told = history("whole")
+    told = history("whole", rate=1.0)
     for each in told["requests"]:
         each["front_s"] = 0.5
     assert compare(told)["systems"][1]["ttft_mean_s"] > 0.5
 
 
 def test_too_little_is_known() -> None:
-    told = history("whole")
+    told = history("whole", rate=1.0)
     with pytest.raises(ConfigError, match="19 requests ended well"):
         compare({**told, "requests": told["requests"][:19]})
     told["instances"][1]["load"] = {
