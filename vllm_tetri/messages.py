@@ -29,7 +29,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 10
+VERSION = 11
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_WORDS = 4096  # characters of a reason

@@ -245,7 +245,10 @@ class InstanceLoad:
         StepCoefficients()
     )
     context_tokens: Annotated[int, _gauge("Context of all decode requests together.", "tokens")] = 0
-    chunk_tokens: Annotated[int, _gauge("Prompt tokens of a step if one comes.", "tokens")] = 0
+    chunk_tokens: Annotated[int, _gauge("Prompt tokens of a step without decodes.", "tokens")] = 0
+    next_chunk_tokens: Annotated[
+        int, _gauge("Prompt tokens of a step if one more came.", "tokens")
+    ] = 0
     # KV of n tokens is at its decode instance handover_s + n * handover_token_s after the prompt.
     handover_s: Annotated[float, _gauge("Seconds from a prompt's end to its KV.", "seconds")] = 0.0
     handover_token_s: Annotated[float, _gauge("Seconds more per prompt token.", "seconds")] = 0.0

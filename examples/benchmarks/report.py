@@ -249,13 +249,15 @@ def modes() -> str:
     return markdown([*rows.values()])
 
 
-def goodputs() -> str:
-    """Goodput in requests per second by way of serving and class, and in parts of that of stock
-    with its usual budget: an 8B model on H100s, by estimate."""
+def goodputs(profile: str) -> str:
+    """Goodput of a profile in requests per second by way of serving and class, and in parts of that
+    of stock with its usual budget."""
     _, cells = load(RESULTS / "goodputs.jsonl.gz")
-    rates = cells.pivot_table(values="per_s", index="way", columns="class", sort=False)
+    rates = cells[cells["profile"] == profile].pivot_table(
+        values="per_s", index="way", columns="class", sort=False
+    )
     usual, rows = rates.loc[next(iter(WAYS))], []
-    for way, title in WAYS.items():
+    for way, title in {**WAYS, "adaptive, promised": "adaptive, SLOs promised"}.items():
         found = rates.loc[way].items()
         parts = {kind: f"{rate:.3g} ({rate / usual[kind]:.2f})" for kind, rate in found}
         rows.append({"4 instances": title, **parts})
@@ -472,7 +474,8 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Which mode": ("modes.md", modes),
     "The papers' experiments": ("simulator.md", paper_classes),
     "What other ways would have cost": ("simulator.md", ways),
-    "Goodput": ("simulator.md", goodputs),
+    "Goodput, 8B": ("simulator.md", partial(goodputs, "roofline:llama-3-8b:h100")),
+    "Goodput, OPT-13B": ("simulator.md", partial(goodputs, "opt-13b-2xv100")),
     "What decisions cost": ("policies.md", decisions),
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
     "The length head": ("predictor.md", length_head),

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.e2e
 
 
 def cases_of(number: int, shape: Shape) -> list[Any]:
-    """All cases of a shape: one is quick, the next one slow, the others long; other ones from
-    shape to shape."""
+    """All cases of a shape: one is quick, the next one slow, the others long; which ones these
+    are changes from shape to shape."""
     forms = [(kind, stream) for kind in shape.kinds for stream in shape.streams]
     marks = {0: [], 1: [pytest.mark.slow]}
     return [

@@ -84,14 +84,27 @@ def test_beside_decodes_more_prompts_get_larger_chunks(device: Device) -> None:
 def test_a_report_says_what_the_next_prompt_gets_of_a_step(device: Device) -> None:
     device.endpoint.agent.close()  # its thread would read the load, too
     prompts(device, *range(300, 340, 7))
-    alone = device.endpoint.read_load().chunk_tokens
+    alone = device.endpoint.read_load().next_chunk_tokens
     decodes = [device.add(f"d{n}", list(range(9 + n)), max_tokens=900) for n in range(8)]
     device.run_until(lambda: all(each.num_output_tokens > 20 for each in decodes))
-    beside = device.endpoint.read_load().chunk_tokens
+    beside = device.endpoint.read_load().next_chunk_tokens
     device.sizes.clear()
     prompts(device, 900)
     assert next(size for size in device.sizes if size > 8) - 8 == pytest.approx(beside, abs=16)
     assert 16 <= beside != alone
+
+
+def test_a_prompt_in_its_last_step_is_no_decode(device: Device) -> None:
+    device.endpoint.agent.close()
+    prompts(device, *range(300, 340, 7))
+    load = device.endpoint.read_load()
+    assert load.next_chunk_tokens == load.chunk_tokens
+    device.add("one token", list(range(20)), max_tokens=1)
+    while "one token" not in device.finished:
+        output, kv_output = device.begin()
+        load = device.endpoint.read_load()
+        assert load.next_chunk_tokens == load.chunk_tokens
+        device.update(output, kv_output)
 
 
 @pytest.mark.parametrize(("window_tokens", "lowered"), [(2048, 1024), (100, 100), (9999, 1024)])

@@ -80,6 +80,13 @@ def test_chunks_share_their_steps_with_the_decodes_there() -> None:
     assert ttft_s(site(decodes=10), 600) - ttft_s(site(), 600) == pytest.approx(extra_s)
 
 
+def test_a_first_token_takes_the_chunks_that_one_more_prompt_would_get_now() -> None:
+    """Not those of steps without decodes."""
+    decode_s = COST.request_s + 300 * COST.token_s
+    few = ttft_s(site(decodes=10, next_chunk_tokens=100), 600)
+    assert few - ttft_s(site(decodes=10), 600) == pytest.approx(4 * (COST.base_s + 10 * decode_s))
+
+
 def test_a_prompt_harms_nobody_where_nobody_decodes() -> None:
     assert prefill_harm_s(site(queued_tokens=5000), 10_000) == 0
 

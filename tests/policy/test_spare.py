@@ -55,8 +55,27 @@ def spared(views: list[list[InstanceView]], period_s: float = 0.1) -> list[froze
 
 def test_prompts_are_computed_apart_where_steps_of_outputs_are_long_against_them() -> None:
     assert number_to_spare(row(), LOAD, COUNT, 0) == 2
-    many = LOAD._replace(decodes=100, prompt_share=0.02, prompt_tokens=100, output_tokens=400)
+    many = LOAD._replace(decodes=30, prompt_share=0.02, prompt_tokens=100, output_tokens=400)
     assert number_to_spare(row(), many, COUNT, 0) == 1, "outputs are most of the work"
+
+
+def test_what_prompts_get_beside_outputs_does_not_matter_where_they_are_alone() -> None:
+    both = [serving("a", chunk_tokens=512, next_chunk_tokens=each) for each in (0, 32)]
+    rows = [InstanceRow(each, GPU, key=0, share=0.0, now=0.0) for each in both]
+    long = LOAD._replace(prompt_tokens=2000)
+    first, second = (expected_s(each, long, COUNT) for each in rows)
+    assert first == second
+    assert rows[1].chunk_tokens == 32  # is as it was
+
+
+def test_an_early_first_token_is_not_worth_outputs_that_take_much_longer() -> None:
+    many = LOAD._replace(decodes=100, prompt_share=0.02, output_tokens=400)
+    heavy = replace(GPU, request_s=4e-4)
+    times = expected_s(row(heavy), many, COUNT)
+    assert times[1][0] < 0.7 * times[0][0]
+    assert times[1][0] * times[1][1] < 0.9 * times[0][0] * times[0][1], "better by the product"
+    assert times[1][1] > 1.1 * times[0][1]
+    assert number_to_spare(row(heavy), many, COUNT, 0) == 0
 
 
 def test_nothing_is_spared_where_it_costs_more() -> None:
@@ -93,9 +112,9 @@ def test_one_instance_at_least_writes_outputs_and_first_tokens_are_no_later(
     chosen = number_to_spare(row(cost), load, count, now_spared)
     assert 0 <= chosen < count
     expected = expected_s(row(cost), load, count)
-    (none_s, _), (ttft_s, whole_s) = expected[0], expected[chosen]
+    (none_s, all_s), (ttft_s, whole_s) = expected[0], expected[chosen]
     assert 0 < ttft_s <= none_s
-    assert ttft_s <= whole_s
+    assert ttft_s <= whole_s <= 1.05 * all_s * (1 + 1e-9)
     assert chosen == 0 or load.used_part * count / (count - chosen) <= 0.8
 
 

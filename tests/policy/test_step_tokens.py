@@ -129,18 +129,24 @@ def test_a_given_chunk_is_taken_in_every_step() -> None:
         CPU, num_decodes=4, decode_tokens=4, decode_context=99, num_prompts=1, prompt_context=0
     )
     assert (sizes.alone(CPU), tokens) == (300, 304)
-    assert sizes.next_chunk(CPU, 4, 99, 0) == sizes.next_chunk(CPU, 0, 0, 7) == 300
+    for decodes in (0, 4):
+        asked = {"num_decodes": decodes, "decode_context": 99, "num_prompts": 7}
+        assert sizes.next_chunk(CPU, **asked) == 300
+    asked = {"num_decodes": 2000, "decode_context": 99, "num_prompts": 7}
+    assert sizes.next_chunk(CPU, **asked) == 48, "vLLM's budget is never exceeded"
 
 
 @given(costs, counts, contexts, st.integers(0, 100))
-def test_the_next_chunk_is_that_of_the_step_with_one_more_prompt(
+def test_one_more_prompt_gets_no_less_than_the_present_ones_and_fits(
     cost: StepCoefficients, num_decodes: int, decode_context: int, num_prompts: int
 ) -> None:
     sizes = StepSizes(None, None, most_tokens=2048, tile_tokens=16)
-    tokens = sizes.beside(
-        cost, num_decodes=num_decodes, decode_tokens=num_decodes, decode_context=decode_context,
-        num_prompts=num_prompts + 1, prompt_context=0,
-    )  # fmt: skip
-    chunk_tokens = sizes.next_chunk(cost, num_decodes, decode_context, num_prompts)
-    assert num_decodes + chunk_tokens == tokens
-    assert sizes.next_chunk(cost, 0, 0, num_prompts) == sizes.alone(cost)
+    asked = {"num_decodes": num_decodes, "decode_context": decode_context}
+    chunk_tokens = sizes.next_chunk(cost, **asked, num_prompts=num_prompts)
+    now = sizes.beside(
+        cost, **asked, decode_tokens=num_decodes, num_prompts=num_prompts, prompt_context=0
+    )
+    assert min(now, 2048) <= num_decodes + chunk_tokens <= max(2048, num_decodes + 1)
+    assert sizes.next_chunk(cost, num_decodes=0, decode_context=0, num_prompts=9) == sizes.alone(
+        cost
+    )

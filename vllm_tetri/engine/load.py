@@ -149,7 +149,10 @@ class LoadReader:
             output_tokens_done=fit.output_tokens_done,
             cost=fit.cost,
             context_tokens=sum(each.num_computed_tokens for each in decodes),
-            chunk_tokens=scheduler.budget.next_chunk_tokens(running, len(scheduler.waiting.lane)),
+            chunk_tokens=scheduler.budget.chunk_tokens,
+            next_chunk_tokens=scheduler.budget.next_chunk_tokens(
+                running, len(scheduler.waiting.lane)
+            ),
             handover_s=sends.handovers.base_s,
             handover_token_s=sends.handovers.token_s,
             kv_bytes_sent=sends.sent_bytes,

@@ -1,7 +1,8 @@
 """How long an engine's steps take, and how many tokens the next one may have.
 
-Owner: the engine thread. `StepClock` times every step and teaches `policy.step_cost`;
-`StepBudget` asks `policy.step_tokens` how many tokens the next one has, by that fit.
+Owner: the engine thread, unless a method says otherwise. `StepClock` times every step and teaches
+`policy.step_cost`; `StepBudget` asks `policy.step_tokens` how many tokens the next one has, by that
+fit.
 """
 
 from __future__ import annotations
@@ -128,11 +129,20 @@ class StepBudget:
         return self._sizes.alone(self._cost())
 
     def next_chunk_tokens(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Return the prompt tokens of a step after one more prompt has come (any thread)."""
-        decodes = [request for request in running if not request.is_prefill_chunk]
-        context, num_prompts = sum(map(_computed_tokens, decodes)), len(running) - len(decodes)
+        """Return the prompt tokens of a step after one more prompt has come (any thread). Requests
+        whose only token is sampled by the step under way are neither prompts nor decodes."""
+        num_prompts = sum(request.is_prefill_chunk for request in running)
+        decodes = [
+            request
+            for request in running
+            if not request.is_prefill_chunk and request.num_output_tokens + 1 < request.max_tokens
+        ]
         return self._sizes.next_chunk(
-            self._cost(), len(decodes), context, num_prompts + num_waiting
+            self._cost(),
+            num_decodes=len(decodes),
+            decode_context=sum(map(_computed_tokens, decodes)),
+            num_prompts=num_prompts + num_waiting,
+            slower=self._slower,
         )
 
     def tokens(self, running: Sequence[Request], decode_tokens: int, num_waiting: int) -> int:
@@ -154,9 +164,13 @@ class StepBudget:
             - sum(map(_computed_tokens, prompts)),
             num_prompts=len(prompts) + num_waiting,
             prompt_context=prompts[0].num_computed_tokens if prompts else 0,
-            # 99 of 100 steps stay within the objective.
-            slower=self._mean + _DEVIATIONS * self._deviation,
+            slower=self._slower,
         )
+
+    @property
+    def _slower(self) -> float:
+        """By what factor a step may exceed its cost: 99 of 100 steps stay within the objective."""
+        return self._mean + _DEVIATIONS * self._deviation
 
     def _varied(self) -> int:
         """Return `chunk_tokens`, twice as many now and then if they are sized: from equal steps one

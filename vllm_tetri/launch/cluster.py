@@ -169,18 +169,18 @@ class KeptCluster:
 
     async def _announce(self) -> None:
         """Say that all is ready, as soon as every router can use every instance."""
-        for keeper in self._keepers:
-            await keeper.ready.wait()
+        await asyncio.gather(*(keeper.ready.wait() for keeper in self._keepers))
         deadline = asyncio.get_running_loop().time() + JOIN_TIMEOUT_S
         for router in self._routers:
             await self._until_joined(router, deadline)
         first, at = self._routers[0], [f"{each.url}/v1" for each in self._routers]
-        models = (await first.get_json("/v1/models")).get("data") or [{}]
-        model = models[0].get("id") or self.options.model
+        model, *_ = (await first.get_json("/v1/models")).get("data") or [{}]
+        model = model.get("id") or self.options.model
         if self.options.ready_file is not None:
             self._write_ready_file(self.options.ready_file, model)
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-        at += [f"port {port} of all" for port in [self.options.shared_port] if port]
+        if port := self.options.shared_port:
+            at.append(f"{first.url.rpartition(':')[0]}:{port}/v1, where any of them answers")
         lines = [f"ready in {self.display.elapsed_s:.1f} s: " + "\n  and at ".join(at)]
         lines.append(f"  curl {first.url}/v1/chat/completions \\")
         if first.spec.key:

@@ -96,7 +96,7 @@ def make_plan(
         )
     roles = _roles(options, machine, serve.num_workers)
     placements = _placements(options, roles, machine, serve.num_workers)
-    ports, shared = _router_ports(options), _shared_ports(options)
+    ports = _router_ports(options)
     controls = _control_addresses(options.routers, machine.address, may_take_default)
     of_instances, of_routers = _keys(options, serve.api_keys)
     workers = len(roles) * serve.num_workers
@@ -105,8 +105,8 @@ def make_plan(
     if options.otlp_traces_endpoint and "otlp-traces-endpoint" not in serve.names:
         words += ["--otlp-traces-endpoint", options.otlp_traces_endpoint]
     names = [f"{role.value}-{roles[:index].count(role)}" for index, role in enumerate(roles)]
-    taken = {*ports, *shared, *(int(each.rpartition(":")[2]) for each in controls)}
-    instance_ports = _instance_ports(options, len(roles), taken)
+    taken = {*ports, *(int(each.rpartition(":")[2]) for each in controls)}
+    instance_ports = _instance_ports(options, len(roles), taken | _shared_port(options, taken))
     instances = [
         ChildSpec(
             name,
@@ -199,10 +199,12 @@ def _router_ports(options: argparse.Namespace) -> list[int]:
     return _ports("--port", options.port, options.routers, options.host)
 
 
-def _shared_ports(options: argparse.Namespace) -> list[int]:
-    """The port that all routers have, if there is one."""
+def _shared_port(options: argparse.Namespace, taken: set[int]) -> set[int]:
+    """The port that all routers have, if there is one, and which is not `taken`."""
     port = options.shared_port
-    return [] if port is None else _ports("--shared-port", port, 1, options.host)
+    if port in taken:
+        raise ConfigError(f"--shared-port {port}: a router has port {port}; choose another")
+    return set() if port is None else {*_ports("--shared-port", port, 1, options.host)}
 
 
 def _instance_ports(options: argparse.Namespace, number: int, taken: set[int]) -> list[int]:

@@ -69,7 +69,7 @@ class InstanceRow:
         self.key = key  # a small number, equal where KV may travel
         self.cost, self.prompt_share = cost, share  # the share of its time that prompts take
         self.reported_s = now - view.age_s
-        self.chunk_tokens = load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
+        self.chunk_tokens = load.next_chunk_tokens or load.chunk_tokens or _DEFAULT_CHUNK_TOKENS
         self.queued_tokens = load.queued_prefill_tokens
         self.heavy, self.light = load.heavy, load.light
         self.decodes = round(load.heavy + load.light)  # requests that decode there, or will

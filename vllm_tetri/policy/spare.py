@@ -26,6 +26,7 @@ _MEMORY_S = 5.0  # of the load
 _WANTED_S = 2.0  # for so long another number has to be better, each time by the margin
 _MARGIN = 0.01  # of the mean of both times
 _LEAST_GAIN = 0.04  # by which sparing any has to be better than sparing none
+_MOST_LONGER = 0.05  # by which the whole may take longer: requests last many times a first token
 _MOST_USED, _MOST_SHARE = 0.8, 0.9  # of KV blocks, and of an instance's time for prompts
 _MOST_BUSY, _LEAST_S = 0.99, 1e-9  # whatever costs are reported, nothing is infinite
 
@@ -45,6 +46,8 @@ class UsualLoad(NamedTuple):
 def expected_s(row: InstanceRow, load: UsualLoad, count: int) -> list[tuple[float, float]]:
     """Return the mean times to the first token and to the end for each number of the `count`
     instances, all alike `row`, that are spared outputs, from none on."""
+    row = row.copy()  # computes prompts alone
+    row.chunk_tokens = row.view.load.chunk_tokens or row.chunk_tokens
     cost, tokens = row.cost, load.prompt_tokens
     each_s = cost.request_s + (tokens + load.output_tokens / 2) * cost.token_s
     prompt_s = max(_LEAST_S, tokens * token_s(row, tokens))
@@ -76,12 +79,16 @@ def number_to_spare(row: InstanceRow, load: UsualLoad, count: int, now_spared: i
     """Return how many of `count` instances alike `row` should be spared outputs, if so many are
     now."""
     expected = expected_s(row, load, count)
-    latest_s, _ = expected[0]
+    latest_s, longest_s = expected[0][0], (1 + _MOST_LONGER) * expected[0][1]
     costs = {
         spared: ttft_s * whole_s
         for spared, (ttft_s, whole_s) in enumerate(expected)
         if spared == 0
-        or (ttft_s <= latest_s and load.used_part * count / (count - spared) <= _MOST_USED)
+        or (
+            ttft_s <= latest_s
+            and whole_s <= longest_s
+            and load.used_part * count / (count - spared) <= _MOST_USED
+        )
     }
     costs[0] *= (1 - _LEAST_GAIN) ** 2
     best = min(costs, key=costs.__getitem__)

@@ -84,9 +84,16 @@ class StepSizes:
         return self._whole(decode_tokens, prompt_tokens)
 
     def next_chunk(
-        self, cost: StepCoefficients, num_decodes: int, decode_context: int, num_prompts: int
+        self,
+        cost: StepCoefficients,
+        *,
+        num_decodes: int,
+        decode_context: int,
+        num_prompts: int,
+        slower: float = 1.0,
     ) -> int:
-        """Return the prompt tokens of a step after one more prompt has come to `num_prompts`."""
+        """Return the prompt tokens of a step after one more prompt has come to `num_prompts`, as
+        far as decodes have no drafts."""
         if not num_decodes:
             return self.alone(cost)
         tokens = self.beside(
@@ -96,8 +103,9 @@ class StepSizes:
             decode_context=decode_context,
             num_prompts=num_prompts + 1,
             prompt_context=0,
+            slower=slower,
         )
-        return max(1, tokens - num_decodes)
+        return max(1, min(tokens, self.most_tokens) - num_decodes)
 
     def _whole(self, decode_tokens: int, prompt_tokens: int) -> int:
         """Round to whole tiles. Prompts must go on, so one tile of them fits however few are asked

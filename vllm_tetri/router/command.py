@@ -64,6 +64,12 @@ def bounds(text: str) -> Bounds:
         raise argparse.ArgumentTypeError(f"{text!r} is neither N nor MIN:MAX") from error
 
 
+def _port(text: str) -> int:
+    if not 0 < (value := int(text)) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text} is not a port")
+    return value
+
+
 def _delay(text: str) -> float:
     if not 0 <= (value := float(text)) < inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
@@ -150,9 +156,9 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="copy running outputs to the prefix cache of a second instance each time they have "
         "grown by so many tokens, so that one whose instance dies goes on there at once "
         "(default: no copies)")
-    add("--shared-port", type=count, metavar="PORT",
+    add("--shared-port", type=_port, metavar="PORT",
         help="one more port for clients, which several routers of this host may have: the kernel "
-        "spreads new connections over them (default: none)")
+        "spreads new connections over those that have an instance (default: none)")
     add("--otlp-traces-endpoint", metavar="URL",
         help="collector of OpenTelemetry traces, as with vllm serve, whose spans are in the same "
         "traces if it has this option, too; OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says how it is "
@@ -203,16 +209,19 @@ def run(options: argparse.Namespace) -> int:
     from vllm_tetri.router.flips import lease_of
     from vllm_tetri.router.scheduler import GlobalScheduler
     from vllm_tetri.router.server import listening
+    from vllm_tetri.router.shared_port import SharedPort
     from vllm_tetri.router.tracing import Tracing
 
     async def serve() -> None:
         scheduler = GlobalScheduler(config)
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
-        async with listening(app, limits, address, tls, options.shared_port) as listener:
+        port, shared, words = options.shared_port, None, ""
+        if port is not None:
+            shared, words = SharedPort(port, scheduler.placer.models), f" and port {port}"
+        async with listening(app, limits, address, tls, shared) as listener:
             scheme = "http" if tls is None else "https"
-            shared = f" and port {port}" if (port := options.shared_port) is not None else ""
-            clients, instances = (scheme, *listener.address, shared), scheduler.monitor.address
+            clients, instances = (scheme, *listener.address, words), scheduler.monitor.address
             gc.freeze()
             gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
             _log.info("clients: %s://%s:%d%s  instances: %s", *clients, instances)

@@ -26,6 +26,7 @@ from vllm_tetri.router.auth import Limits
 from vllm_tetri.router.errors import Refusal
 from vllm_tetri.router.http_client import descriptor_of
 from vllm_tetri.router.request import head_of
+from vllm_tetri.router.shared_port import SharedPort
 
 _CHECK_S = 1.0  # accuracy of the deadlines of connections, at most
 _HANDSHAKE_S = 10.0
@@ -303,8 +304,8 @@ def _date(_: int) -> str:
 
 @dataclass(slots=True)
 class Listener:
-    """The open port, its host and number, and its admitted connections that are still open. At the
-    end, requests may go on for `stop_s` seconds."""
+    """The address of its own port, and the admitted connections of all ports that are still open.
+    At the end, requests may go on for `stop_s` seconds."""
 
     address: tuple[str, int]
     connections: set[Connection]
@@ -317,11 +318,10 @@ async def listening(
     limits: Limits,
     address: tuple[str, int],
     tls: ssl.SSLContext | None = None,
-    shared_port: int | None = None,
+    shared: SharedPort | None = None,
 ) -> AsyncIterator[Listener]:
-    """Start the application and listen, also at a port that other processes of this user may
-    share: each gets some of its connections (SO_REUSEPORT). Raises `OSError`: a port cannot be
-    bound; `ConfigError`: the application cannot start."""
+    """Start the application and listen. Raises `OSError`: a port cannot be bound; `ConfigError`:
+    the application cannot start."""
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     connections, limit_log = set[Connection](), LimitLog()
     await runner.setup()
@@ -333,22 +333,21 @@ async def listening(
         listen = partial(
             loop.create_server,
             lambda: Connection(server, limits, connections, limit_log),
-            address[0],
             backlog=_BACKLOG,
             ssl=tls,
             ssl_handshake_timeout=_HANDSHAKE_S if tls else None,
         )
-        ports = [await listen(address[1])]
-        watching = loop.create_task(_watch(connections, limits))
-        listener = Listener(ports[0].sockets[0].getsockname()[:2], connections)
+        port = await listen(*address)
+        tasks = [loop.create_task(_watch(connections, limits))]
+        listener = Listener(port.sockets[0].getsockname()[:2], connections)
         try:
-            if shared_port is not None:
-                ports.append(await listen(shared_port, reuse_port=True))
+            if shared is not None:
+                tasks.append(loop.create_task(shared.serve(shared.bind(address[0]), listen)))
             yield listener
         finally:
-            watching.cancel()
-            for port in ports:
-                port.close()
+            for task in tasks:
+                task.cancel()
+            port.close()
             await asyncio.sleep(0)  # requests that were accepted begin
             server.pre_shutdown()
             await app.shutdown()

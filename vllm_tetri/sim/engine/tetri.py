@@ -344,8 +344,7 @@ class TetriInstance(Instance):
         )
         again_tokens += sum(each.num_prompt_tokens - num for each, num in self.fetching.items())
         running = len(self.batch) + len(self.started)
-        num_prompts = len(self.queue) + len(self.started)
-        cost, context = linear(self.engine.cost), self.batch.context_tokens
+        cost = linear(self.engine.cost)
         config, token_bytes = self.cluster.config, self.engine.kv_token_bytes or 0
         token_s = config.handover_token_s if config.link is None else token_bytes / config.link
         return InstanceLoad(
@@ -363,7 +362,13 @@ class TetriInstance(Instance):
             prompt_tokens_done=self.prompt_tokens_done,
             cost=cost,
             context_tokens=context_tokens,
-            chunk_tokens=self._sizes.next_chunk(cost, len(self.batch), context, num_prompts),
+            chunk_tokens=self._sizes.alone(cost),
+            next_chunk_tokens=self._sizes.next_chunk(
+                cost,
+                num_decodes=len(self.batch),
+                decode_context=self.batch.context_tokens,
+                num_prompts=len(self.queue) + len(self.started),
+            ),
             handover_s=config.handover_base_s,
             handover_token_s=token_s,
             usual_tokens=self.lengths.usual_tokens(),
