@@ -93,7 +93,7 @@ async def test_alike_instances_spare_some_of_outputs_where_that_is_worth_it(
     many = [FakeInstance(name, Role.BOTH, decode="d") for name in "abcd"]
     for each in many:
         each.load = replace(
-            FREE, light=100, remaining_tokens=20_000, context_tokens=30_000, usual_tokens=400,
+            FREE, light=30, remaining_tokens=6_000, context_tokens=9_000, usual_tokens=400,
             handover_s=0.004, cost=StepCoefficients(0.006, 2e-5, 4e-8, 5e-5, 1e-9, confidence=1.0),
         )  # fmt: skip
     async with cluster(*many, mode=Mode.ADAPTIVE) as made:

@@ -115,14 +115,13 @@ class LoadReader:
     def read_load(self) -> InstanceLoad:
         """Return the numbers of the next load report; counters are exact at rest."""
         scheduler, agent, arena = self.scheduler, self.agent, self.receiver.stats()
-        sends, receives, continuations = self.sends, self.receives, scheduler.continuations
+        sends, receives, budget = self.sends, self.receives, scheduler.budget
         requests = [
             one for one in list(scheduler.requests.values()) if not is_dummy(one.request_id)
         ]
         running = [one for one in list(scheduler.running) if not is_dummy(one.request_id)]
         decodes = [each for each in requests if each.request_id not in sends]
-        outlook = scheduler.lengths.outlook
-        outlooks = [outlook(each, each.num_output_tokens) for each in decodes]
+        outlooks = [scheduler.lengths.outlook(each, each.num_output_tokens) for each in decodes]
         heavy = sum(part for _, part in outlooks)
         left_tokens = sum(tokens for tokens, _ in outlooks)
         left_tokens -= sum(each.num_output_tokens for each in decodes)
@@ -149,10 +148,8 @@ class LoadReader:
             output_tokens_done=fit.output_tokens_done,
             cost=fit.cost,
             context_tokens=sum(each.num_computed_tokens for each in decodes),
-            chunk_tokens=scheduler.budget.chunk_tokens,
-            next_chunk_tokens=scheduler.budget.next_chunk_tokens(
-                running, len(scheduler.waiting.lane)
-            ),
+            chunk_tokens=budget.chunk_tokens,
+            next_chunk_tokens=budget.next_chunk_tokens(running, len(scheduler.waiting.lane)),
             handover_s=sends.handovers.base_s,
             handover_token_s=sends.handovers.token_s,
             kv_bytes_sent=sends.sent_bytes,
@@ -163,8 +160,8 @@ class LoadReader:
             fetched_tokens=receives.fetched_tokens,
             fetches_failed=receives.fetches_failed,
             **self.pool.numbers(),
-            continued=continuations.num_continued,
-            recomputed=sum(continuations.refused.values()),
+            continued=scheduler.continuations.num_continued,
+            recomputed=sum(scheduler.continuations.refused.values()),
             dropped_messages=agent.dropped_messages,
             preemptions=scheduler.preemptions,
             flips=agent.num_flips,
