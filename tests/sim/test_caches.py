@@ -190,7 +190,7 @@ def test_memory_is_exact_whatever_happens(mode: str, seed: int) -> None:
         prompt, chain = rng.randint(1, 2500), 100 * rng.randrange(4)
         names = tuple(range(chain, chain + (prompt + 60) // 512))
         specs.append(named(number, prompt, rng.choice((1, 60, 120)), names, 2.0 * number))
-    small = engine(kv_blocks=190, chunk_tokens=256, admission="greedy", arena_tokens=4000)
+    small = engine(kv_blocks=175, chunk_tokens=256, admission="greedy", arena_tokens=4000)
     config = ClusterConfig(make_instances(2, 2, engine=small), mode)
 
     with patch.dict(ENGINES, {EngineKind: Checked}):
