@@ -174,8 +174,8 @@ class KeptCluster:
         for router in self._routers:
             await self._until_joined(router, deadline)
         first, at = self._routers[0], [f"{each.url}/v1" for each in self._routers]
-        model, *_ = (await first.get_json("/v1/models")).get("data") or [{}]
-        model = model.get("id") or self.options.model
+        models = (await first.get_json("/v1/models")).get("data") or [{}]
+        model = models[0].get("id") or self.options.model
         if self.options.ready_file is not None:
             self._write_ready_file(self.options.ready_file, model)
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})

@@ -216,15 +216,15 @@ def run(options: argparse.Namespace) -> int:
         scheduler = GlobalScheduler(config)
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
-        port, shared, words = options.shared_port, None, ""
-        if port is not None:
-            shared, words = SharedPort(port, scheduler.placer.models), f" and port {port}"
+        port = options.shared_port
+        shared = SharedPort(port, scheduler.placer.models) if port else None
         async with listening(app, limits, address, tls, shared) as listener:
             scheme = "http" if tls is None else "https"
-            clients, instances = (scheme, *listener.address, words), scheduler.monitor.address
+            clients = "{}://{}:{}".format(scheme, *listener.address)
+            clients += f" and port {port}" if port else ""
             gc.freeze()
             gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
-            _log.info("clients: %s://%s:%d%s  instances: %s", *clients, instances)
+            _log.info("clients: %s  instances: %s", clients, scheduler.monitor.address)
             listener.stop_s = await stop
             _log.info("stopping: requests in flight have %g s to end", listener.stop_s)
 
