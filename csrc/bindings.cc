@@ -225,12 +225,12 @@ void bind_layout(py::module_& module) {
       .def(
           "load",
           [](tetri::Arena& arena, uint64_t offset, uint64_t first_block, const PyLayout& layout,
-             const Ids& ids, int threads) {
+             const Ids& ids) {
             const auto blocks = to_vector(ids);
             const NoGil unlocked;
-            arena.load(offset, first_block, *layout.core, blocks, threads);
+            arena.load(offset, first_block, *layout.core, blocks);
           },
-          "slot_offset"_a, "first_block"_a, "layout"_a, "block_ids"_a, "threads"_a = 1)
+          "slot_offset"_a, "first_block"_a, "layout"_a, "block_ids"_a)
       .def_property_readonly("address", &tetri::Arena::address)
       .def_property_readonly("num_bytes", &tetri::Arena::num_bytes)
       .def("hold", &tetri::Arena::hold, "control"_a, "generation"_a)
@@ -283,7 +283,7 @@ void bind_receiver(py::module_& module) {
                  has_host_memory});
            }),
            py::kw_only(), "arena_bytes"_a, "host"_a, "port"_a, "identity"_a, "fill_timeout_s"_a,
-           "hold_timeout_s"_a, "max_connections"_a = 256, "key"_a = py::bytes(),
+           "hold_timeout_s"_a, "max_connections"_a = 4096, "key"_a = py::bytes(),
            "offers"_a = Blobs(), "has_host_memory"_a = true)
       .def_property_readonly("endpoint", &Receiver::endpoint)
       .def_property_readonly("segment", &Receiver::segment)

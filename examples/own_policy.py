@@ -1,7 +1,8 @@
 """Example of an own dispatch policy: of all decode instances take the one with most free KV.
 
 Start prefill instances with `--tetri-dispatch-policy own_policy:most_free_blocks` and this folder
-on PYTHONPATH, or compare it without a GPU: `vllm-tetri sim --dispatch own_policy:most_free_blocks`.
+on PYTHONPATH, or compare it without a GPU:
+`vllm-tetri sim --dispatch-policy own_policy:most_free_blocks`.
 """
 
 from __future__ import annotations

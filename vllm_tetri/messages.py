@@ -29,7 +29,7 @@ from vllm_tetri.types import (
 )
 
 MAGIC = b"TTRI"
-VERSION = 11
+VERSION = 12
 MAX_FRAME_BYTES = 8 << 20
 _MOST = 1 << 53
 _MOST_WORDS = 4096  # characters of a reason
@@ -279,6 +279,20 @@ class Served(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     preemptions: NumTokens = 0
 
 
+class Placed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Router → instance → its other routers: a request is on its way there. What these know of the
+    cluster counts it until reports do (`policy.ledger`). `prefill` has to compute its prompt but
+    for what is cached there; `decode`, if that is known, writes its output from `decode_after_s`
+    on."""
+
+    prefill: Annotated[InstanceId, msgspec.Meta(max_length=512)]
+    prompt_tokens: NumTokens
+    cached_tokens: NumTokens = 0
+    output_tokens: Annotated[float, msgspec.Meta(ge=0, le=_MOST)] = 0.0  # expected
+    decode: Annotated[InstanceId, msgspec.Meta(max_length=512)] = InstanceId("")
+    decode_after_s: Seconds = 0.0
+
+
 class LengthMap(msgspec.Struct, frozen=True, tag=True):
     """Instance → router → other instances: how this model's hidden states tell the lengths of
     outputs (`predictor.head.Weights`)."""
@@ -288,11 +302,13 @@ class LengthMap(msgspec.Struct, frozen=True, tag=True):
 
 
 # By engines, at any time.
-OfRequest = Dispatched | Moving | Moved | Served
+OfRequest = Dispatched | Moving | Moved | Served | Placed
 Published = OfRequest | OutputEnded | LengthMap
 ToRouter = Hello | LoadReport | CacheReport | Flipped | Goodbye | Published
 ToEngine = Move | CancelTransfer | TransferLost | OutputEnded | LengthMap
-ToInstance = WhoAreYou | SendCache | Refused | Poll | Drain | FlipRole | RoleCommitted | ToEngine
+ToInstance = (
+    WhoAreYou | SendCache | Refused | Poll | Drain | FlipRole | RoleCommitted | Placed | ToEngine
+)
 
 Message = TypeVar("Message")
 

@@ -1,15 +1,9 @@
 #include "tetri/arena.h"
 
-#include <algorithm>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
 
 namespace tetri {
-
-namespace {
-constexpr int kMaxThreads = 64;
-}
 
 const uint8_t* Arena::blocks_at(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
                                 size_t num_blocks) const {
@@ -29,28 +23,14 @@ const uint8_t* Arena::blocks_at(uint64_t slot_offset, uint64_t first_block, cons
 }
 
 void Arena::load(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
-                 const std::vector<int32_t>& ids, int threads) {
-  if (threads < 1 || threads > kMaxThreads) {
-    throw std::invalid_argument("threads must be between 1 and " + std::to_string(kMaxThreads));
-  }
+                 const std::vector<int32_t>& ids) {
   layout.check_ids(ids);
   if (layout.is_device()) throw std::invalid_argument("the layout describes memory of a device");
   const std::shared_lock lock(mutex_);
   const uint8_t* source = blocks_at(slot_offset, first_block, layout, ids.size());
-  const auto copy = [&](size_t from, size_t to) {
-    for (size_t index = from; index < to; ++index) {
-      layout.scatter_block(static_cast<uint64_t>(ids[index]),
-                           source + index * layout.block_bytes());
-    }
-  };
-  const size_t workers = std::min<size_t>(static_cast<size_t>(threads), ids.size());
-  if (workers <= 1) return copy(0, ids.size());
-  std::vector<std::thread> pool;
-  for (size_t worker = 1; worker < workers; ++worker) {
-    pool.emplace_back(copy, ids.size() * worker / workers, ids.size() * (worker + 1) / workers);
+  for (size_t index = 0; index < ids.size(); ++index) {
+    layout.scatter_block(static_cast<uint64_t>(ids[index]), source + index * layout.block_bytes());
   }
-  copy(0, ids.size() / workers);
-  for (std::thread& thread : pool) thread.join();
 }
 
 uint64_t Arena::address() {

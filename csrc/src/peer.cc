@@ -134,6 +134,7 @@ bool Peer::connect(std::deque<Command>* commands) {
   } catch (const LinkError& error) {
     for (Command& command : *commands) drop(command, error.status, error.what());
     commands->clear();
+    reap();  // the end of an order may have been among them
   }
   last_used_ = Clock::now();
   return false;
@@ -226,7 +227,10 @@ void Peer::wait_and_receive(bool busy) {
     if (fds[index].revents != 0) session_.link->ready(fds[index]);
   }
   const bool unused = entries_.empty() && messages_.empty();
-  if (unused && Clock::now() >= last_used_ + kIdleTime) session_ = {};
+  if (unused && Clock::now() >= last_used_ + kIdleTime) {
+    session_ = {};
+    segment_.reset();
+  }
 }
 
 }  // namespace tetri

@@ -259,6 +259,7 @@ void Peer::lose_session(Status status, const std::string& error) {
     remnants_.push_back(std::move(remnant));
   }
   session_ = {};
+  segment_.reset();  // else the memory of a receiver that died stays in use
   const std::lock_guard lock(mutex_);
   queued_messages_ -= lost;
 }

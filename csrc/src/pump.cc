@@ -239,6 +239,7 @@ void Pump::forget(Flow& flow) {
   if (flows_.erase(flow.from()) > 0) {
     ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, flow.from(), nullptr);
   }
+  flow.pump_ = nullptr;  // which may end before it
 }
 
 bool Pump::ends_before(std::string_view chunk) const {

@@ -98,9 +98,10 @@ std::shared_ptr<Peer> Sender::peer(const std::string& endpoint) {
   }
   const Endpoint parsed = parse_endpoint(endpoint);
   if (closed_) return nullptr;
-  std::shared_ptr<Peer>& found = peers_[endpoint];
-  if (!found) found = std::make_shared<Peer>(shared_, endpoint, parsed);
-  return found;
+  const auto found = peers_.find(endpoint);
+  if (found != peers_.end()) return found->second;
+  const auto made = std::make_shared<Peer>(shared_, endpoint, parsed);  // there may be no thread
+  return peers_.emplace(endpoint, made).first->second;
 }
 
 OrderPtr Sender::take_order(Duration timeout) { return shared_->orders.take(timeout); }
@@ -142,17 +143,18 @@ SenderStats Sender::stats() {
 }
 
 void Sender::close() {
-  const std::lock_guard lock(mutex_);
-  closed_ = true;
+  decltype(peers_) ending;  // without the lock: who takes orders may wait for it
   {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    ending.swap(peers_);
     const std::lock_guard counting(shared_->mutex);
     shared_->closed = true;
     shared_->changed.notify_all();
   }
   shared_->orders.close();
-  for (auto& entry : peers_) entry.second->end();  // all at once: each may wait for its orders
-  for (auto& entry : peers_) entry.second->stop();
-  peers_.clear();
+  for (auto& entry : ending) entry.second->end();  // all at once: each may wait for its orders
+  for (auto& entry : ending) entry.second->stop();
 }
 
 }  // namespace tetri

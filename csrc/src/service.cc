@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cerrno>
+#include <exception>
 #include <vector>
 
 namespace tetri {
@@ -140,6 +141,8 @@ void Service::serve(uint64_t id, uint32_t events, TimePoint now) {
   } catch (const LinkError& error) {
     if (error.status == Status::kPeerLost) return remove(id, error.what(), now);
     return drop(connection, error.what(), now);
+  } catch (const std::exception& error) {  // a fault of this side: no other connection pays for it
+    return broke_protocol(connection, error.what(), now);
   }
   watch(connection);
   next_sweep_ = std::min(next_sweep_, connection.deadline());

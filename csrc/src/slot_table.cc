@@ -91,7 +91,8 @@ std::optional<Opened> SlotTable::refusal(const Open& wanted, const WriterId& wri
   }
   const auto unwanted = unwanted_.find(wanted.transfer);
   if (unwanted != unwanted_.end() && unwanted->second > now) {
-    return refuse("the receiver cancelled it before");
+    return answer(wanted, Status::kCancelled,
+                  "transfer " + wanted.transfer + ": the receiver cancelled it before");
   }
   if (writer.num_ranks > 1) {
     // What another rank's failure ended cannot be completed; what its sender took back can.
@@ -240,9 +241,11 @@ void SlotTable::cancelled_by_sender(const Cancel& cancel, const WriterId& id, Ti
   if (record == nullptr || writer_of(*record, id) == nullptr) return;
   ++counters_.cancelled;
   const std::string name = record->slot.transfer;
-  end(cancel.generation, Status::kCancelled, "the sender cancelled it: " + printable(cancel.reason),
+  // Other ranks hear that the slot is of no use any more, not that their request was cancelled.
+  end(cancel.generation, Status::kStale, "the sender cancelled it: " + printable(cancel.reason),
       now);
-  notes_.at(name).was_taken_back = true;
+  const auto noted = notes_.find(name);
+  if (noted != notes_.end()) noted->second.was_taken_back = true;
 }
 
 void SlotTable::stopped(uint64_t generation, const WriterId& id) {
@@ -322,7 +325,7 @@ void SlotTable::cancel(const std::string& transfer, TimePoint now) {
   const uint64_t generation = named->second;
   if (slots_.at(generation).slot.state == SlotState::kTaken) return;
   ++counters_.cancelled;
-  end(generation, Status::kRefused, "", now);
+  end(generation, Status::kCancelled, "", now);
 }
 
 void SlotTable::abandon(const std::string& prefix, const std::unordered_set<std::string>& kept,
@@ -463,7 +466,10 @@ void SlotTable::note(const Slot& slot, const std::string& error, TimePoint now) 
   notes_[slot.transfer] = {std::move(failed), until, false};
   note_order_.emplace_back(slot.transfer, until);
   while (note_order_.size() > kMaxNotes) {
-    notes_.erase(note_order_.front().first);
+    const auto& [name, noted_until] = note_order_.front();
+    const auto found = notes_.find(name);  // there may be a newer one of that name, as this one
+    const bool is_newer = found == notes_.end() || found->second.until > noted_until;
+    if (!is_newer && name != slot.transfer) notes_.erase(found);
     note_order_.pop_front();
   }
   schedule(until);

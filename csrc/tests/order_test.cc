@@ -98,7 +98,7 @@ TEST(order_is_placed) {
   eventually([&] { return it.transfer->state() == TransferState::kDone; });
   Cache target(false);
   target.memory.assign(target.memory.size(), 0);
-  Arena(it.receiver.segment()).load(it.receiver.take("t")->offset, 0, *target.layout, ids(4), 1);
+  Arena(it.receiver.segment()).load(it.receiver.take("t")->offset, 0, *target.layout, ids(4));
   CHECK(std::memcmp(target.memory.data(), it.cache.memory.data(), 4 * kPage) == 0);
   CHECK_THROWS(it.order->placed(), std::invalid_argument);
 }
@@ -270,7 +270,7 @@ TEST(orders_under_stress) {
       if (!slot) continue;
       Cache target(false);
       target.memory.assign(target.memory.size(), 0);
-      Arena(receiver.segment()).load(slot->offset, 0, *target.layout, ids(8), 1);
+      Arena(receiver.segment()).load(slot->offset, 0, *target.layout, ids(8));
       CHECK(std::memcmp(target.memory.data(), cache.memory.data(), 8 * kPage) == 0);
       receiver.release(name);
       ++done;

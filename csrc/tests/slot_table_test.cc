@@ -103,6 +103,18 @@ TEST(slot_of_two_ranks_waits_for_both_and_for_both_to_stop) {
   CHECK(f.table.used_bytes() == 0);
 }
 
+TEST(a_name_may_be_opened_and_cancelled_more_often_than_notes_are_kept) {
+  Fixture f;
+  for (int round = 0; round < 5000; ++round) {
+    const Opened opened = f.open("t", writer(1, false));
+    CHECK(granted(opened));
+    f.table.cancelled_by_sender({opened.generation, "why"}, writer(1, false), f.now);
+    f.now += std::chrono::microseconds(round % 2);
+  }
+  CHECK(f.table.find("t")->state == SlotState::kFailed);
+  CHECK(f.table.used_bytes() == 0);
+}
+
 TEST(a_writer_is_told_why_its_slot_ended_before_that_its_bytes_are_of_no_use) {
   Fixture f;
   const Opened opened = f.open("t", writer(1, false));
@@ -110,7 +122,7 @@ TEST(a_writer_is_told_why_its_slot_ended_before_that_its_bytes_are_of_no_use) {
   f.table.discarded(opened.generation, writer(1, false));
   const auto notices = f.table.take_notices();
   CHECK(notices.size() == 2);
-  CHECK(notices[0].status == Status::kRefused && notices[1].status == Status::kStale);
+  CHECK(notices[0].status == Status::kCancelled && notices[1].status == Status::kStale);
 }
 
 TEST(slot_of_two_ranks_is_confirmed_to_both_at_once) {

@@ -73,7 +73,7 @@ void push_and_compare(const Links& links) {
   eventually([&] { return transfer->state() == TransferState::kDone; });
   Arena arena(receiver.segment());
   std::fill(target.memory.begin(), target.memory.end(), uint8_t{0});
-  arena.load(receiver.take("t")->offset, 0, *target.layout, ids, 2);
+  arena.load(receiver.take("t")->offset, 0, *target.layout, ids);
   CHECK(target.memory == source.memory);
   receiver.release("t");
   CHECK(receiver.stats().arena_used_bytes == 0);
@@ -123,13 +123,12 @@ TEST(arena_refuses_what_lies_outside) {
   Arena arena(receiver.segment());
   const Cache target(1, 4096, 1);
   const uint64_t offset = tetri::kHeaderBytes;
-  arena.load(offset, 1, *target.layout, {0}, 1);
-  CHECK_THROWS(arena.load(0, 0, *target.layout, {0}, 1), std::invalid_argument);
-  CHECK_THROWS(arena.load(offset, uint64_t{1} << 60, *target.layout, {0}, 1),
-               std::invalid_argument);
-  CHECK_THROWS(arena.load(offset, 0, *target.layout, {-1}, 1), std::invalid_argument);
+  arena.load(offset, 1, *target.layout, {0});
+  CHECK_THROWS(arena.load(0, 0, *target.layout, {0}), std::invalid_argument);
+  CHECK_THROWS(arena.load(offset, uint64_t{1} << 60, *target.layout, {0}), std::invalid_argument);
+  CHECK_THROWS(arena.load(offset, 0, *target.layout, {-1}), std::invalid_argument);
   arena.close();
-  CHECK_THROWS(arena.load(offset, 0, *target.layout, {0}, 1), std::invalid_argument);
+  CHECK_THROWS(arena.load(offset, 0, *target.layout, {0}), std::invalid_argument);
 }
 
 TEST(transfer_ends_when_the_receiver_closes_in_the_middle) {

@@ -141,10 +141,16 @@ def table(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / f"{name}.csv.gz")
 
 
-def five_classes() -> str:
-    """Mean TTFT, ITL p99, mean JCT and requests a second in time (strict); the best in bold."""
-    cells = table("classes").query("rate == 'knee'")
-    columns = ("ttft_mean_ms", "itl_p99_ms", "jct_mean_s", "in_time_strict_per_s")
+def five_classes(name: str = "") -> str:
+    """Mean TTFT, ITL p99, mean JCT and requests a second in time (strict); the best in bold. With a
+    name, of the cells in that file."""
+    columns = ["ttft_mean_ms", "itl_p99_ms", "jct_mean_s", "in_time_strict_per_s"]
+    if name:
+        _, cells = load(RESULTS / name)
+        cells = cells.assign(jct_mean_s=cells["jct_mean_ms"] / 1000, **{"class": cells["name"]})
+        cells = cells.groupby(["class", "system"], as_index=False)[columns].mean()
+    else:
+        cells = table("classes").query("rate == 'knee'")
     formats, rows = ("{:.0f}", "{:.0f}", "{:.2f}", "{:.2f}"), []
     for system, title in SYSTEMS.items():
         row = {"system": title}
@@ -261,6 +267,21 @@ def goodputs(profile: str) -> str:
         found = rates.loc[way].items()
         parts = {kind: f"{rate:.3g} ({rate / usual[kind]:.2f})" for kind, rate in found}
         rows.append({"4 instances": title, **parts})
+    return markdown(rows)
+
+
+def several_routers() -> str:
+    """Mean TTFT · p99 in ms by number of routers, as others know of a router's requests."""
+    (_, cells), rows = load(RESULTS / "several-routers.jsonl.gz"), []
+    shown = ["ttft_mean_s", "ttft_p99_s"]
+    for (name, kind), found in cells.groupby(["profile", "class"], sort=False):
+        for is_told, words in ((False, "by reports"), (True, "at once")):
+            row = {"steps of": f"`{name}`", "class": kind, "others know": words}
+            for count in sorted(found["routers"].unique()):
+                is_meant = (found["routers"] == count) & (found["told"] == (is_told and count > 1))
+                mean, late = 1e3 * found[is_meant][shown].mean()
+                row[f"{count}"] = f"{mean:.0f} · {late:.0f}"
+            rows.append(row)
     return markdown(rows)
 
 
@@ -462,6 +483,7 @@ def _place(name: str) -> tuple[str, list[int], str]:
 
 DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Five classes on two cores": ("benchmarks.md", five_classes),
+    "Five classes again": ("benchmarks.md", partial(five_classes, "classes-caches.jsonl.gz")),
     "Four modelled devices": ("benchmarks.md", four_devices),
     "First token and hand-over": ("benchmarks.md", as_kept("handover")),
     "Router": ("benchmarks.md", routers),
@@ -472,6 +494,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Cost of being there": ("benchmarks.md", as_kept("idle")),
     "Prefix caches of a cluster": ("benchmarks.md", caches),
     "Which mode": ("modes.md", modes),
+    "Several routers": ("simulator.md", several_routers),
     "The papers' experiments": ("simulator.md", paper_classes),
     "What other ways would have cost": ("simulator.md", ways),
     "Goodput, 8B": ("simulator.md", partial(goodputs, "roofline:llama-3-8b:h100")),

@@ -28,7 +28,7 @@ from vllm_tetri.control.agent import MAX_QUEUED, Agent
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.launch.machine import free_port
-from vllm_tetri.messages import CancelTransfer, LengthMap, OutputEnded
+from vllm_tetri.messages import CancelTransfer, LengthMap, OutputEnded, Placed
 from vllm_tetri.security import Secret
 from vllm_tetri.types import InstanceId, InstanceLoad, TransferId
 
@@ -137,6 +137,22 @@ async def test_what_one_learns_of_lengths_all_others_are_told() -> None:
         one.agent.publish(learnt)
         await eventually(lambda: two.engine.taken == three.engine.taken == [learnt])
         assert one.engine.taken == []
+
+
+async def test_what_one_router_sends_the_others_of_an_instance_are_told() -> None:
+    sent, answer = (Placed(InstanceId("i"), tokens, decode_after_s=0.5) for tokens in (700, 1))
+    sides = FakeRouter(), FakeRouter()
+    async with (
+        monitor(side=sides[0], name="one") as router,
+        monitor(side=sides[1], name="other") as other,
+        joined(router.address, other.address),
+    ):
+        await eventually(lambda: states(router) and states(other))
+        assert router.send(InstanceId("i"), sent)
+        await eventually(lambda: sides[1].dispatched == [sent])
+        assert other.send(InstanceId("i"), answer)
+        await eventually(lambda: sides[0].dispatched == [answer])
+        assert sides[1].dispatched == [sent]
 
 
 async def test_what_an_instance_tells_anew_is_known_at_once_and_its_state_stays() -> None:

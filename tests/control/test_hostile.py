@@ -18,6 +18,7 @@ from vllm_tetri.messages import (
     FlipRole,
     LengthMap,
     OutputEnded,
+    Placed,
     Poll,
     Refused,
     RoleCommitted,
@@ -60,6 +61,7 @@ GOOD = [
         TransferLost(TransferId("x")),
         OutputEnded(InstanceId("i"), TransferId("x"), 5),
         LengthMap("model", b"1234"),
+        Placed(InstanceId("i"), 5, 2, 3.0, InstanceId("j"), 1.0),
     )
 ]
 

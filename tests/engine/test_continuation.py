@@ -103,6 +103,14 @@ def test_logprobs_of_the_token_travel_with_it() -> None:
         assert np.array_equal(mine, theirs)
 
 
+def test_log_probabilities_of_a_whole_vocabulary_travel() -> None:
+    """`logprobs=-1` of a large model: 32 bits count them."""
+    size = 70_000
+    text = text_of([[7, *range(size)]], np.zeros((1, size + 1), np.float32), [1])
+    back = decode_logprobs(text, [7], size)
+    assert back.logprob_token_ids.shape == (1, size + 1)
+
+
 def text_of(ids: Any, values: Any, ranks: Any) -> str:
     return encode_logprobs(LogprobsLists(*map(np.asarray, (ids, values, ranks))))
 

@@ -48,6 +48,35 @@ def test_prefix_hits_of_one_chunk_and_of_several(pair: Pair) -> None:
     assert pair.decode.endpoint.receives.loads_failed == 0
 
 
+def test_a_hit_that_the_same_step_computes_leaves_with_its_layers(pair: Pair) -> None:
+    """vLLM counts blocks as cached once they are scheduled."""
+    first = prompt(2 * BLOCK + 3)
+    second = [*first[: 2 * BLOCK], 1, 2]
+    for name, tokens in (("a", first), ("b", second)):  # the shorter one goes first
+        pair.send(name, tokens)
+    meta = pair.prefill.step().kv_connector_metadata
+    assert (meta.writes, [each.request_id for each in meta.tails]) == ([], ["a", "b"])
+    for name, tokens in (("a", first), ("b", second)):
+        assert pair.prefilled(name).cached_tokens == (2 * BLOCK if name == "a" else 0)
+        pair.decoding(name, tokens)
+    pair.end("a")
+    pair.end("b")
+
+
+def test_a_preempted_prompt_that_is_aborted_waits_for_no_transfer(pair: Pair) -> None:
+    pair.send("a", prompt(5 * CHUNK))
+    for _ in range(2):
+        pair.prefill.step()
+    assert "a" in pair.prefill.kv_worker.sending
+    pair.prefill.finish_steps()
+    pair.prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    pair.prefill.step()  # begins anew, and has nothing to send yet
+    pair.prefill.abort("a")
+    assert "a" not in pair.prefill.endpoint.sends
+    pair.decode.endpoint.take(CancelTransfer(TransferId("t-a")))
+    pair.settle()
+
+
 @pytest.mark.parametrize("num_tokens", [CHUNK, 3 * CHUNK])
 def test_layers_leave_before_the_next_one_is_computed(
     pair: Pair, num_tokens: int, monkeypatch: pytest.MonkeyPatch

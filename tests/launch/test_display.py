@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +47,19 @@ def test_elsewhere_each_phase_is_a_line(caplog: pytest.LogCaptureFixture) -> Non
     logged = [record.getMessage().partition(" (")[0] for record in caplog.records]
     phases = [shown.rstrip("0123456789/ ") for _, shown in START]
     assert logged == [f"decode-0: {phase}" for phase in dict.fromkeys(phases)]
+
+
+def test_lines_are_in_a_file_until_it_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    display = Display(["decode-0"], verbose=False, log_dir=tmp_path)
+    display.line("decode-0", INFO + "says something")
+    path = display.log_file("decode-0")
+    assert path is not None
+    assert path.read_text() == INFO + "says something\n"
+    display.end("stopped")
+    full = Display(["decode-0"], verbose=False, log_dir=tmp_path / "gone")
+    for _ in range(3):
+        full.line("decode-0", INFO + "goes on")
+    assert caplog.text.count("nothing is written to --log-dir any more") == 1
+    assert full.log_file("decode-0") is None

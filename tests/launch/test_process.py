@@ -22,7 +22,7 @@ async def test_a_group_is_killed_once_after_its_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
     spec = ChildSpec("child", (sys.executable, "-c", "print('done')"), Placement(), "/", port=1)
     lines = list[str]()
-    child = await ChildProcess.start(spec, lines.append, None)
+    child = await ChildProcess.start(spec, lines.append)
     child.kill()
     assert killed == [child.pid]
     assert await child.wait() == 0
@@ -38,7 +38,7 @@ async def test_what_a_killed_guard_leaves_ends() -> None:
     words = sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     said = asyncio.Queue[str]()
     spec = ChildSpec("child", words, Placement(), "/", port=1)
-    child = await ChildProcess.start(spec, said.put_nowait, None)
+    child = await ChildProcess.start(spec, said.put_nowait)
     command = int(await said.get())
     assert is_alive(command)
     os.kill(child.pid, signal.SIGKILL)

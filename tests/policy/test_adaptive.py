@@ -82,7 +82,7 @@ def test_an_idle_cluster_serves_whole_because_a_hand_over_only_costs(
     [
         (PREFILL, True, ("p", "d")),
         (PREFILL, False, ("d", "d")),
-        (serving("p", "prefill", queued_tokens=100_000), True, ("d", "d")),
+        (serving("p", "prefill", queued_tokens=1_000_000), True, ("d", "d")),
         (serving("p", "prefill", handover_s=1000.0), True, ("d", "d")),
     ],
     ids=["idle", "may not", "long queue", "slow hand-over"],

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.policy.builders import COST, Known, instance, known, serving, view
 from vllm_tetri.policy.adaptive import (
@@ -70,7 +72,14 @@ def test_a_first_token_waits_for_the_queue_and_is_computed_in_chunks() -> None:
     alone_s = 600 * (COST.prompt_s + 300 * COST.context_s)
     assert ttft_s(site(), 600) == pytest.approx(alone_s + 2 * COST.base_s)
     queued = site(queued_tokens=1000)
-    assert ttft_s(queued, 600) == pytest.approx(1600 / 600 * alone_s + 4 * COST.base_s)
+    queue_s = 1000 * COST.prompt_s  # their lengths are not known
+    assert ttft_s(queued, 600) == pytest.approx(queue_s + alone_s + 4 * COST.base_s)
+
+
+@given(queued=st.integers(0, 100_000), cached=st.integers(0, 5_000))
+def test_what_is_cached_never_makes_a_first_token_later(queued: int, cached: int) -> None:
+    one = site(queued_tokens=queued)
+    assert ttft_s(one, 6_000, cached) <= ttft_s(one, 6_000)
 
 
 def test_chunks_share_their_steps_with_the_decodes_there() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from vllm_tetri.policy.moves import (
     REST_S,
     MoveOrder,
     RunningOutput,
+    Source,
     choose_moves,
     why_leave,
 )
@@ -42,7 +44,8 @@ def chosen(
 ) -> list[MoveOrder]:
     table = table_of(one, *others)
     reason = why_leave(table).get(one.info.id)
-    return choose_moves(one, reason, outputs, table, num_on_way, any_role=False) if reason else []
+    sources = [Source(one, reason, outputs, num_on_way)] if reason else []
+    return choose_moves(sources, table, any_role=False)
 
 
 def busy(name: str, decodes: int, **options: Any) -> InstanceView:
@@ -55,6 +58,31 @@ def test_an_instance_that_leaves_sends_its_outputs_to_the_fastest(state: str) ->
     found = chosen(leaving, [output("x"), output("y")], slow, fast)
     assert [(each.request, each.target) for each in found] == [("x", "c"), ("y", "c")]
     assert {each.reason for each in found} == {{"draining": "drain", "flipping": "flip"}[state]}
+
+
+def test_sources_that_leave_at_once_share_their_target() -> None:
+    """One instance has just started beside 19 that are full."""
+    full, fresh = [busy(f"f{index}", 20) for index in range(19)], busy("new", 2)
+    table = table_of(*full, fresh)
+    assert len(why_leave(table)) == 19
+    sources = [
+        Source(each, "balance", [output(f"{each.info.id} {index}") for index in range(20)])
+        for each in full
+    ]
+    orders = choose_moves(sources, table, any_role=False)
+    assert 1 < len(orders) < 20
+    assert {each.target for each in orders} == {"new"}
+    coming = [(each.target, output(each.request)) for each in orders]
+    assert choose_moves(sources, table, coming=coming, any_role=False) == []
+
+
+def test_outputs_of_an_adapter_go_where_it_is() -> None:
+    leaving, fast, able = (
+        busy("a", 3, state="draining"), busy("b", 1), busy("c", 9),
+    )  # fmt: skip
+    able = replace(able, info=replace(able.info, models=("tiny", "lora")))
+    found = chosen(leaving, [output("x")._replace(model="lora")], fast, able)
+    assert [each.target for each in found] == ["c"]
 
 
 def test_what_ends_sooner_than_it_moves_stays() -> None:
@@ -99,7 +127,7 @@ def test_an_instance_that_exchanges_no_kv_keeps_its_outputs() -> None:
 def test_an_output_moves_where_it_is_much_faster() -> None:
     full, empty = busy("a", 60), busy("b", 0)
     found = chosen(full, [output("x"), output("y", left=2000)], empty)
-    assert found[0] == MoveOrder(RequestId("y"), empty.info.id, "balance")
+    assert found[0] == MoveOrder(RequestId("y"), full.info.id, empty.info.id, "balance")
     assert len(found) <= MOST_ON_WAY
 
 
@@ -116,7 +144,8 @@ def test_an_output_stays_if_prompts_take_the_time_of_the_other_instance() -> Non
         full = busy("a", 60, seq=seq)
         other = busy("b", 0, prompt_tokens_done=prompt_tokens_done, seq=seq)
         table = tables.make(view(full, other), float(seq))
-        return choose_moves(full, "balance", [output("x")], table, 0, any_role=False)
+        sources = [Source(full, "balance", [output("x")])]
+        return choose_moves(sources, table, any_role=False)
 
     assert order(0, 1)
     assert order(round(0.9 / COST.prompt_s), 2) == []  # nine tenths of a second
@@ -138,7 +167,7 @@ def test_nothing_moves_between_instances_of_one_device() -> None:
 def test_an_instance_without_free_blocks_sends_its_longest_output() -> None:
     full = busy("a", 10, blocks_total=500, blocks_used=495)
     found = chosen(full, [output("x"), output("y", left=2000)], busy("b", 9))
-    assert found[0] == MoveOrder(RequestId("y"), busy("b", 9).info.id, "memory")
+    assert found[0] == MoveOrder(RequestId("y"), full.info.id, busy("b", 9).info.id, "memory")
 
 
 @given(

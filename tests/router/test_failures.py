@@ -148,7 +148,6 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(part: bytes) -> Non
         assert status == 200
         assert answer.startswith(b"data: 1\n\n")
         assert b'\n\ndata: {"error":{"message":"instance d1' in answer
-        await eventually(lambda: made["d1"].cancelled and made["p"].cancelled)
         assert await made.table() == []
 
 
@@ -212,7 +211,8 @@ async def test_a_client_that_leaves_during_decode_cancels(
 
         await leave(made, is_decoding, stream=is_streamed)
         await eventually(lambda: made["d1"].aborted == 1)
-        await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
+        if not (has_output and is_streamed):  # else it has consumed the KV
+            await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
         assert await made.table() == []
 
 

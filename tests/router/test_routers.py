@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import pytest
 from tests.router.fakes import FakeInstance, Watching, door, eventually, hang
 from vllm_tetri import cli
 from vllm_tetri.launch.machine import free_port
-from vllm_tetri.messages import FlipRole
+from vllm_tetri.messages import FlipRole, Placed
+from vllm_tetri.policy.route import Whole
 from vllm_tetri.router.flips import FileLease
+from vllm_tetri.router.request import parse_request
 from vllm_tetri.router.scheduler import GlobalScheduler
 from vllm_tetri.security import VARIABLE
 from vllm_tetri.types import InstanceId, Role
@@ -68,6 +71,29 @@ async def test_sigterm_lets_requests_end_and_a_second_one_does_not(ends_at_once:
                     one.chunk_gate.set()
                     assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
                     assert await asyncio.to_thread(router.wait, 5) == 0
+    finally:
+        router.kill()
+        router.wait()
+        await one.close()
+
+
+async def test_sigterm_ends_requests_when_their_time_is_over() -> None:
+    control, port, most_s = f"tcp://127.0.0.1:{free_port()}", free_port(), 3.0
+    words = [sys.executable, "-P", "-m", "vllm_tetri.cli", "router", "--control", control]
+    words += ["--port", str(port), "--shutdown-timeout", f"{most_s}"]
+    url, one = f"http://127.0.0.1:{port}", FakeInstance("b", Role.BOTH)
+    await one.start(control)
+    one.chunk_gate.clear()
+    router = await asyncio.to_thread(partial(subprocess.Popen, words, cwd=ROOT))
+    try:
+        async with aiohttp.ClientSession() as client:
+            await until_serving(client, url, 1)
+            endless = asyncio.create_task(ask(client, url, stream=True))
+            await eventually(lambda: len(one.calls) == 1)
+            router.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(router.wait, 1.7 * most_s) == 0
+            await asyncio.wait({endless})
+            assert one.aborted == 1
     finally:
         router.kill()
         router.wait()
@@ -226,6 +252,31 @@ async def test_a_router_that_dies_takes_only_its_own_requests_with_it() -> None:
             assert status == 200, body
 
 
+async def test_a_router_counts_what_another_one_has_sent() -> None:
+    async with side() as first, side() as second, aiohttp.ClientSession() as client:
+        controls = (first.scheduler.monitor.address, second.scheduler.monitor.address)
+        async with joined([FakeInstance(name, Role.BOTH) for name in ("b1", "b2")], *controls):
+            for each, name in product((first, second), ("b1", "b2")):
+                await eventually(lambda each=each, name=name: each.sees(name) == "ready")
+            assert (await ask(client, first.url))[0] == 200
+            told = second.scheduler.monitor.counters.received
+            await eventually(lambda: told["Placed"] > 0)
+            assert first.scheduler.monitor.counters.received["Placed"] == 0
+
+            def chosen() -> InstanceId:
+                route = second.scheduler.placer.place(
+                    request, may_split=False, excluded=frozenset(), at_limit=frozenset(),
+                    is_new=True,
+                )  # fmt: skip
+                assert isinstance(route, Whole)
+                return route.instance
+
+            request = parse_request("/v1/completions", b'{"model": "tiny", "prompt": "a"}', {})
+            instance = chosen()
+            second.scheduler.on_published(instance, Placed(instance, 100_000))
+            assert chosen() != instance
+
+
 async def test_routers_share_a_port_and_one_that_dies_leaves_it_to_the_others() -> None:
     controls, port = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)], free_port()
     shared = f"http://127.0.0.1:{port}"
@@ -274,12 +325,12 @@ async def ask(
         return response.status, await response.read()
 
 
-async def until_serving(client: aiohttp.ClientSession, url: str) -> None:
+async def until_serving(client: aiohttp.ClientSession, url: str, count: int = 3) -> None:
     for _ in range(600):
         try:
             async with client.get(url + "/tetri/v1/instances") as response:
                 rows = (await response.json())["instances"]
-            if len(rows) == 3 and {row["state"] for row in rows} == {"ready"}:
+            if len(rows) == count and {row["state"] for row in rows} == {"ready"}:
                 return
         except aiohttp.ClientError:
             pass

@@ -70,17 +70,17 @@ def test_receiver_cancels_while_filling_and_refuses_the_name(core: Backend) -> N
     receiver, sender, cache, transfer = core.begun(4)
     receiver.cancel("t")
     assert receiver.find("t") is None
-    fails(transfer, Status.REFUSED)
+    fails(transfer, Status.CANCELLED)
     assert transfer.quiesced
     eventually(lambda: empty(receiver))
     again = sender.open(receiver.endpoint, "t", 4, cache.layout.block_bytes)
-    fails(again, Status.REFUSED, "cancelled it before")
+    fails(again, Status.CANCELLED, "cancelled it before")
 
 
 def test_a_name_cancelled_before_it_was_opened_is_refused_until_fill_timeout(core: Backend) -> None:
     receiver, sender, cache = core.ends(fill_timeout_s=0.5)
     receiver.cancel("t")
-    fails(core.push(sender, receiver, "t", cache, [1]), Status.REFUSED)
+    fails(core.push(sender, receiver, "t", cache, [1]), Status.CANCELLED)
     eventually(lambda: ended(core.push(sender, receiver, "t", cache, [1])) == TransferState.DONE)
 
 

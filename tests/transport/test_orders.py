@@ -204,7 +204,7 @@ def test_a_cancelled_transfer_keeps_its_slot_while_an_order_is_begun(dma: Backen
 def test_a_receiver_that_cancels_waits_for_an_order_that_is_begun(dma: Backend) -> None:
     receiver, sender, transfer, order = begun_order(dma)
     receiver.cancel("t")
-    fails(transfer, Status.REFUSED)
+    fails(transfer, Status.CANCELLED)
     assert not order.live()
     assert not transfer.quiesced
     assert sender.send(receiver.endpoint, b"after", 10.0) == Status.OK

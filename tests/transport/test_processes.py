@@ -41,7 +41,7 @@ def test_a_stopped_shm_writer_is_quarantined_until_it_answers(shm: Backend) -> N
         eventually(lambda: empty(receiver))
         shm.pushed(sender, receiver, "next", cache, range(64))
         assert process.stdout is not None
-        assert process.stdout.readline() == "REFUSED\n"
+        assert process.stdout.readline() == "CANCELLED\n"
         assert shm.arrived(receiver, "next", cache) == cache.bytes_of(range(64))
 
 

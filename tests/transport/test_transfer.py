@@ -120,14 +120,14 @@ def test_ranks_share_a_slot_that_arrives_when_all_are_done(core: Backend) -> Non
     arena.close()
 
 
-def test_parts_of_a_slot_load_alone_and_with_threads(core: Backend) -> None:
+def test_parts_of_a_slot_load_alone(core: Backend) -> None:
     receiver, sender = core.receiver(), core.sender()
     cache = core.cache(2, 16, 512, seed=1)
     ended(core.push(sender, receiver, "t", cache, range(10)))
     slot = receiver.take("t")
     arena = Arena(receiver.segment)
     target = core.cache()
-    arena.load(slot.offset, 4, target.layout, np.array([7, 0, 2], np.int32), threads=3)
+    arena.load(slot.offset, 4, target.layout, np.array([7, 0, 2], np.int32))
     assert target.bytes_of([7, 0, 2]) == cache.bytes_of([4, 5, 6])
     arena.close()
     arena.close()

@@ -337,6 +337,12 @@ class Agent:
                 self._send_hello(link)
             case messages.SendCache():
                 self._send_cache(link)
+            case messages.Placed():
+                frame = messages.encode(message)
+                for other in self._links:
+                    is_same = other is link or (link.router and other.router == link.router)
+                    if not is_same:  # two addresses may lead to one
+                        other.send(frame)
             case messages.Refused(reason=reason):
                 self._log_once(f"refused {reason}", "a router refused this instance: %s", reason)
             case _:

@@ -27,6 +27,7 @@ from vllm_tetri.messages import CacheReport
 from vllm_tetri.security import HANDSHAKE_FAILED, Curve, Secret, is_readable
 from vllm_tetri.types import ClusterView, Flip, InstanceId, InstanceInfo, InstanceView, Role
 
+_MAX_NAMED = 64  # addresses that frames were dropped from, in the log
 _MAX_DRAIN = 512  # frames per wake-up; HTTP must get its turn in between
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Monitor:
         self._events: zmq.Socket[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when it fires
+        self._dropped_from = set[str]()  # addresses, as logged
 
     @property
     def address(self) -> str:
@@ -222,7 +224,7 @@ class Monitor:
                     raise ProtocolError(f"{len(parts) - 1} parts instead of one")
                 message = messages.decode_to_router(parts[1].bytes)
             except ProtocolError as error:
-                self._drop(str(error))
+                self._drop(str(error), str(parts[-1].get("Peer-Address")))
             else:
                 self._take(parts[0].bytes, message, str(parts[1].get("Peer-Address")))
         asyncio.get_running_loop().call_soon(self._drain)
@@ -267,7 +269,7 @@ class Monitor:
             require_reachable(info.id, info.url, peer)
             replaced = self.members.join(sender, info, time.monotonic())
         except ProtocolError as error:
-            self._drop(str(error))
+            self._drop(str(error), peer)
             self._send(sender, messages.Refused(str(error)))
             return
         if replaced is not None:
@@ -312,7 +314,9 @@ class Monitor:
         self.counters.sent += 1
         return True
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: str, peer: str = "") -> None:
         self.counters.dropped += 1
-        if self.counters.dropped == 1:
-            _log.warning("the control port dropped %s (later ones are only counted)", why)
+        if peer not in self._dropped_from and len(self._dropped_from) < _MAX_NAMED:
+            self._dropped_from.add(peer)
+            where = f" from {peer}" if peer else ""
+            _log.warning("the control port dropped %s%s; its next ones are counted", why, where)

@@ -272,7 +272,9 @@ class TetriConnector(KVConnectorBase_V1, SupportsHMA):
         self._send_notes()
         if prefilled is None:
             endpoint.scheduler.record_decoded(request)
-        endpoint.predictions.end(request.request_id, prefilled.transfer if prefilled else "")
+        # Its length is told by the instance that decodes it, if there is one.
+        told_by = prefilled.transfer if prefilled is not None and prefilled.decode else ""
+        endpoint.predictions.end(request.request_id, told_by)
         endpoint.dispatcher.policy.forget(request.request_id)
         return must_stay, to_params(prefilled) if prefilled is not None else None
 

@@ -36,7 +36,7 @@ from vllm_tetri.handover import KEY, PriorOutput
 
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<HH")  # tokens, log probabilities per token
+_HEAD = struct.Struct("<II")  # tokens, log probabilities per token
 _MARK = "_tetri_continues"
 
 

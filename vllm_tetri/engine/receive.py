@@ -110,7 +110,8 @@ class ReceiveSide:
 
     def arriving_tokens(self, request_id: str) -> int:
         """Return of how many tokens of a prompt the KV is here or on its way."""
-        return self._entries[request_id].num_tokens if request_id in self else 0
+        entry = self._entries.get(request_id)  # the agent's thread asks, too
+        return entry.num_tokens if entry is not None else 0
 
     def is_here(self, request_id: str) -> bool:
         """Whether a request's KV has arrived and is pinned (`pin_arrived`)."""

@@ -155,9 +155,12 @@ class SendSide:
         ends = request.num_computed_tokens + num_tokens >= request.num_tokens
         may_pay = push == "layer" or (push == "auto" and self.handovers.pays_by_layer(num_tokens))
         send.by_layer = ends and may_pay and not is_short(request)
-        is_due = (send.num_chunks > 0 or send.by_layer) and now >= send.retry_at
+        is_due = (send.ready_tokens > 0 or send.by_layer) and now >= send.retry_at
         if is_due and self._choose(send) and push != "request":
-            self._push(meta, meta.writes, send, block_ids, request.num_computed_tokens)
+            ready_tokens = min(send.ready_tokens, request.num_computed_tokens)
+            self._push(meta, meta.writes, send, block_ids, ready_tokens)
+        # Not yet what it found in the prefix cache: this very step may compute or load it.
+        send.ready_tokens = request.num_computed_tokens + num_tokens
         if not send.num_chunks and not request.num_preemptions:
             send.cached_tokens = request.num_computed_tokens
         send.num_chunks, send.last_tokens = send.num_chunks + 1, num_tokens
@@ -184,6 +187,7 @@ class SendSide:
             return
         if not send.is_open:
             send.is_open, send.round, send.num_ended = True, send.round + 1, 0
+            send.is_read = True
             endpoint = send.dispatch.kv_endpoint
             num_blocks = self._blocks.count(num_tokens, first)
             meta.opens.append(Open(request_id, send.round, endpoint, send.name, num_blocks))
@@ -245,7 +249,7 @@ class SendSide:
                     del self._sends[request.request_id]
                 return not send.is_sent, prefilled
         alone = self._prefilled(send, is_final=is_whole) if handed_over else None
-        if send.round and not send.is_sent:  # a rank may still read
+        if send.is_read and not send.is_sent:
             self._free(send, lost=False)
             return True, alone
         del self._sends[request.request_id]
@@ -321,8 +325,11 @@ class SendSide:
 
     def _fail(self, send: Send, status: str, text: str) -> None:
         now = time.monotonic()
-        is_full = status == "FULL"
-        if not is_full:
+        is_full, is_unwanted = status == "FULL", status == "CANCELLED"
+        if is_unwanted:  # as of a client that left
+            logger.info("KV transfer %s ends: %s", send.name, text)
+            send.gave_up = True
+        elif not is_full:
             decode = send.dispatch.instance if send.dispatch is not None else "unknown"
             logger.warning(
                 "KV transfer %s to %s failed: %s %s. Trying again, else the decode instance "
@@ -336,7 +343,7 @@ class SendSide:
             if is_full and now < send.done_s + self._config.transfer_timeout_s:
                 self._restart(send, now + FULL_RETRY_S)
             else:
-                self._free(send, lost=True)
+                self._free(send, lost=not is_unwanted)
             return
         if send.dispatch is not None:
             (send.full if is_full else send.refused).add(send.dispatch.instance)
@@ -357,6 +364,7 @@ class SendSide:
             if send.round:
                 self._stops.append(request_id)
                 send.attempt = min(send.attempt + 1, MAX_ATTEMPTS - 1)
+            send.is_read, send.ready_tokens = False, 0
             send.dispatch = None
             self._restart(send, 0.0)
 

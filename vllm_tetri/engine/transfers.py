@@ -42,8 +42,10 @@ class Send:
     round: int = FREED  # of the newest order to open a transfer; FREED before the first
     num_ended: int = 0  # shards that are done with this round, or with the request if it is freed
     is_open: bool = False
+    is_read: bool = False  # workers may read its blocks
     digest: str = ""  # of the prompt, once the router may open the decode request
     pushed_tokens: int = 0  # of which all complete blocks were pushed
+    ready_tokens: int = 0  # of which the KV is complete before the step that is scheduled
     num_chunks: int = 0
     cached_tokens: int = 0  # of the prompt, in the prefix cache when it was scheduled first
     last_tokens: int = 0  # of its newest chunk

@@ -201,14 +201,15 @@ class KVWorker:
         """Queue a note for another instance, without waiting: it may not be listening."""
         try:
             self._sender.send(endpoint, note, 0.0)
-        except ValueError:
+        except (ValueError, RuntimeError):
             logger.exception(
                 "cannot send a message to %s; the request there waits for its timeout", endpoint
             )
 
     def _open(self, order: Open) -> None:
         if (old := self.sending.get(order.request_id)) is not None:
-            is_same = (old.endpoint, old.transfer.name) == (order.endpoint, order.transfer)
+            names = (old.endpoint, old.transfer.name, len(old.given))
+            is_same = names == (order.endpoint, order.transfer, order.num_blocks)
             if is_same and old.transfer.state in (TransferState.OPENING, TransferState.SENDING):
                 old.round = order.round  # another rank has to try again
                 return
@@ -218,7 +219,7 @@ class KVWorker:
             transfer = self._sender.open(
                 order.endpoint, order.transfer, order.num_blocks, self._mover.layout.block_bytes
             )
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # or there is no thread for it
             self._report.failed[order.request_id] = (order.round, "INVALID", str(error))
         else:
             given = np.zeros(order.num_blocks, dtype=np.bool_)
@@ -290,9 +291,10 @@ class KVWorker:
     def _record_load(self, order: Load, error: BaseException | None) -> None:
         """Record the end of a load. If it failed, vLLM computes the blocks again
         (kv_load_failure_policy=recompute)."""
-        self._report.loaded_bytes += order.num_blocks * self._mover.layout.block_bytes
         self._report.loaded[order.request_id] = 1
-        if error is not None:
+        if error is None:
+            self._report.loaded_bytes += order.num_blocks * self._mover.layout.block_bytes
+        else:
             self._report.load_errors += 1
             logger.error(
                 "loading KV of request %s failed; vLLM recomputes it", order.request_id,
@@ -330,16 +332,16 @@ class KVWorker:
         """Report requests whose blocks nothing reads any more, and transfers that failed."""
         report = self._report
         for request_id, sending in list(self.sending.items()):
-            transfer = sending.transfer
-            is_done = transfer.state is TransferState.DONE
+            transfer, state = sending.transfer, sending.transfer.state
+            is_done = state is TransferState.DONE
             if is_done and (sending.is_last or sending.free):
                 report.sent_bytes += transfer.bytes_sent
             if sending.free and (is_done or transfer.quiesced):
                 report.ended[request_id, FREED] = 1
             elif is_done and sending.is_last:
                 report.ended[request_id, sending.round] = 1
-            elif transfer.state is TransferState.FAILED and transfer.quiesced:
-                # The scheduler opens another one, or frees.
+            elif state in (TransferState.FAILED, TransferState.CANCELLED) and transfer.quiesced:
+                # It failed, or was stopped here: the scheduler opens another one, or frees.
                 report.failed[request_id] = sending.round, transfer.status.name, transfer.error
             else:
                 continue

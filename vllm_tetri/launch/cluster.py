@@ -60,7 +60,7 @@ class KeptCluster:
     def __init__(self, options: argparse.Namespace, plan: LaunchPlan, nodes: Nodes) -> None:
         self.options = options
         names = [spec.name for spec in plan.instances + plan.spares + plan.routers]
-        self.display = Display(names, verbose=options.verbose)
+        self.display = Display(names, verbose=options.verbose, log_dir=options.log_dir)
         self._plan, self._nodes = plan, nodes
         self._work: set[asyncio.Task[None]] = set()
         self._instances: list[Keeper] = []
@@ -73,7 +73,8 @@ class KeptCluster:
         """Start everything and keep it up until a signal; the status to end with."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
+                loop.add_signal_handler(number, self._on_signal, number)
         async with aiohttp.ClientSession() as session:
             self._instances = [
                 Keeper(each, self, session, self._nodes) for each in self._plan.instances
@@ -241,7 +242,7 @@ class KeptCluster:
         if self.options.ready_file is not None:
             self.options.ready_file.unlink(missing_ok=True)
         sweep_segments()
-        self.display.say("stopped")
+        self.display.end("stopped")
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number is signal.SIGTERM and not self._stop.is_set():
@@ -267,8 +268,6 @@ class Keeper:
         self._display = cluster.display
         self._session = session
         self._nodes = nodes
-        log_dir: Path | None = cluster.options.log_dir
-        self._log_file = log_dir / f"{spec.name}.log" if log_dir else None
         self._was_ready = False
         self.child: Child | None = None
         self._tail = deque[str](maxlen=_TAIL_SHOWN)
@@ -338,7 +337,7 @@ class Keeper:
                 self._fingerprint = fingerprint_of(self.spec.certificate)
         try:
             self._tail.clear()
-            child = self.child = await self._nodes.start(self.spec, self._on_line, self._log_file)
+            child = self.child = await self._nodes.start(self.spec, self._on_line)
         except StartError as error:
             if not self._was_ready:
                 raise LaunchError(f"{self.spec.name}: {error}") from error
@@ -396,5 +395,6 @@ class Keeper:
 
     def _describe(self, problem: str) -> str:
         shown = "\n".join(f"  | {line}" for line in self._tail) or "  | (it printed nothing)"
-        where = f"\nits whole output is in {self._log_file}" if self._log_file else ""
+        log_file = self._display.log_file(self.spec.name)
+        where = f"\nits whole output is in {log_file}" if log_file else ""
         return f"{self.spec.name} {problem}; its last lines were:\n{shown}{where}"

@@ -6,10 +6,13 @@ line, in the format that vLLM's logging variables ask for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -40,10 +43,12 @@ class Display:
     """Owned by the event loop. `show_from` gives the terminal back.
 
     Lines of children are shown from `WARNING` up (before the cluster is ready from `ERROR` up:
-    a start of vLLM warns a lot), or all of them when ``verbose``.
+    a start of vLLM warns a lot), or all of them when ``verbose``. All are appended to files in
+    `log_dir`, if there is one, as long as these can be written.
     """
 
-    def __init__(self, names: Sequence[str], *, verbose: bool) -> None:
+    def __init__(self, names: Sequence[str], *, verbose: bool, log_dir: Path | None = None) -> None:
+        self._log_dir, self._logs = log_dir, dict[str, TextIO]()
         self._console = Console(stderr=True, highlight=False)
         self._verbose = verbose
         self._started = time.monotonic()
@@ -84,6 +89,29 @@ class Display:
             self._level[name] = logging.ERROR
         if self._verbose or self._level[name] >= self._threshold:
             self._print(name, line)
+        try:
+            if name not in self._logs and (path := self.log_file(name)) is not None:
+                self._logs[name] = path.open("a", buffering=1, errors="replace")
+            if name in self._logs:
+                self._logs[name].write(line + "\n")
+        except OSError as error:  # as of a full disk
+            self._close_logs()
+            self.say(f"nothing is written to --log-dir any more: {error}", logging.ERROR)
+
+    def end(self, text: str) -> None:
+        """Show the last message, and write to no file any more."""
+        self.say(text)
+        self._close_logs()
+
+    def _close_logs(self) -> None:
+        while self._logs:
+            with contextlib.suppress(OSError):
+                self._logs.popitem()[1].close()
+        self._log_dir = None
+
+    def log_file(self, name: str) -> Path | None:
+        """Return the file to which lines of a child are appended, if there is one."""
+        return self._log_dir / f"{name}.log" if self._log_dir else None
 
     def event(self, name: str, text: str, level: int = logging.WARNING) -> None:
         """Show an event of a child at any threshold."""

@@ -305,7 +305,8 @@ def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
 
 def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there now."""
-    with contextlib.suppress(OSError), socket.create_server((host, port)):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
         return True
     return False
 
@@ -330,9 +331,13 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def free_ports(number: int, host: str) -> list[int]:
     """Ports that are free at this moment, at random: only a process with the same luck takes one
-    before the caller binds it, because the kernel gives these out to none."""
+    before the caller binds it, because the kernel gives these out to none. ConfigError if there
+    are too few."""
     tried = random.sample(FREE_PORTS, 100 + number)
-    return [*islice((port for port in tried if is_port_free(port, host)), number)]
+    found = [*islice((port for port in tried if is_port_free(port, host)), number)]
+    if len(found) < number:
+        raise ConfigError(f"no port of {host} is free: is that an address of this machine?")
+    return found
 
 
 if __name__ == "__main__":

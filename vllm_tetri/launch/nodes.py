@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 
 import ray
@@ -61,7 +61,7 @@ class Supervisor:
         here = replace(
             spec, host=ray.util.get_node_ip_address(), words=(sys.executable, *spec.words[1:])
         )
-        self._child = await ChildProcess.start(here, self._lines.append, None)
+        self._child = await ChildProcess.start(here, self._lines.append)
         self._end = asyncio.create_task(self._child.wait())
         return self._child.host, self._child.port, self._child.pid
 
@@ -88,12 +88,11 @@ class RayChild:
     started it."""
 
     def __init__(
-        self, actor: Any, group: Any, at: tuple[str, int, int], on_line: Callable[[str], None],
-        log: BinaryIO,
-    ) -> None:  # fmt: skip
+        self, actor: Any, group: Any, at: tuple[str, int, int], on_line: Callable[[str], None]
+    ) -> None:
         self.host, self.port, self.pid = at
         self._actor, self._group, self._on_line = actor, group, on_line
-        self._pump = asyncio.create_task(self._read_lines(log))
+        self._pump = asyncio.create_task(self._read_lines())
 
     async def wait(self) -> int:
         """Exit status, after the last line was delivered; 1 if the actor or its node is lost."""
@@ -114,15 +113,13 @@ class RayChild:
         if not self._pump.done():
             self._actor.kill.remote()
 
-    async def _read_lines(self, log: BinaryIO) -> int:
+    async def _read_lines(self) -> int:
         status: int | None = None
         try:
-            with log:
-                while status is None:
-                    lines, status = await self._actor.read.remote()
-                    for line in lines:
-                        log.write(line.encode() + b"\n")
-                        self._on_line(line)
+            while status is None:
+                lines, status = await self._actor.read.remote()
+                for line in lines:
+                    self._on_line(line)
         except RayError as error:
             status = _LOST
             self._on_line(f"ERROR Ray has lost it: {str(error).partition(chr(10))[0]}")
@@ -186,9 +183,7 @@ class RayNodes:
         """Leave the cluster, which ends what this process has started in it."""
         ray.shutdown()
 
-    async def start(
-        self, spec: ChildSpec, on_line: Callable[[str], None], log: Path | None
-    ) -> RayChild:
+    async def start(self, spec: ChildSpec, on_line: Callable[[str], None]) -> RayChild:
         """Start an instance on a node with room for it; StartError if there is none in time."""
         group = placement_group([self._bundle], strategy="STRICT_PACK", name=spec.name)
         actor = None
@@ -208,8 +203,7 @@ class RayNodes:
             }
             started = actor.start.remote(spec, environment, self._secret)
             at = await asyncio.wait_for(started, _ACTOR_S)
-            file = (log or Path(os.devnull)).open("ab", buffering=0)
-            return RayChild(actor, group, at, on_line, file)
+            return RayChild(actor, group, at, on_line)
         except (RayError, TimeoutError) as error:
             free(group, actor)
             raise StartError(f"its actor did not start: {error!r}") from error

@@ -6,6 +6,7 @@ import argparse
 import os
 import secrets
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from vllm_tetri.config import CONTROL_PORT
@@ -97,7 +98,7 @@ def make_plan(
     roles = _roles(options, machine, serve.num_workers)
     placements = _placements(options, roles, machine, serve.num_workers)
     ports = _router_ports(options)
-    controls = _control_addresses(options.routers, machine.address, may_take_default)
+    controls = _control_addresses(options.routers, machine.address, may_take_default, ports)
     of_instances, of_routers = _keys(options, serve.api_keys)
     workers = len(roles) * serve.num_workers
     words = [*SERVE, options.model, *options.tail]
@@ -204,7 +205,7 @@ def _shared_port(options: argparse.Namespace, taken: set[int]) -> set[int]:
     port = options.shared_port
     if port in taken:
         raise ConfigError(f"--shared-port {port}: a router has port {port}; choose another")
-    return set() if port is None else {*_ports("--shared-port", port, 1, options.host)}
+    return {*_ports("--shared-port", port, 1, options.host)} if port else set()
 
 
 def _instance_ports(options: argparse.Namespace, number: int, taken: set[int]) -> list[int]:
@@ -224,9 +225,12 @@ def _ports(option: str, first: int, number: int, host: str) -> list[int]:
     return [*range(first, first + number)]
 
 
-def _control_addresses(number: int, host: str, may_take_default: bool) -> list[str]:
+def _control_addresses(
+    number: int, host: str, may_take_default: bool, taken: Collection[int]
+) -> list[str]:
     """The default address first, so that instances started by hand find a router; other
-    addresses when a second cluster on this machine has taken it or is about to."""
+    addresses when it is taken, or about to be by a second cluster on this machine."""
+    may_take_default = may_take_default and CONTROL_PORT not in taken
     ports = [CONTROL_PORT] if may_take_default and is_port_free(CONTROL_PORT, host) else []
     return [f"tcp://{host}:{port}" for port in ports + free_ports(number - len(ports), host)]
 

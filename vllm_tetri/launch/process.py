@@ -7,8 +7,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
-from typing import BinaryIO
 
 from vllm_tetri.errors import TetriError
 from vllm_tetri.launch.guard import GRACE_S, guarded
@@ -36,19 +34,16 @@ class ChildProcess:
         process: asyncio.subprocess.Process,
         address: tuple[str, int],
         on_line: Callable[[str], None],
-        log: BinaryIO,
     ) -> None:
         self.host, self.port = address  # of its HTTP server
         self._process = process
         self._on_line = on_line
         self._is_gone = False  # its process id may be another process's
-        self._pump = asyncio.create_task(self._read_lines(log))
+        self._pump = asyncio.create_task(self._read_lines())
 
     @classmethod
-    async def start(
-        cls, spec: ChildSpec, on_line: Callable[[str], None], log: Path | None
-    ) -> ChildProcess:
-        """Start a child in a session of its own, whose output is appended to a log.
+    async def start(cls, spec: ChildSpec, on_line: Callable[[str], None]) -> ChildProcess:
+        """Start a child in a session of its own; `on_line` gets its output.
 
         Neither the guard nor any Python below it imports from the current directory: in a
         clone of this project that would be the source tree, without the built extension.
@@ -57,7 +52,6 @@ class ChildProcess:
         kernel tells the guard when that *thread* ends.
         """
         placement, port = spec.placement, spec.port or free_port(spec.host)
-        file = (log or Path(os.devnull)).open("ab", buffering=0)
         process = await asyncio.create_subprocess_exec(
             *guarded(spec.command(port), placement.cores, placement.nice),
             stdin=asyncio.subprocess.DEVNULL,
@@ -66,7 +60,7 @@ class ChildProcess:
             env={**os.environ, **_PYTHON, **dict(placement.environment + spec.environment)},
             start_new_session=True,
         )
-        return cls(process, (spec.host, port), on_line, file)
+        return cls(process, (spec.host, port), on_line)
 
     @property
     def pid(self) -> int:
@@ -99,18 +93,16 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _read_lines(self, log: BinaryIO) -> None:
+    async def _read_lines(self) -> None:
         stream = self._process.stdout
         assert stream is not None
         rest = b""
-        with log:
-            while data := await stream.read(_MAX_LINE_BYTES):
-                log.write(data)
-                # A bar that redraws itself is one line per state.
-                *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
-                if len(rest) > _MAX_LINE_BYTES:
-                    lines, rest = [*lines, rest], b""
-                self._deliver(lines)
+        while data := await stream.read(_MAX_LINE_BYTES):
+            # A bar that redraws itself is one line per state.
+            *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._deliver(lines)
         self._deliver([rest])
 
     def _deliver(self, lines: list[bytes]) -> None:

@@ -28,7 +28,7 @@ from vllm_tetri.launch.machine import (
 from vllm_tetri.launch.plan import LOCAL, make_plan
 from vllm_tetri.launch.process import ChildProcess
 from vllm_tetri.logs import LEVEL_VARIABLE, configure_logging
-from vllm_tetri.router.command import add_serving_options, bounds, count, positive
+from vllm_tetri.router.command import add_serving_options, bounds, count, port, positive
 from vllm_tetri.security import VALUE_VARIABLE, VARIABLE, in_memory, share_secret
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="routers; give several of them a --shared-port, or put a load balancer in front "
         "(default: %(default)s)")
     add("--host", default="127.0.0.1", help="address of the router (default: %(default)s)")
-    add("--port", type=int, default=8000,
+    add("--port", type=port, default=8000,
         help="port of the router, 0 for a free one; further routers have the ports that follow "
         "(default: %(default)s)")
     add("--instance-port-base", type=count, metavar="PORT",

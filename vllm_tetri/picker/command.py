@@ -18,6 +18,7 @@ from vllm_tetri.router.command import (
     add_placement_options,
     config_of,
     count,
+    port,
     stop_signal,
 )
 from vllm_tetri.types import Mode
@@ -32,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # fmt: off
     add("--host", default="127.0.0.1", help="address for gateways (default: %(default)s)")
-    add("--port", type=int, default=9002,
+    add("--port", type=port, default=9002,
         help="port for gateways: gRPC, Envoy's ext_proc and gRPC's health checks; 0 for any free "
         "one (default: %(default)s)")
-    add("--http-port", type=int, default=8000,
+    add("--http-port", type=port, default=8000,
         help="port for operators: `vllm-tetri status` and Prometheus (default: %(default)s)")
     add("--fallbacks", type=count, default=0, metavar="N",
         help="endpoints to name after the chosen one, for gateways that try several in turn "

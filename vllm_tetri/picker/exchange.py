@@ -159,9 +159,7 @@ class Exchange:
             raise Refusal(503, f"no endpoint is ready{among}; try again")
         if self._entry is not None:
             self._entry.send_aggregated(info.id, route.reason)
-            self._entry.expected_s = route.ttft_s
-            cached_tokens = placer.record_sent(self._entry.id, request, route)
-            self._scheduler.metrics.cached_tokens.inc(cached_tokens)
+            self._scheduler.record_sent(self._entry, request, route, info)
         _log.debug("request %s goes to %s: %s", request.request_id, info.id, route.reason)
         return info
 

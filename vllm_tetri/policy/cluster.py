@@ -96,18 +96,18 @@ class InstanceRow:
         num_blocks = -(-need.total_tokens // self.block_size)
         return self.free_blocks >= num_blocks and self.free_bytes >= need.num_bytes
 
-    def computing_s(self, tokens: float, token_s: float) -> float:
-        """Return the time to compute so many tokens of prompts that take `token_s` each, decodes
-        and the step's base aside."""
+    def computing_s(self, tokens: float, work_s: float) -> float:
+        """Return the time to compute so many tokens of prompts, which take `work_s` together,
+        decodes and the step's base aside."""
         steps = -(-tokens // self.chunk_tokens)
         if self.decodes:
             steps += 0.5  # what is left of the one that runs
-        return (tokens * token_s + steps * self.step_s) * (1 + self.busy_others)
+        return (work_s + steps * self.step_s) * (1 + self.busy_others)
 
     def computed_s(self, now: float, more_tokens: float = 0.0) -> float:
         """Return when its queue, and so many more tokens, should be computed."""
         tokens = self.queued_tokens + more_tokens
-        return now + _ARRIVES_S + self.computing_s(tokens, self.cost.prompt_s)
+        return now + _ARRIVES_S + self.computing_s(tokens, tokens * self.cost.prompt_s)
 
     def copy(self) -> InstanceRow:
         """Return a row that can be changed; as `copy.copy`, in a tenth of its time."""

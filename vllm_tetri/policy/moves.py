@@ -7,7 +7,7 @@ better off than if they had changed places: what moved would not move back, so n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_tetri.policy.adaptive import paced_s, prefill_harm_s, token_s
@@ -36,12 +36,28 @@ class RunningOutput(NamedTuple):
     left_tokens: float  # of the output, expected
     num_moves: int
     here_s: float  # since it came to this instance, in seconds
+    model: str = ""  # or adapter, that its next instance must have; empty for any
+
+    @property
+    def need(self) -> Need:
+        """What it needs elsewhere."""
+        return Need(round(self.context_tokens), self.left_tokens)
+
+
+class Source(NamedTuple):
+    """An instance that outputs should leave, and the short reason (`why_leave`)."""
+
+    view: InstanceView
+    reason: str
+    outputs: Sequence[RunningOutput]
+    num_on_way: int = 0  # that leave it already
 
 
 class MoveOrder(NamedTuple):
     """An output's next instance; `reason` is short."""
 
     request: RequestId
+    source: InstanceId
     target: InstanceId
     reason: str
 
@@ -82,43 +98,79 @@ def why_leave(table: ClusterTable) -> dict[InstanceId, str]:
 
 
 def choose_moves(
-    one: InstanceView,
-    reason: str,
-    outputs: Iterable[RunningOutput],
+    sources: Iterable[Source],
     table: ClusterTable,
-    num_on_way: int,
     *,
+    coming: Iterable[tuple[InstanceId, RunningOutput]] = (),
     any_role: bool,
 ) -> list[MoveOrder]:
-    """Choose which outputs leave an instance for `reason`, and where each goes, while others are on
-    their way from it. With `any_role` any instance takes outputs, else those that decode."""
-    leaves, source = reason in LEAVES.values(), table.by_id.get(one.info.id)
-    most = (MOST_LEAVING if leaves else MOST_ON_WAY) - num_on_way
+    """Choose which outputs leave their instances, and where each goes. What is `coming` to an
+    instance already, or goes there from one source, counts there for the next one. With `any_role`
+    any instance takes outputs, else those that decode."""
+    rows = _Rows(table)
+    for target, output in coming:
+        if target in table.by_id:
+            rows.own(target).add_decode(output.need)
+    return [order for each in sources for order in _leave(each, table, rows, any_role=any_role)]
+
+
+class _Rows:
+    """Rows of a table, with the outputs that come or go."""
+
+    def __init__(self, table: ClusterTable) -> None:
+        self._by_id, self._changed = table.by_id, dict[InstanceId, InstanceRow]()
+
+    def own(self, name: InstanceId) -> InstanceRow:
+        """Return a row that may be changed."""
+        if name not in self._changed:
+            self._changed[name] = self._by_id[name].copy()
+        return self._changed[name]
+
+    def __call__(self, row: InstanceRow) -> InstanceRow:
+        """Return a row as it is now."""
+        return self._changed.get(row.id, row)
+
+
+def _leave(
+    source: Source, table: ClusterTable, rows: _Rows, *, any_role: bool
+) -> Iterator[MoveOrder]:
+    """Yield the moves of outputs from one instance."""
+    one, reason, outputs, num_on_way = source
+    leaves, base = reason in LEAVES.values(), table.by_id.get(one.info.id)
+    left = (MOST_LEAVING if leaves else MOST_ON_WAY) - num_on_way
+    if left <= 0 or not outputs:
+        return
     takers = table.takers(one.info, any_role=any_role).by_name
-    able_rows = takers if leaves or source is None else _apart(source, takers)
-    rows = [row.copy() for row in able_rows if row.id != one.info.id]
-    orders: list[MoveOrder] = []
-    here = source.copy() if source is not None else None
-    step_s = source.step_s if source is not None else one.load.step_s
+    others = [
+        row
+        for row in (takers if leaves or base is None else _apart(base, takers))
+        if row.id != one.info.id
+    ]
+    step_s = base.step_s if base is not None else one.load.step_s
     for each in sorted(outputs, key=lambda output: -output.left_tokens):
-        if len(orders) >= most:
-            break
         if not leaves and (each.num_moves >= MOST_MOVES or each.here_s < REST_S):
             continue
         if each.left_tokens * step_s <= move_s(one, step_s, each.context_tokens):
             continue
-        need = Need(round(each.context_tokens), each.left_tokens)
-        able = [row for row in rows if row.has_capacity(need)]
+        able = [
+            row
+            for row in map(rows, others)
+            if row.has_capacity(each.need)
+            if not each.model or each.model in row.view.info.names
+        ]
         target = min(able, key=lambda row: (row.step_s, row.id), default=None)
         if target is None:
             continue
         if reason == "balance":
-            if here is None or not _pays(here, target, each):
-                break
+            if base is None or not _pays(rows(base), target, each):
+                continue
+            here = rows.own(base.id)
             here.step_s -= here.request_s
-        target.add_decode(need)
-        orders.append(MoveOrder(each.request, target.id, reason))
-    return orders
+        rows.own(target.id).add_decode(each.need)
+        yield MoveOrder(each.request, one.info.id, target.id, reason)
+        left -= 1
+        if not left:
+            return
 
 
 def _pays(here: InstanceRow, there: InstanceRow, output: RunningOutput) -> bool:

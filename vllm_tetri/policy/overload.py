@@ -89,7 +89,7 @@ def _wait_s(row: InstanceRow) -> float:
     if row.cost is GUESS or queued_tokens <= 0:
         return 0.0
     each_tokens = queued_tokens / (max(0, row.view.load.waiting) + 1)
-    return row.computing_s(queued_tokens, token_s(row, each_tokens))
+    return row.computing_s(queued_tokens, queued_tokens * token_s(row, each_tokens))
 
 
 SHARE = 4

@@ -26,6 +26,7 @@ class Split(NamedTuple):
     reason: str
     anywhere: bool = False
     ttft_s: float = 0.0  # expected; 0: not priced
+    decode: InstanceId = InstanceId("")  # expected, if it is
 
 
 class Whole(NamedTuple):
@@ -34,6 +35,14 @@ class Whole(NamedTuple):
     instance: InstanceId
     reason: str
     ttft_s: float = 0.0  # expected; 0: not priced
+
+    @property
+    def prefill(self) -> InstanceId:
+        return self.instance
+
+    @property
+    def decode(self) -> InstanceId:
+        return self.instance
 
 
 class AllAtLimit(NamedTuple):

@@ -77,7 +77,7 @@ class Adapters:
                 for info, (status, text) in zip(infos, answers, strict=True)
                 if status != 200 and not (path == UNLOAD and status == 404 and done)
             }
-            if failed:
+            if failed or not infos:
                 self._loaded.pop(order.lora_name, None)
                 if former is not None:
                     self._loaded[order.lora_name] = former
@@ -99,11 +99,22 @@ class Adapters:
 
     async def welcome(self, info: InstanceInfo) -> None:
         """Let an instance that joins load what others have, and learn what it has."""
+        if self._loaded:
+            async with self._turn:
+                await self._forget_unloaded(info)
         for name, body in list(self._loaded.items()):
             status, text = await self._post(info, LOAD, body)
             if status != 200 and b"already been loaded" not in text:
                 _log.warning("%s did not load adapter %r: %s", info.id, name, text.decode())
         await self._learn(info)
+
+    async def _forget_unloaded(self, joining: InstanceInfo) -> None:
+        """Another router may have unloaded what was loaded through this one."""
+        await self._learn_all()
+        others = [each for each in self._serving() if each.url != joining.url]
+        for name in list(self._loaded):
+            if others and not any(name in each.adapters for each in others):
+                del self._loaded[name]
 
     async def look_again(self) -> None:
         """Learn what all instances have, unless that was done just now."""

@@ -64,8 +64,9 @@ def bounds(text: str) -> Bounds:
         raise argparse.ArgumentTypeError(f"{text!r} is neither N nor MIN:MAX") from error
 
 
-def _port(text: str) -> int:
-    if not 0 < (value := int(text)) < 1 << 16:
+def port(text: str) -> int:
+    """Parse the number of a port, or 0."""
+    if not 0 <= (value := int(text)) < 1 << 16:
         raise argparse.ArgumentTypeError(f"{text} is not a port")
     return value
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, limits = parser.add_argument, Limits()
     # fmt: off
     add("--host", default="127.0.0.1", help="address for clients (default: %(default)s)")
-    add("--port", type=int, default=8000,
+    add("--port", type=port, default=8000,
         help="port for clients, 0 for any free one (default: %(default)s)")
     add("--first-byte-timeout", type=positive, default=300.0, metavar="SECONDS",
         help="time in which an instance with requests must compute or send something, else they "
@@ -156,7 +157,7 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         help="copy running outputs to the prefix cache of a second instance each time they have "
         "grown by so many tokens, so that one whose instance dies goes on there at once "
         "(default: no copies)")
-    add("--shared-port", type=_port, metavar="PORT",
+    add("--shared-port", type=port, metavar="PORT",
         help="one more port for clients, which several routers of this host may have: the kernel "
         "spreads new connections over those that have an instance (default: none)")
     add("--otlp-traces-endpoint", metavar="URL",
@@ -216,12 +217,13 @@ def run(options: argparse.Namespace) -> int:
         scheduler = GlobalScheduler(config)
         stop = stop_signal({signal.SIGTERM: options.shutdown_timeout, signal.SIGINT: STOP_S})
         app, address = build_app(scheduler, keys=keys, limits=limits), (options.host, options.port)
-        port = options.shared_port
-        shared = SharedPort(port, scheduler.placer.models) if port else None
+        number = options.shared_port
+        shared = SharedPort(number, scheduler.placer.models) if number else None
         async with listening(app, limits, address, tls, shared) as listener:
             scheme = "http" if tls is None else "https"
-            clients = "{}://{}:{}".format(scheme, *listener.address)
-            clients += f" and port {port}" if port else ""
+            host, own = listener.address
+            clients = f"{scheme}://[{host}]:{own}" if ":" in host else f"{scheme}://{host}:{own}"
+            clients += f" and port {number}" if number else ""
             gc.freeze()
             gc.set_threshold(_YOUNG_OBJECTS, 20, 20)
             _log.info("clients: %s  instances: %s", clients, scheduler.monitor.address)

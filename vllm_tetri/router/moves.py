@@ -13,18 +13,26 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import DecodeParams
 from vllm_tetri.messages import CancelTransfer, Move, Moved, Moving, Poll
 from vllm_tetri.policy.mirrors import LongOutput
-from vllm_tetri.policy.moves import LEAVES, RunningOutput, choose_moves, usual_left, why_leave
+from vllm_tetri.policy.moves import (
+    LEAVES,
+    MoveOrder,
+    RunningOutput,
+    Source,
+    choose_moves,
+    usual_left,
+    why_leave,
+)
 from vllm_tetri.policy.route import Phase
 from vllm_tetri.router.errors import HttpError, InstanceAtLimit, InstanceFailed, Refusal
 from vllm_tetri.router.placement import Placer
 from vllm_tetri.router.request import ApiRequest
-from vllm_tetri.router.response import HttpResponse
+from vllm_tetri.router.response import HttpResponse, close_result
 from vllm_tetri.router.resume import ContinuationFailed, ContinuationMismatch, NotResumable
 from vllm_tetri.router.retry import Scheduler
 from vllm_tetri.router.stream import Output
@@ -106,10 +114,9 @@ class Mover:
         if request.max_tokens is not None:
             most = request.max_tokens - entry.generated
             expected = most if request.ignores_eos else min(expected, most)
-        prompt_tokens = entry.prompt_tokens or request.approx_tokens
-        context = prompt_tokens + entry.generated
+        context = (entry.prompt_tokens or request.approx_tokens) + entry.generated
         here_s = now - max(self._here_s, entry.sent_s)
-        return RunningOutput(entry.id, context, expected, self.num_moves, here_s)
+        return RunningOutput(entry.id, context, expected, self.num_moves, here_s, request.model)
 
     def order(self, target: InstanceInfo, reason: str) -> TransferId | None:
         """Order the instance that has the output to move it; return by which transfer, None if it
@@ -172,8 +179,10 @@ class Mover:
                 await self._until_proved(move.target, await sending, message)
             else:
                 told = asyncio.ensure_future(move.goes_on.wait())
-                await asyncio.wait((told, sending), return_when=asyncio.FIRST_COMPLETED)
-                told.cancel()
+                try:
+                    await asyncio.wait((told, sending), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    told.cancel()
                 if sending.done():
                     sending.result()
             is_over = True
@@ -295,6 +304,14 @@ class Mover:
             move.timer.cancel()
 
 
+class _UnderWay(NamedTuple):
+    """An output that moves."""
+
+    mover: Movable
+    output: RunningOutput
+    order: MoveOrder
+
+
 class Moves:
     """Looks for outputs that should move, and orders it. Build it on a running event loop."""
 
@@ -303,7 +320,7 @@ class Moves:
     ) -> None:
         self._monitor, self._table, self._placer = monitor, table, placer
         self.any_role = False  # whether any instance may take an output
-        self._under_way: dict[TransferId, tuple[Movable, InstanceId]] = {}  # and what they leave
+        self._under_way: dict[TransferId, _UnderWay] = {}
         watch = repeat("look for moves", self._look, _LOOK_S, is_on=is_on, due=table.changed)
         self._task = asyncio.get_running_loop().create_task(watch)
 
@@ -315,7 +332,7 @@ class Moves:
     def on_message(self, message: Moving | Moved) -> None:
         """Pass on what an instance tells of a move."""
         if (moving := self._under_way.get(message.transfer)) is not None:
-            moving[0].on_message(message)
+            moving.mover.on_message(message)
 
     def order(self, request: RequestId, target: InstanceId) -> InstanceId:
         """Order the output of a request to move, and return where it is now. Raises `Refusal` 404:
@@ -327,7 +344,8 @@ class Moves:
             raise Refusal(404, f"there is no instance {target!r}")
         here = self._monitor.view_of(entry.worker) if entry.worker else None
         mover, source = entry.mover, entry.worker
-        if mover is None or here is None or mover.movable(0.0, time.monotonic()) is None:
+        output = mover.movable(0.0, time.monotonic()) if mover is not None else None
+        if mover is None or here is None or output is None:
             raise Refusal(409, f"{request} has no running output that can move now")
         if source == target:
             raise Refusal(409, f"{request} is at {target} already")
@@ -335,51 +353,48 @@ class Moves:
             raise Refusal(409, f"{target} takes no outputs: it is {one.state}")
         if one.info.alone or one.info.identity != here.info.identity:
             raise Refusal(409, f"{source} and {target} exchange no KV")
-        if not self._begin(mover, source, one.info, "order"):
+        if not self._begin(mover, output, one.info, MoveOrder(request, source, target, "order")):
             raise Refusal(409, f"{source} cannot be reached")
         return source
 
-    def _begin(self, mover: Movable, source: InstanceId, target: InstanceInfo, why: str) -> bool:
+    def _begin(
+        self, mover: Movable, output: RunningOutput, target: InstanceInfo, order: MoveOrder
+    ) -> bool:
         self._forget_ended()
-        if (transfer := mover.order(target, why)) is None:
+        if (transfer := mover.order(target, order.reason)) is None:
             return False
-        self._under_way[transfer] = mover, source
+        self._under_way[transfer] = _UnderWay(mover, output, order)
         return True
 
     def _forget_ended(self) -> None:
         left = self._under_way.items()
-        self._under_way = {name: both for name, both in left if both[0].is_moving}
+        self._under_way = {name: each for name, each in left if each.mover.is_moving}
 
     def _look(self) -> None:
         if not (len(self._table) or self._table.leaving):
             return
         table = self._placer.table(now := time.monotonic())
         reasons = why_leave(table)
-        leaving = {name for name, reason in reasons.items() if reason in LEAVES.values()}
-        self._table.leaving = leaving
+        leaving = self._table.leaving = {n for n, why in reasons.items() if why in LEAVES.values()}
         for name in leaving:
             if not self._table.num_reaching(name):  # it need not wait for the next period's poll
                 self._monitor.send(name, Poll(table.view.router, table.view.seq, in_flight=0))
-        for moving, _ in self._under_way.values():
-            moving.avoid(leaving)
+        for each in self._under_way.values():
+            each.mover.avoid(leaving)
         self._forget_ended()
-        on_way = Counter(source for _, source in self._under_way.values())
+        if not reasons:
+            return
         views = {each.info.id: each for each in table.view.instances}
-        for name, reason in reasons.items():
-            one, usual = views[name], usual_left(views[name])
-            movers = {each.id: each.mover for each in self._table if each.worker == name}
-            outputs = [
-                output
-                for mover in movers.values()
-                if mover is not None and (output := mover.movable(usual, now)) is not None
-            ]
-            any_role, num_on_way = self.any_role, on_way[name]
-            for order in choose_moves(one, reason, outputs, table, num_on_way, any_role=any_role):
-                if (mover := movers[order.request]) is not None:
-                    self._begin(mover, name, views[order.target].info, order.reason)
-
-
-def close_result(sent: asyncio.Future[Any]) -> None:
-    """Close the response that a request got, if it got one."""
-    if not sent.cancelled() and sent.exception() is None and (response := sent.result()):
-        response.close()
+        able: dict[RequestId, tuple[Movable, RunningOutput]] = {}
+        outputs: dict[InstanceId, list[RunningOutput]] = {name: [] for name in reasons}
+        for entry in self._table:
+            if (mover := entry.mover) is None or entry.worker not in reasons:
+                continue
+            if (output := mover.movable(usual_left(views[entry.worker]), now)) is not None:
+                able[entry.id] = mover, output
+                outputs[entry.worker].append(output)
+        on_way = Counter(each.order.source for each in self._under_way.values())
+        sources = [Source(views[n], why, outputs[n], on_way[n]) for n, why in reasons.items()]
+        coming = [(each.order.target, each.output) for each in self._under_way.values()]
+        for order in choose_moves(sources, table, coming=coming, any_role=self.any_role):
+            self._begin(*able[order.request], views[order.target].info, order)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from vllm_tetri.handover import MAX_HOLDERS, MAX_MARKS, Fetch, PrefillParams
 from vllm_tetri.logs import LimitLog
-from vllm_tetri.messages import CacheReport
+from vllm_tetri.messages import CacheReport, Placed
 from vllm_tetri.policy.adaptive import Objective, PriceCandidates, PricedRoute, price_route
 from vllm_tetri.policy.cluster import ClusterTable, Need
 from vllm_tetri.policy.fetch import FetchPlan, Prefix
@@ -184,15 +184,25 @@ class Placer:
         most_tokens = self._state.table.most_arena_tokens.get(request.model, inf)
         return request.approx_tokens <= _ARENA_SLACK * most_tokens
 
-    def record_sent(self, entry: RequestId, request: ApiRequest, route: Route) -> int:
-        """A request goes where `place` said. Modes that price instances have counted it. Returns
-        how many tokens of its prompt are expected to be cached there."""
+    def record_sent(self, entry: RequestId, request: ApiRequest, route: Route) -> Placed:
+        """A request goes where `place` said: count it there. Returns what other routers are told,
+        and how many tokens of its prompt are expected to be cached there."""
         self._prefixes.expect(entry, request.starts)
-        first = route.prefill if isinstance(route, Split) else route.instance
-        size = self._size_at(first, request) if request.generates else Need(1, 0)
-        if self.mode is Mode.SPLIT or request.rules is not None:
-            self._state.record_sent(first, None, size, time.monotonic())
-        return size.cached_tokens
+        sent = Placed(route.prefill, 1)
+        if request.generates:
+            size = self._size_at(route.prefill, request)
+            sent = Placed(
+                route.prefill, size.prompt_tokens, size.cached_tokens, size.output_tokens,
+                route.decode, route.ttft_s if isinstance(route, Split) else 0.0,
+            )  # fmt: skip
+        self.count(sent)
+        return sent
+
+    def count(self, sent: Placed) -> None:
+        """A request is on its way to instances, by this router or another one."""
+        need = Need(sent.prompt_tokens, sent.output_tokens, cached_tokens=sent.cached_tokens)
+        where, after_s = (sent.prefill, sent.decode or None), sent.decode_after_s
+        self._state.record_sent(*where, need, time.monotonic(), decode_after_s=after_s)
 
     def record_cache(self, report: CacheReport) -> bool:
         """An instance tells what came into its prefix cache or left it; False if the report before
@@ -301,12 +311,9 @@ class Placer:
             names = [row.id for row in self._state.table.by_model.get(request.model, ())]
             refused = tuple(name for name in names if name not in excluded)
             return AllAtLimit(refused, "instances") if refused else None
-        after_s = place.ttft_s if place.is_split else 0.0
-        size = self._size_at(place.prefill, request)
-        self._state.record_sent(place.prefill, place.decode, size, now, decode_after_s=after_s)
         _log.debug("request %s: %s", request.request_id, place.reason)
         if place.is_split:
-            return Split(place.prefill, place.reason, True, place.ttft_s)
+            return Split(place.prefill, place.reason, True, place.ttft_s, place.decode)
         return Whole(place.prefill, place.reason, place.ttft_s)
 
     def _models_of(self, request: ApiRequest, skipped: Collection[str]) -> Iterator[str]:

@@ -18,9 +18,9 @@ from vllm_tetri.policy.route import Event, Phase, Route, Split
 from vllm_tetri.router.errors import InstanceAtLimit, InstanceFailed, NoCapacity, Refusal
 from vllm_tetri.router.fetching import Fetching
 from vllm_tetri.router.first_token import FirstToken, read_first_token
-from vllm_tetri.router.moves import Mover, close_result
+from vllm_tetri.router.moves import Mover
 from vllm_tetri.router.request import CHAT, ApiRequest
-from vllm_tetri.router.response import HttpResponse
+from vllm_tetri.router.response import HttpResponse, close_result
 from vllm_tetri.router.resume import may_resume, resume_body, surely_continues
 from vllm_tetri.router.retry import Attempts, Scheduler
 from vllm_tetri.router.stream import NotStored, Output
@@ -145,17 +145,13 @@ class Relay:
             )
             if route is None:
                 raise _NoInstance
-            target = route.prefill if isinstance(route, Split) else route.instance
-            instance = self._scheduler.info(target)
+            instance = self._scheduler.info(route.prefill)
             if instance is not None and (
                 is_fresh or may_resume(self._request, instance, self._writer, anywhere=anywhere)
             ):
-                placer, entry = self._scheduler.placer, self._entry
-                entry.expected_s = entry.expected_s or route.ttft_s
-                cached_tokens = placer.record_sent(entry.id, self._request, route)
-                self._metrics.cached_tokens.inc(cached_tokens)
+                self._scheduler.record_sent(self._entry, self._request, route, instance)
                 return route, instance
-            gone.add(target)
+            gone.add(route.prefill)
 
     # Prefill.
     async def _prefill(self, instance: InstanceInfo, route: Split) -> web.StreamResponse:
@@ -205,7 +201,7 @@ class Relay:
         is_text = request.is_text and first.text is not None
         if request.is_streamed and (not is_text or request.is_parsed_by(instance)):
             raise _Recompute("structured_and_ends_at_once")
-        if first.prefilled.is_final and first.prefilled.num_chunks <= 1:
+        if not (self._entry.dispatched or first.prefilled.decode):
             self._entry.take_transfer()  # it was never opened
         self._drop_transfer()
         self._entry.decode = self._entry.prefill
@@ -272,15 +268,11 @@ class Relay:
         wait_s, give_up_s = _FIRST_WAIT_S, time.monotonic() + DECODE_PATIENCE_S
         while True:
             try:
-                response = await self._output.receive(instance, send())
+                return await self._output.receive(instance, send())
             except InstanceAtLimit as error:  # it has the KV nevertheless, so it is asked again
                 if time.monotonic() + wait_s > give_up_s:
                     raise
                 self._scheduler.record_at_limit(error.instance)
-            else:
-                if response.status == 200 and not entry.is_over:
-                    entry.take_transfer()  # the decode instance consumed it
-                return response
             self._drop_early()
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

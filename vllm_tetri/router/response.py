@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vllm_tetri.router import _core
 from vllm_tetri.router._core import Flow, FlowState
@@ -215,3 +215,9 @@ class HttpResponse:
 def _wake(waiter: asyncio.Future[bool]) -> None:
     if not waiter.done():
         waiter.set_result(True)
+
+
+def close_result(sent: asyncio.Future[Any]) -> None:
+    """Close the response that a request got, if it got one."""
+    if not sent.cancelled() and sent.exception() is None and (response := sent.result()):
+        response.close()

@@ -182,7 +182,8 @@ class StreamRecord:
             at = data.find(ERROR_EVENT)
             if at < 0:
                 self.is_aborted = True
-                at = data.rindex(_DATA, 0, data.index(ABORTED))
+                before = data.rfind(_END, 0, data.index(ABORTED))
+                at = before + len(_END) if before >= 0 else 0
             data, self.error = data[:at], data[at:]
         self.keep(data)
         if data.endswith(DONE):

@@ -12,6 +12,7 @@ from math import ceil, inf
 from typing import Protocol, cast
 
 from vllm_tetri.control.monitor import Monitor
+from vllm_tetri.policy.route import Route
 from vllm_tetri.router.adapters import Adapters
 from vllm_tetri.router.errors import InstanceFailed, Refusal
 from vllm_tetri.router.fetching import Fetches
@@ -130,6 +131,9 @@ class Scheduler(Protocol):
     resumes_anywhere: bool
 
     def info(self, instance: InstanceId) -> InstanceInfo | None: ...
+    def record_sent(
+        self, entry: Entry, request: ApiRequest, route: Route, instance: InstanceInfo
+    ) -> None: ...
     def record_at_limit(self, instance: InstanceId) -> None: ...
     def cancel_transfer(
         self, transfer: TransferId, prefill: InstanceId, decodes: frozenset[InstanceId]

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from vllm_tetri.control.monitor import Monitor
 from vllm_tetri.handover import find_named
-from vllm_tetri.messages import CancelTransfer, Dispatched, OfRequest, Served
+from vllm_tetri.messages import CancelTransfer, Dispatched, OfRequest, Placed, Served
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective
 from vllm_tetri.policy.role import why_needed
-from vllm_tetri.policy.route import Event, Phase
+from vllm_tetri.policy.route import Event, Phase, Route
 from vllm_tetri.policy.watcher import Watcher
 from vllm_tetri.router.adapters import SERVING, Adapters
 from vllm_tetri.router.errors import NoCapacity, Refusal
@@ -31,7 +31,7 @@ from vllm_tetri.router.placement import LATE, Placer
 from vllm_tetri.router.relay import Relay
 from vllm_tetri.router.request import ApiRequest
 from vllm_tetri.router.retry import PoisonFilter
-from vllm_tetri.router.table import RequestTable, Shares, Trace
+from vllm_tetri.router.table import Entry, RequestTable, Shares, Trace
 from vllm_tetri.router.tracing import Tracing
 from vllm_tetri.router.upstream import Liveness, Upstream
 from vllm_tetri.security import Secret
@@ -217,6 +217,16 @@ class GlobalScheduler:
         one = self.monitor.view_of(instance)
         return one.info if one is not None and one.state in SERVING else None
 
+    def record_sent(
+        self, entry: Entry, request: ApiRequest, route: Route, instance: InstanceInfo
+    ) -> None:
+        """Count a request where it is sent, here and at other routers of this instance."""
+        entry.expected_s = entry.expected_s or route.ttft_s
+        sent = self.placer.record_sent(entry.id, request, route)
+        self.metrics.cached_tokens.inc(sent.cached_tokens)
+        if instance.num_routers > 1:
+            self.monitor.send(instance.id, sent)
+
     def record_at_limit(self, instance: InstanceId) -> None:
         """An instance refused a request because it is at its limit."""
         self.metrics.busy[instance] += 1
@@ -246,6 +256,8 @@ class GlobalScheduler:
                 known = find_named(name, self.table.get) or find_named(name, self.history.get)
                 if known is not None:
                     known.served.append((instance, message))
+            case Placed():
+                self.placer.count(message)
             case _:
                 self.moves.on_message(message)
 

@@ -351,7 +351,7 @@ async def listening(
             await asyncio.sleep(0)  # requests that were accepted begin
             server.pre_shutdown()
             await app.shutdown()
-            await server.shutdown(listener.stop_s)
+            await server.shutdown(listener.stop_s / 2)  # aiohttp waits so long twice
     finally:
         await runner.cleanup()
 

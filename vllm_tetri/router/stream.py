@@ -126,6 +126,8 @@ class Output:
         if ABORTED in body:
             raise InstanceFailed(instance.id, _ABORTED, is_suspect=False)
         self._entry.begin_output()
+        if response.status == 200:
+            self._entry.take_transfer()  # it has consumed the KV, if any
         return self.respond(response, body)
 
     async def _head_of(self, sending: Awaitable[HttpResponse]) -> HttpResponse:
@@ -294,6 +296,7 @@ class Output:
             if not self._is_resumed:
                 self._is_resumed = True
                 self._entry.begin_output()
+                self._entry.take_transfer()  # it has consumed the KV, if any
                 self._record_resumed()
             self._entry.record_events(events.count(b"\n\n"))
             self._is_whole = events.endswith(b"\n\n")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.policy.cluster import ClusterTable
 from vllm_tetri.policy.fetch import FetchPlan
-from vllm_tetri.policy.moves import RunningOutput, choose_moves, usual_left, why_leave
+from vllm_tetri.policy.moves import RunningOutput, Source, choose_moves, usual_left, why_leave
 from vllm_tetri.policy.overload import Late
 from vllm_tetri.policy.route import Split
 from vllm_tetri.policy.tables import TableMaker
@@ -78,6 +78,14 @@ def run(
     return _Simulation(config, make_mode(config), specs, on_end).run()
 
 
+def _output_of(request: SimRequest, usual_left_tokens: float, now: float) -> RunningOutput:
+    """Return what a router knows of an output that could move."""
+    predicted, done = request.spec.predicted, request.num_output_tokens
+    left_tokens = max((predicted.median_tokens if predicted else 0) - done, usual_left_tokens)
+    name, here_s = RequestId(request.request_id), now - request.here_s
+    return RunningOutput(name, request.num_tokens, left_tokens, request.num_moves, here_s)
+
+
 class _Simulation:
     """Owner of everything in it. Implements `instance.Cluster`."""
 
@@ -99,7 +107,7 @@ class _Simulation:
         # The front counts before the router, so that what the router has sent has arrived.
         self._front_s = max(each.engine.front_s for each in config.instances)
         self._links = None if config.link is None else Links(config.link, self.loop)
-        self._on_way = Counter[InstanceId]()  # outputs that move, by where they were decoded
+        self._on_way: dict[SimRequest, InstanceId] = {}  # that move, and where they were decoded
         self._served: dict[int, SimRequest] = {}
         self._refused: list[RefusedRequest] = []
         self._end_s = 0.0
@@ -131,8 +139,9 @@ class _Simulation:
             self._done(now)
             return
         is_split = isinstance(route, Split)
-        first = route.prefill if isinstance(route, Split) else route.instance
+        first = route.prefill
         request = SimRequest(spec, str(spec.id), first, is_split, None, spec.prompt_tokens)
+        request.here_s = now
         plan = self._mode.plan_fetch(spec, first)
         if plan is None:
             self._instances[first].submit(request, now)
@@ -152,34 +161,35 @@ class _Simulation:
 
     def _move(self, now: float) -> None:
         """Let outputs move as a router does."""
+        if not (reasons := why_leave(self._table)):
+            return
         views = {each.info.id: each for each in self._table.view.instances}
-        for source, reason in why_leave(self._table).items():
-            view, instance = views[source], self._receiver(source)
-            usual = usual_left(view)
-            instance.batch.settle()
-            requests = {RequestId(each.request_id): each for each in instance.batch}
-            outputs = [
-                RunningOutput(name, each.num_tokens, usual, each.num_moves, now - each.here_s)
-                for name, each in requests.items()
-            ]
-            num_on_way = self._on_way[source]
-            for order in choose_moves(
-                view, reason, outputs, self._table, num_on_way, any_role=self._mode.is_anywhere
-            ):
-                instance.let_go(requests[order.request], order.target, now)
+        requests: dict[RequestId, SimRequest] = {}
+        sources, on_way = [], Counter(self._on_way.values())
+        for source, reason in reasons.items():
+            batch, usual = self._receiver(source).batch, usual_left(views[source])
+            batch.settle()
+            requests |= {RequestId(each.request_id): each for each in batch}
+            outputs = [_output_of(each, usual, now) for each in batch]
+            sources.append(Source(views[source], reason, outputs, on_way[source]))
+        coming = [(each.decode, _output_of(each, 0.0, now)) for each in self._on_way if each.decode]
+        for order in choose_moves(
+            sources, self._table, coming=coming, any_role=self._mode.is_anywhere
+        ):
+            self._receiver(order.source).let_go(requests[order.request], order.target, now)
 
     def moving(self, request: SimRequest, target: InstanceId, now: float) -> None:
         """An output pauses as long as the hand-over of a prompt of that length takes when its KV
         was sent before, but for two steps; its KV takes no room of the arena."""
         source = request.decode or request.prefill
-        self._on_way[source] += 1
+        self._on_way[request] = source
         request.decode, request.num_moves = target, request.num_moves + 1
         request.is_split = target != request.prefill
         seconds = self.config.handover_base_s + 2 * self._table.by_id[source].step_s
-        self.loop.at(now + seconds, partial(self._moved, request, source))
+        self.loop.at(now + seconds, partial(self._moved, request))
 
-    def _moved(self, request: SimRequest, source: InstanceId, now: float) -> None:
-        self._on_way[source] -= 1
+    def _moved(self, request: SimRequest, now: float) -> None:
+        del self._on_way[request]
         self._receiver(request.decode).take_over(request, now)
 
     def _take_table(self, now: float) -> ClusterTable:

@@ -158,7 +158,7 @@ class SplitMode(SimMode):
         prefix = self.look_up(spec, rows)
         route = choose_route(self._routes, may_split=True, cached=prefix.cached, reach=prefix.reach)
         assert isinstance(route, Split | Whole), "there is an instance"
-        first = route.prefill if isinstance(route, Split) else route.instance
+        first = route.prefill
         self._state.record_sent(first, None, self.need(spec, first), now)
         return route
 
@@ -196,14 +196,14 @@ class AdaptiveMode(SplitMode):
         after_s = priced.ttft_s if priced.is_split else 0.0
         self._state.record_sent(priced.prefill, priced.decode, need, now, decode_after_s=after_s)
         if priced.is_split:
-            return Split(priced.prefill, priced.reason, anywhere=True)
+            return Split(priced.prefill, priced.reason, True, priced.ttft_s, priced.decode)
         return Whole(priced.prefill, priced.reason)
 
 
 class WholeMode(AdaptiveMode):
     """Adaptive mode without splitting: the instance with the lowest delay."""
 
-    may_split = False
+    may_split = is_anywhere = spares_outputs = False
 
 
 class LeastInFlight(SimMode):

@@ -13,10 +13,10 @@ class Status(Enum):
     OK = 0
     PENDING = 1
     FULL = 2  # no credit: the arena has no room now
-    REFUSED = 3  # handshake differs, or the receiver cancelled this transfer before
+    REFUSED = 3  # the handshake differs, or the receiver can never grant it
     TIMEOUT = 4
     PEER_LOST = 5
-    CANCELLED = 6
+    CANCELLED = 6  # by either side
     STALE = 7  # generation number no longer valid
     INVALID = 8  # bad argument or bad frame
     CLOSED = 9
@@ -113,7 +113,7 @@ class Receiver:
         identity: dict[str, str],
         fill_timeout_s: float,  # no progress of a FILLING slot for this long: freed
         hold_timeout_s: float,  # ARRIVED but not taken for this long: freed
-        max_connections: int = 256,
+        max_connections: int = 4096,
         key: bytes = b"",  # 32 bytes that senders must prove to hold; empty: no proof
         offers: dict[str, bytes] = {},  # see `offer`
         has_host_memory: bool = True,
@@ -148,12 +148,7 @@ class Arena:
     num_bytes: int
     def __init__(self, segment: str) -> None: ...
     def load(
-        self,
-        slot_offset: int,
-        first_block: int,
-        layout: Layout,
-        block_ids: NDArray[np.int32],
-        threads: int = 1,
+        self, slot_offset: int, first_block: int, layout: Layout, block_ids: NDArray[np.int32]
     ) -> None:
         """(waits) Copy blocks [first_block, first_block + len(block_ids)) of a slot (offset
         includes the part) to block_ids of `layout`. Raises ValueError when out of range."""

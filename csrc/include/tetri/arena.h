@@ -19,7 +19,7 @@ class Arena {
   // Blocks. Copies slot blocks [first_block, first_block + ids.size()) to `ids` of the layout.
   // Throws std::invalid_argument when anything is out of range or the arena is closed.
   void load(uint64_t slot_offset, uint64_t first_block, const Layout& layout,
-            const std::vector<int32_t>& ids, int threads);
+            const std::vector<int32_t>& ids);
   // Where offsets of slots count from, and how many bytes are mapped there; 0 when closed.
   uint64_t address();
   uint64_t num_bytes();

@@ -19,10 +19,10 @@ struct ReceiverOptions {
   Identity identity;
   Duration fill_timeout{};
   Duration hold_timeout{};
-  uint32_t max_connections = 256;
-  std::string key;              // senders must prove that they hold it; empty: anybody may come
-  Offers offers;                // to senders, beside the segment
-  bool has_host_memory = true;  // otherwise slots are offsets into memory of the caller's
+  uint32_t max_connections = 4096;  // a rank of a sender has up to three
+  std::string key;                  // senders must prove that they hold it; empty: anybody may come
+  Offers offers;                    // to senders, beside the segment
+  bool has_host_memory = true;      // otherwise slots are offsets into memory of the caller's
 };
 
 struct ReceiverCounters {

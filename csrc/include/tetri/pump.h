@@ -57,10 +57,11 @@ class Flow {
   void pass();  // reads once; called by the pump
 
  private:
+  friend class Pump;
   size_t take_chunks(std::string_view data);
   void deliver();
 
-  Pump* pump_;
+  Pump* pump_;  // null once it forgot this
   Fd from_, to_;
   FlowRules rules_;
   FlowState state_ = FlowState::kOpen;

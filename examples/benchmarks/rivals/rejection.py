@@ -28,7 +28,7 @@ from examples.benchmarks.rivals.modes import MooncakeMode
 from vllm_tetri.policy.adaptive import NO_OBJECTIVE, Objective, PricedRoute
 from vllm_tetri.policy.cluster import ClusterTable, InstanceRow
 from vllm_tetri.policy.overload import Late, expected_late
-from vllm_tetri.policy.route import Route, Split
+from vllm_tetri.policy.route import Route
 from vllm_tetri.sim.config import ClusterConfig
 from vllm_tetri.sim.workload import RequestSpec
 from vllm_tetri.types import InstanceId, Role
@@ -114,7 +114,7 @@ class RejectingMode(MooncakeMode):
         self._now = now
         route = super().route(table, spec, now)
         if not isinstance(route, Late):
-            prefill = route.prefill if isinstance(route, Split) else route.instance
+            prefill = route.prefill
             decode = self._decodes.get(spec.id, prefill)
             tokens, first_s = spec.prompt_tokens, self._first_s
             self._outputs[spec.id] = _Output(prefill, decode, tokens, now, first_s)

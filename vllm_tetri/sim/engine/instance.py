@@ -49,7 +49,7 @@ class Instance(ABC):
         self.config, self.engine, self.cluster = config, config.engine, cluster
         self.free_blocks = self.engine.kv_blocks  # those of unused names included
         self.cache = PrefixCache()
-        self._name_blocks = NAME_TOKENS // self.engine.block_size
+        self._name_blocks = max(1, NAME_TOKENS // self.engine.block_size)
         self.batch = DecodeBatch(self.engine.block_size)
         self.started: list[SimRequest] = []  # prompts that are computed in part
         self.busy_s = self.step_s = 0.0  # in steps so far, and in the newest one
