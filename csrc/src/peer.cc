@@ -227,10 +227,7 @@ void Peer::wait_and_receive(bool busy) {
     if (fds[index].revents != 0) session_.link->ready(fds[index]);
   }
   const bool unused = entries_.empty() && messages_.empty();
-  if (unused && Clock::now() >= last_used_ + kIdleTime) {
-    session_ = {};
-    segment_.reset();
-  }
+  if (unused && Clock::now() >= last_used_ + kIdleTime) session_ = {};
 }
 
 }  // namespace tetri

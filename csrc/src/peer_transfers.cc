@@ -259,7 +259,8 @@ void Peer::lose_session(Status status, const std::string& error) {
     remnants_.push_back(std::move(remnant));
   }
   session_ = {};
-  segment_.reset();  // else the memory of a receiver that died stays in use
+  // Else the memory of a receiver that died stays in use.
+  if (status == Status::kPeerLost || status == Status::kClosed) segment_.reset();
   const std::lock_guard lock(mutex_);
   queued_messages_ -= lost;
 }

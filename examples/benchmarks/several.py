@@ -55,7 +55,8 @@ class Router(AdaptiveMode):
 
     def sent(self, table: ClusterTable, spec: RequestSpec, route: Route, due_s: float) -> Sent:
         """Return what the others are told."""
-        return Sent(due_s, self, route, self.need(spec, route.prefill, table.usual_tokens() or 0.0))
+        tokens = table.usual_tokens() or self._lengths.outlook(None, 0)[0]
+        return Sent(due_s, self, route, self.need(spec, route.prefill, tokens))
 
     def count(self, sent: Sent, now: float) -> None:
         """Count what another one sent."""

@@ -40,6 +40,9 @@ async def test_a_stream_is_relayed_byte_for_byte() -> None:
         assert (status, answer) == (200, expected + b"data: [DONE]\n\n")
         assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
         assert headers["x-tetri-decode"] == "d"
+        await eventually(lambda: len(made.scheduler.table) == 0)
+        assert made["p"].cancelled == made["d"].cancelled == []
+        assert await metric(made, "tetri_transfers_cancelled_total") == 0
 
 
 async def test_the_prefill_leg_is_the_same_request_without_a_stream() -> None:

@@ -341,8 +341,8 @@ class KVWorker:
             elif is_done and sending.is_last:
                 report.ended[request_id, sending.round] = 1
             elif state in (TransferState.FAILED, TransferState.CANCELLED) and transfer.quiesced:
-                # It failed, or was stopped here: the scheduler opens another one, or frees.
-                report.failed[request_id] = sending.round, transfer.status.name, transfer.error
+                why = "STALE" if state is TransferState.CANCELLED else transfer.status.name
+                report.failed.setdefault(request_id, (sending.round, why, transfer.error))
             else:
                 continue
             del self.sending[request_id]

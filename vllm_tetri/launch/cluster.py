@@ -72,9 +72,9 @@ class KeptCluster:
     async def run(self) -> int:
         """Start everything and keep it up until a signal; the status to end with."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
-                loop.add_signal_handler(number, self._on_signal, number)
+        is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for number in (signal.SIGINT, signal.SIGTERM, *(() if is_nohup else (signal.SIGHUP,))):
+            loop.add_signal_handler(number, self._on_signal, number)
         async with aiohttp.ClientSession() as session:
             self._instances = [
                 Keeper(each, self, session, self._nodes) for each in self._plan.instances

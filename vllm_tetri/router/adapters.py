@@ -100,21 +100,12 @@ class Adapters:
     async def welcome(self, info: InstanceInfo) -> None:
         """Let an instance that joins load what others have, and learn what it has."""
         if self._loaded:
-            async with self._turn:
-                await self._forget_unloaded(info)
+            await self._learn_all()
         for name, body in list(self._loaded.items()):
             status, text = await self._post(info, LOAD, body)
             if status != 200 and b"already been loaded" not in text:
                 _log.warning("%s did not load adapter %r: %s", info.id, name, text.decode())
         await self._learn(info)
-
-    async def _forget_unloaded(self, joining: InstanceInfo) -> None:
-        """Another router may have unloaded what was loaded through this one."""
-        await self._learn_all()
-        others = [each for each in self._serving() if each.url != joining.url]
-        for name in list(self._loaded):
-            if others and not any(name in each.adapters for each in others):
-                del self._loaded[name]
 
     async def look_again(self) -> None:
         """Learn what all instances have, unless that was done just now."""
@@ -139,6 +130,8 @@ class Adapters:
         if who is None:
             return info.adapters
         self._monitor.members.record_adapters(info, who.adapters)
+        for name in info.adapters.keys() - who.adapters.keys():  # unloaded by another router
+            self._loaded.pop(name, None)
         return who.adapters
 
     def _serving(self) -> list[InstanceInfo]:

@@ -188,13 +188,12 @@ class Placer:
         """A request goes where `place` said: count it there. Returns what other routers are told,
         and how many tokens of its prompt are expected to be cached there."""
         self._prefixes.expect(entry, request.starts)
-        sent = Placed(route.prefill, 1)
-        if request.generates:
-            size = self._size_at(route.prefill, request)
-            sent = Placed(
-                route.prefill, size.prompt_tokens, size.cached_tokens, size.output_tokens,
-                route.decode, route.ttft_s if isinstance(route, Split) else 0.0,
-            )  # fmt: skip
+        size = self._size_at(route.prefill, request) if request.generates else Need(1, 0)
+        output: tuple[float, InstanceId, float] | tuple[()] = ()
+        if request.rules is None:  # else it may be one that writes none
+            after_s = route.ttft_s if isinstance(route, Split) else 0.0
+            output = size.output_tokens, route.decode, after_s
+        sent = Placed(route.prefill, size.prompt_tokens, size.cached_tokens, *output)
         self.count(sent)
         return sent
 
@@ -202,7 +201,8 @@ class Placer:
         """A request is on its way to instances, by this router or another one."""
         need = Need(sent.prompt_tokens, sent.output_tokens, cached_tokens=sent.cached_tokens)
         where, after_s = (sent.prefill, sent.decode or None), sent.decode_after_s
-        self._state.record_sent(*where, need, time.monotonic(), decode_after_s=after_s)
+        self.table(now := time.monotonic())  # a router without requests forgets what ended, too
+        self._state.record_sent(*where, need, now, decode_after_s=after_s)
 
     def record_cache(self, report: CacheReport) -> bool:
         """An instance tells what came into its prefix cache or left it; False if the report before

@@ -256,8 +256,9 @@ class GlobalScheduler:
                 known = find_named(name, self.table.get) or find_named(name, self.history.get)
                 if known is not None:
                     known.served.append((instance, message))
-            case Placed():
-                self.placer.count(message)
+            case Placed(prefill=prefill):
+                if prefill == instance and message.cached_tokens <= message.prompt_tokens:
+                    self.placer.count(message)
             case _:
                 self.moves.on_message(message)
 

@@ -293,10 +293,11 @@ class Output:
         assert stream is not None
         events = chunk if record is None else record.feed(chunk)
         if events:
+            if stream.status == 200:
+                self._entry.take_transfer()  # it has consumed the KV, if any
             if not self._is_resumed:
                 self._is_resumed = True
                 self._entry.begin_output()
-                self._entry.take_transfer()  # it has consumed the KV, if any
                 self._record_resumed()
             self._entry.record_events(events.count(b"\n\n"))
             self._is_whole = events.endswith(b"\n\n")
