@@ -15,12 +15,12 @@ def test_each_cell_names_the_best_way_and_what_others_cost_more(
     monkeypatch.setattr(regrets, "CLASSES", ("hpld",))
     monkeypatch.setattr(regrets, "RATES", {"knee": 0.7})
     (cell,) = regrets.cells(
-        "smollm2-1core", Namespace(num_prompts=40, seconds=0, rates="knee", repeats=1)
+        "smollm2-1core", Namespace(num_prompts=80, seconds=0, rates="knee", repeats=1)
     )
     assert (cell["class"], cell["rate"]) == ("hpld", "knee")
     assert min(cell["usual"], cell["roles"], cell["usual_of_layouts"]) >= 0
     assert cell["usual_of_layouts"] <= cell["usual"]
-    assert cell["roles"] > 0  # decodes are dear where cores compute
+    assert cell["roles"] > cell["usual_of_layouts"]  # decodes are dear where cores compute
     assert cell["best"].split()[0].strip(",") in ("adaptive", "whole", "split")
     shown = cell["figures"]
     assert shown.keys() >= regrets.LAYOUTS.keys()

@@ -149,6 +149,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(part: bytes) -> Non
         assert answer.startswith(b"data: 1\n\n")
         assert b'\n\ndata: {"error":{"message":"instance d1' in answer
         assert await made.table() == []
+        assert made["p"].cancelled == []  # its KV is consumed
 
 
 async def leave(made: Cluster, when: Any, **body: Any) -> None:
@@ -211,7 +212,10 @@ async def test_a_client_that_leaves_during_decode_cancels(
 
         await leave(made, is_decoding, stream=is_streamed)
         await eventually(lambda: made["d1"].aborted == 1)
-        if not (has_output and is_streamed):  # else it has consumed the KV
+        await eventually(lambda: not len(table))
+        if has_output and is_streamed:
+            assert made["p"].cancelled == []  # its KV is consumed
+        else:
             await eventually(lambda: made["p"].cancelled and made["d1"].cancelled)
         assert await made.table() == []
 

@@ -78,15 +78,11 @@ async def test_sigterm_lets_requests_end_and_a_second_one_does_not(ends_at_once:
 
 
 async def test_sigterm_ends_requests_when_their_time_is_over() -> None:
-    control, port, most_s = f"tcp://127.0.0.1:{free_port()}", free_port(), 3.0
-    words = [sys.executable, "-P", "-m", "vllm_tetri.cli", "router", "--control", control]
-    words += ["--port", str(port), "--shutdown-timeout", f"{most_s}"]
-    url, one = f"http://127.0.0.1:{port}", FakeInstance("b", Role.BOTH)
-    await one.start(control)
+    control, most_s = f"tcp://127.0.0.1:{free_port()}", 3.0
+    one = FakeInstance("b", Role.BOTH)
     one.chunk_gate.clear()
-    router = await asyncio.to_thread(partial(subprocess.Popen, words, cwd=ROOT))
-    try:
-        async with aiohttp.ClientSession() as client:
+    async with joined([one], control), aiohttp.ClientSession() as client:
+        with router_process(control, "--shutdown-timeout", f"{most_s}") as (router, url):
             await until_serving(client, url, 1)
             endless = asyncio.create_task(ask(client, url, stream=True))
             await eventually(lambda: len(one.calls) == 1)
@@ -94,10 +90,6 @@ async def test_sigterm_ends_requests_when_their_time_is_over() -> None:
             assert await asyncio.to_thread(router.wait, 1.7 * most_s) == 0
             await asyncio.wait({endless})
             assert one.aborted == 1
-    finally:
-        router.kill()
-        router.wait()
-        await one.close()
 
 
 @dataclass
@@ -201,14 +193,11 @@ async def test_without_a_lease_no_watcher_flips_where_there_are_several_routers(
 
 
 @contextmanager
-def router_process(
-    control: str, shared_port: int | None = None
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def router_process(control: str, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     port = free_port()
     words = f"router --port {port} --control {control} --flip off --mode split"
-    words += f" --shared-port {shared_port}" if shared_port else ""
     process = subprocess.Popen(
-        [sys.executable, "-m", "vllm_tetri.cli", *words.split()],
+        [sys.executable, "-m", "vllm_tetri.cli", *words.split(), *more],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -279,10 +268,13 @@ async def test_a_router_counts_what_another_one_has_sent() -> None:
 
 async def test_routers_share_a_port_and_one_that_dies_leaves_it_to_the_others() -> None:
     controls, port = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)], free_port()
-    shared = f"http://127.0.0.1:{port}"
+    shared, words = f"http://127.0.0.1:{port}", ("--shared-port", str(port))
     one_each = aiohttp.TCPConnector(force_close=True)  # the kernel spreads connections
     async with joined(instances(), *controls), aiohttp.ClientSession(connector=one_each) as client:
-        with router_process(controls[0], port) as first, router_process(controls[1], port) as last:
+        with (
+            router_process(controls[0], *words) as first,
+            router_process(controls[1], *words) as last,
+        ):
             sides = first, last
             for _, url in sides:
                 await until_serving(client, url)
@@ -291,7 +283,7 @@ async def test_routers_share_a_port_and_one_that_dies_leaves_it_to_the_others() 
             served = [await num_ended(client, url) for _, url in sides]
             assert min(served) > 0
             assert 30 <= sum(served) <= 32  # the last ones may not be counted yet
-            with router_process(f"tcp://127.0.0.1:{free_port()}", port) as (_, idle):
+            with router_process(f"tcp://127.0.0.1:{free_port()}", *words) as (_, idle):
                 await until_up(client, idle)  # but no instance knows of it
                 assert {(await ask(client, shared))[0] for _ in range(16)} == {200}
             first[0].kill()

@@ -189,11 +189,12 @@ class Placer:
         and how many tokens of its prompt are expected to be cached there."""
         self._prefixes.expect(entry, request.starts)
         size = self._size_at(route.prefill, request) if request.generates else Need(1, 0)
-        output: tuple[float, InstanceId, float] | tuple[()] = ()
-        if request.rules is None:  # else it may be one that writes none
-            after_s = route.ttft_s if isinstance(route, Split) else 0.0
-            output = size.output_tokens, route.decode, after_s
-        sent = Placed(route.prefill, size.prompt_tokens, size.cached_tokens, *output)
+        sent = Placed(
+            route.prefill, size.prompt_tokens, size.cached_tokens, size.output_tokens,
+            # Requests that are only passed on may write no output.
+            decode=route.decode if request.rules is None else InstanceId(""),
+            decode_after_s=route.ttft_s if isinstance(route, Split) else 0.0,
+        )  # fmt: skip
         self.count(sent)
         return sent
 

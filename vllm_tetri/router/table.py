@@ -294,6 +294,8 @@ class RequestTable:
         """A prefill instance named a decode instance; returns False if the transfer is of
         this router and its request is gone."""
         entry = self._entries.get(message.request)
+        if entry is not None and entry.transfer is None and entry.phase is Phase.DECODING:
+            return True  # it comes late: the KV is consumed
         if entry is None or entry.transfer != message.transfer:
             return not message.transfer.startswith(prefix_of(self.router))
         entry.on_dispatched(message)
