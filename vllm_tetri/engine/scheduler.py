@@ -310,7 +310,7 @@ class TetriScheduler(Scheduler):
         # vLLM lets this method lower what a request gets of a step.
         if request.request_id in self._endpoint.moves.parked:
             return 0
-        if self._cuts_freely:
+        if self._shares and self._cuts_freely:
             share = self._shares.get(request.request_id, num_new_tokens)
             # One whose prefix was loaded in the background may be started, but not in the batch.
             share = max(share, request.status is RequestStatus.WAITING)
