@@ -150,8 +150,7 @@ def test_full_arenas_preemption_and_aborts_cost_time_only(tmp_path: Path, seed: 
             pair.decode.endpoint.take(CancelTransfer(TransferId(f"t-{name}")))
             del names[name]
     for name, tokens in names.items():
-        response = pair.prefilled(name)
-        pair.receive(name, tokens, response.transfer)
+        pair.receive(name, tokens, pair.prefilled(name).transfer)
         while name not in pair.decode.finished:
             pair.prefill.step()
             pair.decode.step()
