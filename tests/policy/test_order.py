@@ -164,6 +164,18 @@ def test_only_a_much_shorter_prompt_interrupts_in_a_queue_of_levels() -> None:
     assert engine.done_at["short"] < engine.done_at["long"] < engine.done_at["shorter"]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_left_of_the_prompt_that_goes_first_is_known(policy: str) -> None:
+    engine = Engine(policy, sched_batch=2)
+    assert engine.queue.first_tokens() == 0
+    for index, tokens in enumerate((35, 4, 60, 12, 25)):
+        engine.add(str(index), tokens)
+        left, first_tokens = dict(engine.left), engine.queue.first_tokens()
+        engine.step()
+        took = engine.steps[-1]
+        assert (first_tokens, min(first_tokens, 10)) in {(left[each], took[each]) for each in took}
+
+
 def stream_of_short_ones(policy: str) -> Engine:
     engine = Engine(policy, sched_batch=2)
     engine.add("long", 150)

@@ -10,6 +10,7 @@ from vllm_tetri.policy.step_tokens import (
     KNEE_PART,
     StepSizes,
     bounded_tokens,
+    equal_part,
     knee_tokens,
     slack_tokens,
 )
@@ -91,6 +92,34 @@ def test_no_other_chunk_costs_less_of_waiting_and_pauses(
     )  # fmt: skip
     others = [tokens * factor for factor in (0.5, 0.8, 0.9, 1.1, 1.25, 2)]
     assert burden_s(tokens) < min(map(burden_s, others))
+
+
+@given(st.integers(1, 2000), st.integers(0, 20_000))
+def test_no_other_number_of_equal_chunks_costs_less(chunk_tokens: int, prompt_tokens: int) -> None:
+    part = equal_part(chunk_tokens, prompt_tokens)
+    if prompt_tokens <= chunk_tokens:
+        assert part == chunk_tokens
+        return
+    ratio, parts = prompt_tokens / chunk_tokens, -(-prompt_tokens // part)
+    assert part <= min(prompt_tokens, 2**0.5 * chunk_tokens + 1)
+    assert parts * part - prompt_tokens < parts, "none is shorter by more than a token each"
+
+    def burden(count: int) -> float:
+        return count + ratio * ratio / count
+
+    wanted = min(range(1, int(ratio) + 3), key=burden)
+    assert -(-prompt_tokens // wanted) == part
+
+
+def test_a_prompt_that_is_little_longer_than_a_chunk_is_computed_in_one_step() -> None:
+    sizes = StepSizes(None, None, most_tokens=2048, tile_tokens=16)
+    asked = {"num_decodes": 16, "decode_tokens": 16, "decode_context": 99, "num_prompts": 1}
+    usual = sizes.beside(CPU, **asked, prompt_context=0) - 16
+    tokens = [
+        sizes.beside(CPU, **asked, prompt_context=0, first_tokens=prompt) - 16
+        for prompt in (usual * 5 // 4, usual * 2)
+    ]
+    assert usual * 5 // 4 <= tokens[0] < tokens[1] + usual
 
 
 @pytest.mark.parametrize(("cost", "low", "high"), [(CPU, 240, 290), (GPU, 2300, 2900)])

@@ -145,9 +145,16 @@ class StepBudget:
             slower=self._slower,
         )
 
-    def tokens(self, running: Sequence[Request], decode_tokens: int, num_waiting: int) -> int:
-        """Return the most tokens of the next step, with `decode_tokens` for the running decodes
-        and `num_waiting` prompts that are not started."""
+    def tokens(
+        self,
+        running: Sequence[Request],
+        decode_tokens: int,
+        num_waiting: int,
+        first_tokens: int = 0,
+    ) -> int:
+        """Return the most tokens of the next step, with `decode_tokens` for the running decodes,
+        `num_waiting` prompts that are not started, and `first_tokens` left of the one that goes
+        first."""
         has_prompts = num_waiting or (running and running[-1].is_prefill_chunk)  # decodes first
         if self._sizes.is_fixed or not has_prompts:
             return decode_tokens + self.chunk_tokens
@@ -164,6 +171,7 @@ class StepBudget:
             - sum(map(_computed_tokens, prompts)),
             num_prompts=len(prompts) + num_waiting,
             prompt_context=prompts[0].num_computed_tokens if prompts else 0,
+            first_tokens=first_tokens,
             slower=self._slower,
         )
 

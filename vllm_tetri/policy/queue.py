@@ -105,6 +105,15 @@ class PromptQueue(Generic[R]):
             self.order_waiting(is_chunk_open=True)
         return self._waiting[self._scheduled[0].id]
 
+    def first_tokens(self) -> int:
+        """Return the tokens left of the prompt that goes first, 0 without any."""
+        if self.order.is_preemptive or not self.started:
+            self.order_waiting(is_chunk_open=not self.started)
+        entries = [*self.started.values(), *self._scheduled[:1]]
+        if self.order.is_preemptive:
+            entries.sort(key=_key)
+        return entries[0].remaining_tokens if entries else 0
+
     def may_start(self) -> bool:
         """Whether the next prompt may start in this step."""
         if not self._waiting or self.free_blocks is None:

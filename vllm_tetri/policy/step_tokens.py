@@ -9,7 +9,8 @@
   much as a prompt that waits as long, and shorter ones less; τ is `CALM_STEPS` of the longest steps
   that vLLM's own budget allows. The sum is least at n·p = √(F² + W·F·τ/D): with few prompts beside
   many decodes a step takes twice as long as without them, with many prompts beside few decodes up
-  to as long as vLLM's own.
+  to as long as vLLM's own. The prompt that goes first is cut into equal parts of about that size
+  (`equal_part`): a short rest would cost it a step, and spare the outputs nothing.
 - **Within a bound** on the time of a step (Sarathi-Serve's token budget, section 4.3, chosen anew
   for every step), as many as fit.
 """
@@ -17,14 +18,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 
 from vllm_tetri.types import StepCoefficients
 
 KNEE_PART = 0.9
-# Simulated between a half and 8: less makes first tokens late, more makes gaps long. With 2,
-# p99 of gaps is 0.26 to 1.0 of that with vLLM's own budget (examples/benchmarks/chunks.py).
-CALM_STEPS = 2
+# Simulated between a half and 16: less makes first tokens late, more makes gaps long. With 3,
+# p99 of gaps is 0.33 to 1.0 of that with vLLM's own budget, and first tokens take 1.0 to 1.35 of
+# the time (examples/benchmarks/chunks.py).
+CALM_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,12 @@ class StepSizes:
         decode_context: int,
         num_prompts: int,
         prompt_context: int,
+        first_tokens: int = 0,
         slower: float = 1.0,
     ) -> int:
-        """Return all tokens of a step with decodes and prompts. It may take `slower` times its
-        cost, and still keeps the objective."""
+        """Return all tokens of a step with decodes and prompts. `first_tokens` are left of the
+        prompt that goes first, as far as it is known. A step may take `slower` times its cost, and
+        still keeps the objective."""
         if self.slo_s is not None:
             left_s = self.slo_s / slower - cost.step_s(num_decodes, decode_context, 0, 0)
             return self._whole(decode_tokens, bounded_tokens(cost, left_s, prompt_context))
@@ -81,7 +85,8 @@ class StepSizes:
             num_prompts=num_prompts,
             prompt_context=prompt_context,
         )
-        return self._whole(decode_tokens, prompt_tokens)
+        part_tokens = equal_part(prompt_tokens, first_tokens)
+        return self._whole(decode_tokens, part_tokens + self.tile_tokens - 1)  # round up
 
     def next_chunk(
         self,
@@ -137,6 +142,17 @@ def slack_tokens(
     fixed_s = cost.step_s(num_decodes, decode_context, 0, 0)
     spent_s = sqrt(fixed_s * (fixed_s + calm_s * num_prompts / num_decodes))
     return bounded_tokens(cost, spent_s, prompt_context)
+
+
+def equal_part(chunk_tokens: int, prompt_tokens: int) -> int:
+    """Return the tokens of each of the equal chunks of about `chunk_tokens` that a prompt is cut
+    into; all of them if that is not shorter. Of x = prompt / chunk, k chunks wait and pause like
+    k + x²/k, which is least for the first k with k · (k + 1) ≥ x²."""
+    if prompt_tokens <= chunk_tokens or chunk_tokens <= 0:
+        return chunk_tokens
+    ratio = prompt_tokens / chunk_tokens
+    parts = ceil((sqrt(1 + 4 * ratio * ratio) - 1) / 2)
+    return -(-prompt_tokens // parts)
 
 
 def bounded_tokens(cost: StepCoefficients, left_s: float, prompt_context: int) -> int:
