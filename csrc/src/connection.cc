@@ -13,8 +13,6 @@ namespace {
 
 constexpr auto kHandshakeTime = std::chrono::seconds(5);
 constexpr auto kStallTime = std::chrono::seconds(30);
-// A remote writer that was told to stop is not believed to write longer than this.
-constexpr auto kRemoteWriteTime = std::chrono::seconds(15);
 constexpr size_t kMaxQueuedOut = 1 << 20;
 constexpr size_t kMaxReads = 1024;
 constexpr size_t kMaxMessages = 1024;
@@ -159,6 +157,7 @@ void Connection::handle_choice(const Frame& frame) {
   }
   writer_.shared = kind != "tcp";
   is_same_host_ = tetri::is_same_host(kind);
+  writer_.remote = writer_.shared && !is_same_host_;
   tune(fd_.get(), false, !is_same_host_);
   agreed_.clear();
   offered_.clear();

@@ -264,6 +264,7 @@ void SlotTable::connection_lost(const WriterId& id, const std::string& reason, T
     for (Writer& writer : record.writers) {
       if (writer.state != WriterState::kWriting || writer.id.connection != id.connection) continue;
       writer.state = WriterState::kStopped;
+      if (writer.id.remote) record.unsafe_until = now + kRemoteWriteTime;
       touched.push_back(generation);
     }
   }
@@ -364,6 +365,7 @@ TimePoint SlotTable::expire(TimePoint now) {
   std::vector<uint64_t> overdue;
   std::vector<uint64_t> quarantined;
   for (auto& [generation, record] : slots_) {
+    if (record.unsafe_until <= now) record.unsafe_until = TimePoint{};
     if (record.quarantined) quarantined.push_back(generation);
     if (record.quarantined || record.slot.state == SlotState::kTaken) continue;
     if (record.deadline <= now && !extended_by_writer(record, now)) {
@@ -440,6 +442,7 @@ void SlotTable::free_if_stopped(uint64_t generation) {
   for (const Writer& writer : found->second.writers) {
     if (writer.state == WriterState::kWriting) return;
   }
+  if (found->second.unsafe_until != TimePoint{}) return schedule(found->second.unsafe_until);
   if (control_[found->second.control].holders.load(std::memory_order_seq_cst) != 0) {
     return schedule(TimePoint{});  // `expire` looks again
   }

@@ -87,6 +87,24 @@ TEST(slot_of_a_dropped_shared_writer_waits_for_its_hang_up) {
   CHECK(f.table.used_bytes() == 0);
 }
 
+TEST(slot_of_a_lost_remote_writer_waits_for_its_last_write) {
+  Fixture f;
+  WriterId remote = writer(1, true);
+  remote.remote = true;
+  f.open("t", remote, 8);
+  f.table.connection_lost(remote, "gone", f.now);
+  CHECK(f.table.find("t")->state == SlotState::kFailed);
+  for (const TimePoint now : {f.now, f.now + kRemoteWriteTime - seconds(1)}) {
+    const TimePoint next = f.table.expire(now);
+    CHECK(next <= f.now + kRemoteWriteTime);
+    CHECK(f.table.quarantined_bytes() == 8 * kPage);
+    CHECK(!granted(f.open("u", writer(2, true), 1)));
+  }
+  f.table.expire(f.now + kRemoteWriteTime);
+  CHECK(f.table.quarantined_bytes() == 0 && f.table.used_bytes() == 0);
+  CHECK(granted(f.open("u", writer(2, true), 8)));
+}
+
 TEST(slot_of_two_ranks_waits_for_both_and_for_both_to_stop) {
   Fixture f;
   const WriterId first = writer(1, true, 0, 2);

@@ -24,6 +24,7 @@ from tests.router.fakes import (
     hang_up,
     held_back,
     let_go,
+    metric,
     pair,
     trio,
 )
@@ -170,6 +171,31 @@ async def test_a_client_that_leaves_during_prefill_cancels_everywhere() -> None:
         for name in ("p", "d1", "d2"):  # it is not known yet which one gets the KV
             await eventually(lambda name=name: made[name].cancelled == [transfer])
         assert await made.table() == []
+
+
+async def end_and_hang(
+    fake: FakeInstance, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    await fake.stream(request)
+    return await hang()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_stream_is_served_when_its_end_is_sent(leaves: bool) -> None:
+    """Whether the client leaves then, or the instance never ends its response."""
+    async with cluster(both(), first_byte_s=60.0) as made:
+        made["b"].handler = end_and_hang
+        made["b"].chunk_gate.set()
+        body = {"model": "tiny", "prompt": "hello", "stream": True}
+        async with made.client.post(f"{made.url}/v1/completions", json=body) as response:
+            if leaves:
+                await response.content.readuntil(b"[DONE]\n\n")
+                response.close()
+            else:
+                assert (await response.read()).endswith(b"[DONE]\n\n")
+        await eventually(lambda: not list(made.scheduler.table))
+        assert await metric(made, 'tetri_requests_total{outcome="ok",route="whole"}') == 1
+        assert len(made["b"].calls) == made["b"].aborted == 1
 
 
 async def announce_and_hang(fake: FakeInstance, _: web.Request, __: Any) -> web.StreamResponse:

@@ -59,6 +59,11 @@ class Relay:
         self._writer: InstanceInfo | None = None  # of what the client receives
         self.route = "none" if request.rules is None else "passed"
 
+    @property
+    def has_sent_all(self) -> bool:
+        """Whether the client was sent a stream with its end."""
+        return self._output.is_complete
+
     async def serve(self) -> web.StreamResponse:
         """Serve the request; raises `Refusal` if no instance could and the client has no byte."""
         self._mover.begin()

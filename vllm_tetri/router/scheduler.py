@@ -192,9 +192,12 @@ class GlobalScheduler:
                 outcome = "busy" if isinstance(refusal, NoCapacity) else "rejected"
             return refusal.response({"x-request-id": entry.id})
         except (asyncio.CancelledError, ConnectionResetError):
-            outcome = "cancelled"
+            is_whole = relay.has_sent_all  # clients may leave after `[DONE]`
+            outcome = "ok" if is_whole else "cancelled"
+            if is_whole:
+                self.poison.clear(request)
             if not entry.is_over:
-                entry.on(Event.CANCEL)
+                entry.on(Event.FINISH if is_whole else Event.CANCEL)
             raise
         finally:
             self.table.leave(entry)

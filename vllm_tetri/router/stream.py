@@ -43,6 +43,7 @@ _SERVER_ERRORS = frozenset({500, 502, 503, 504})
 _ABORTED = "its engine aborted the request"
 
 _READS_BEFORE_FLOW = 2  # a response that comes at once is over by then
+_END_S = 1.0  # that an instance has for the end of its response, after the last event
 _READS_BEFORE_NEXT = 8  # after one that could not begin
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Output:
         self._metrics = scheduler.metrics
         self._response: StreamedResponse | None = None
         self._is_whole = True  # what was sent ends with a whole event
+        self.is_complete = False  # the client was sent the end of its stream
         self._is_resumed = True  # the client has got something of the instance that writes now
         self._record: StreamRecord | None = None
         self._reads_before_flow = 0  # of the instance that writes now; negative: it cannot begin
@@ -182,6 +184,7 @@ class Output:
     async def _finish(self, events: bytes) -> web.StreamResponse:
         stream = self._begin()
         stream.send(events, is_last=True)
+        self.is_complete = True
         return stream
 
     def show(self, first: FirstToken) -> None:
@@ -272,12 +275,16 @@ class Output:
                 await self._http.writer.drain()
                 if self._reads_before_flow == 0:
                     await self._let_flow(response)
-                goes_on = await response.pour(self._pass_on)
+                # Its last event is the client's; the end frees the connection for another request.
+                async with asyncio.timeout(_END_S if self.is_complete else None):
+                    goes_on = await response.pour(self._pass_on)
             if record is not None and not record.is_complete:
                 raise InstanceFailed(instance.id, "its stream ended too early")
             await stream.write_eof()
             return stream
-        except (HttpError, ContinuationFailed) as error:
+        except (HttpError, ContinuationFailed, TimeoutError) as error:
+            if self.is_complete and self._response is not None:  # only the connection broke
+                return self._response
             lost = "connection lost: " if isinstance(error, HttpError) else ""
             raise InstanceFailed(instance.id, f"{lost}{error}") from error
         except ContinuationMismatch as error:
@@ -301,10 +308,13 @@ class Output:
                 self._record_resumed()
             self._entry.record_events(events.count(b"\n\n"))
             self._is_whole = events.endswith(b"\n\n")
-            stream.send(events, is_last=record is not None and record.is_complete)
+            is_last = record is not None and record.is_complete
+            stream.send(events, is_last=is_last)
+            self.is_complete = is_last
         self._reads_before_flow -= 1
         is_full, may_flow = self._http.protocol.writing_paused, self._reads_before_flow == 0
-        return not (is_full or may_flow or (record is not None and record.error))
+        has_error = record is not None and record.error
+        return not (is_full or may_flow or has_error or self.is_complete)
 
     async def _let_flow(self, response: HttpResponse) -> None:
         """Let the C++ core pass events on for as long as nothing else is to be done with them."""

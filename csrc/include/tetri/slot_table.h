@@ -8,11 +8,13 @@
 //
 // Memory of a slot that ends while a shared-memory writer may still be writing is quarantined: it
 // stays allocated, under no name, until that writer reports that it stopped or its connection is
-// gone, and until nothing holds its control word.
+// gone (for as long as a write may take, if it is on another host), and until nothing holds its
+// control word.
 //
 // Not thread-safe and without a clock: the caller locks and passes the time.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <optional>
 #include <string>
@@ -46,7 +48,11 @@ struct WriterId {
   uint32_t rank = 0;
   uint32_t num_ranks = 1;
   bool shared = false;  // writes into the arena itself, where this side cannot stop it
+  bool remote = false;  // and from another host: its last write may outlive its connection
 };
+
+// A remote writer that was told to stop, or is lost, is not believed to write longer than this.
+constexpr auto kRemoteWriteTime = std::chrono::seconds(15);
 
 // What the service thread has to send to a sender.
 struct Notice {
@@ -129,6 +135,7 @@ class SlotTable {
     uint64_t bytes = 0;  // as allocated
     uint32_t control = 0;
     bool quarantined = false;
+    TimePoint unsafe_until{};  // a remote writer that was lost may still be writing
     uint64_t seen_progress = 0;
     TimePoint deadline;
     std::vector<Writer> writers;
