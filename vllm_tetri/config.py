@@ -33,6 +33,7 @@ POLICY_KINDS: dict[str, Kind] = {
     "decode_policy": "admission",
     "dispatch_policy": "dispatch",
 }
+CONNECTOR = "TetriConnector"  # what vLLM's configuration calls ours
 CONTROL_PORT = 18555
 DEFAULT_CONTROL = f"tcp://127.0.0.1:{CONTROL_PORT}"
 DEFAULT_MODE = Mode.ADAPTIVE

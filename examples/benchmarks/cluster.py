@@ -62,6 +62,7 @@ SYSTEMS = {
     # What vLLM's guide to optimization advises on a GPU: few tokens for ITL, many for throughput.
     "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
     "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
+    "replicas-1": System(),  # behind vllm-router, as `both` is behind our router
     "replicas": System(engines=2),
     # What serves on four devices (`classes --profile --devices 4`).
     "replicas-4": System(engines=4),
@@ -74,6 +75,7 @@ SYSTEMS = {
     "nixl": System(engines=2),
     # One instance has nothing to decide in mode adaptive, so these two are named by its role.
     "both": System(up=_BOTH),
+    "role": System(serve=("--role", "both")),  # the same instance, asked without a router
     "both-256": System(up=_BOTH, serve=("--tetri-chunk-size", "256")),
     "both-slo": System(up=(*_BOTH, "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),
@@ -175,7 +177,8 @@ def serving(name: str, site: Site, *, up: Sequence[str] = ()) -> Iterator[str]:
             yield facts["url"]
         elif name.startswith("replicas"):
             is_shared = system.engines > len(site.cores)
-            places = [site.cores] * system.engines if is_shared else _halves(site)
+            is_halved = system.engines > 1 and not is_shared
+            places = _halves(site) if is_halved else [site.cores] * system.engines
             calm = {**PASSIVE, "OMP_NUM_THREADS": "1"} if is_shared else None
             urls = [
                 stack.enter_context(stock(site, f"{name}-{part}", system, cores, variables=calm))
@@ -186,7 +189,8 @@ def serving(name: str, site: Site, *, up: Sequence[str] = ()) -> Iterator[str]:
         elif name == "nixl":
             yield stack.enter_context(_nixl_pair(site, system))
         else:
-            yield stack.enter_context(stock(site, name, system, site.cores))
+            plugins = {"VLLM_PLUGINS": "tetri"} if "--role" in system.serve else None
+            yield stack.enter_context(stock(site, name, system, site.cores, variables=plugins))
 
 
 def serve_options(site: Site, system: System) -> list[str]:

@@ -12,6 +12,10 @@
     admission     decode admission with little KV memory (paper, Figure 18), on modelled step times
     dispatch      choice among four decode instances (paper, Figure 19), on modelled step times
 
+With `--rows`, what `examples.predictor.head evaluate` wrote, admission and dispatch compare
+predictors on outputs as long as those: none (stock's admission), `histogram`, what the head said of
+them, a classifier as in `examples.predictor.worth`, and the true length.
+
 Systems are started one after the other, in an order that is random in every repeat. What is at
 once due waits in a queue, so the last two say how long all of it takes.
 """
@@ -27,6 +31,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pandas as pd
+
 from examples.benchmarks import client, interference, pace
 from examples.benchmarks.client import Client, Request, Target, random_prompt
 from examples.benchmarks.cluster import (
@@ -41,6 +47,8 @@ from examples.benchmarks.cluster import (
     stock,
 )
 from examples.benchmarks.figures import Results, figures
+from examples.predictor import replay
+from examples.predictor.worth import said_by
 
 POLICIES = ("fcfs 16", "sjf 16", "sjf 128", "ljf 16", "srtf 16", "srtf 128", "mlfq 16")
 WHOLE = ("--mode", "whole", "--both", "1")
@@ -123,6 +131,28 @@ def conversations(options: argparse.Namespace, rng: Random) -> dict[str, list[Re
     return {"at once": [Request(0.0, random_prompt(p, rng), out) for p, out in lengths]}
 
 
+def answers(options: argparse.Namespace, rng: Random) -> dict[str, list[Request]]:
+    """Make requests with outputs as long as those of `--rows`, all due at once."""
+    drawn = rng.choices(_rows(options.rows)["tokens"].tolist(), k=options.num_prompts)
+    lengths = [(heavy_tailed(rng, 100, 1.1, 1500), max(2, int(each))) for each in drawn]
+    return {"at once": [Request(0.0, random_prompt(p, rng), out) for p, out in lengths]}
+
+
+def _rows(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path).dropna()
+
+
+def by_predictor(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Return options of instances by predictor, having written those that only repeat."""
+    known = "--tetri-predictor"
+    found: dict[str, tuple[str, ...]] = {each: (known, each) for each in ("histogram", "oracle")}
+    for who in ("head", "classifier"):
+        folder = options.folder.resolve() / who
+        replay.write(folder, said_by(who, _rows(options.rows)))
+        found[who] = (known, str(folder))
+    return found
+
+
 def _order(policy: str) -> Variant:
     name, _, batch = policy.partition(" ")
     return Variant(("--tetri-prefill-policy", name, "--tetri-sched-batch", batch), WHOLE)
@@ -149,6 +179,8 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
     budgets = {f"stock {tokens}": _budget(tokens) for tokens in (32, 64, 128, 256, 512, 1024)}
     two = {"stock": Variant(), "stock 256": _budget(256)}
     little = ("--num-gpu-blocks-override", str(interference.LITTLE_KV * max(options.batches)))
+    by = by_predictor(options) if options.rows else {"": oracle}
+    load = answers if options.rows else conversations
     beside = two | {"ours": Variant((), WHOLE), "little KV": Variant(little, only="5")}
     blocks = ("--block-size", str(interference.BLOCK_TOKENS))
     return {
@@ -193,19 +225,21 @@ def experiments(options: argparse.Namespace) -> dict[str, Experiment]:
         ),
         "admission": Experiment(
             {
-                name: _split(1, "--tetri-decode-policy", name, *oracle)
+                f"{name} {who}".strip(): _split(1, "--tetri-decode-policy", name, *chosen)
+                for who, chosen in by.items()
                 for name in ("greedy", "reserve-static", "reserve-dynamic")
             },
-            conversations,
+            load,
             is_paced=True,
             metrics=["jct_mean_ms", "total_s", "preemptions", "late_ms"],
         ),
         "dispatch": Experiment(
             {
-                name: _split(4, "--tetri-dispatch-policy", name, *oracle)
+                f"{name} {who}".strip(): _split(4, "--tetri-dispatch-policy", name, *chosen)
+                for who, chosen in by.items()
                 for name in options.dispatch.split(",")
             },
-            conversations,
+            load,
             is_paced=True,
             metrics=["total_s", "jct_mean_ms", "preemptions", "late_ms"],
         ),
@@ -322,6 +356,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="with other requests each; 3")
     parser.add_argument("--systems", help="NAME,NAME of the experiment; all")
     parser.add_argument("--predictor", help="folder of a trained predictor; oracle")
+    parser.add_argument("--rows", type=Path, help="of `head evaluate`: compare predictors, too")
     parser.add_argument("--dispatch", default="power-of-two,power-of-two-ratio", help="policies")
     parser.add_argument("--kv-tokens", type=int, default=8192, help="KV memory, if paced; 8192")
     parser.add_argument("--scale", type=float, default=0.25, help="of modelled step times; 0.25")

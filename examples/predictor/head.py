@@ -39,7 +39,7 @@ def collect(sources: list[Path], model: Path, per_source: int, output: Path) -> 
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ""}
     from vllm import LLM, SamplingParams
 
-    from vllm_tetri.engine.states import StateReader, watch_runners
+    from vllm_tetri.engine.states import StateReader, give_out_layer, watch_runners
 
     class Reader(StateReader):
         """Reads of every request, and after every step."""
@@ -55,6 +55,7 @@ def collect(sources: list[Path], model: Path, per_source: int, output: Path) -> 
         enforce_eager=True, enable_prefix_caching=False, kv_cache_memory_bytes=4 << 30,
     )  # fmt: skip
     engine, reader = llm.llm_engine, Reader()
+    llm.collective_rpc(lambda worker: give_out_layer(worker.model_runner, worker.vllm_config))
     watch_runners(reader)
     sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=MAX_TOKENS)
     template, states, rows = llm.get_tokenizer().apply_chat_template, dict[str, Any](), []

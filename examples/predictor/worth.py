@@ -14,11 +14,13 @@ one's errors are: this one is optimistic.
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -63,10 +65,24 @@ def requests(rows: pd.DataFrame, rate: float, who: str, seed: int) -> list[Reque
     if who == "oracle":
         guesses = [Prediction((float(answer.tokens),)) for _, answer in drawn]
     elif who == "head":
-        # Those answers were bounded by `max_tokens`, which an instance knows.
-        guesses = [Prediction(tuple(min(getattr(answer, name), MAX_TOKENS) for name in QUANTILES))
-                   for _, answer in drawn]  # fmt: skip
+        guesses = [_by_head(answer) for _, answer in drawn]
     return [replace(spec, predicted=guess) for spec, guess in zip(specs, guesses, strict=True)]
+
+
+def _by_head(answer: Any) -> Prediction:
+    # Those answers were bounded by `max_tokens`, which an instance knows.
+    return Prediction(tuple(min(getattr(answer, name), MAX_TOKENS) for name in QUANTILES))
+
+
+def said_by(who: str, rows: pd.DataFrame) -> dict[int, list[Prediction]]:
+    """Return what the head, or the classifier, said of answers, by how long they were."""
+    answers, found = list(rows.itertuples()), defaultdict[int, list[Prediction]](list)
+    specs = predicted([(0.0, 1, int(each.tokens)) for each in answers], CLASSIFIER_SHARE, 0)
+    for answer, spec in zip(answers, specs, strict=True):
+        said = _by_head(answer) if who == "head" else spec.predicted
+        if said is not None:
+            found[spec.output_tokens].append(said)
+    return found
 
 
 def play(

@@ -25,6 +25,8 @@ async def test_outputs_teach_the_instance_that_has_their_prompts(
     expected = sum(1 + (length > CHUNK) for length in LENGTHS)
     await until(lambda: own.instances()["prefill-0"]["length_states"] == expected, "it learns", 30)
     assert own.instances()["decode-0"]["length_states"] == 0
+    log = (own.logs / "prefill-0.log").read_text()
+    assert "output lengths are predicted from the hidden states after layer 1" in log
     fixed = completion(30, max_tokens=5, ignore_eos=True)  # tells nothing of the model
     before = own.instances()["prefill-0"]["length_states"]
     await assert_handed_over_as_stock(stock, own, [fixed, chat(100, ignore_eos=True)])

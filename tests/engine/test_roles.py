@@ -71,7 +71,7 @@ def test_everything_follows_from_the_role(role: Role) -> None:
     assert namespace.distributed_executor_backend == roles.EXECUTOR
     transfer = namespace.kv_transfer_config
     assert (transfer.kv_connector, transfer.kv_load_failure_policy) == (
-        roles.CONNECTOR,
+        "TetriConnector",
         "recompute",
     )
     assert config(namespace).instance == f"{role}-{platform.node()}-8123"

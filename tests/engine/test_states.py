@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +14,10 @@ import pytest
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_tetri.engine import connector as connectors
 from vllm_tetri.engine import states
-from vllm_tetri.engine.states import StateReader, watch_runners
+from vllm_tetri.engine.plugin import register
+from vllm_tetri.engine.states import StateReader, give_out_layer, middle_layer, watch_runners
 
 HIDDEN = torch.arange(12.0).reshape(6, 2)
 
@@ -51,7 +57,7 @@ def test_copies_under_way_are_reported_when_they_are_complete() -> None:
     reader, event = StateReader(), SimpleNamespace(query=lambda: False)
     for name in ("a", "b"):
         reader.begin_step({name})
-        reader.read((HIDDEN, []), [name], [1])  # with auxiliary states, as of EAGLE 3
+        reader.read(HIDDEN, [name], [1])
     reader.copies[0] = (*reader.copies[0][:2], event)
     assert reader.take() == {}
     event.query = lambda: True
@@ -75,3 +81,143 @@ def test_the_first_runner_shows_its_states_inside_of_a_step(
     assert vars(runner)["_model_forward"](one) is HIDDEN
     assert latest.take()["a"].tolist() == [8, 9]
     assert reader is latest
+
+
+def test_states_are_read_of_the_layer_in_the_middle(tiny_llama: Path) -> None:
+    command = [sys.executable, "-m", "tests.engine.middle", str(tiny_llama)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = dict(re.findall(r"^(middle|last) (\S+)$", done.stdout, re.MULTILINE))
+    assert float(found["middle"]) == 0 < float(found["last"])
+
+
+def config_with(**changes: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=changes.get("pipeline", 1),
+            prefill_context_parallel_size=changes.get("context", 1),
+            use_ubatching=changes.get("ubatching", False),
+        ),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=changes.get("shares", False)),
+        speculative_config=changes.get("speculative"),
+        additional_config=changes.get("additional", {}),
+        model_config=SimpleNamespace(
+            runner_type=changes.get("runner", "generate"),
+            hf_text_config=SimpleNamespace(num_hidden_layers=changes.get("layers", 30)),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"speculative": "eagle3"}, {"pipeline": 2}, {"context": 2}, {"ubatching": True},
+     {"shares": True}, {"runner": "pooling"}, {"layers": 1}, {"additional": SimpleNamespace()}],
+    ids=str,
+)  # fmt: skip
+def test_the_last_states_are_read_where_others_have_uses(changes: dict[str, Any]) -> None:
+    assert middle_layer(config_with()) == 18
+    assert middle_layer(config_with(**changes)) is None
+
+
+class Part(torch.nn.Module):
+    """A part of a model, with a configuration of its own, as those of multimodal models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vllm_config = config_with(additional={"theirs": 1})
+        self.aux_hidden_state_layers = ()
+
+
+class Model(torch.nn.Module):
+    """One that says that it gives out layers, and `does`, does not, or fails to begin."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does, self.part = does, Part()
+
+    def set_aux_hidden_state_layers(self, layers: Any) -> None:
+        self.part.aux_hidden_state_layers = layers
+        if self.does == "fails":
+            raise AssertionError("no layers")
+
+    def forward(self) -> Any:
+        gives = self.does == "gives" and self.part.aux_hidden_state_layers
+        return (HIDDEN, [HIDDEN + 100]) if gives else HIDDEN
+
+
+@pytest.mark.parametrize("does", ["gives", "ignores", "fails", "cannot"])
+def test_a_runner_reads_of_a_layer_if_its_model_gives_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, does: str
+) -> None:
+    monkeypatch.setattr(states, "can_give_out_layers", lambda model: model.does != "cannot")
+    config, model = config_with(additional={"theirs": 1}), Model(does)
+    first, second = one_of_each(monkeypatch, model)
+    for runner in (first, second):
+        runner.get_model = lambda: model
+        give_out_layer(runner, config)
+    is_on = does in ("gives", "ignores")
+    # A runner expects a pair then, and the compiled graph has another name in vLLM's cache.
+    assert hasattr(first, "use_aux_hidden_state_outputs") == isinstance(model(), tuple) == is_on
+    for each in (config, model.part.vllm_config):
+        found = each.additional_config
+        assert found == ({"theirs": 1, "tetri_layer": 18} if is_on else {"theirs": 1})
+    assert ("gives out no states" in caplog.text) == (does == "fails")
+
+    for runner, step in ((first, "_model_forward"), (second, "sample_tokens")):
+        reader = StateReader()
+        watch_runners(reader)
+        reader.begin_step({"a"})
+        getattr(runner, step)()
+        wanted = HIDDEN[4] + 100 * (does == "gives")
+        assert reader.take()["a"].tolist() == wanted.tolist()
+
+
+def one_of_each(monkeypatch: pytest.MonkeyPatch, model: Model) -> tuple[Any, Any]:
+    """Return a V1 and a V2 runner in the middle of a step whose first request ends in row 4."""
+
+    def pair() -> Any:
+        found = model()
+        return found if isinstance(found, tuple) else (found, None)
+
+    first = type("First", (), {"_model_forward": lambda self: model()})
+    second = type("Second", (), {"sample_tokens": lambda self: None})
+    monkeypatch.setattr(states, "loaded_runners", lambda: (first, second))
+    one, two = first(), second()
+    one.input_batch = SimpleNamespace(req_ids=["a"])
+    one.query_start_loc = SimpleNamespace(np=[0, 5, 5])
+    two_batch = SimpleNamespace(req_ids=["a"], query_start_loc_np=[0, 5])
+
+    class State:
+        input_batch = two_batch
+        hidden_states = property(lambda self: pair()[0])
+        aux_hidden_states = property(lambda self: pair()[1])
+
+    two.execute_model_state = State()
+    return one, two
+
+
+@pytest.mark.parametrize("connector", ["TetriConnector", "NixlConnector", None])
+def test_workers_prepare_the_models_of_instances_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, connector: str | None
+) -> None:
+    transfer = connector and SimpleNamespace(kv_connector=connector)
+    given = SimpleNamespace(kv_transfer_config=transfer)
+
+    class Wrapper:
+        vllm_config = given
+        worker = SimpleNamespace(model_runner="runner", load_model=lambda **words: words)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.worker, name)
+
+    prepared: list[Any] = []
+    monkeypatch.setattr(connectors, "prepare_model", lambda *words: prepared.append(words))
+    monkeypatch.setitem(
+        sys.modules, "vllm.v1.worker.worker_base", SimpleNamespace(WorkerWrapperBase=Wrapper)
+    )
+    for _ in range(2):  # vLLM registers plugins in every process, and maybe twice
+        register()
+    wrapper: Any = Wrapper()
+    assert wrapper.load_model(dummy=False) == {"dummy": False}
+    assert prepared == ([("runner", given)] if connector == "TetriConnector" else [])

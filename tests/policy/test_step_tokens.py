@@ -119,7 +119,15 @@ def test_a_prompt_that_is_little_longer_than_a_chunk_is_computed_in_one_step() -
         sizes.beside(CPU, **asked, prompt_context=0, first_tokens=prompt) - 16
         for prompt in (usual * 5 // 4, usual * 2)
     ]
-    assert usual * 5 // 4 <= tokens[0] < tokens[1] + usual
+    assert usual * 5 // 4 <= tokens[0]
+    assert tokens[1] < usual * 2
+
+
+def test_no_part_is_longer_than_what_a_step_may_have() -> None:
+    sizes = StepSizes(None, None, most_tokens=512, tile_tokens=16)
+    asked = {"num_decodes": 1, "decode_tokens": 1, "decode_context": 99, "num_prompts": 500}
+    assert sizes.beside(CPU, **asked, prompt_context=0) == 512
+    assert sizes.beside(CPU, **asked, prompt_context=0, first_tokens=600) == 304
 
 
 @pytest.mark.parametrize(("cost", "low", "high"), [(CPU, 240, 290), (GPU, 2300, 2900)])

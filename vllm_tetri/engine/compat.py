@@ -81,6 +81,7 @@ try:
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     # How a request ends by itself.
     COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -126,6 +127,13 @@ def loaded_runners() -> tuple[Any, Any]:
     names = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
     first, second = (getattr(sys.modules.get(each), "GPUModelRunner", None) for each in names)
     return first, second
+
+
+def can_give_out_layers(model: Any) -> bool:
+    """Whether a model can return states of its layers beside the last ones."""
+    from vllm.model_executor.models.interfaces import supports_eagle3  # workers have it anyway
+
+    return bool(supports_eagle3(model))
 
 
 def load_nccl() -> Any:
@@ -176,6 +184,7 @@ SIGNATURES = {
     "get_request_block_hasher": "hash_block_size caching_hash_fn",
     "get_hash_fn_by_name": "hash_fn_name",
     "UniProcExecutor._init_executor": "",
+    "WorkerWrapperBase.__getattr__": "attr",  # among others load_model, which is ours then
     "KVConnectorBase_V1.__init__": "vllm_config role kv_cache_config",
     "KVConnectorBase_V1.bind_connector_metadata": "connector_metadata",
     "KVConnectorBase_V1._get_connector_metadata": "",

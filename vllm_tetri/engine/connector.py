@@ -39,7 +39,7 @@ from vllm_tetri.engine.identity import alone_identity, identity_of, shards_of, w
 from vllm_tetri.engine.pool import pool_places
 from vllm_tetri.engine.prediction import HEAD
 from vllm_tetri.engine.roles import CONFIG_KEY, config_of_rank, rank_of
-from vllm_tetri.engine.states import StateReader, watch_runners
+from vllm_tetri.engine.states import StateReader, give_out_layer, watch_runners
 from vllm_tetri.engine.step import KVLayout, StepMeta, WorkerReport, WorkerShape
 from vllm_tetri.engine.worker import KVWorker
 from vllm_tetri.errors import ProtocolError
@@ -61,6 +61,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BLOCK_OUTERMOST = "BLHNC"  # vLLM's name of a KV cache layout
+
+
+def prepare_model(runner: Any, vllm_config: VllmConfig) -> None:
+    """Prepare the model that an instance's worker has just loaded for the length head, if any."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if decode_config(extra[CONFIG_KEY]).predictor == HEAD:
+        give_out_layer(runner, vllm_config)
 
 
 class TetriConnector(KVConnectorBase_V1, SupportsHMA):

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vllm_tetri.config import PRESETS, file_key_of, option_of, options, parse_size
+from vllm_tetri.config import CONNECTOR, PRESETS, file_key_of, option_of, options, parse_size
 from vllm_tetri.errors import ConfigError, TetriError
 from vllm_tetri.types import Role
 
@@ -30,6 +31,9 @@ def register() -> None:
     """Teach vLLM's argument parsers our options (seams: `EngineArgs.add_cli_args`)."""
     # Our loggers take level, handlers and format from vLLM's.
     logging.getLogger("vllm_tetri").parent = logging.getLogger("vllm")
+    worker_base = sys.modules.get("vllm.v1.worker.worker_base")
+    if (wrapper := getattr(worker_base, "WorkerWrapperBase", None)) is not None:
+        _watch_loading(wrapper)
     from vllm.engine import arg_utils
 
     stock = arg_utils.EngineArgs.add_cli_args
@@ -46,6 +50,24 @@ def register() -> None:
     arg_utils.EngineArgs.add_cli_args = staticmethod(add_cli_args)
 
 
+def _watch_loading(wrapper: Any) -> None:
+    """Let workers of instances with the length head have their model give out a layer in its middle
+    (seam: `WorkerWrapperBase`, which leaves `load_model` to the device's worker)."""
+    if "load_model" in vars(wrapper):
+        return
+
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.worker.load_model(*args, **kwargs)
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector == CONNECTOR:
+            from vllm_tetri.engine.connector import prepare_model
+
+            prepare_model(self.worker.model_runner, self.vllm_config)
+        return found
+
+    wrapper.load_model = load_model
+
+
 def _expand_after_parsing(parser: argparse.ArgumentParser) -> None:
     """Let this parser turn `--role` into vLLM's own options once it has parsed.
 
@@ -59,11 +81,13 @@ def _expand_after_parsing(parser: argparse.ArgumentParser) -> None:
         is_ours = [each for each in vars(namespace) if each.startswith("tetri_")]
         try:
             if is_ours or getattr(namespace, "role", None):  # else any release of vLLM will do
+                from vllm_tetri.engine.compat import WorkerWrapperBase
                 from vllm_tetri.engine.roles import expand_role
                 from vllm_tetri.engine.scheduler import require_supported
 
                 require_supported()
                 expand_role(namespace, given_options)
+                _watch_loading(WorkerWrapperBase)  # processes that are forked inherit it
         except TetriError as error:
             parser.error(str(error))
         return namespace, rest

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_tetri.config import TetriConfig, option_of
 from vllm_tetri.engine.chunk_size import is_dummy
 from vllm_tetri.engine.compat import COMPLETE, Request, RequestStatus
+from vllm_tetri.engine.states import middle_layer
 from vllm_tetri.engine.step import WorkerReport
 from vllm_tetri.errors import ConfigError
 from vllm_tetri.handover import DecodeParams
@@ -88,8 +89,9 @@ def make_predictor(config: TetriConfig, vllm_config: VllmConfig, role: Role) -> 
     if config.predictor == ORACLE:
         return Oracle()
     if config.predictor == HEAD:
-        model = vllm_config.model_config
-        return HeadPredictor(state_path(model.model, HEAD), model.get_hidden_size())
+        model, layer = vllm_config.model_config, middle_layer(vllm_config)
+        name = HEAD if layer is None else f"{HEAD} {layer}"  # maps of other states are of no use
+        return HeadPredictor(state_path(model.model, name), model.get_hidden_size())
     if role is Role.DECODE:
         return None
     allowed: set[int] = set()

@@ -19,6 +19,7 @@ import psutil
 from msgspec import structs
 
 from vllm_tetri.config import (
+    CONNECTOR,
     DRAIN_S,
     TetriConfig,
     control_host,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEDULER = "vllm_tetri.engine.scheduler.make_scheduler"
-CONNECTOR = "TetriConnector"
 CONNECTOR_MODULE = "vllm_tetri.engine.connector"
 MIDDLEWARE = "vllm_tetri.engine.middleware.TetriMiddleware"
 EXECUTOR = "vllm_tetri.engine.executor.CalmExecutor"

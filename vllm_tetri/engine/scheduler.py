@@ -254,7 +254,8 @@ class TetriScheduler(Scheduler):
         is here: vLLM admits none without tokens left."""
         decode_tokens = self._decode_tokens()
         lane = self.waiting.lane
-        tokens = self.budget.tokens(self.running, decode_tokens, len(lane), lane.first_tokens())
+        first_tokens = lane.first_tokens() if decode_tokens else 0
+        tokens = self.budget.tokens(self.running, decode_tokens, len(lane), first_tokens)
         # vLLM lets a request in that decodes at once only with all its drafts.
         num_fetched = sum(map(self._endpoint.sends.fetch_tokens, self.waiting.first))
         num_ready = self._count_ready() * (1 + self.num_spec_tokens) + num_fetched

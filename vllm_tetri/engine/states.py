@@ -1,5 +1,8 @@
 """The model's own hidden states, read in the worker without another forward pass.
 
+A layer in the middle tells more of an output's length than the last one (docs/predictor.md). vLLM
+gives out its states, as for EAGLE 3, also from compiled graphs; else the last are read.
+
 A step's orders name the requests whose last position is to be read. The rows are gathered while
 they are on the device, copied to host memory without waiting, and reported with the step that
 finds the copy complete: on a CPU at once. Owner: the worker's main thread.
@@ -9,14 +12,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_tetri.engine.compat import loaded_runners
+from vllm_tetri.engine.compat import can_give_out_layers, loaded_runners
 from vllm_tetri.engine.step import States
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MIDDLE = 0.6  # of the layers
 _MARK = "_tetri_states"
+_GIVES_OUT = "_tetri_gives_out"  # a runner whose model gives out a layer for us
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +45,6 @@ class StateReader:
         """Read of a step's hidden states, (tokens, width), the rows before the ends of the named
         requests, in the order of the batch."""
         wanted, self._wanted = self._wanted, ()
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # with those of EAGLE 3
         is_last = isinstance(hidden, torch.Tensor)  # of the pipeline's ranks
         if self._is_off or not wanted or not is_last:
             return
@@ -77,6 +84,67 @@ class StateReader:
         return found
 
 
+def middle_layer(config: VllmConfig) -> int | None:
+    """Return after which of the model's layers states are to be read; None for the last. What
+    drafts from states, or divides the model, a prompt or a batch, has its own way with others."""
+    parallel, model = config.parallel_config, config.model_config
+    is_whole = (
+        parallel.pipeline_parallel_size == parallel.prefill_context_parallel_size == 1
+        and not parallel.use_ubatching
+        and not config.cache_config.kv_sharing_fast_prefill
+    )
+    if config.speculative_config or not is_whole or model.runner_type != "generate":
+        return None
+    if not isinstance(config.additional_config, dict):
+        return None
+    return int(MIDDLE * getattr(model.hf_text_config, "num_hidden_layers", 0)) or None
+
+
+def give_out_layer(runner: Any, config: VllmConfig) -> None:
+    """Let a model that has just been loaded, and neither ran nor was compiled, give out the states
+    after its `middle_layer`, if it can."""
+    if (layer := middle_layer(config)) is None:
+        return
+    model: Any = None
+    try:
+        model = runner.get_model()
+        # One that is compiled itself is called past its hooks.
+        if not can_give_out_layers(model) or hasattr(model, "do_not_compile"):
+            return
+        model.set_aux_hidden_state_layers((layer,))
+        model.register_forward_hook(_with_others)
+    except Exception as error:  # lengths are not worth an engine
+        for each in _modules(model):
+            if hasattr(each, "aux_hidden_state_layers"):
+                each.aux_hidden_state_layers = ()
+        _log.warning("the model gives out no states of layer %d (%r), so output lengths are "
+                     "predicted from its last ones, less well.", layer, error)  # fmt: skip
+        return
+    runner.use_aux_hidden_state_outputs = True
+    setattr(runner, _GIVES_OUT, True)
+    # vLLM's cache of compiled graphs must not confuse this one with the usual one. Models with
+    # several parts compile them with configurations of their own.
+    held = [getattr(each, "vllm_config", None) for each in _modules(model)]
+    for each in {id(one): one for one in (config, *held) if one is not None}.values():
+        each.additional_config = {**each.additional_config, "tetri_layer": layer}
+    _log.info("output lengths are predicted from the hidden states after layer %d", layer)
+
+
+def _modules(model: Any) -> list[Any]:
+    return list(model.modules()) if isinstance(model, torch.nn.Module) else []
+
+
+def _with_others(model: Any, given: Any, found: Any) -> Any:
+    """Return what a runner expects of a model that says that it can give out layers, and does
+    not: the Gemma 4 that shares KV, and others that override what they inherit."""
+    return found if isinstance(found, tuple) else (found, [])
+
+
+def _shown(runner: Any, last: Any, others: Sequence[Any] | None) -> Any:
+    """Return the states to read of the last ones of a step and those that were given out."""
+    return others[0] if others and getattr(runner, _GIVES_OUT, False) else last
+
+
 def watch_runners(reader: StateReader) -> None:
     """Let this process's model runners show their hidden states to a reader: V1's inside of the
     step's KV transfers, V2's before it samples. The last reader counts."""
@@ -86,8 +154,10 @@ def watch_runners(reader: StateReader) -> None:
 
         def model_forward(runner: Any, *args: Any, **kwargs: Any) -> Any:
             hidden = forward(runner, *args, **kwargs)
+            last, others = hidden if isinstance(hidden, tuple) else (hidden, None)
             names = runner.input_batch.req_ids
-            reader.read(hidden, names, runner.query_start_loc.np[1 : len(names) + 1])
+            ends = runner.query_start_loc.np[1 : len(names) + 1]
+            reader.read(_shown(runner, last, others), names, ends)
             return hidden
 
         setattr(model_forward, _MARK, forward)
@@ -98,7 +168,8 @@ def watch_runners(reader: StateReader) -> None:
         def sample_tokens(runner: Any, *args: Any, **kwargs: Any) -> Any:
             if (state := runner.execute_model_state) is not None:
                 batch = state.input_batch
-                reader.read(state.hidden_states, batch.req_ids, batch.query_start_loc_np[1:])
+                hidden = _shown(runner, state.hidden_states, state.aux_hidden_states)
+                reader.read(hidden, batch.req_ids, batch.query_start_loc_np[1:])
             return sample(runner, *args, **kwargs)
 
         setattr(sample_tokens, _MARK, sample)

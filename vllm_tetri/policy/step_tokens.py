@@ -85,7 +85,10 @@ class StepSizes:
             num_prompts=num_prompts,
             prompt_context=prompt_context,
         )
-        part_tokens = equal_part(prompt_tokens, first_tokens)
+        room_tokens = max(1, self.most_tokens - decode_tokens)
+        part_tokens = equal_part(min(prompt_tokens, room_tokens), first_tokens)
+        if part_tokens > room_tokens:
+            part_tokens = -(-first_tokens // -(-first_tokens // room_tokens))
         return self._whole(decode_tokens, part_tokens + self.tile_tokens - 1)  # round up
 
     def next_chunk(
