@@ -62,7 +62,7 @@ SYSTEMS = {
     # What vLLM's guide to optimization advises on a GPU: few tokens for ITL, many for throughput.
     "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
     "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
-    "replicas-1": System(),  # behind vllm-router, as `both` is behind our router
+    "replicas-1": System(policy="round_robin"),  # behind vllm-router, as `both` is behind our router
     "replicas": System(engines=2),
     # What serves on four devices (`classes --profile --devices 4`).
     "replicas-4": System(engines=4),

@@ -10,15 +10,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
+import pandas as pd
 import pytest
 
 from examples.benchmarks import cluster, compare, flip, moves, pace, transfer
 from examples.benchmarks.client import Reply, Request
 from examples.benchmarks.cluster import Site
+from examples.benchmarks.report import RESULTS
 from examples.benchmarks.router import System, Turn
+from examples.predictor.worth import said_by
 from tests.needed import needed
 from vllm_tetri.engine import pacing
+from vllm_tetri.engine.prediction import code_in
 from vllm_tetri.launch.machine import free_port
+from vllm_tetri.predictor.base import Query
 
 
 def test_a_busy_engine_makes_up_for_a_late_step() -> None:
@@ -71,13 +76,14 @@ def test_a_modelled_device_has_its_own_clock_and_link(tmp_path: Path) -> None:
     assert pace.Device().in_its_time(played) is played
 
 
+ROWS = pd.read_csv(RESULTS / "head-mixed.csv.gz").dropna()
 TINY = {
     "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256, "vocab_size": 1024,
 }  # fmt: skip
 OPTIONS = argparse.Namespace(
     num_prompts=4, request_rate=2.0, predictor=None, dispatch="power-of-two", phase=10.0,
-    request_rates=[1.0, 1.0], scale=0.5, batches=[4, 16],
+    request_rates=[1.0, 1.0], scale=0.5, batches=[4, 16], rows=None,
 )  # fmt: skip
 
 
@@ -89,6 +95,28 @@ def test_every_system_of_an_experiment_gets_the_same_requests(name: str) -> None
     assert len(experiment.variants) > 1 or name == "dispatch"
     longest = max(len(each.prompt) + each.output_tokens for load in first.values() for each in load)
     assert longest < (pace.WINDOW_TOKENS if experiment.is_paced else 2048)
+
+
+@pytest.mark.parametrize("name", ["admission", "dispatch"])
+def test_predictors_are_compared_by_what_they_said_before(name: str, tmp_path: Path) -> None:
+    rows = RESULTS / "head-mixed.csv.gz"
+    options = argparse.Namespace(**vars(OPTIONS) | {"rows": rows, "folder": tmp_path})
+    experiment = compare.experiments(options)[name]
+    asked = experiment.loads(options, Random("seed"))["at once"]
+    lengths = {each.output_tokens for each in asked}
+    predictors = {variant.serve[variant.serve.index("--tetri-predictor") + 1]
+                  for variant in experiment.variants.values()}  # fmt: skip
+    folders = {Path(each) for each in predictors if "/" in each}
+    assert {each.name for each in folders} == {"head", "classifier"}
+    for folder in folders:
+        code = code_in(folder)
+        assert code.check(folder) == code.check(folder) != ""
+        predictor = code.make(folder, "", ())
+        for name, tokens in [("known", min(lengths)), ("unknown", 10**6)]:
+            predictor.ask(Query(name, [1, 2, 3], tokens))
+        (_, said), (_, nothing) = predictor.poll()
+        assert nothing is None
+        assert said.lengths in {each.lengths for each in said_by(folder.name, ROWS)[min(lengths)]}
 
 
 def test_phases_of_a_swinging_load_follow_one_another() -> None:

@@ -1,7 +1,8 @@
 """Every vLLM name that the engine side uses, and the contract that it relies on.
 
 Public or documented: `KVConnectorBase_V1` and its metadata classes, `SupportsHMA`,
-`KVTransferConfig`, the `vllm.general_plugins` group, `--scheduler-cls`, `--middleware`.
+`KVTransferConfig`, the `vllm.general_plugins` group, `--scheduler-cls`, `--middleware`,
+`SupportsEagle3`.
 Everything else is private. `require_contract` compares the tables below with the vLLM that
 is installed when an instance starts; `tests/engine/test_contract.py` also reads vLLM's source.
 """
