@@ -62,7 +62,7 @@ SYSTEMS = {
     # What vLLM's guide to optimization advises on a GPU: few tokens for ITL, many for throughput.
     "stock-2048": System(serve=("--max-num-batched-tokens", "2048")),
     "stock-16384": System(serve=("--max-num-batched-tokens", "16384")),
-    "replicas-1": System(policy="round_robin"),  # behind vllm-router, as `both` is behind our router
+    "replicas-1": System(policy="round_robin"),  # behind vllm-router, as `both` behind ours
     "replicas": System(engines=2),
     # What serves on four devices (`classes --profile --devices 4`).
     "replicas-4": System(engines=4),
@@ -75,7 +75,8 @@ SYSTEMS = {
     "nixl": System(engines=2),
     # One instance has nothing to decide in mode adaptive, so these two are named by its role.
     "both": System(up=_BOTH),
-    "role": System(serve=("--role", "both")),  # the same instance, asked without a router
+    # The same instance, asked without a router, and not in the way of that of another cluster.
+    "role": System(serve=("--role", "both", "--tetri-control", "tcp://127.0.0.1:9")),
     "both-256": System(up=_BOTH, serve=("--tetri-chunk-size", "256")),
     "both-slo": System(up=(*_BOTH, "--refuse-late")),
     "split": System(engines=2, up=("--mode", "split", "--prefill", "1", "--decode", "1")),

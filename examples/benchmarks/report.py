@@ -36,6 +36,13 @@ SYSTEMS = {
     "split": "split",
     "both": "one `both` instance",
 }
+WITH_ROUTERS = {
+    "stock": "stock",
+    "replicas-1": "stock behind vllm-router",
+    "stock-256": "stock, budget 256",
+    "role": "`--role both`, no router",
+    "both": "one `both` instance and its router",
+}
 FOUR_DEVICES = {
     "replicas-4": "4 replicas, vllm-router",
     "replicas-4-512": "the same, budget 512",
@@ -141,7 +148,7 @@ def table(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / f"{name}.csv.gz")
 
 
-def five_classes(name: str = "") -> str:
+def five_classes(name: str = "", systems: Mapping[str, str] = SYSTEMS) -> str:
     """Mean TTFT, ITL p99, mean JCT and requests a second in time (strict); the best in bold. With a
     name, of the cells in that file."""
     columns = ["ttft_mean_ms", "itl_p99_ms", "jct_mean_s", "in_time_strict_per_s"]
@@ -152,7 +159,7 @@ def five_classes(name: str = "") -> str:
     else:
         cells = table("classes").query("rate == 'knee'")
     formats, rows = ("{:.0f}", "{:.0f}", "{:.2f}", "{:.2f}"), []
-    for system, title in SYSTEMS.items():
+    for system, title in systems.items():
         row = {"system": title}
         for name in ("lpld", "lphd", "hpld", "hphd", "mixed"):
             of_class = cells[cells["class"] == name].set_index("system")
@@ -390,6 +397,26 @@ def worth() -> str:
     return markdown(list(found.values()))
 
 
+def lengths_on_engines() -> str:
+    """Means over repeats by what is known of lengths: completion times, preemptions, lateness."""
+    columns = {
+        "jct_mean_ms": "mean JCT, s",
+        "jct_p99_ms": "p99, s",
+        "total_s": "all, s",
+        "preemptions": "preemptions",
+        "late_ms": "latest step, s",
+    }
+    rows = []
+    for figure, name in (("18", "admissions"), ("19", "dispatches")):
+        _, cells = load(RESULTS / f"{name}.jsonl.gz")
+        means = cells.groupby("system", sort=False)[list(columns)].mean()
+        for system, row in means.sort_index().iterrows():
+            shown = {title: number(row[each] / (1000 if each.endswith("_ms") else 1))
+                     for each, title in columns.items()}  # fmt: skip
+            rows.append({"figure": figure, "policy and predictor": system, **shown})
+    return markdown(rows)
+
+
 def transfers() -> str:
     """GB/s of every way to move KV, and ms of one block alone, by size of a block."""
     ways = {"memcpy": "memcpy", "shm": "shm", "emulated": "emulated", "4 groups": "shm, 4 groups",
@@ -484,6 +511,10 @@ def _place(name: str) -> tuple[str, list[int], str]:
 DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Five classes on two cores": ("benchmarks.md", five_classes),
     "Five classes again": ("benchmarks.md", partial(five_classes, "classes-caches.jsonl.gz")),
+    "Five classes with and without routers": (
+        "benchmarks.md",
+        partial(five_classes, "classes-routers.jsonl.gz", WITH_ROUTERS),
+    ),
     "Four modelled devices": ("benchmarks.md", four_devices),
     "First token and hand-over": ("benchmarks.md", as_kept("handover")),
     "Router": ("benchmarks.md", routers),
@@ -503,6 +534,7 @@ DERIVED: dict[str, tuple[str, Callable[[], str]]] = {
     "Accuracy of the predictor": ("predictor.md", as_kept("predictor")),
     "The length head": ("predictor.md", length_head),
     "What lengths are worth": ("predictor.md", worth),
+    "What lengths are worth to engines": ("predictor.md", lengths_on_engines),
 }
 """Title, page and derivation of every table of the documentation that has raw results."""
 

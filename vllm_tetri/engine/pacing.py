@@ -90,6 +90,8 @@ class StepClock:
 def work_of(output: SchedulerOutput, now: float) -> StepWork:
     """Read from a scheduled step what it computes and after which context."""
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    if output.total_num_scheduled_tokens == len(scheduled) == len(cached.req_ids):  # decodes only
+        return StepWork(now, len(scheduled), sum(cached.num_computed_tokens), 0, 0.0)
     contexts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     contexts |= {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     drafts = output.scheduled_spec_decode_tokens
